@@ -1,4 +1,4 @@
-"""Pallas kernels for training, each with the plain reference that it is tested against.
+"""Pallas kernels for training, each with a plain JAX reference that it is tested against.
 
-The package does not import zerojax.
+A "leaf" is one array of a parameter tree. The package does not import zerojax.
 """

@@ -1,9 +1,10 @@
 """Quantizes AdamW's moments to one byte per element, in blocks; includes the plain reference.
 
-A leaf is divided, flat, into blocks of at most 512 elements that share two float32 scales
-(block-wise as in arXiv:2110.02861). A code is a root of the value, so that small values keep
-digits; zero is not a code of the second moment (arXiv:2309.01507); and values are rounded
-stochastically, so that an average that changes by less than one code still changes.
+A leaf (one array) is flattened and divided into blocks of at most 512 elements that share two
+float32 scales (block-wise as in arXiv:2110.02861). A code represents a root of the value, so that
+small values keep digits; zero is not a code of the second moment (arXiv:2309.01507). Values are
+rounded stochastically, so that a moment that changes by less than one code still changes on
+average.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from pallas_kernels.elementwise import FLOATS, stored_as
 from pallas_kernels.optimizers import AdamScalars, adam_direction, new_moments, unless_skipped
 
 QUANT_BLOCKS = (512, 384, 256, 128)
-"""Elements that share a scale: the first of these that divides the leaf, so that no short block
-remains; else 512. 16 bytes of scales are read and written for each block."""
+"""Candidate numbers of elements that share a scale: the first that divides the leaf is used, so
+that no short block remains; else 512. Each block reads and writes 16 bytes of scales."""
 MU_LEVELS, NU_LEVELS, NU_OFFSET = 127.0, 256.0, 129.0
 NU_ZERO = -128
-"""The smallest code: 2^-32 of the block's scale."""
+"""Value of the smallest code: 2^-32 of the block's scale."""
 MU_FLOOR, NU_FLOOR = 2.0**-112, 2.0**-94
-"""The smallest scales. The values of the smallest codes are then still normal float32 numbers
-(2^-126 or more), on hardware that flushes smaller numbers to 0 and on other hardware."""
+"""Minimum scales. The values of the smallest codes are then still normal float32 numbers (2^-126 or
+more), which also hardware that flushes smaller numbers to 0 can represent."""
 NU_SMALLEST = 2.0**-126
-"""A second moment that represents 0."""
+"""Code of a second moment that represents 0."""
 NEARLY_ALL = 1 - 2.0**-20
-"""Values of at least this share of their block's scale get the largest code, however the kernel's
-division rounds. If the scale could shrink by a code, moments that are stored as float32 and encoded
-again would not be recovered bit by bit."""
+"""Values of at least this fraction of their block's scale get the largest code, however the
+kernel's division rounds. Otherwise the scale could shrink by one code, and moments that are stored
+as float32 and encoded again would not be recovered bit by bit."""
 
 
 class Moments8bit(NamedTuple):
-    """Adam's moments of one leaf of any shape.
+    """Adam's moments of one leaf of any shape, as 8-bit codes and scales.
 
     Attributes:
-      mu: int8, of the leaf's shape. sign(code) * (code / 127)^2 * scale is the first moment.
-      nu: int8, likewise. ((code + 129) / 256)^4 * scale is the second moment.
-      mu_scale, nu_scale: float32[number of blocks]: the largest |mu| and nu of each block, or
+      mu: int8, with the leaf's shape; sign(code) * (code / 127)^2 * scale is the first moment.
+      nu: int8, with the leaf's shape; ((code + 129) / 256)^4 * scale is the second moment.
+      mu_scale, nu_scale: float32 [number of blocks], the largest |mu| and nu of each block, or
         `MU_FLOOR` and `NU_FLOOR` if these are larger.
     """
 
@@ -53,7 +54,7 @@ class Moments8bit(NamedTuple):
 
 
 class Blocks8bit(NamedTuple):
-    """The new values of blocks, before they are stored: float32."""
+    """Updated values of blocks in float32, before they are stored."""
 
     param: Any
     mu: Any
@@ -68,12 +69,12 @@ def block_of(size: int) -> int:
 
 
 def num_blocks(size: int) -> int:
-    """Returns the number of blocks, each with its scale, of a leaf of `size` elements."""
+    """Returns the number of blocks (and so of scales) of a leaf of `size` elements."""
     return -(-size // block_of(size))
 
 
 def init_moments(shape: tuple[int, ...]) -> Moments8bit:
-    """Returns the 8-bit moments of a leaf before its first update: all represent 0."""
+    """Builds the 8-bit moments of a leaf before its first update; all represent 0."""
     blocks = num_blocks(_size(shape))
     return Moments8bit(
         mu=jnp.zeros(shape, jnp.int8),
@@ -84,7 +85,7 @@ def init_moments(shape: tuple[int, ...]) -> Moments8bit:
 
 
 def decode_moments(moments: Moments8bit) -> tuple[jax.Array, jax.Array]:
-    """Decodes to (mu, nu), float32, of the leaf's shape; `encode_moments` restores the codes."""
+    """Decodes to float32 (mu, nu) with the leaf's shape; `encode_moments` restores the codes."""
     shape = moments.mu.shape
     mu = decode_mu(_rows(moments.mu).astype(jnp.float32), moments.mu_scale[:, None])
     nu = decode_nu(_rows(moments.nu, NU_ZERO).astype(jnp.float32), moments.nu_scale[:, None])
@@ -93,11 +94,11 @@ def decode_moments(moments: Moments8bit) -> tuple[jax.Array, jax.Array]:
 
 
 def encode_moments(mu: jax.Array, nu: jax.Array) -> Moments8bit:
-    """Encodes float32 moments by their nearest codes; reverses `decode_moments` bit by bit.
+    """Encodes float32 moments by their nearest codes; inverts `decode_moments` bit by bit.
 
     Args:
-      mu: float32, of any shape.
-      nu: float32, of that shape; not negative.
+      mu: first moment, float32 of any shape.
+      nu: second moment, float32 of the same shape, not negative.
     """
     shape, (mu, nu) = mu.shape, (_rows(mu), _rows(nu))
     scales = scales_of(mu, nu, lambda x: jnp.max(x, axis=1, keepdims=True))
@@ -111,7 +112,8 @@ def encode_moments(mu: jax.Array, nu: jax.Array) -> Moments8bit:
 
 
 def scales_of(mu: Any, nu: Any, largest: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Returns (scales of mu, scales of nu) of blocks; `largest`: a block -> its largest element."""
+    """Computes (scales of mu, scales of nu) of blocks; `largest` returns a block's largest
+    element."""
     mu_scale, nu_scale = largest(jnp.abs(mu)), largest(nu)
     return (
         jnp.maximum(mu_scale, MU_FLOOR),
@@ -120,13 +122,13 @@ def scales_of(mu: Any, nu: Any, largest: Callable[[Any], Any]) -> tuple[Any, Any
 
 
 def decode_mu(code: Any, scale: Any) -> Any:
-    """Decodes first moments from their codes and the scales, all float32 of one shape."""
+    """Decodes first moments; codes and scales are float32 of one shape."""
     root = code * jnp.full_like(code, 1 / MU_LEVELS)
     return root * jnp.abs(root) * scale
 
 
 def decode_nu(code: Any, scale: Any) -> Any:
-    """Decodes second moments from their codes and the scales, all float32 of one shape."""
+    """Decodes second moments; codes and scales are float32 of one shape."""
     root = (code + jnp.full_like(code, NU_OFFSET)) * jnp.full_like(code, 1 / NU_LEVELS)
     square = root * root
     return square * square * scale
@@ -135,7 +137,7 @@ def decode_nu(code: Any, scale: Any) -> Any:
 def encode_mu(mu: Any, four_over_scale: Any, bits: Any) -> Any:
     """Rounds first moments stochastically to codes (float32) that decode to `mu` on average.
 
-    It takes `four_over_scale` because 1 / scale is not a normal number for the largest scales.
+    The argument is 4 / scale, because 1 / scale is not a normal number for the largest scales.
     """
     part = jnp.abs(mu) * four_over_scale
     square = part * jnp.full_like(mu, MU_LEVELS**2 / 4)
@@ -150,7 +152,7 @@ def encode_mu(mu: Any, four_over_scale: Any, bits: Any) -> Any:
 
 
 def encode_nu(nu: Any, four_over_scale: Any, bits: Any) -> Any:
-    """Rounds second moments stochastically to codes (float32), none below `NU_ZERO`."""
+    """Rounds second moments stochastically to codes (float32); no code is below `NU_ZERO`."""
     part = nu * four_over_scale
     fourth = part * jnp.full_like(nu, NU_LEVELS**4 / 4)
     below = _floor(jnp.sqrt(jnp.sqrt(fourth)))
@@ -174,15 +176,15 @@ def adam8bit(
     largest: Callable[[Any], Any],
     spread: Callable[[Any], Any],
 ) -> Blocks8bit:
-    """Computes an AdamW update of blocks with 8-bit moments; for both kernel and reference.
+    """Computes an AdamW update of blocks with 8-bit moments, for both kernel and reference.
 
     Args:
-      old: parameter, codes as float32, and one number per block for each scale.
-      grad: float32 block.
-      s: blocks, or numbers in the reference.
-      bits: random bits of the elements.
-      largest: block -> its largest element, one number per block.
-      spread: one number per block -> block.
+      old: parameter, codes as float32, and for each scale one number per block.
+      grad: gradient, a float32 block.
+      s: scalars of the update, as blocks; in the reference, as numbers.
+      bits: random bits for the elements.
+      largest: function that returns a block's largest element, one number per block.
+      spread: function that broadcasts one number per block to the block.
     """
     mu = decode_mu(old.mu, spread(old.mu_scale))
     nu = decode_nu(old.nu, spread(old.nu_scale))
@@ -208,12 +210,12 @@ def reference_adam8bit(
     """Updates one leaf by AdamW with 8-bit moments, in plain `jax.numpy`.
 
     Args:
-      param: any shape; float32, bfloat16 (rounded stochastically) or float16.
-      moments: of that shape.
-      grad: of that shape; float32, bfloat16 or float16.
-      scalars: from `optimizers.adam_scalars`.
-      seed: uint32[2] from `rounding.seed_of`.
-      first_index: position in its leaf of the first element, for the random bits.
+      param: parameter of any shape; float32, bfloat16 (rounded stochastically) or float16.
+      moments: 8-bit moments of a leaf of this shape.
+      grad: gradient of this shape; float32, bfloat16 or float16.
+      scalars: result of `optimizers.adam_scalars`.
+      seed: random seed, uint32 [2], from `rounding.seed_of`.
+      first_index: position of the first element in its leaf, for the random bits.
 
     Returns:
       (new parameter, new moments, new parameter as float32).
@@ -245,10 +247,10 @@ def reference_adam8bit(
 
 
 def kept_scales(skip: Any, old: Any, mu_scale: Any, nu_scale: Any) -> tuple[Any, Any]:
-    """Returns the new scales, or the old ones if `skip` is 1.
+    """Selects the new scales, or the old ones if `skip` is 1.
 
-    It uses arithmetic, because Mosaic cannot select between scalars. (A skipped step has finite
-    values: they were replaced before.)
+    Uses arithmetic, because Mosaic cannot select between scalars. This needs finite new scales,
+    which a skipped step has, because its values were replaced before.
     """
     applied = 1.0 - skip
     return skip * old.mu_scale + applied * mu_scale, skip * old.nu_scale + applied * nu_scale
@@ -258,8 +260,8 @@ def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None)
     """Checks that the arrays of an update belong to one leaf and have supported dtypes.
 
     Raises:
-      TypeError: an unsupported dtype.
-      ValueError: shapes that differ.
+      TypeError: a dtype is not supported.
+      ValueError: shapes differ.
     """
     for name, x in (("param", param), ("grad", grad)):
         if x.dtype not in FLOATS:
@@ -274,18 +276,18 @@ def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None)
         dtype = jnp.float32 if name.endswith("scale") else jnp.int8
         if x.dtype != dtype:
             raise TypeError(
-                f"adam8bit: {name} is {x.dtype} and has to be {jnp.dtype(dtype)}: use "
+                f"adam8bit: {name} is {x.dtype}, but must be {jnp.dtype(dtype)}; use "
                 "encode_moments for float32 moments, init_moments for a new leaf"
             )
         if tuple(x.shape) != tuple(shape):
             raise ValueError(
-                f"adam8bit: {name} has shape {tuple(x.shape)}; for a parameter of shape "
-                f"{tuple(param.shape)} it is {tuple(shape)} (see init_moments)"
+                f"adam8bit: {name} has shape {tuple(x.shape)}, but for a parameter of shape "
+                f"{tuple(param.shape)} it must be {tuple(shape)} (see init_moments)"
             )
     if average is not None and (average.dtype, average.shape) != (jnp.float32, param.shape):
         raise ValueError(
-            f"adam8bit: average is {average.dtype}{list(average.shape)} and has to be float32 of "
-            f"the shape of the parameter, {list(param.shape)}"
+            f"adam8bit: average is {average.dtype}{list(average.shape)}, but must be float32 of "
+            f"the parameter's shape {list(param.shape)}"
         )
     if tuple(grad.shape) != tuple(param.shape):
         raise ValueError(
@@ -299,7 +301,7 @@ def _four_over(scale: Any) -> Any:
 
 
 def _floor(x: Any) -> Any:
-    return x.astype(jnp.int32).astype(jnp.float32)  # for values that are not negative
+    return x.astype(jnp.int32).astype(jnp.float32)  # correct for values that are not negative
 
 
 def _fraction(bits: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Updates AdamW with one-byte moments by one in-place Mosaic GPU kernel, or by the reference."""
+"""Runs AdamW with one-byte moments by one in-place Mosaic GPU kernel, or by the reference."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ from pallas_kernels.elementwise import (
 from pallas_kernels.optimizers import AdamScalars
 
 AVERAGING = averaging_scalars(AdamScalars)
-"""Scalars of an update that also updates an average of the parameter."""
+"""Class of the scalars of an update that also updates an average of the parameter."""
 
 
 class Adam8bitLeaf(NamedTuple):
     """New arrays of one leaf after an update by AdamW with 8-bit moments.
 
     Attributes:
-      param, moments: shapes and dtypes of the inputs; a kernel writes them in the inputs' memory.
-      compute: the new parameter in the requested dtype, or None.
-      average: the updated average; None without one.
+      param, moments: updated arrays, with the inputs' shapes and dtypes; a kernel writes them into
+        the inputs' memory.
+      compute: copy of the new parameter in the requested dtype, or None.
+      average: updated average of the parameter; None without one.
     """
 
     param: jax.Array
@@ -65,19 +66,20 @@ def update_adam8bit(
     Inside a `jax.jit` that donates the arrays, they change in place.
 
     Args:
-      param: any shape; float32, or bfloat16 that is rounded stochastically.
-      moments: from `adam8bit.init_moments(param.shape)`.
-      grad: of that shape; float32, bfloat16 or float16.
-      scalars: from `optimizers.adam_scalars`; with an average `AVERAGING` of these and its rate.
-      seed: uint32[2] from `rounding.seed_of`, different for every leaf and step.
-      compute_dtype: dtype of a copy of the new parameter; None for no copy.
-      average: float32 of that shape; moved towards the new parameter as it is stored, see
-        `elementwise.averaging`.
-      impl: see `choice.choose`; a `Choice` is used as it is.
+      param: parameter of any shape; float32, or bfloat16 that is rounded stochastically.
+      moments: 8-bit moments, initially `adam8bit.init_moments(param.shape)`.
+      grad: gradient of this shape; float32, bfloat16 or float16.
+      scalars: result of `optimizers.adam_scalars`; with an average, `AVERAGING` of these scalars
+        and of its rate.
+      seed: random seed, uint32 [2] from `rounding.seed_of`, different for every leaf and step.
+      compute_dtype: dtype of a copy of the new parameter; None makes no copy.
+      average: moving average of the parameter, float32 of its shape; moved towards the new
+        parameter as it is stored, see `elementwise.averaging`.
+      impl: requested implementation, see `choice.choose`; a `Choice` is used without a check.
 
     Raises:
-      TypeError, ValueError: arrays that do not belong to one leaf.
-      KernelUnavailable: the kernel was requested and cannot run here.
+      TypeError, ValueError: the arrays do not belong to one leaf.
+      KernelUnavailable: the kernel was requested and cannot run on these devices.
     """
     check_leaf(param, moments, grad, average)
     check_seed("adam8bit", seed)
@@ -88,16 +90,16 @@ def update_adam8bit(
 
 
 def scalars_of(averages: bool) -> Any:
-    """Returns the class of the scalars, for an update with or without an average."""
+    """Returns the class of the scalars for an update with or without an average."""
     return AVERAGING if averages else AdamScalars
 
 
 def check_options(scalars: Any, compute_dtype: Any, *, averages: bool = False) -> None:
-    """Raises TypeError for scalars of another rule, or an unsupported `compute_dtype`."""
+    """Raises a TypeError for scalars of another rule, or for an unsupported `compute_dtype`."""
     wanted = scalars_of(averages)
     if not isinstance(scalars, wanted):
         raise TypeError(
-            f"adam8bit: scalars of type {type(scalars).__name__} in place of {wanted.__name__}; "
+            f"adam8bit: scalars are {type(scalars).__name__}, but must be {wanted.__name__}; "
             "make them with pallas_kernels.optimizers.adam_scalars"
             + ", then AVERAGING of them and a rate"
             * averages
@@ -109,7 +111,7 @@ def check_options(scalars: Any, compute_dtype: Any, *, averages: bool = False) -
         )
 
 
-@functools.partial(jax.jit, static_argnums=0)  # as in `update`
+@functools.partial(jax.jit, static_argnums=0)  # for the reason given in `update`
 def _update(
     static: tuple[str, Any],
     param: jax.Array,
@@ -165,7 +167,7 @@ def _update(
 
 
 def frozen_leaf(refs: Sequence[Any], shape: tuple[int, ...], compute: Any) -> Adam8bitLeaf:
-    """Returns the arrays in a leaf's Refs after a kernel: parameter, moments, optional average."""
+    """Reads the arrays from a leaf's Refs after a kernel: parameter, moments, optional average."""
     new, mu, nu, mu_scale, nu_scale, *average = (jax.freeze(ref) for ref in refs)
     moments = Moments8bit(mu.reshape(shape), nu.reshape(shape), mu_scale, nu_scale)
     averages = [x.reshape(shape) for x in average]
@@ -173,9 +175,9 @@ def frozen_leaf(refs: Sequence[Any], shape: tuple[int, ...], compute: Any) -> Ad
 
 
 def _update_tail(refs: list[Any], grad: jax.Array, scalars: Any, seed: Any, tiles: Any) -> Any:
-    """Updates the last, short block by the reference, on the same memory, before the kernel.
+    """Updates the last, short block by the reference, on the same memory, before the kernel runs.
 
-    See `mosaic.fused_update`. Returns the new parameters of this block as float32.
+    `mosaic.fused_update` explains the order. Returns the block's new parameters as float32.
     """
     start = tiles.size - tiles.tail
     param, mu, nu, mu_scale, nu_scale, *average = refs
@@ -194,7 +196,7 @@ def _update_tail(refs: list[Any], grad: jax.Array, scalars: Any, seed: Any, tile
 
 
 def _body(tiles: mosaic.Tiles, *, has_output: bool, averages: bool) -> Any:
-    """Builds the kernel's function, of which each program updates a block with its two scales."""
+    """Builds the kernel's function; each program updates one block with its two scales."""
     kind, count = scalars_of(averages), 8 + averages
 
     def body(*refs: Any) -> None:
@@ -221,11 +223,12 @@ def update_block(
     """Updates block number `row` of one leaf; called inside a kernel.
 
     Args:
-      tiles: one for each block that shares scales.
+      tiles: division of the leaf; each tile is one block that shares scales.
+      row: index of the block.
       refs: (parameter, codes and scales as in `Moments8bit`, optional average, gradient; output or
         None).
-      scalars: numbers.
-      seed: the two words of the leaf's seed.
+      scalars: scalars of the update, as numbers.
+      seed: two words of the leaf's random seed.
     """
     (param, mu, nu, mu_scale, nu_scale, *average, grad), output = refs
     block = tiles.block

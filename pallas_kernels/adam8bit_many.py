@@ -1,4 +1,5 @@
-"""Updates AdamW with one-byte moments for many leaves in one kernel, as `many` for plain rules."""
+"""Runs AdamW with one-byte moments for many leaves in one kernel; `many` does so for plain
+rules."""
 
 from __future__ import annotations
 
@@ -50,15 +51,16 @@ def update_adam8bit_many(
     A leaf that ends in a short block is updated separately.
 
     Args:
-      params, moments, grads: one of each leaf.
-      scalars: one for each leaf; the kernel reads them as data.
-      seeds: uint32 [leaves, 2].
-      averages: one of each leaf, or None.
-      compute_dtype, impl: as in `update_adam8bit`.
+      params, moments, grads: arrays of each leaf.
+      scalars: scalars of each leaf; the kernel reads them as data.
+      seeds: random seeds, uint32 [leaves, 2].
+      averages: moving average of each leaf's parameter, or None.
+      compute_dtype: dtype of copies of the new parameters; None makes no copies.
+      impl: requested implementation, see `choice.choose`.
 
     Raises:
-      TypeError, ValueError: arrays that do not belong to one leaf.
-      KernelUnavailable: the kernel was requested and cannot run here.
+      TypeError, ValueError: arrays do not belong to one leaf.
+      KernelUnavailable: the kernel was requested and cannot run on these devices.
     """
     own = [None] * len(params) if averages is None else averages
     rows = list(zip(params, moments, grads, own, strict=True))
@@ -79,7 +81,7 @@ def update_adam8bit_many(
     return _update_many(static, tuple(rows), packed, seeds)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # as in `many`
+@functools.partial(jax.jit, static_argnums=0)  # for the reason given in `update`
 def _update_many(
     static: tuple[Any, ...], rows: tuple[Any, ...], packed: jax.Array, seeds: jax.Array
 ) -> list[Adam8bitLeaf]:
@@ -102,7 +104,7 @@ def _update_many(
 
 
 def _entries(rows: Sequence[Any], where: Sequence[ScalarsAt]) -> list[Entry]:
-    """Returns the leaves without a short last block, which one kernel can update together."""
+    """Lists the leaves without a short last block, which one kernel can update together."""
     entries = []
     for leaf, (param, *_) in enumerate(rows):
         block = block_of(param.size)
@@ -120,7 +122,7 @@ def _run(
     *,
     interpret: bool,
 ) -> list[Adam8bitLeaf]:
-    """Runs one kernel for all entries; `kinds`: class of the scalars, dtype of copies or None."""
+    """Runs one kernel for all entries; `kinds`: (class of the scalars, dtype of copies or None)."""
     kind, compute_dtype = kinds
     refs, grads, outputs = [], [], []
     for entry in table:
@@ -154,7 +156,8 @@ def _body(table: Table, each: int, kind: Any, *, has_output: bool) -> Any:
     """Builds the kernel's function of Refs: state, gradients, scalars, seeds, outputs.
 
     Args:
-      each: number of refs of one leaf's state.
+      table: leaves of the kernel.
+      each: number of Refs of one leaf's state.
       kind: class of the scalars.
     """
     fields = len(kind._fields)

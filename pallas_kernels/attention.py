@@ -1,7 +1,7 @@
 """Attention by own kernels: differentiable, or in parts that the caller merges.
 
-Visible blocks of keys are data: a layout of blocks of 16 tokens, positions and segments. Only for
-Hopper; 16-bit floats; head_dim 64 or 128.
+Visible blocks of keys are data: a layout of blocks of 16 tokens, positions and segments. Runs only
+on Hopper GPUs, with 16-bit floats and a head_dim of 64 or 128.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from pallas_kernels.choice import KernelUnavailable, missing
 DTYPES = (jnp.bfloat16, jnp.float16)
 HEAD_DIMS = (64, 128)
 COMPUTE_CAPABILITY = 9.0
-"""Hopper: it uses warpgroup products. On other cards the assembler ends the process."""
+"""Hopper, because the kernels use warpgroup products. For other GPUs the assembler would end the
+process."""
 
 Pair = tuple[jax.Array, jax.Array]
 
 
 class Part(NamedTuple):
-    """Result of attention over some of the keys, to be merged with results over others.
+    """Result of attention over a part of the keys, to be merged with results over other parts.
 
     Attributes:
-      out: [rows, queries, heads, head_dim] in the dtype of the query; 0 for a query without keys.
-      log_sum: float32 [rows, queries, heads], log-sum-exp of its scores in nats; -inf without keys.
+      out: [rows, queries, heads, head_dim] in the dtype of the query; 0 for a query that sees no
+        key.
+      log_sum: float32 [rows, queries, heads], log-sum-exp of the scores in nats; -inf for a query
+        that sees no key.
     """
 
     out: jax.Array
@@ -48,13 +51,13 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The keys that are visible to queries.
+    """Static mask: which keys are visible to which queries.
 
     Attributes:
-      causal: only keys at a query's own position and before.
-      window: only positions less than this far away; None: any.
-      layout: bool [heads or 1, blocks of queries, blocks of keys] of 16 tokens each, numpy: visible
-        pairs of blocks; None: all.
+      causal: whether a query sees only keys at its own position and before.
+      window: a query sees only positions less than `window` away; None for no limit.
+      layout: NumPy bool [heads or 1, blocks of queries, blocks of keys], visible pairs of blocks of
+        16 tokens; None makes all visible.
     """
 
     causal: bool = False
@@ -67,7 +70,7 @@ def why_not(query: jax.Array, key: jax.Array, *, capability: float | None = None
 
     Args:
       query, key: arrays or `jax.ShapeDtypeStruct`s, [rows, tokens, heads, head_dim].
-      capability: compute capability of the GPU; None: not checked.
+      capability: compute capability of the GPU; None is not checked.
     """
     if (obstacle := missing()) is not None:
         return obstacle
@@ -95,24 +98,25 @@ def block_attention(
     positions: Pair | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes softmax attention, differentiable once in reverse mode.
+    """Computes softmax attention; has only first derivatives in reverse mode.
 
     Args:
       query: [rows, queries, heads, head_dim], bfloat16 or float16.
       key, value: [rows, keys, kv_heads, head_dim]; kv_heads divides heads.
-      seen: see `Seen`.
-      scale: factor of scores; None: 1 / sqrt(head_dim).
-      segments: integers ([rows, queries], [rows, keys]): a query sees keys of its own segment, and
-        keys with a negative segment are never visible. None: one segment.
-      positions: integers of these shapes, which `seen` compares; None: the indices.
-      interpret: runs the kernels on the CPU, for tests.
+      seen: static mask.
+      scale: factor of the scores; None uses 1 / sqrt(head_dim).
+      segments: integers ([rows, queries], [rows, keys]): a query sees only keys of its own segment;
+        keys with a negative segment are never visible. None means one segment.
+      positions: integers ([rows, queries], [rows, keys]) that `seen` compares; None uses the
+        indices.
+      interpret: whether to run the kernels on the CPU, for tests.
 
     Returns:
       [rows, queries, heads, head_dim] in the dtype of `query`.
 
     Raises:
-      KernelUnavailable: the kernels cannot compute it.
-      ValueError: the layout has other numbers of tokens or heads.
+      KernelUnavailable: the kernels do not support these arrays.
+      ValueError: the layout is for other numbers of tokens or heads.
     """
     call = _Call.of(query, key, seen, scale, segments, positions, interpret)
     return _attend(call, query, key, value, call.integers(segments, positions))
@@ -129,9 +133,9 @@ def attention_part(
     positions: Pair | None = None,
     interpret: bool = False,
 ) -> Part:
-    """Computes attention over some of the keys, for a caller that merges and differentiates.
+    """Computes attention over a part of the keys, for a caller that merges and differentiates.
 
-    Arguments and errors are as in `block_attention`.
+    Arguments and errors are those of `block_attention`.
     """
     call = _Call.of(query, key, seen, scale, segments, positions, interpret)
     return _forward(call, query, key, value, call.integers(segments, positions))
@@ -151,12 +155,14 @@ def part_gradients(
     positions: Pair | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the contribution of some of the keys to the gradients of attention over all keys.
+    """Computes the contribution of a part of the keys to the gradients of attention over all keys.
 
     Args:
-      query, key, value, seen, scale, segments, positions, interpret: as in `block_attention`.
-      log_sum: float32 [rows, queries, heads], over all keys; -inf for a query without keys.
-      turned: float32 [rows, queries, heads], the sum over features of the result times `slope`.
+      query, key, value, seen, scale, segments, positions, interpret: the arguments of
+        `block_attention`.
+      log_sum: float32 [rows, queries, heads], log-sum-exp over all keys; -inf for a query that sees
+        no key.
+      turned: float32 [rows, queries, heads], sum over features of the result times `slope`.
       slope: [rows, queries, heads, head_dim], gradient with respect to the result.
 
     Returns:
@@ -172,13 +178,13 @@ def part_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Static description of a call of the attention kernels: all but its arrays.
+    """Static description of a call of the attention kernels: everything except its arrays.
 
     Attributes:
-      form: of the kernels, with tokens padded to whole tiles.
-      queries, keys: true numbers of tokens.
-      tables: None without a layout.
-      interpret: see `block_attention`.
+      form: description for the kernels, with tokens padded to whole tiles.
+      queries, keys: numbers of tokens without padding.
+      tables: tables of the layout; None without a layout.
+      interpret: whether to run the kernels on the CPU.
     """
 
     form: Form
@@ -221,7 +227,7 @@ class _Call:
         return cls(form, queries, keys, tables, interpret)
 
     def integers(self, segments: Pair | None, positions: Pair | None) -> dict[str, jax.Array]:
-        """Returns the integers of tokens that the kernels compare, [rows or 1, tokens] each."""
+        """Collects the integers of tokens that the kernels compare, each [rows or 1, tokens]."""
         found = {}
         sides = (("query", self.queries), ("key", self.keys))
         for place, (side, tokens) in enumerate(sides):
@@ -234,8 +240,9 @@ class _Call:
         return found
 
     def padded_integers(self, given: dict[str, jax.Array], rows: int) -> dict[str, jax.Array]:
-        """Broadcasts the integers to all rows, padded to whole tiles; added keys are invisible."""
-        fill = {"key_position": 2**30}  # after all queries
+        """Broadcasts positions and segments to all rows and pads them to whole tiles; added keys
+        are invisible."""
+        fill = {"key_position": 2**30}  # a position after all queries
         fill |= dict.fromkeys(("query_segment", "key_segment"), -1)
         return {
             name: jnp.broadcast_to(
@@ -254,7 +261,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Hashable layout, without the blocks that `causal` and `window` hide anyway."""
+    """Hashable layout without the blocks that `causal` and `window` mask anyway."""
 
     seen: bytes
     shape: tuple[int, ...]
@@ -296,7 +303,7 @@ def _tables(layout: _Layout) -> BlockTables:
 
 
 def _whole(tokens: int) -> int:
-    """Rounds tokens up to whole tiles."""
+    """Rounds the number of tokens up to whole tiles."""
     return -(-tokens // TILE) * TILE
 
 

@@ -1,12 +1,14 @@
 """Computes attention by three Mosaic GPU kernels: forward, query gradients, key/value gradients.
 
-For Hopper. One warpgroup computes one tile of 64 queries (or keys) and loops over tiles of 64 of
-the other side: those that the order of tokens or a window leaves, or those that a table of blocks
-of 16 lists, gathered four to a tile. Positions and segments are data and are compared inside.
-Scores stay on the chip; the softmax is computed online (arXiv:2112.05682), and the backward pass
-recomputes scores from the log-sum-exp (arXiv:2205.14135). No atomics: each tile is written once,
-so two runs give the same bits. Not pipelined: a tile is loaded, then computed. The kernels ran on
-an H200 with correct results; their time is not known.
+The kernels are for Hopper. One warpgroup computes one tile of 64 queries (or keys), and loops over
+tiles of 64 of "the other side", which are keys (or queries). It visits the tiles that the order of
+tokens or a window leaves visible, or those that a table lists as blocks of 16, gathered four to a
+tile. Positions and segments are data, and are compared inside the kernel.
+
+Scores stay on the chip. The softmax is computed online (arXiv:2112.05682), and the backward pass
+recomputes scores from the log-sum-exp (arXiv:2205.14135). The kernels use no atomics: each tile is
+written once, so two runs give the same bits. They are not pipelined: a tile is loaded, then
+computed. They ran on an H200 with correct results; their time has not been measured.
 
 Needs jax >= 0.11.
 """
@@ -27,9 +29,9 @@ from pallas_kernels.attention_tables import BLOCK, PARTS, TILE, Form
 
 LOG2E = math.log2(math.e)
 MARGIN = TILE - BLOCK
-"""Padding elements on each side of a vector of which blocks are copied."""
+"""Number of padding elements on each side of a vector from which blocks are copied."""
 HIDDEN = -1e30
-"""A score that counts as minus infinity; differences with it are finite."""
+"""Score that counts as minus infinity; its differences from other scores are finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +58,17 @@ def forward(
     """Computes softmax attention, and the log-sum-exp of the scores of each query.
 
     Args:
+      form: static description of the call.
       query: [rows, queries, heads, head_dim], 16-bit floats.
       key, value: [rows, keys, kv_heads, head_dim].
-      integers: those that `form` has of "query_position", "key_position", "query_segment",
-        "key_segment": int32 [rows, tokens].
-      table: blocks, words and counts of the queries' tiles, or nothing.
-      interpret: runs the kernel on the CPU.
+      integers: the arrays that `form` requires of "query_position", "key_position",
+        "query_segment", "key_segment": int32 [rows, tokens].
+      table: blocks, words and counts of the queries' tiles; empty without a layout.
+      interpret: whether to run the kernel on the CPU.
 
     Returns:
       (out [rows, queries, heads, head_dim] in the dtype of `query`; log-sum-exp of scores in nats,
-      float32 [rows, heads, queries], -inf where a query sees no key).
+      float32 [rows, heads, queries], -inf for a query that sees no key).
     """
     rows = query.shape[0]
     tile, vector = _tile(query.dtype, form.head_dim), _vector(form, jnp.int32)
@@ -102,10 +105,11 @@ def query_gradients(
     """Computes the gradient with respect to the query, in its dtype.
 
     Args:
+      form: static description of the call.
       arrays: query, key, value, and the gradient with respect to the result, all of one dtype.
-      sums: float32 [rows, heads, queries]: log-sum-exp in nats, +inf where a query sees no key; sum
-        over features of the result times its gradient.
-      integers, table, interpret: as in `forward`.
+      sums: two arrays float32 [rows, heads, queries]: the log-sum-exp in nats (+inf for a query
+        that sees no key), and the sum over features of the result times its gradient.
+      integers, table, interpret: the arguments of `forward`.
     """
     query = arrays[0]
     tile, vector = _tile(query.dtype, form.head_dim), _vector(form, jnp.int32)
@@ -135,7 +139,7 @@ def key_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes gradients with respect to key and value, in float32, summed over shared heads.
 
-    Arguments are as in `query_gradients`; `table` is that of the keys' tiles.
+    Arguments are those of `query_gradients`, but `table` is the table of the keys' tiles.
     """
     query, key = arrays[:2]
     tile, vector = _tile(query.dtype, form.head_dim), _vector(form, jnp.int32)
@@ -173,11 +177,11 @@ def _run(
     flops: int,
     interpret: bool,
 ) -> Any:
-    """Runs a kernel, with a cost estimate: the least that it computes and moves."""
+    """Runs a kernel; its cost estimate is the minimum that it computes and transfers."""
     from jax.experimental import pallas as pl
 
     plgpu = _plgpu()
-    if interpret:  # see `_times`
+    if interpret:  # the interpreter needs extra memory, see `_times`
         scratch = [*scratch, _tile(given[0].dtype, TILE)]
 
     def with_scratch(*refs: Any) -> None:  # `pl.kernel` itself takes no scratch with transforms
@@ -200,13 +204,13 @@ def _run(
 
 
 def _flops(form: Form, rows: int, *, products: int, of_keys: bool) -> int:
-    """Returns the FLOPs of a kernel that computes `products` products for each tile of scores."""
+    """Computes the FLOPs of a kernel with `products` matrix products per tile of scores."""
     scores = rows * form.visited(of_keys=of_keys) * TILE * TILE
     return 2 * products * scores * form.head_dim
 
 
 def _integers(form: Form, integers: dict[str, jax.Array], *, other: str) -> list[jax.Array]:
-    """Returns the arrays of one integer per token, sorted by name.
+    """Lists the arrays of one integer per token, sorted by name.
 
     Arrays whose name starts with `other` get margins (`_with_margins`).
     """
@@ -217,7 +221,8 @@ def _integers(form: Form, integers: dict[str, jax.Array], *, other: str) -> list
 
 
 def _with_margins(form: Form, vectors: jax.Array) -> jax.Array:
-    """Pads [..., tokens] on each side by the elements that `_gather` reads beside a block."""
+    """Pads [..., tokens] on each side by the number of elements that `_gather` reads next to a
+    block."""
     if not form.layouts:
         return vectors
     return jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(MARGIN, MARGIN)])
@@ -228,7 +233,7 @@ def _num_of_keys(names: Sequence[str]) -> int:
 
 
 def _copies(form: Form) -> int:
-    """Returns the number of copies that load one array of a tile of the other side."""
+    """Returns the number of copies that load one array for a tile of the other side."""
     return PARTS if form.layouts else 1
 
 
@@ -304,7 +309,7 @@ def _query_body(form: Form, names: Sequence[str], *refs: Any) -> None:
 
 
 def _key_body(form: Form, names: Sequence[str], *refs: Any) -> None:
-    """Computes a tile of keys; rows of a tile of scores are keys here, and columns queries."""
+    """Computes a tile of keys; here the rows of a tile of scores are keys, the columns queries."""
     query, key, value, slope, log_sum, turned, *rest = refs
     integers, rest = _named(names, rest)
     table, rest = _table(form, rest)
@@ -355,7 +360,7 @@ def _key_body(form: Form, names: Sequence[str], *refs: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The work of one program: a tile of one head of one row."""
+    """Work of one program: one tile of one head of one batch row."""
 
     form: Form
     head: Any
@@ -366,23 +371,23 @@ class _Place:
         return dataclasses.replace(self, head=head)
 
     def of(self, ref: Any) -> Any:
-        """Returns the program's own tile of [rows, tokens, heads, head_dim]."""
+        """Selects the program's own tile of [rows, tokens, heads, head_dim]."""
         return ref.at[self.row, _at(self.tile), self.head]
 
     def of_sums(self, ref: Any) -> Any:
-        """Returns the program's own numbers of [rows, heads, tokens]."""
+        """Selects the program's own numbers of [rows, heads, tokens]."""
         return ref.at[self.row, self.head, _at(self.tile)]
 
     def whole(self, ref: Any) -> Any:
-        """Returns all tokens of the program's head."""
+        """Selects all tokens of the program's head."""
         return ref.at[self.row, :, self.head]
 
     def shared(self, ref: Any) -> Any:
-        """Returns all tokens of the key/value head of the program's query head."""
+        """Selects all tokens of the key/value head of the program's query head."""
         return ref.at[self.row, :, lax.div(self.head, jnp.int32(self.form.group))]
 
     def whole_sums(self, ref: Any) -> Any:
-        """Returns all numbers of the program's head."""
+        """Selects all numbers of the program's head."""
         return ref.at[self.row, self.head]
 
 
@@ -423,7 +428,8 @@ def _gather(
     pairs: Sequence[tuple[Any, Any]],
     barrier: Any,
 ) -> Any:
-    """Copies one iteration's blocks for each (source, tile) pair; returns its `words` entry."""
+    """Copies one iteration's blocks for each (source, tile) pair; returns the iteration's mask
+    word."""
     from jax.experimental import pallas as pl
 
     plgpu = _plgpu()
@@ -439,8 +445,9 @@ def _gather(
         block = blocks[head, place.tile, turn, part]
         for source, target in pairs:
             if len(target.shape) == 1:
-                # The hardware copies only multiples of 128 bytes, and 16 numbers have 64. So each
-                # part gets its own vector, of which quarter `part` is the block (see `_column`).
+                # The hardware copies only multiples of 128 bytes, and 16 numbers have 64 bytes.
+                # Each part therefore gets its own vector; quarter `part` of the vector is the block
+                # (see `_column`).
                 there = source.at[pl.ds(block * BLOCK + MARGIN - part * BLOCK, TILE)]
                 plgpu.copy_gmem_to_smem(there, target.at[pl.ds(part * TILE, TILE)], barrier)
                 continue
@@ -470,7 +477,7 @@ def _of_columns(
     scratch: tuple[Any, Any],
     pairs: list[tuple[Any, Any]],
 ) -> Tokens:
-    """Returns the buffers for the integers of the other side; adds their copies to `pairs`."""
+    """Returns buffers for the integers of the other side, and adds their copies to `pairs`."""
     found = {}
     for name, target in zip(("position", "segment"), scratch, strict=True):
         if f"{side}_{name}" in integers:
@@ -488,7 +495,8 @@ def _loaded(columns: Tokens) -> Tokens:
 
 
 def _seen(form: Form, rows: Tokens, columns: Tokens, word: Any, *, transposed: bool) -> Any:
-    """Returns bool [64, 64], visible pairs; None if all are. Rows are keys if `transposed`."""
+    """Computes bool [64, 64], visible pairs; None if all are visible. Rows are keys if
+    `transposed`."""
 
     def spread(name: str) -> tuple[Any, Any]:
         row, column = _by_row(getattr(rows, name)), _by_column(getattr(columns, name))
@@ -512,7 +520,7 @@ def _seen(form: Form, rows: Tokens, columns: Tokens, word: Any, *, transposed: b
 
 
 def _bits(word: Any, *, transposed: bool) -> Any:
-    """Returns bool [64, 64]: the bit of a word that belongs to each pair of parts."""
+    """Expands a mask word to bool [64, 64]: one bit per pair of query part and key part."""
     parts = [lax.shift_right_logical(_iota(dim), jnp.int32(4)) for dim in (0, 1)]
     query, key = reversed(parts) if transposed else parts
     words = _plgpu().layout_cast(jnp.full((TILE, TILE), word, jnp.int32), _layout())
@@ -525,8 +533,8 @@ def _bits(word: Any, *, transposed: bool) -> Any:
 def _times(left: Any, right: Any, shape: tuple[int, ...], spare: Sequence[Any] = ()) -> Any:
     """Computes left @ right of one tile, summed in float32.
 
-    A product whose left side is in registers is copied to `spare` if there is one: the interpreter
-    of jax 0.12 supports only products of memory.
+    A left operand in registers is first copied to `spare`, if given: the interpreter of jax 0.12
+    supports only products of arrays in memory.
     """
     from jax.experimental import pallas as pl
 
@@ -554,13 +562,13 @@ def _store(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 def _tile(dtype: Any, width: int) -> Any:
     plgpu = _plgpu()
-    columns = 128 // jnp.dtype(dtype).itemsize  # 128 bytes, the width of a swizzle
+    columns = 128 // jnp.dtype(dtype).itemsize  # a row of 128 bytes, the width of a swizzle
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM((TILE, width), dtype, transforms=transforms)
 
 
 def _vector(form: Form, dtype: Any) -> Any:
-    """Allocates one number for each token of a tile; with tables, one vector for each part."""
+    """Allocates one number per token of a tile; with tables, one vector per part of 16 tokens."""
     return _plgpu().SMEM((TILE * _copies(form),), dtype)
 
 
@@ -583,14 +591,14 @@ def _full(shape: tuple[int, ...], value: float) -> Any:
 
 
 def _row(ref: Any) -> Any:
-    """Loads a vector of global memory, one number for each row of a tile."""
+    """Loads a vector from global memory, one number for each row of a tile."""
     return _plgpu().load(ref, layout=_layout().reduce(1), optimized=False)
 
 
 def _column(ref: Any) -> Any:
-    """Loads a vector of shared memory, one number for each column of a tile.
+    """Loads a vector from shared memory, one number for each column of a tile.
 
-    Of each vector that `_gather` copied for a part, it takes the part's quarter.
+    Of each part's vector that `_gather` copied, it uses the quarter with the part's numbers.
     """
     from jax.experimental import pallas as pl
 
@@ -614,7 +622,7 @@ def _by_column(vector: Any) -> Any:
 
 
 def _plgpu() -> Any:
-    # Pallas takes 0.4 s to import and is needed only where a kernel is built.
+    # Pallas takes 0.4 s to import and is needed only to build a kernel.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu

@@ -1,8 +1,8 @@
-"""Lists the tiles that an attention kernel visits: blocks of 16 tokens, four to a tile of 64.
+"""Lists the tiles that an attention kernel visits: blocks of 16 tokens, four per tile of 64.
 
-A table lists, for each tile of 64 tokens, the visible blocks of 16 tokens of the other side, four
-at a time, so that layouts of small blocks stay sparse on tiles of 64 x 64. Without a table the
-tiles follow from the order of tokens and a window.
+For each tile of 64 tokens, a table lists the visible blocks of 16 tokens of the other side (keys
+for queries, queries for keys), four at a time. Layouts of small blocks therefore stay sparse on
+tiles of 64 x 64. Without a table the tiles follow from the order of tokens and a window.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 BLOCK = 16
-"""Tokens of a block of a table."""
+"""Number of tokens in a block of a table."""
 PARTS = 4
-"""Number of blocks in a tile, on either side."""
+"""Number of blocks in a tile, of either queries or keys."""
 TILE = BLOCK * PARTS
 
 
@@ -28,11 +28,12 @@ class TileTable:
     """Blocks of the other side (keys or queries) that each tile of one side sees.
 
     Attributes:
-      blocks: int32 [heads, tiles, turns, 4]: the blocks of the other side that an iteration (turn)
-        reads. Unused places repeat a block, with all bits of the word 0.
-      words: int32 [heads, tiles, turns]: bit 4 q + k says whether part q of the queries sees part k
-        of the keys.
-      counts: int32 [heads, tiles]: iterations of each tile.
+      blocks: int32 [heads, tiles, turns, 4], indices of the blocks of the other side that an
+        iteration ("turn") of the loop reads. Unused entries repeat a block, with all bits of the
+        word 0.
+      words: int32 [heads, tiles, turns], masks: bit 4 q + k tells whether part q of the queries
+        sees part k of the keys.
+      counts: int32 [heads, tiles], number of iterations of each tile.
     """
 
     blocks: np.ndarray
@@ -46,7 +47,7 @@ class TileTable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockTables:
-    """Both directions of one layout: keys visible to queries, and queries that see keys."""
+    """Tables of one layout in both directions: keys that queries see, and queries that see keys."""
 
     of_queries: TileTable
     of_keys: TileTable
@@ -56,10 +57,10 @@ def tables_of(seen: np.ndarray) -> BlockTables:
     """Builds the tables of a layout.
 
     Args:
-      seen: bool [heads or 1, query blocks, key blocks], both numbers multiples of 4.
+      seen: bool [heads or 1, query blocks, key blocks]; both numbers of blocks are multiples of 4.
 
     Raises:
-      ValueError: another shape or dtype.
+      ValueError: `seen` has another shape or dtype.
 
     >>> found = tables_of(np.tril(np.ones((1, 8, 8), bool))).of_queries
     >>> found.counts.tolist(), found.blocks[0, 0, 0].tolist(), bin(found.words[0, 0, 0])
@@ -76,7 +77,7 @@ def tables_of(seen: np.ndarray) -> BlockTables:
 
 
 def _one_side(seen: np.ndarray, *, is_of_keys: bool) -> TileTable:
-    """Builds one side's table; `seen` is [heads, own blocks, blocks of the other side]."""
+    """Builds one side's table from `seen`, [heads, own blocks, blocks of the other side]."""
     heads, own, _ = seen.shape
     tiles = seen.reshape(heads, own // PARTS, PARTS, -1)
     listed = np.asarray(tiles.any(2))
@@ -109,7 +110,7 @@ def share_visited(table: TileTable) -> float:
 # --- a call ---------------------------------------------------------------------------------------
 
 Operations = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
-"""The minimum, the maximum, the quotient of numbers that are not negative."""
+"""Functions minimum, maximum, and quotient of numbers that are not negative."""
 _NUMBERS: Operations = (min, max, operator.floordiv)
 
 
@@ -122,15 +123,17 @@ class Form:
     """Static description of a call of the attention kernels: sizes and mask.
 
     Attributes:
-      scale: factor of scores.
-      heads, kv_heads, head_dim: of query and key.
-      queries, keys: tokens, multiples of 64.
-      causal: only keys at a query's own position and before are visible.
-      window: only positions less than this far away are visible; None: any.
+      scale: factor of the scores.
+      heads, kv_heads: numbers of query heads and of key/value heads.
+      head_dim: number of features of a head.
+      queries, keys: numbers of tokens, multiples of 64.
+      causal: whether a query sees only keys at its own position and before.
+      window: a query sees only positions less than `window` away; None for no limit.
       has_positions: whether positions are data, so that every tile may contain visible pairs.
       has_segments: whether tokens see only their own segment.
-      layouts: heads with their own tables; 1: all share one; 0: there is none.
-      listed: iterations of all heads' tables, of the queries' tiles and of the keys'; None without.
+      layouts: number of heads with their own tables; 1 if all share one; 0 without tables.
+      listed: (iterations in all heads' tables of query tiles, the same for key tiles); None without
+        tables.
     """
 
     scale: float
@@ -148,7 +151,7 @@ class Form:
 
     @property
     def group(self) -> int:
-        """Number of query heads of a key/value head."""
+        """Number of query heads per key/value head."""
         return self.heads // self.kv_heads
 
     @property
@@ -156,7 +159,8 @@ class Form:
         return self.causal or self.window is not None
 
     def key_tiles(self, tile: Any, ops: Operations | None = None) -> tuple[Any, Any]:
-        """Returns (first, number) of the key tiles that a query tile visits, without a table."""
+        """Returns (first, number) of the key tiles that a query tile visits if there is no
+        table."""
         least, most, divide = ops or _traced()
         first, last = 0, self.keys // TILE
         if not self.has_positions:
@@ -169,7 +173,7 @@ class Form:
         return first, most(last - first, 0)
 
     def query_tiles(self, tile: Any, ops: Operations | None = None) -> tuple[Any, Any]:
-        """Returns (first, number) of the query tiles that visit a key tile, without a table."""
+        """Returns (first, number) of the query tiles that visit a key tile if there is no table."""
         least, most, divide = ops or _traced()
         first, last = 0, self.queries // TILE
         if not self.has_positions:
@@ -187,7 +191,7 @@ class Form:
         return divide(tile * TILE + TILE - 1 + self.window - 1, TILE) + 1
 
     def visited(self, *, of_keys: bool) -> int:
-        """Returns the pairs of tiles that the programs of all heads of one row visit."""
+        """Counts the pairs of tiles that the programs of all heads of one batch row visit."""
         if self.listed is not None:
             return self.listed[of_keys]
         tiles, of = (self.keys, self.query_tiles) if of_keys else (self.queries, self.key_tiles)

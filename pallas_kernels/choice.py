@@ -1,4 +1,4 @@
-"""Chooses the implementation, XLA or Pallas, and gives the reason."""
+"""Chooses the implementation of a kernel, XLA or Pallas, and gives the reason."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ Impl = Literal["auto", "xla", "mosaic_gpu", "interpret"]
 Implementation = Literal["xla", "mosaic_gpu", "interpret"]
 
 MIN_JAX = (0, 11)
-"""Older versions cannot lower a kernel that updates a Ref through `pl.kernel`."""
+"""Minimum version of jax; older ones cannot lower a kernel that updates a Ref by `pl.kernel`."""
 MIN_COMPUTE_CAPABILITY = 8.0
-"""Ampere. Compiled for 8.0, 9.0, 10.0 and 12.0."""
+"""Minimum compute capability (Ampere). The kernels were compiled for 8.0, 9.0, 10.0 and 12.0."""
 
 KERNELS_THAT_WIN: Mapping[str, str] = {
     "adam8bit": "the kernel moves 16 bytes per parameter once, XLA 22 to 38 in several passes "
     "(counted in programs for an H200, where it took 0.98 of XLA's time for one large array)",
 }
-"""kernel -> reason why "auto" uses it on GPUs. On an H200 LAMB's update took 0.69 of XLA's time
-by its kernel, AdamW's and SGD's 0.92 alone and 1.01 in a whole step
-(benchmarks/results/gpu_h200.json); at its start a run measures these on the card that it uses."""
+"""{kernel: reason why "auto" uses it on GPUs}. On an H200 LAMB's kernel took 0.69 of XLA's time for
+an update; the kernels of AdamW and SGD took 0.92 alone and 1.01 in a whole step
+(benchmarks/results/gpu_h200.json). At its start a run measures these on its own GPU."""
 UNDECIDED: Mapping[str, str] = {
     "lamb": "the kernels of lamb move 5 to 8 % less than XLA's fusions",
     "muon": "the kernels of muon and their products move what XLA's fusions and products move, "
     "within 2 %, and hold the directions of all matrices at once",
 }
-"""kernel -> a count that does not decide (in programs for an H200). Kernels that are in neither
-table move the same bytes as XLA's fusion."""
+"""{kernel: count of bytes that does not decide (in programs for an H200)}. Kernels in neither table
+move the same bytes as XLA's fusion."""
 
 SAME_BYTES = "XLA's fusion moves as many bytes"
-"""Beginning of the reason if only a measurement can show which is faster."""
+"""Beginning of the reason if only a measurement can tell which is faster."""
 
 
 class KernelUnavailable(ValueError):
-    """A kernel was requested where it cannot run; the message has the reason and a remedy."""
+    """Raised if a requested kernel cannot run; the message has the reason and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Choice:
 
     Attributes:
       implementation: "xla", "mosaic_gpu" or "interpret" (the kernel, run slowly on the CPU).
-      reason: one line for users.
+      reason: explanation in one line for users.
     """
 
     implementation: Implementation
@@ -60,16 +60,17 @@ def choose(
     """Chooses the implementation of one kernel, before anything is traced.
 
     Args:
-      impl: "auto": the kernel if a count or a measurement favors it and it can run; "xla": the
-        reference; "mosaic_gpu": the kernel or an error; "interpret": the kernel on the CPU, some 20
-        ms per block, for tests.
-      kernel: its name, such as "adamw" or "adam8bit".
+      impl: requested implementation. "auto": the kernel if a count or a measurement favors it and
+        it can run. "xla": the reference. "mosaic_gpu": the kernel, or an error. "interpret": the
+        kernel on the CPU, some 20 ms per block, for tests.
+      kernel: name of the kernel, such as "adamw" or "adam8bit".
       devices: devices of the arrays; None uses `jax.devices()`.
       option: name of the option that set `impl`, for errors.
 
     Raises:
-      KernelUnavailable: "mosaic_gpu" or "interpret", and this JAX or these devices cannot run it.
-      ValueError: an unknown `impl`.
+      KernelUnavailable: "mosaic_gpu" or "interpret" is requested, and the installed JAX or these
+        devices cannot run it.
+      ValueError: `impl` is unknown.
     """
     if impl not in get_args(Impl):
         near = difflib.get_close_matches(str(impl), get_args(Impl), n=1)
@@ -102,10 +103,11 @@ def missing() -> str | None:
 
 
 def choose_for_others(impl: Impl, *, kernel: str, option: str = "impl") -> Choice:
-    """Works as `choose` for GPUs of another machine: checks only the installed JAX.
+    """Chooses like `choose`, but for GPUs of another machine: checks only the installed JAX.
 
     Raises:
-      KernelUnavailable: "mosaic_gpu" or "interpret", and this JAX cannot build kernels.
+      KernelUnavailable: "mosaic_gpu" or "interpret" is requested, and the installed JAX cannot
+        build kernels.
     """
     if impl != "mosaic_gpu":
         return choose(impl, kernel=kernel, option=option)

@@ -1,4 +1,4 @@
-"""Defines in-place elementwise updates, and their plain reference."""
+"""Defines rules (in-place elementwise updates) and their plain reference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class Values(NamedTuple):
-    """Results of a rule's `math`: float32 blocks.
+    """Results of a rule's function `math`, as float32 blocks.
 
     Attributes:
-      updated: in the order of the arrays that are updated.
-      outputs: values of further, new arrays.
+      updated: new values of the updated arrays, in their order.
+      outputs: values of additional, new arrays.
       sums: values to be summed over the leaf.
     """
 
@@ -35,10 +35,10 @@ class Updated(NamedTuple):
     """New arrays and sums of one leaf, after an update by a rule.
 
     Attributes:
-      updated: arrays with the shapes and dtypes of the inputs; a kernel writes them in the inputs'
-        memory.
+      updated: arrays with the shapes and dtypes of the inputs; a kernel writes them into the
+        inputs' memory.
       outputs: new arrays of the same shape.
-      sums: float32 scalars; float32 [rows] of an update by rows.
+      sums: float32 scalars; for an update by rows, float32 [rows].
     """
 
     updated: tuple[jax.Array, ...]
@@ -48,14 +48,14 @@ class Updated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Elementwise update formula of an optimizer, or a part of it.
+    """Elementwise update formula of an optimizer, or of a part of it.
 
     Attributes:
       name: name of the kernel in a lowered program.
-      math: (updated, read, scalars) -> Values. All are float32, blocks of one shape or (scalars, in
-        the reference) of shape (). The kernel calls it with blocks and the reference with whole
-        arrays, so constants are written with `jnp.full_like`.
-      scalars: a NamedTuple class; its fields are the float32 numbers passed to `math`.
+      math: function (updated, read, scalars) that returns `Values`. All are float32 blocks of one
+        shape; in the reference, scalars have shape (). The kernel calls it with blocks and the
+        reference with whole arrays, so constants are written with `jnp.full_like`.
+      scalars: NamedTuple class whose fields are the float32 numbers passed to `math`.
       num_updated, num_read, num_outputs, num_sums: numbers of arrays of each kind.
       averages: whether the last updated array is the moving average of the first, see `averaging`;
         `math` neither receives nor returns it.
@@ -72,12 +72,12 @@ class Rule:
 
 
 AVERAGE_RATE = "average_rate"
-"""The additional scalar of a rule made by `averaging`."""
+"""Name of the additional scalar of a rule made by `averaging`."""
 
 
 @functools.cache
 def averaging_scalars(scalars: Any) -> Any:
-    """Returns a NamedTuple class with the fields of `scalars` and `AVERAGE_RATE` at the end."""
+    """Builds a NamedTuple class with the fields of `scalars`, and `AVERAGE_RATE` at the end."""
     fields = (*scalars._fields, AVERAGE_RATE)
     return collections.namedtuple(f"{scalars.__name__}AndAverage", fields)
 
@@ -86,9 +86,9 @@ def averaging_scalars(scalars: Any) -> Any:
 def averaging(rule: Rule) -> Rule:
     """Extends a rule to also update a moving average of its first array, in the same pass.
 
-    average + average_rate * (new - average), where `new` is the stored value of the first array,
-    after rounding. The average is the last of the updated arrays and is stored rounded to nearest.
-    If the rule's scalar `skip` is not 0, it keeps its value.
+    The average becomes average + average_rate * (new - average), where `new` is the stored value of
+    the first array, after rounding. The average is the last of the updated arrays and is rounded to
+    nearest. If the rule's scalar `skip` is not 0, the average is unchanged.
     """
     return dataclasses.replace(
         rule,
@@ -100,7 +100,7 @@ def averaging(rule: Rule) -> Rule:
 
 
 def moved_average(average: Any, new: Any, s: Any) -> Any:
-    """Returns the float32 block of the new average; `new` is a float32 block of stored values."""
+    """Computes the new average as a float32 block; `new` is a float32 block of stored values."""
     moved = average + s.average_rate * (new - average)
     return jnp.where(s.skip == jnp.zeros_like(average), moved, average)
 
@@ -118,13 +118,13 @@ def check_arrays(
     """Checks that a rule can update arrays of these shapes and dtypes.
 
     Raises:
-      TypeError: a dtype other than float32, bfloat16 and float16; a float16 array that would have
-        to be rounded stochastically; scalars of another rule.
-      ValueError: shapes that differ, another number of arrays than the rule has, or no rows.
+      TypeError: a dtype is not float32, bfloat16 or float16; a float16 array would have to be
+        rounded stochastically; or the scalars belong to another rule.
+      ValueError: shapes differ, the rule has another number of arrays, or there are no rows.
     """
     if scalars is not None and not isinstance(scalars, rule.scalars):
         raise TypeError(
-            f"{rule.name}: scalars of type {type(scalars).__name__} in place of "
+            f"{rule.name}: scalars are {type(scalars).__name__}, but must be "
             f"{rule.scalars.__name__}, see {rule.scalars.__module__}"
         )
     counts = (len(updated), len(read))
@@ -144,7 +144,7 @@ def check_arrays(
     shape = next(iter(shapes))
     if by_row and (not shape or shape[0] == 0):
         raise ValueError(
-            f"{rule.name}: by_row=True needs rows along dimension 0 and the leaf has shape "
+            f"{rule.name}: by_row=True needs rows along dimension 0, but the leaf has shape "
             f"{list(shape)}; leave by_row out for one leaf"
         )
     allowed = ((), (shape[0],)) if by_row else ((),)
@@ -152,7 +152,7 @@ def check_arrays(
         if jnp.shape(value) not in allowed:
             wanted = f"a number, or one for each of {shape[0]} rows" if by_row else "a number"
             raise ValueError(
-                f"{rule.name}: {name} has shape {list(jnp.shape(value))} and has to be {wanted}"
+                f"{rule.name}: {name} has shape {list(jnp.shape(value))}, but must be {wanted}"
             )
     for dtype in (*(x.dtype for x in (*updated, *read)), *out_dtypes):
         if dtype not in FLOATS:
@@ -164,11 +164,11 @@ def check_arrays(
 
 
 def check_seed(name: str, seed: Any, shape: tuple[int, ...] = (2,)) -> None:
-    """Raises TypeError for a seed that does not come from `rounding.seed_of`."""
+    """Raises a TypeError for a seed that does not come from `rounding.seed_of`."""
     dtype, found = getattr(seed, "dtype", type(seed).__name__), jnp.shape(seed)
     if dtype != jnp.uint32 or found != shape:
         raise TypeError(
-            f"{name}: seed is {dtype}{list(found)} and has to be uint32{list(shape)}; "
+            f"{name}: seed is {dtype}{list(found)}, but must be uint32{list(shape)}; "
             "make it with pallas_kernels.rounding.seed_of from a key of jax.random"
         )
 
@@ -184,17 +184,17 @@ def reference_update(
     first_index: int = 0,
     by_row: bool = False,
 ) -> Updated:
-    """Applies the rule to whole arrays, in plain `jax.numpy`.
+    """Applies a rule to whole arrays, in plain `jax.numpy`.
 
     Args:
-      rule: the update.
+      rule: update formula.
       updated, read: arrays of one shape; float32, bfloat16 or float16.
       scalars: an instance of `rule.scalars`.
       out_dtypes: dtypes of the requested outputs.
-      seed: uint32[2] from `rounding.seed_of`: updated bfloat16 arrays are rounded stochastically;
-        None rounds to nearest.
-      first_index: position in its leaf of the first element, for the random bits.
-      by_row: see `update.update`.
+      seed: random seed, uint32 [2] from `rounding.seed_of`, to round updated bfloat16 arrays
+        stochastically; None rounds to nearest.
+      first_index: position of the first element in its leaf, for the random bits.
+      by_row: whether dimension 0 counts rows with their own scalars and sums, see `update.update`.
     """
     row_dims = (*updated, *read)[0].ndim - 1 if by_row else 0
 
@@ -231,7 +231,7 @@ def stored_blocks(
 
 
 def stored_as(dtype: Any, x: Any, bits: rounding.Bits | None, number: int) -> Any:
-    """Rounds a float32 block to `dtype`: bfloat16 stochastically, unless `bits` is None."""
+    """Rounds a float32 block to `dtype`; to bfloat16 stochastically, unless `bits` is None."""
     if bits is not None and dtype == jnp.bfloat16:
         x = rounding.round_to_bfloat16(x, bits(number))
     return x.astype(dtype)

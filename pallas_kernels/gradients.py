@@ -10,13 +10,13 @@ from pallas_kernels.elementwise import Rule, Values
 
 
 class StatsScalars(NamedTuple):
-    """The one number of `GRADIENT_STATS`: the factor of a gradient (1 / loss scale)."""
+    """Scalars of `GRADIENT_STATS`: only the factor of a gradient (1 / loss scale)."""
 
     gradient_scale: Any = 1.0
 
 
 def gradient_stats(updated: Any, read: Any, s: StatsScalars) -> Values:
-    """Sums over (grad,): squares of the scaled gradient, and the number of non-finite elements.
+    """Sums squares of the scaled gradient, and counts its non-finite elements; `read` is (grad,).
 
     The count is exact up to 2^24 per leaf and never 0 by rounding. Squares of finite bfloat16
     values can overflow, so an infinite sum of squares does not mean a non-finite gradient.

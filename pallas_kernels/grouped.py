@@ -1,7 +1,7 @@
-"""Multiplies rows by the matrix of their group, differentiably; groups are known at run time.
+"""Multiplies rows by the matrix of their group, differentiably; groups are known only at run time.
 
-Rows are in segments, one or more for each group, in the order of groups; rows between segments
-belong to no group. Only tiles of rows that overlap a segment are computed, by a kernel or, on any
+Rows are in segments (ranges), one or more per group, in the order of groups; rows between segments
+belong to no group. Only tiles of rows that overlap a segment are computed: by a kernel; or, on any
 device and in any dtype, one after the other in an XLA loop.
 """
 
@@ -21,18 +21,18 @@ from pallas_kernels.grouped_kernel import STEP, Form, Visits
 GroupedImpl = Literal["mosaic_gpu", "interpret", "loop"]
 DTYPES = (jnp.bfloat16, jnp.float16)
 COMPUTE_CAPABILITY = 9.0
-"""Hopper: it uses warpgroup products."""
+"""Required compute capability (Hopper), because the kernels use warpgroup products."""
 SMALL_TILE, LARGE_TILE = 64, 128
 ROWS_FOR_LARGE = 2048
-"""Rows per segment from which tiles have 128 rows: half a tile of padding is then 3 % of it."""
+"""Minimum number of rows per segment for tiles of 128 rows; padding by half a tile is then 3 %."""
 
 
 class Segments(NamedTuple):
     """Ranges of rows that belong to each group.
 
     Attributes:
-      start: int32 [groups * segments of each], their first rows, ascending.
-      count: int32, the same shape, numbers of rows; segments do not overlap.
+      start: int32 [groups * segments per group], first row of each segment, ascending.
+      count: int32 of the same shape, number of rows of each segment; segments do not overlap.
     """
 
     start: jax.Array
@@ -40,22 +40,25 @@ class Segments(NamedTuple):
 
 
 def segments_of(sizes: jax.Array) -> Segments:
-    """Returns segments of rows sorted by group, without gaps; later rows belong to no group.
+    """Builds segments of rows that are sorted by group, without gaps; later rows have no group.
 
     Args:
-      sizes: int32 [groups], the number of rows of each.
+      sizes: int32 [groups], number of rows of each group.
     """
     sizes = sizes.astype(jnp.int32)
     return Segments(jnp.cumsum(sizes) - sizes, sizes)
 
 
 def visits_of(segments: Segments, groups: int, rows: int, tile: int) -> Visits:
-    """Lists the visits: for each tile of rows, each group in it, and that group's rows.
+    """Lists the visits: for each tile of rows, each group in the tile, and the group's rows in it.
 
-    The table has room for the largest possible number of visits.
+    The arrays have space for the largest possible number of visits.
 
     Args:
-      rows: number of all rows; a multiple of `tile`.
+      segments: rows of each group.
+      groups: number of groups.
+      rows: total number of rows, a multiple of `tile`.
+      tile: number of rows of a tile.
     """
     start, count = segments
     each = start.shape[0] // groups
@@ -63,7 +66,7 @@ def visits_of(segments: Segments, groups: int, rows: int, tile: int) -> Visits:
     tiles = jnp.where(count > 0, (start + count - 1) // tile - first_tile + 1, 0)
     ends = jnp.cumsum(tiles)
     visit = jnp.arange(most_visits(start.shape[0], rows, tile), dtype=jnp.int32)
-    # Not by bisection, which is a loop of many small kernels on a GPU.
+    # No bisection, which is a loop of many small kernels on a GPU.
     of = jnp.searchsorted(ends, visit, side="right", method="compare_all").astype(jnp.int32)
     needed = of < start.shape[0]
     of = jnp.minimum(of, start.shape[0] - 1)
@@ -78,7 +81,7 @@ def visits_of(segments: Segments, groups: int, rows: int, tile: int) -> Visits:
 
 
 def most_visits(segments: int, rows: int, tile: int) -> int:
-    """Returns the largest number of visits: one per tile, and one per segment that begins inside.
+    """Returns the maximum number of visits: one per tile, and one per segment that begins inside.
 
     >>> most_visits(8, 1024, 64)
     23
@@ -97,8 +100,8 @@ def why_not(
 
     Args:
       rows, matrices: arrays or `jax.ShapeDtypeStruct`s, [M, in] and [groups, in, out].
-      capability: compute capability of the GPU; None: not checked.
-      interpret: whether they run on the CPU, which also supports float32.
+      capability: compute capability of the GPU; None is not checked.
+      interpret: whether the kernels run on the CPU, where they also support float32.
     """
     if (obstacle := missing()) is not None:
         return obstacle
@@ -117,7 +120,8 @@ def why_not(
 
 
 def reference_product(rows: jax.Array, matrices: jax.Array, segments: Segments) -> jax.Array:
-    """Computes `grouped_product` by all matrices times all rows; 0 for rows of no group."""
+    """Computes `grouped_product` by multiplying all rows by all matrices; 0 for rows of no
+    group."""
     total = jnp.zeros(
         (rows.shape[0], matrices.shape[2]), jnp.promote_types(rows.dtype, jnp.float32)
     )
@@ -142,24 +146,25 @@ def grouped_product(
     *,
     impl: GroupedImpl = "mosaic_gpu",
 ) -> jax.Array:
-    """Multiplies each row by its group's matrix, summed in float32.
+    """Multiplies each row by its group's matrix, with sums in float32.
 
-    It is differentiable once in reverse mode.
+    Has only first derivatives in reverse mode.
 
     Args:
       rows: [M, in], bfloat16 or float16; M is a multiple of 64.
       matrices: [groups, in, out] of the same dtype; `in` and `out` are multiples of 64.
-      segments: the rows of each group.
-      impl: "mosaic_gpu", the kernels; "interpret", the kernels on the CPU, for tests, float32 too;
-        "loop", one tile after the other by XLA, for any floating dtype and widths.
+      segments: rows of each group.
+      impl: implementation. "mosaic_gpu": the kernels. "interpret": the kernels on the CPU, for
+        tests, also in float32. "loop": one tile after the other by XLA, for any floating dtype and
+        widths.
 
     Returns:
       [M, out] in the dtype of `rows`. Rows of no group are undefined, here and in the gradient of
-      `rows`, and nothing else depends on them; mask them by `jnp.where`. The loop sets them to NaN,
+      `rows`; no other value depends on them. Mask them by `jnp.where`. The loop sets them to NaN,
       so that a test fails if they are read.
 
     Raises:
-      KernelUnavailable: the kernels cannot compute it.
+      KernelUnavailable: the kernels do not support these arrays.
       ValueError: the number of rows is not a multiple of 64.
     """
     why = None if impl == "loop" else why_not(rows, matrices, interpret=impl == "interpret")
@@ -167,7 +172,7 @@ def grouped_product(
         raise KernelUnavailable(f"grouped products by Mosaic GPU: {why}; use impl='loop'")
     if rows.shape[0] % STEP:
         raise ValueError(
-            f"grouped products take a multiple of {STEP} rows, not {rows.shape[0]}; add rows of "
+            f"grouped products need a multiple of {STEP} rows, not {rows.shape[0]}; add rows of "
             "zeros at the end"
         )
     return _product(impl, rows, matrices, segments)
@@ -177,7 +182,7 @@ def grouped_product(
 
 
 def row_tile(rows: int, segments: int) -> int:
-    """Returns the number of rows in a tile of `row_products`, large for long segments."""
+    """Returns the number of rows in a tile of `row_products`; more for long segments."""
     large = rows >= ROWS_FOR_LARGE * segments and rows % LARGE_TILE == 0
     return LARGE_TILE if large else SMALL_TILE
 
@@ -272,7 +277,7 @@ def _tile_at(array: jax.Array, top: Any, tile: int) -> jax.Array:
 
 
 def _mine(visits: Visits, visit: Any, tile: int) -> jax.Array:
-    """Returns bool [tile, 1]: True for the rows of a tile that one visit multiplies."""
+    """Computes bool [tile, 1]: True for the rows of a tile that one visit multiplies."""
     row = jnp.arange(tile)
     return ((row >= visits.first[visit]) & (row < visits.last[visit]))[:, None]
 

@@ -1,10 +1,10 @@
 """Multiplies rows by the matrix of their group, by two Mosaic GPU kernels for Hopper.
 
-A table of visits says, as data, which tile of rows is multiplied by which matrix. A tile that
-several groups share is visited once by each; a visit stores, or sums, only its own rows. No
-atomics: each number is written once, so two runs give the same bits. Tiles are loaded by
-asynchronous copies into a ring of buffers, so that the next ones are loaded while one is
-multiplied. Not timed on a GPU yet.
+A table of visits states, as data, which tile of rows is multiplied by which matrix. A tile that
+several groups share is visited once by each; a visit stores, or sums, only its own rows. The
+kernels use no atomics: each number is written once, so two runs give the same bits. Tiles are
+loaded by asynchronous copies into a ring of buffers, so that the next tiles are loaded while one is
+multiplied. The kernels have not been timed on a GPU.
 
 Needs jax >= 0.11.
 """
@@ -21,19 +21,18 @@ import jax.numpy as jnp
 from jax import lax
 
 STEP = 64
-"""Elements summed over in one step: columns of rows, or rows of a gradient of matrices."""
+"""Number of elements summed over in one step: columns of rows, or rows of a matrix gradient."""
 BUFFERS = 3
-"""Steps whose tiles are in shared memory: one is multiplied, two are being loaded."""
+"""Number of steps whose tiles are in shared memory: one is multiplied, two are being loaded."""
 
 
 class Visits(NamedTuple):
-    """Visits of a kernel: pairs of a tile and a group in it; those of a group are consecutive.
+    """Visits of a kernel: pairs (tile, group in it); visits of a group are consecutive.
 
     Attributes:
-      group, tile: int32 [visits]; 0 for unused visits.
-      first, last: int32 [visits], the rows in the tile, from `first` to before `last`; equal for
-        unused visits.
-      begin: int32 [groups + 1], the first visit of each group, then the number of all visits.
+      group, tile: int32 [visits], indices; 0 for unused visits.
+      first, last: int32 [visits], range [first, last) of rows in the tile; equal for unused visits.
+      begin: int32 [groups + 1], index of each group's first visit, then the number of all visits.
     """
 
     group: jax.Array
@@ -48,10 +47,10 @@ class Form:
     """Static description of a call of a grouped product: sizes of its tiles.
 
     Attributes:
-      rows: of a tile.
-      columns: of a tile of the result. Both are multiples of 64.
+      rows: number of rows of a tile, a multiple of 64.
+      columns: number of columns of a tile of the result, a multiple of 64.
       transposed: whether rows are multiplied by the transposed matrices.
-      flops: of a program with equal groups, for cost estimates.
+      flops: FLOPs of a program if groups have equal sizes, for cost estimates.
     """
 
     rows: int
@@ -68,11 +67,12 @@ def row_products(
     Rows of no group are not written and remain undefined.
 
     Args:
+      form: sizes of the tiles.
       rows: [M, in]; M is a multiple of `form.rows`.
       matrices: [groups, in, out], or [groups, out, in] with `form.transposed`; `in` is a multiple
         of 64, `out` of `form.columns`.
-      visits: of tiles of `form.rows`.
-      interpret: runs the kernel on the CPU.
+      visits: visits of tiles of `form.rows` rows.
+      interpret: whether to run the kernel on the CPU.
     """
     depth = rows.shape[1]
     width = matrices.shape[1 if form.transposed else 2]
@@ -95,15 +95,17 @@ def row_products(
 def matrix_products(
     form: Form, rows: jax.Array, slopes: jax.Array, visits: Visits, *, interpret: bool
 ) -> jax.Array:
-    """Sums the outer products row x slope over each group's rows, to [groups, in, out].
+    """Sums the outer products row x slope over each group's rows: [groups, in, out].
 
-    The sums are float32, the result is in the dtype of `rows`.
+    Sums are float32; the result has the dtype of `rows`.
 
     Args:
-      rows: [M, in], slopes: [M, out], of one dtype; M is a multiple of 64, both widths of
-        `form.columns`.
-      visits: of tiles of 64 rows.
-      interpret: runs the kernel on the CPU.
+      form: sizes of the tiles.
+      rows: [M, in]; M is a multiple of 64, `in` of `form.columns`.
+      slopes: [M, out] of the same dtype, gradients with respect to the products; `out` is a
+        multiple of `form.columns`.
+      visits: visits of tiles of 64 rows.
+      interpret: whether to run the kernel on the CPU.
     """
     dtype, groups = rows.dtype, visits.begin.shape[0] - 1
     width, result = rows.shape[1], slopes.shape[1]
@@ -160,7 +162,7 @@ def _run(
 
 
 def _row_body(form: Form, steps: int, *refs: Any) -> None:
-    """Computes, as a kernel's body, one visit's rows in one tile of the result's columns."""
+    """Body of a kernel: computes one visit's rows in one tile of the result's columns."""
     from jax.experimental import pallas as pl
 
     group, tile, first, last, rows, matrices, out, lefts, rights, barrier, result = refs
@@ -188,7 +190,7 @@ def _row_body(form: Form, steps: int, *refs: Any) -> None:
 
 
 def _matrix_body(form: Form, *refs: Any) -> None:
-    """Computes, as a kernel's body, one tile of a group's matrix: the sum over its visits."""
+    """Body of a kernel: computes one tile of a group's matrix, the sum over the group's visits."""
     from jax.experimental import pallas as pl
 
     begin, tile, first, last, rows, slopes, out, lefts, rights, barrier, result = refs
@@ -229,11 +231,14 @@ def _summed(
     bring: Callable[[Any, Any], None],
     multiply: Callable[[Any, Any, Any], None],
 ) -> Any:
-    """Returns float32 `shape`: the sum of `steps` products.
+    """Computes the sum of `steps` products, float32 of shape `shape`.
 
     Args:
-      bring: (step, slot of the ring) starts copying the tiles of a step.
-      multiply: (sums, slot, step) adds their product.
+      shape: shape of the result.
+      steps: number of products.
+      barrier: barriers that signal loaded tiles.
+      bring: function (step, slot of the ring) that starts copying the tiles of a step.
+      multiply: function (sums, slot, step) that adds the step's product.
     """
     from jax.experimental import pallas as pl
 
@@ -288,7 +293,7 @@ def _keep_rows(tile: Any, first: Any, last: Any) -> None:
 
 
 def _parts(total: Any, result: Any) -> Iterator[int]:
-    """Writes a sum into shared memory, 64 columns at a time; yields each time the first's index."""
+    """Writes a sum into shared memory, 64 columns at a time; yields each time the first column."""
     for part in range(0, total.shape[1], STEP):
         result[...] = total[:, part : part + STEP].astype(result.dtype)
         _plgpu().commit_smem()
@@ -296,9 +301,10 @@ def _parts(total: Any, result: Any) -> Iterator[int]:
 
 
 def _store_rows(source: Any, target: Any, top: Any, first: Any, last: Any) -> None:
-    """Copies rows `first` to before `last` of a tile to the same rows of the target, from `top` on.
+    """Copies rows [first, last) of a tile to the same rows of the target, which begins at row
+    `top`.
 
-    It copies pieces of powers of two, because copies have fixed sizes.
+    Copies parts whose sizes are powers of two, because copies have fixed sizes.
     """
     from jax.experimental import pallas as pl
 
@@ -319,19 +325,20 @@ def _store_rows(source: Any, target: Any, top: Any, first: Any, last: Any) -> No
 def _ring(dtype: Any, left: tuple[int, int], right: tuple[int, int]) -> list[Any]:
     """Allocates buffers of two kinds of tiles, and the barriers that signal a loaded slot."""
     plgpu = _plgpu()
-    columns = 128 // jnp.dtype(dtype).itemsize  # 128 bytes, the width of a swizzle
+    columns = 128 // jnp.dtype(dtype).itemsize  # a row of 128 bytes, the width of a swizzle
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     tiles = [plgpu.SMEM((BUFFERS, *shape), dtype, transforms=transforms) for shape in (left, right)]
     return [*tiles, plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS)]
 
 
 def _plain(dtype: Any, rows: int) -> Any:
-    """Allocates 64 columns of a result in row order, of which any number can be copied out."""
+    """Allocates 64 columns of a result in row order, so that any number of rows can be copied
+    out."""
     return _plgpu().SMEM((rows, STEP), dtype)
 
 
 def _plgpu() -> Any:
-    # Pallas takes 0.4 s to import and is needed only where a kernel is built.
+    # Pallas takes 0.4 s to import and is needed only to build a kernel.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu

@@ -1,4 +1,4 @@
-"""Updates many leaves in one kernel: each leaf has its own Refs, selected by a branch."""
+"""Updates many leaves in one kernel: each leaf has its own Refs, and a branch selects the leaf."""
 
 from __future__ import annotations
 
@@ -40,26 +40,27 @@ def update_many(
 ) -> Updated:
     """Updates all leaves of trees by a rule, with as few kernels as possible.
 
-    A leaf whose size (or row size, if updated by rows) is not a multiple of 128 is updated
-    separately, as by `update`. Arrays change in place inside a `jax.jit` that donates them, too.
+    A leaf whose size is not a multiple of 128 is updated separately, by `update`; for an update by
+    rows, the size of a row counts. Inside a `jax.jit` that donates the arrays, they change in
+    place.
 
     Args:
-      rule: such as `optimizers.ADAMW`.
-      updated, read: trees of one structure; each leaf of its own shape and dtypes.
-      scalars: an instance of `rule.scalars` for all leaves; or a list of them, one per leaf in the
-        order of `jax.tree.leaves`. The kernel reads them as data, so that each leaf may have its
-        own.
-      out_dtypes, impl, block: as in `update.update`.
-      seeds: uint32[number of leaves, 2], or None to round to nearest.
-      by_row: for each leaf whether it is updated by rows, as in `update.update`; () for none.
+      rule: update formula, such as `optimizers.ADAMW`.
+      updated, read: trees of one structure; leaves may have different shapes and dtypes.
+      scalars: an instance of `rule.scalars` for all leaves; or a list with one instance per leaf,
+        in the order of `jax.tree.leaves`. The kernel reads scalars as data, so that they may differ
+        between leaves.
+      out_dtypes, impl, block: the arguments of `update.update`.
+      seeds: random seeds, uint32 [number of leaves, 2]; None rounds to nearest.
+      by_row: for each leaf, whether it is updated by rows, as in `update.update`; () for none.
 
     Returns:
-      Trees, in the order of donation (see `update.update_trees`). Each of `sums` is float32 with
-      one number for each leaf, or for each row of a leaf by rows, leaf after leaf.
+      Trees, in the order that donation needs (see `update.update_trees`). Each of `sums` is float32
+      with one number per leaf, or per row of a leaf updated by rows, leaf after leaf.
 
     Raises:
-      TypeError, ValueError: leaves that do not fit the rule, the scalars or the seeds.
-      KernelUnavailable: the kernel was requested and cannot run here.
+      TypeError, ValueError: leaves do not match the rule, the scalars or the seeds.
+      KernelUnavailable: the kernel was requested and cannot run on these devices.
     """
     leaves, structure = jax.tree.flatten(updated[0] if updated else read[0])
     columns = [tuple(structure.flatten_up_to(tree)) for tree in (*updated, *read)]
@@ -94,22 +95,22 @@ def _check_numbers(
         )
     if len(by_row) != count:
         raise ValueError(
-            f"{rule.name}: by_row has {len(by_row)} entries and there are {count} leaves; give one "
-            "boolean for each, or () for none"
+            f"{rule.name}: by_row has {len(by_row)} entries, but there are {count} leaves; give "
+            "one boolean for each, or () for none"
         )
     if seeds is not None and seeds.shape != (count, 2):
         raise ValueError(
-            f"{rule.name}: seeds of shape {seeds.shape} for {count} leaves; "
-            f"they are of shape {(count, 2)}"
+            f"{rule.name}: seeds have shape {seeds.shape}, but for {count} leaves "
+            f"they must have shape {(count, 2)}"
         )
 
 
-# Jitted as in `update`: equal lists of leaves are traced and lowered once.
+# Jitted for the reason given in `update`: equal lists of leaves are traced and lowered once.
 @functools.partial(jax.jit, static_argnums=0)
 def _update_many(
     static: tuple[Any, ...], rows: tuple[Any, ...], packed: jax.Array, seeds: Any
 ) -> tuple[list[Any], tuple[jax.Array, ...]]:
-    """Returns ([(*updated, *outputs) of each leaf], the sums of all)."""
+    """Runs all kernels; returns ([(*updated, *outputs) of each leaf], the sums of all leaves)."""
     rule, implementation, out_dtypes, block, where, by_row = static
     interpret = implementation == "interpret"
     found: list[Any] = [None] * len(rows)
@@ -151,7 +152,7 @@ def _entries(
     by_row: Sequence[bool],
     block: int,
 ) -> list[Entry]:
-    """Returns the leaves that one kernel can update together: those without a tail."""
+    """Lists the leaves that one kernel can update together: those without a tail."""
     entries = []
     for leaf, row in enumerate(rows):
         cut = {"block": block, "loops": rule.num_sums > 0}
@@ -214,7 +215,7 @@ def _sums_of(
     *,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Returns, for each of the rule's sums, float32 [leaves and rows], leaf after leaf."""
+    """Computes, for each of the rule's sums, float32 [leaves and rows], leaf after leaf."""
     parts = {
         entry.leaf: [totals.Part(kernel, *part) for part in entry.parts]
         for kernel, table in enumerate(tables)
@@ -241,7 +242,7 @@ def _sums_of(
 
 
 def _body(rule: Rule, table: Table, width: int, *, num_outputs: int, has_seeds: bool) -> Any:
-    """Builds the function of one program: refs of updated, read, scalars, seeds, outputs, sums."""
+    """Builds the function of one program of Refs: updated, read, scalars, seeds, outputs, sums."""
     fields = len(rule.scalars._fields)
 
     def body(*refs: Any) -> None:

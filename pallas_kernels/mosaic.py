@@ -25,25 +25,25 @@ from pallas_kernels.elementwise import (
 )
 
 BLOCK = 512
-"""Elements of one program: 4 for each of 128 threads. AdamW then takes 48 registers (72 at 1024)
-and loads 16 bytes of float32 at a time."""
+"""Number of elements per program: 4 for each of 128 threads. AdamW then takes 48 registers (72 for
+1024 elements) and loads 16 bytes of float32 at a time."""
 THREADS = 128
 MAX_FLAT = 2**31 - 1
-"""Limit of int32 offsets, which leaves use that are not a whole number of blocks."""
+"""Maximum int32 offset, which limits leaves that are not a whole number of blocks."""
 MAX_LOOP = 32
-"""Most blocks per program of a rule with sums, so that there are few partial sums."""
+"""Maximum number of blocks per program of a rule with sums, so that there are few partial sums."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The division of one leaf's elements.
+    """Division of one leaf's elements into tiles and a tail.
 
     Attributes:
-      block: elements of one tile, a multiple of 128.
+      block: number of elements of one tile, a multiple of 128.
       rows: number of tiles.
-      loop: tiles that one program processes.
-      tail: elements after the last tile, updated by the reference on the same memory.
-      row_programs: programs of each row of an update by rows; 0 for a single leaf.
+      loop: number of tiles that one program processes.
+      tail: number of elements after the last tile, updated by the reference on the same memory.
+      row_programs: number of programs per row in an update by rows; 0 for a single leaf.
     """
 
     block: int
@@ -58,11 +58,12 @@ class Tiles:
 
 
 def tiles_of(size: int, *, block: int = BLOCK, loops: bool = False) -> Tiles:
-    """Returns tiles without a tail if a multiple of 128 divides the size, else `block` with a tail.
+    """Divides a leaf into tiles: without a tail if 128 divides its size, else of `block` elements
+    with a tail.
 
     Raises:
-      ValueError: `block` is not a multiple of 128; or the leaf is larger than 2^31 - 1 and 128 does
-        not divide it.
+      ValueError: `block` is not a multiple of 128; or the leaf is larger than 2^31 - 1 and not a
+        multiple of 128.
     """
     if block <= 0 or block % THREADS:
         raise ValueError(f"block={block} is not a positive multiple of {THREADS}")
@@ -80,7 +81,8 @@ def tiles_of(size: int, *, block: int = BLOCK, loops: bool = False) -> Tiles:
 
 
 def tiles_of_rows(shape: tuple[int, ...], *, block: int = BLOCK, loops: bool = False) -> Tiles:
-    """Returns tiles within rows; no tile at all if 128 does not divide a row."""
+    """Divides rows into tiles that do not cross rows; returns no tile if 128 does not divide a
+    row."""
     one = tiles_of(math.prod(shape[1:]), block=block, loops=loops)
     if one.tail or not one.rows:
         return Tiles(block, 0, 1, math.prod(shape))
@@ -98,8 +100,8 @@ def layout_of(block: int) -> Any:
 
 
 def at_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
-    """Returns tile number `row` of a leaf's Ref, in the view that `tiles` requires."""
-    from jax.experimental import pallas as pl  # as in `run_on_tiles`
+    """Selects tile number `row` of a leaf's Ref, in the view that `tiles` requires."""
+    from jax.experimental import pallas as pl  # imported here for the reason in `run_on_tiles`
 
     if not tiles.tail:
         return ref.at[row]
@@ -117,12 +119,12 @@ def load_block(ref: Any, block: int) -> Any:
 
 
 def laid_out(x: Any) -> Any:
-    """Puts a value that no Ref held into the layout of blocks of its size."""
+    """Gives a value that was not loaded from a Ref the layout of blocks of its size."""
     return _plgpu().layout_cast(x, layout_of(x.size))
 
 
 def block_index(program: Any, block: int) -> Any:
-    """Returns uint32[block]: positions in the leaf of the elements of tile number `program`."""
+    """Computes uint32 [block]: positions in the leaf of the elements of tile number `program`."""
     inside = laid_out(lax.broadcasted_iota(jnp.uint32, (block,), 0))
     first = program.astype(jnp.uint32) * jnp.uint32(block)
     return inside + lax.broadcast(first, (block,))
@@ -143,9 +145,14 @@ def fused_update(
     """Computes `elementwise.reference_update` in one kernel that writes into the updated arrays.
 
     Args:
-      block: elements of one tile; a multiple of 128.
-      by_row: see `update.update`.
-      interpret: runs the kernel on the CPU.
+      rule: update formula.
+      updated, read: arrays of one shape.
+      scalars: an instance of `rule.scalars`.
+      out_dtypes: dtypes of the requested outputs.
+      seed: random seed; None rounds to nearest.
+      block: number of elements of one tile, a multiple of 128.
+      by_row: whether dimension 0 counts rows with their own scalars and sums, see `update.update`.
+      interpret: whether to run the kernel on the CPU.
     """
     first = (*updated, *read)[0]
     shape, cut = first.shape, {"block": block, "loops": rule.num_sums > 0}
@@ -158,7 +165,7 @@ def fused_update(
     refs = [jax.new_ref(x.reshape(view)) for x in updated]
     flat = [x.reshape(view) for x in read]
     numbers = [jnp.asarray(x, jnp.float32) for x in scalars]
-    if by_row:  # all numbers of one row, then those of the next
+    if by_row:  # order: all numbers of one row, then those of the next
         numbers = [jnp.broadcast_to(x, shape[:1]) for x in numbers]
     packed = jnp.stack(numbers, axis=-1).reshape(-1)
     seeds = [] if seed is None else [seed]
@@ -203,8 +210,9 @@ def _update_tail(
 ) -> Updated:
     """Updates the elements after the last tile by the reference, in the same memory.
 
-    It runs before the kernel, so that nothing here depends on the kernel: XLA (0.12) fuses a kernel
-    with writes into its results, and then rejects its own fusion as a cycle, or for its target.
+    It runs before the kernel, so that it does not depend on the kernel. Otherwise XLA (0.12) fuses
+    a kernel with writes into its results, and then rejects this fusion as a cycle, or for its
+    target.
     """
     start = tiles.size - tiles.tail
     old, others = tails_of((refs, read), start)
@@ -223,9 +231,9 @@ def _update_tail(
 
 
 def tails_of(tree: Any, start: int) -> Any:
-    """Reads the elements from `start` on of Refs and arrays, before the kernel writes to them.
+    """Reads the tails (elements from `start` on) of Refs and arrays, before the kernel writes them.
 
-    Otherwise XLA copies a whole leaf to keep its tail.
+    Otherwise XLA copies a whole leaf to preserve its tail.
     """
     return lax.optimization_barrier(jax.tree.map(lambda x: x[start:], tree))
 
@@ -233,8 +241,8 @@ def tails_of(tree: Any, start: int) -> Any:
 def before_tail(tail: jax.Array, tiles: Tiles) -> Any:
     """Returns a new Ref for an output of the kernel, with `tail` as its last elements.
 
-    The other elements are filled in vain, which costs a leaf with a tail one more write of this
-    output.
+    The other elements are filled unnecessarily, which costs a leaf with a tail one more write of
+    this output.
     """
     return jax.new_ref(jnp.pad(tail, (tiles.size - tiles.tail, 0)))
 
@@ -251,10 +259,15 @@ def run_on_tiles(
     """Builds the kernel: one program per `tiles.loop` tiles, each of 128 threads.
 
     Args:
+      body: function of one program.
+      tiles: division of the leaf.
+      name: name of the kernel.
+      out_type: types of the outputs.
       has_barriers: whether threads of a program exchange data. If not, each element is read and
         written by the same thread, and the barriers around every store are omitted.
+      interpret: whether to run the kernel on the CPU.
     """
-    # Pallas takes 0.4 s to import and is needed only where a kernel is built.
+    # Pallas takes 0.4 s to import and is needed only to build a kernel.
     from jax.experimental import pallas as pl
 
     plgpu = _plgpu()
@@ -269,12 +282,13 @@ def run_on_tiles(
 
 
 def mesh_of(programs: int) -> Any:
-    """Returns a grid of this many programs; `lax.axis_index("program")` is the index of one."""
+    """Returns a grid of this many programs; `lax.axis_index("program")` is a program's index."""
     return _plgpu().Mesh(grid=(programs,), grid_names=("program",))
 
 
 def interpret_params() -> Any:
-    """Returns parameters for running on the CPU: two tiles that write one element are an error."""
+    """Returns parameters for running on the CPU; two tiles that write one element raise an
+    error."""
     return _plgpu().InterpretGPUParams(detect_races=True)
 
 
@@ -290,12 +304,15 @@ def update_tile(
     """Updates tile number `row` of one leaf; called inside a kernel.
 
     Args:
-      refs: (updated, read, outputs) of the leaf, in the view that `tiles` requires.
-      scalars: an instance of `rule.scalars` of blocks.
-      seed: the two words of the leaf's seed, or None to round to nearest.
+      rule: update formula.
+      tiles: division of the leaf.
+      row: index of the tile.
+      refs: (updated, read, outputs) Refs of the leaf, in the view that `tiles` requires.
+      scalars: an instance of `rule.scalars` whose fields are blocks.
+      seed: two words of the leaf's random seed, or None to round to nearest.
 
     Returns:
-      For each of the rule's sums a block that is not summed yet.
+      For each of the rule's sums, a block that is not summed yet.
     """
     updated, read, outputs = refs
     old = tuple(load_tile(ref, row, tiles) for ref in updated)
@@ -319,9 +336,9 @@ def update_tile(
 def update_tiles(
     rule: Rule, tiles: Tiles, program: Any, refs: Any, *, scalars: Any, seed: Any
 ) -> tuple[Any, ...]:
-    """Updates the tiles of one leaf that program number `program` owns; called inside a kernel.
+    """Updates the tiles of one leaf that belong to program number `program`, inside a kernel.
 
-    Arguments are as in `update_tile`. Returns one number for each of the rule's sums.
+    Arguments are those of `update_tile`. Returns one number for each of the rule's sums.
     """
     more = {"scalars": scalars, "seed": seed}
     if tiles.loop == 1:
@@ -340,17 +357,17 @@ def update_tiles(
 
 
 def spread(x: Any, block: int) -> Any:
-    """Broadcasts a number to a block: Mosaic does not broadcast implicitly."""
+    """Broadcasts a number to a block, because Mosaic does not broadcast implicitly."""
     return lax.broadcast(x, (block,))
 
 
 def spread_scalars(rule: Rule, ref: Any, block: int, *, first: Any = 0) -> Any:
-    """Returns the rule's scalars as blocks, from the Ref that holds them from index `first` on."""
+    """Reads the rule's scalars as blocks, from the Ref that stores them from index `first` on."""
     return rule.scalars(*(spread(ref[first + k], block) for k in range(len(rule.scalars._fields))))
 
 
 def _body(rule: Rule, tiles: Tiles, *, num_outputs: int, has_seed: bool) -> Any:
-    """Builds the function of one program: refs of updated, read, scalars, seed, outputs, sums."""
+    """Builds the function of one program of Refs: updated, read, scalars, seed, outputs, sums."""
 
     def body(*refs: Any) -> None:
         rest = iter(refs)
@@ -380,6 +397,6 @@ def _body(rule: Rule, tiles: Tiles, *, num_outputs: int, has_seed: bool) -> Any:
 
 
 def _plgpu() -> Any:
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # as in `run_on_tiles`
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # here for the reason in `run_on_tiles`
 
     return plgpu

@@ -1,6 +1,6 @@
-"""Elementwise parts of Muon: before and after its matrix products, and the accompanying Adam.
+"""Elementwise parts of Muon (before and after its matrix products), and Muon's Adam.
 
-They follow `optax.contrib.muon`, whose Adam uses Nesterov's momentum as well.
+They follow `optax.contrib.muon`, whose Adam also uses Nesterov momentum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pallas_kernels.optimizers import new_moments, unless_skipped
 
 
 class MomentumScalars(NamedTuple):
-    """Scalars of an update of Muon's momentum, float32 []; make them with `momentum_scalars`."""
+    """Scalars of an update of Muon's momentum, float32 []; built by `momentum_scalars`."""
 
     beta: Any
     rest: Any
@@ -28,10 +28,10 @@ class DescentScalars(NamedTuple):
     """Scalars of an update of parameters by their orthogonalized momentum, all float32 [].
 
     Attributes:
-      learning_rate: of this update.
+      learning_rate: learning rate of this update.
       matrix_scale: factor of an orthogonal matrix.
-      weight_decay: per unit of learning rate.
-      skip: 0, or 1 to change nothing.
+      weight_decay: weight decay per unit of learning rate.
+      skip: 1 to change nothing, else 0.
     """
 
     learning_rate: Any
@@ -41,7 +41,7 @@ class DescentScalars(NamedTuple):
 
 
 class NesterovAdamScalars(NamedTuple):
-    """Scalars of an Adam update with Nesterov momentum; make them with `nesterov_adam_scalars`."""
+    """Scalars of an Adam update with Nesterov momentum; built by `nesterov_adam_scalars`."""
 
     learning_rate: Any
     b1: Any
@@ -60,13 +60,14 @@ class NesterovAdamScalars(NamedTuple):
 def momentum_scalars(
     beta: float, *, count: Any, nesterov: bool, gradient_scale: Any = 1.0, skip: Any = False
 ) -> MomentumScalars:
-    """Returns the scalars of one update of Muon's momentum.
+    """Computes the scalars of one update of Muon's momentum.
 
     Args:
       beta: decay of the momentum, a Python float.
-      count: int32; the number of this update, from 1.
-      nesterov: whether the direction looks one step ahead.
-      gradient_scale, skip: as in `optimizers.adam_scalars`.
+      count: int32, number of this update, from 1.
+      nesterov: whether to use Nesterov momentum.
+      gradient_scale: factor of the gradient.
+      skip: a boolean; True changes nothing.
     """
     of_momentum, of_gradient = _ahead(beta, count, nesterov)
     return MomentumScalars(
@@ -90,7 +91,7 @@ def nesterov_adam_scalars(
     gradient_scale: Any = 1.0,
     skip: Any = False,
 ) -> NesterovAdamScalars:
-    """Returns the scalars of Muon's Adam; arguments as in `momentum_scalars` and `adam_scalars`."""
+    """Computes the scalars of Muon's Adam; see `momentum_scalars` and `optimizers.adam_scalars`."""
     of_momentum, of_gradient = _ahead(b1, count, nesterov)
     return NesterovAdamScalars(
         *_float32(learning_rate, b1, 1 - b1, b2, 1 - b2, eps, weight_decay),
@@ -103,7 +104,7 @@ def nesterov_adam_scalars(
 
 
 def _ahead(beta: float, count: Any, nesterov: bool) -> tuple[Any, Any]:
-    """Returns the factors of the new moment and of the gradient, whose sum is the direction."""
+    """Computes the factors of the new moment and of the gradient; their sum is the direction."""
     if not nesterov:
         return _float32(1 / _correction(beta, count), 0.0)
     now, later = _correction(beta, count), _correction(beta, count + 1)
@@ -119,7 +120,7 @@ def _float32(*values: Any) -> tuple[Any, ...]:
 
 
 def momentum(updated: Any, read: Any, s: MomentumScalars) -> Values:
-    """Updates (mu,) from (grad,); the output is the direction, still to be orthogonalized."""
+    """Updates (mu,) from (grad,); the output is the direction before orthogonalization."""
     (mu,), grad = updated, read[0] * s.gradient_scale
     new = s.rest * grad + s.beta * mu
     direction = s.of_momentum * new + s.of_gradient * grad
@@ -135,7 +136,7 @@ def descent(updated: Any, read: Any, s: DescentScalars) -> Values:
 
 
 def nesterov_adam(updated: Any, read: Any, s: NesterovAdamScalars) -> Values:
-    """Updates (param, mu, nu) from (grad,): AdamW with a first moment that looks ahead."""
+    """Updates (param, mu, nu) from (grad,): AdamW with a Nesterov first moment."""
     param, mu, nu = updated
     grad = read[0] * s.gradient_scale
     new_mu, new_nu = new_moments(mu, nu, grad, s)

@@ -1,14 +1,14 @@
 """Formulas of AdamW, Lion, SGD with momentum and LAMB, shared by kernel and reference.
 
-They follow optax's order of operations. A rule multiplies the gradient by `gradient_scale`
-(clipping and loss scale in one). If `skip` is not 0, every array keeps its value, whatever the
+They follow optax's order of operations. A rule multiplies the gradient by `gradient_scale`, which
+combines clipping and loss scale. If `skip` is not 0, every array is unchanged, whatever the
 gradient contains.
 
-Parameters are computed from the stored moments, after `skip` was applied. The values are the same
-as from the moments before. But stored moments are outputs, which XLA does not compute a second
-time: the parameter's fusion reads only the new moments, and each moment is written in place. If the
-parameter's fusion reads the old moments as well, XLA on CPUs copies every moment first, because
-nothing orders the fusions that read a moment and write it.
+Parameters are computed from the moments as stored, after `skip` was applied. The values equal those
+computed from the moments before, but stored moments are outputs, which XLA does not compute twice:
+the parameter's fusion reads only the new moments, and each moment is written in place. If the
+parameter's fusion read the old moments, XLA on CPUs would first copy every moment, because the
+fusions that read a moment and the fusion that writes it have no order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pallas_kernels.elementwise import Rule, Values
 
 
 class AdamScalars(NamedTuple):
-    """Scalars of one AdamW or LAMB update, all float32 []; make them with `adam_scalars`."""
+    """Scalars of one AdamW or LAMB update, all float32 []; built by `adam_scalars`."""
 
     learning_rate: Any
     b1: Any
@@ -38,7 +38,7 @@ class AdamScalars(NamedTuple):
 
 
 class LambScalars(NamedTuple):
-    """Scalars of LAMB's second half, all float32 []; make them with `lamb_scalars`."""
+    """Scalars of LAMB's second half, all float32 []; built by `lamb_scalars`."""
 
     learning_rate: Any
     eps: Any
@@ -50,7 +50,7 @@ class LambScalars(NamedTuple):
 
 
 class LionScalars(NamedTuple):
-    """Scalars of one Lion update, all float32 []; make them with `lion_scalars`."""
+    """Scalars of one Lion update, all float32 []; built by `lion_scalars`."""
 
     learning_rate: Any
     b1: Any
@@ -66,12 +66,12 @@ class SgdScalars(NamedTuple):
     """Scalars of one SGD update, all float32 [].
 
     Attributes:
-      learning_rate: of this update.
-      momentum: decay of the trace.
-      weight_decay: added to the gradient, times the parameter (before the trace, as
-        `optax.chain(add_decayed_weights, sgd)`).
+      learning_rate: learning rate of this update.
+      momentum: decay of the trace (running sum of gradients).
+      weight_decay: factor of the parameter that is added to the gradient before the trace, as in
+        `optax.chain(add_decayed_weights, sgd)`.
       gradient_scale: factor of the gradient.
-      skip: 0, or 1 to change nothing.
+      skip: 1 to change nothing, else 0.
     """
 
     learning_rate: Any
@@ -92,16 +92,16 @@ def adam_scalars(
     gradient_scale: Any = 1.0,
     skip: Any = False,
 ) -> AdamScalars:
-    """Returns the scalars of one AdamW update (arXiv:1711.05101), or of LAMB's first half.
+    """Computes the scalars of one AdamW update (arXiv:1711.05101), or of LAMB's first half.
 
     Args:
-      learning_rate: of this update; may be traced, like all but b2.
-      count: int32; the number of this update, from 1.
-      b1, b2: decays, Python floats: 1 - b has to be computed in double precision, since
-        1 - float32(0.999) differs from float32(1 - 0.999) in the fifth digit. With a traced b1 near
-        0.9 it is off in the seventh.
-      eps: added to the root of the corrected second moment.
-      weight_decay: per unit of learning rate; 0 for a leaf that does not decay.
+      learning_rate: learning rate of this update; may be traced, like all arguments except b2.
+      count: int32, number of this update, from 1.
+      b1, b2: decays of the moments, Python floats, because 1 - b must be computed in double
+        precision: 1 - float32(0.999) differs from float32(1 - 0.999) in the fifth digit. For a
+        traced b1 near 0.9 the difference is in the seventh digit.
+      eps: number added to the root of the corrected second moment.
+      weight_decay: weight decay per unit of learning rate; 0 for a leaf that does not decay.
       gradient_scale: factor of the gradient.
       skip: a boolean; True changes nothing.
     """
@@ -115,22 +115,22 @@ def adam_scalars(
 
 
 def lamb_scalars(scalars: AdamScalars, *, trust_ratio: Any) -> LambScalars:
-    """Returns the scalars of LAMB's second half (arXiv:1904.00962).
+    """Computes the scalars of LAMB's second half (arXiv:1904.00962).
 
     Args:
-      scalars: those of the first half.
-      trust_ratio: from `trust_ratio_of`.
+      scalars: scalars of the first half.
+      trust_ratio: result of `trust_ratio_of`.
     """
     kept = {name: getattr(scalars, name) for name in LambScalars._fields if name != "trust_ratio"}
     return LambScalars(trust_ratio=trust_ratio, **kept)
 
 
 def trust_ratio_of(param_norm: Any, update_norm: Any) -> jax.Array:
-    """Returns LAMB's trust ratio, param_norm / update_norm in float32; 1 if one of them is 0.
+    """Computes LAMB's trust ratio, param_norm / update_norm in float32; 1 if a norm is 0.
 
     Args:
-      param_norm, update_norm: Euclidean norms over the whole leaf, on all devices that hold parts
-        of it: the roots of the sums of `LAMB_MOMENTS`. Of one leaf, or arrays of many.
+      param_norm, update_norm: Euclidean norms over the whole leaf, on all devices that hold shards
+        of it: roots of the sums of `LAMB_MOMENTS`. Numbers, or arrays for many leaves.
     """
     param_norm, update_norm = _float32(param_norm, update_norm)
     is_zero = (param_norm == 0) | (update_norm == 0)
@@ -146,7 +146,7 @@ def lion_scalars(
     gradient_scale: Any = 1.0,
     skip: Any = False,
 ) -> LionScalars:
-    """Returns the scalars of one Lion update (arXiv:2302.06675); arguments as in `adam_scalars`."""
+    """Computes the scalars of one Lion update (arXiv:2302.06675); see `adam_scalars`."""
     return LionScalars(
         *_float32(learning_rate, b1, 1 - b1, b2, 1 - b2, weight_decay, gradient_scale, skip)
     )
@@ -161,20 +161,21 @@ def _correction(decay: Any, count: Any) -> jax.Array:
 
 
 def new_moments(mu: Any, nu: Any, grad: Any, s: Any) -> tuple[Any, Any]:
-    """Returns Adam's new (mu, nu) from the old ones and an already scaled gradient."""
+    """Computes Adam's new (mu, nu) from the old ones and an already scaled gradient."""
     return s.rest1 * grad + s.b1 * mu, s.rest2 * (grad * grad) + s.b2 * nu
 
 
 def adam_direction(param: Any, mu: Any, nu: Any, s: AdamScalars | LambScalars) -> Any:
-    """Returns AdamW's step, which times the learning rate is subtracted from `param`."""
-    # Products with reciprocals: XLA turns (a / b) / c, with a scalar b, into a / (b * c) in one
-    # program and into a * (1 / b) / c in another. Slices would not have the bits of a whole update.
+    """Computes AdamW's step, which is multiplied by the learning rate and subtracted from
+    `param`."""
+    # Products with reciprocals, because XLA turns (a / b) / c, with a scalar b, into a / (b * c) in
+    # one program and into a * (1 / b) / c in another. Slices would then differ from whole updates.
     root = jnp.sqrt(nu * (1 / s.correction2))
     return (mu * (1 / s.correction1)) / (root + s.eps) + s.weight_decay * param
 
 
 def unless_skipped(skip: Any, old: Any, new: Any) -> tuple[Any, ...]:
-    """Returns the new blocks, or the old ones if `skip` is not 0."""
+    """Selects the new blocks, or the old ones if `skip` is not 0."""
     return tuple(
         jnp.where(skip == jnp.zeros_like(before), after, before)
         for before, after in zip(old, new, strict=True)
@@ -194,7 +195,7 @@ def adamw(updated: Any, read: Any, s: AdamScalars) -> Values:
 def lamb_moments(updated: Any, read: Any, s: AdamScalars) -> Values:
     """Updates (mu, nu) from (param, grad): LAMB's first half.
 
-    It sums the squares of parameter and update.
+    It also sums the squares of parameter and update.
     """
     mu, nu = updated
     param, grad = read
@@ -207,7 +208,7 @@ def lamb_moments(updated: Any, read: Any, s: AdamScalars) -> Values:
 def lamb_apply(updated: Any, read: Any, s: LambScalars) -> Values:
     """Updates (param,) from the new (mu, nu): LAMB's second half; the output is the new parameter.
 
-    The update is computed again from the stored moments, which saves an array of its size.
+    The update is recomputed from the stored moments, which saves an array of its size.
     """
     (param,) = updated
     mu, nu = read

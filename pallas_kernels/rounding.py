@@ -1,7 +1,7 @@
 """Rounds float32 to bfloat16 stochastically, with random bits from a counter.
 
-Every function works both on whole arrays and on a block inside a kernel, so constants are written
-as whole blocks.
+Every function works on whole arrays and on a block inside a kernel, so constants are written as
+whole blocks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 Bits = Callable[[int], Any]
-"""stream 0, 1, 2, ... -> uint32 block of numbers below 2^16, independent between streams."""
+"""Function from a stream's number 0, 1, 2, ... to a uint32 block of numbers below 2^16. Streams are
+independent."""
 
 
 def seed_of(key: jax.Array) -> jax.Array:
-    """Returns a kernel's seed for random bits, uint32[2], from a key of `jax.random`.
+    """Returns a kernel's seed for random bits, uint32 [2], from a key of `jax.random`.
 
-    One seed gives every element of an array its own bits, but the same bits to every array: fold
-    the number of the leaf, of the step and, under `shard_map`, of the shard into the key.
+    One seed gives every element of an array its own bits, but gives every array the same bits. Fold
+    the index of the leaf, the step and, under `shard_map`, the shard into the key.
     """
     return jax.random.bits(key, (2,), jnp.uint32)
 
@@ -30,8 +31,8 @@ def bits_at(index: Any, seed: tuple[Any, Any]) -> Bits:
     """Returns a function from a stream's number to random bits of each element.
 
     Args:
-      index: uint32 block; the position of each element in its leaf, modulo 2^32.
-      seed: the two words of `seed_of`, each a block of the shape of `index` or a scalar.
+      index: uint32 block, position of each element in its leaf, modulo 2^32.
+      seed: two words of `seed_of`, each a block of the shape of `index` or a scalar.
     """
     words: dict[int, Any] = {}
 
@@ -51,11 +52,11 @@ def bits_at(index: Any, seed: tuple[Any, Any]) -> Bits:
 
 
 def round_to_bfloat16(x: Any, bits: Any) -> Any:
-    """Rounds float32 stochastically to bfloat16 values (as float32), equal to `x` on average.
+    """Rounds float32 stochastically to bfloat16 values (as float32) whose mean is `x`.
 
     Args:
-      x: float32; values that bfloat16 represents exactly, infinities and NaN stay as they are.
-      bits: uint32 below 2^16.
+      x: float32; values that bfloat16 represents exactly, infinities and NaN are unchanged.
+      bits: random bits, uint32 below 2^16.
     """
     raw = lax.bitcast_convert_type(x, jnp.uint32)
     kept = (raw + bits) & _like(raw, 0xFFFF0000)
@@ -64,7 +65,7 @@ def round_to_bfloat16(x: Any, bits: Any) -> Any:
 
 
 def _mix(x: Any) -> Any:
-    """Applies MurmurHash3's finaliser: a bijection of uint32; every bit affects all others."""
+    """Applies MurmurHash3's finaliser, a bijection of uint32: every bit affects all others."""
     x = x ^ (x >> _like(x, 16))
     x = x * _like(x, 0x85EBCA6B)
     x = x ^ (x >> _like(x, 13))

@@ -1,6 +1,6 @@
-"""Lists the leaves of one kernel, and finds a program's leaf by a branch.
+"""Lists the leaves that one kernel updates, and finds a program's leaf by a branch.
 
-Knows which programs belong to which leaf; never what is computed.
+It assigns programs to leaves, independently of what they compute.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from jax import lax
 from pallas_kernels import mosaic
 
 MAX_PARAMETERS = 480
-"""Limit of arrays of one kernel: their addresses are its parameters, and any driver accepts 4096
-bytes. GPT-2's 148 leaves of 5 arrays are then two kernels."""
+"""Maximum number of arrays of one kernel. Their addresses are its parameters, and any driver
+accepts 4096 bytes of parameters. GPT-2's 148 leaves of 5 arrays are then two kernels."""
 BRANCHES = 16
-"""Number of ways of one branch. More ways cost comparisons, deeper branches compile time: JAX
-(0.12) lowers the first way of each branch twice."""
+"""Maximum number of ways of one branch. More ways cost comparisons, deeper branches compile time:
+JAX (0.12) lowers the first way of each branch twice."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScalarsAt:
-    """Position of a leaf's scalars in the array [rows of scalars, fields] of a kernel.
+    """Position of a leaf's scalars in a kernel's array [rows of scalars, fields].
 
     Attributes:
-      first: index of its row, or of the first one.
-      by_row: whether each row of the leaf has its own, in order.
+      first: index of the leaf's row, or of its first row.
+      by_row: whether each row of the leaf has its own row of scalars, in order.
     """
 
     first: int
@@ -43,10 +43,10 @@ class Entry:
     """Leaf that a kernel updates together with others, as listed in its table.
 
     Attributes:
-      leaf: its index in the call.
-      tiles: its division; never with a tail.
-      scalars: position of its scalars.
-      start: index of its first program.
+      leaf: index of the leaf in the call.
+      tiles: division of the leaf, without a tail.
+      scalars: position of the leaf's scalars.
+      start: index of the leaf's first program.
     """
 
     leaf: int
@@ -60,7 +60,8 @@ class Entry:
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """(first program, programs) of each part with its own sums: the leaf, or each row of it."""
+        """(first program, number of programs) of each part with its own sums: the leaf, or its
+        rows."""
         each = self.tiles.row_programs or self.programs
         return [(self.start + k, each) for k in range(0, self.programs, each)]
 
@@ -72,7 +73,7 @@ def tables_of(entries: Sequence[Entry], *, arrays: int) -> list[Table]:
     """Divides entries into few tables, one per kernel, ordered by block size and set of scalars.
 
     Args:
-      entries: of any leaves, in any order.
+      entries: leaves in any order.
       arrays: number of arrays that belong to one leaf.
     """
     ordered = sorted(entries, key=lambda e: (e.tiles.block, e.scalars.first))
@@ -93,8 +94,8 @@ def pack_scalars(
     """Packs scalars of leaves: (float32 [rows of scalars, fields], each leaf's position in it).
 
     Args:
-      of_leaves: for each leaf a NamedTuple of its scalars; a field is a number, or [rows] with one
-        for each row of the leaf. Leaves with the same object share them.
+      of_leaves: for each leaf a NamedTuple of its scalars. A field is a number, or [rows] with a
+        number for each row of the leaf. Leaves with the same object share a row of scalars.
       rows: number of rows of each leaf.
     """
     found: dict[int, ScalarsAt] = {}
@@ -110,7 +111,7 @@ def pack_scalars(
 
 
 def _column(values: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
-    """Returns one field of all sets of scalars; a single broadcast if all have the same value."""
+    """Builds one field's column for all scalars; a single broadcast if all values are the same."""
     if jnp.ndim(values[0]) == 0 and all(x is values[0] for x in values):
         return jnp.full((sum(sizes),), values[0], jnp.float32)
     arrays = [jnp.asarray(x, jnp.float32) for x in values]
@@ -120,9 +121,9 @@ def _column(values: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
 
 
 def row_of_scalars(table: Table, program: Any) -> Any:
-    """Returns the row of scalars of a program's leaf, int32 index; called inside a kernel.
+    """Returns the row of scalars of a program's leaf, an int32 index; called inside a kernel.
 
-    It uses a separate branch, before the one that computes, so that the same code reads the numbers
+    It uses a separate branch before the computing branch, so that the same code reads the scalars
     of all leaves.
     """
     cuts = [
@@ -145,8 +146,11 @@ def find_leaf(table: Table, program: Any, run: Callable[[int, Any], Any], share:
     """Calls `run` for the leaf that a program updates; called inside a kernel.
 
     Args:
-      run: (index in the table, shared values) -> result.
-      share: block -> values shared by leaves of this block size; computed once for each size.
+      table: leaves of the kernel.
+      program: index of the program.
+      run: function (index of the leaf in the table, shared values) that returns the result.
+      share: function (block size) that returns values shared by leaves of this block size; called
+        once for each size.
     """
     count = len(table)
     kinds = [k for k in range(count) if table[k].tiles.block != table[k - 1].tiles.block or k == 0]
@@ -160,7 +164,7 @@ def find_leaf(table: Table, program: Any, run: Callable[[int, Any], Any], share:
 
 
 def branch(table: Table, program: Any, cuts: Sequence[int], run: Callable[[int, int], Any]) -> Any:
-    """Calls `run(first, last)` for the range between `cuts` to which the program belongs.
+    """Calls `run(first, last)` for the range between `cuts` that contains the program's index.
 
     It uses nested branches of at most `BRANCHES` ways.
     """
@@ -182,14 +186,14 @@ def kernel_of(
     body: Any, programs: int, *, name: str, out_type: Any, has_barriers: bool, interpret: bool
 ) -> Any:
     """Builds the kernel of this many programs; arguments as in `mosaic.run_on_tiles`."""
-    from jax.experimental import pallas as pl  # as in `mosaic.run_on_tiles`
+    from jax.experimental import pallas as pl  # here for the reason in `mosaic.run_on_tiles`
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return pl.kernel(
         body,
         out_type=out_type,
         mesh=mosaic.mesh_of(programs),
-        # All layouts are explicit. Inferring them for many leaves takes minutes (jax 0.12).
+        # All layouts are explicit, because inferring them for many leaves takes minutes (jax 0.12).
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=not has_barriers,
             lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -1,6 +1,6 @@
-"""Sums partial sums of each leaf or row over its programs, in one kernel and in a fixed order.
+"""Adds partial sums of each leaf or row over its programs, in one kernel and in a fixed order.
 
-The compiler's reduction for all leaves would read all partial sums once for each leaf, store a long
+The compiler's own reduction for all leaves would read all partial sums once per leaf, store a long
 matrix in memory, and then need two launches.
 """
 
@@ -18,16 +18,16 @@ from pallas_kernels import mosaic
 from pallas_kernels.table import kernel_of
 
 STRIDE = mosaic.THREADS
-"""Numbers that are read at once. Each array of partial sums ends with as many unused numbers, which
-are neither written nor added."""
+"""Number of values that are read at once. Each array of partial sums ends with as many unused
+numbers, which are neither written nor added."""
 
 
 class Part(NamedTuple):
-    """Programs whose numbers are added: those of a leaf, or of one row of it.
+    """Programs whose numbers are added: the programs of a leaf, or of one row of it.
 
     Attributes:
-      kernel: index of the kernel that they belong to.
-      start: index of the first program in it.
+      kernel: index of the kernel of the programs.
+      start: index of the first program within the kernel.
       count: number of programs.
     """
 
@@ -37,20 +37,21 @@ class Part(NamedTuple):
 
 
 def width_of(programs: int) -> int:
-    """Returns the number of partial sums stored for one sum: one per program, and padding."""
+    """Returns how many partial sums are stored per sum: one per program, and padding."""
     return programs + STRIDE
 
 
 def total(
     partial: Sequence[jax.Array], parts: Sequence[Part], num_sums: int, *, interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """Adds up partial sums: returns for each sum its total in each part, float32 [parts].
+    """Adds partial sums; returns for each sum its total in each part, float32 [parts].
 
     Args:
-      partial: partial sums of each kernel: float32 [sums * width], for each sum one number of each
-        program and `STRIDE` more.
-      parts: what is added, in the order of the results.
+      partial: partial sums of each kernel: float32 [sums * width]; for each sum, one number per
+        program and `STRIDE` padding numbers.
+      parts: ranges of programs to add up, in the order of the results.
       num_sums: number of sums of each kernel.
+      interpret: whether to run the kernel on the CPU.
     """
     kernel = kernel_of(
         _body([values.size // num_sums for values in partial], num_sums),
@@ -64,8 +65,8 @@ def total(
 
 
 def _body(widths: Sequence[int], num_sums: int) -> Any:
-    """Builds the function of one program, which sums the numbers of one leaf or row."""
-    from jax.experimental import pallas as pl  # as in `mosaic.run_on_tiles`
+    """Builds the function of one program, which adds the numbers of one leaf or row."""
+    from jax.experimental import pallas as pl  # here for the reason in `mosaic.run_on_tiles`
 
     def body(*refs: Any) -> None:
         partials, where, outputs = refs[: len(widths)], refs[len(widths)], refs[len(widths) + 1 :]

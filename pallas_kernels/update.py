@@ -1,4 +1,4 @@
-"""Updates one leaf, or all leaves of trees, by the chosen implementation."""
+"""Updates one leaf (array), or all leaves of trees, by the chosen implementation."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ def update(
     Inside a `jax.jit` that donates the arrays, they change in place.
 
     Args:
-      rule: such as `optimizers.ADAMW`.
+      rule: update formula, such as `optimizers.ADAMW`.
       updated, read: arrays of one shape, any size; float32, bfloat16 or float16 each. Under
-        `jax.shard_map` (`check_vma=False`) those of one shard.
+        `jax.shard_map` (`check_vma=False`), one device's shards.
       scalars: an instance of `rule.scalars`; its numbers may be traced.
       out_dtypes: dtypes of the requested outputs: `(jnp.bfloat16,)` for the parameters in the dtype
         that a model computes with, or () for none.
-      seed: uint32[2] from `rounding.seed_of`, different for every leaf and step: bfloat16 arrays
-        are rounded stochastically when they are stored. None rounds to nearest.
-      impl: see `choice.choose`; a `Choice` is used as it is, without checking the devices.
-      block: elements of one tile of the kernel; a multiple of 128.
-      by_row: dimension 0 counts rows that are separate leaves, such as layers: a scalar may be
-        [rows], one number for each, and every sum is float32 [rows]. If 128 does not divide a row,
-        the reference runs, whatever `impl` says.
+      seed: random seed, uint32 [2] from `rounding.seed_of`, different for every leaf and step, to
+        round bfloat16 arrays stochastically when they are stored. None rounds to nearest.
+      impl: requested implementation, see `choice.choose`; a `Choice` is used without checking the
+        devices.
+      block: number of elements of one tile of the kernel, a multiple of 128.
+      by_row: whether the rows of dimension 0 are separate leaves, such as layers: a scalar may then
+        be [rows], and every sum is float32 [rows]. If 128 does not divide the size of a row, the
+        reference runs, whatever `impl` is.
 
     Returns:
-      Arrays and sums; a kernel's differ from the reference's by its approximate division and root
-      (a few units in the last place of the update).
+      Arrays and sums. A kernel's results differ from the reference's by its approximate division
+      and root (a few units in the last place of the update).
 
     Raises:
-      TypeError, ValueError: arrays that do not fit the rule or the kernel.
-      KernelUnavailable: the kernel was requested and cannot run here.
+      TypeError, ValueError: the arrays do not match the rule or the kernel.
+      KernelUnavailable: the kernel was requested and cannot run on these devices.
     """
     check_arrays(rule, updated, read, seed, out_dtypes, scalars=scalars, by_row=by_row)
     if seed is not None:
@@ -104,17 +105,18 @@ def update_trees(
 ) -> Updated:
     """Applies `update_leaf` to all leaves; returns trees, with arrays in the order of the inputs.
 
-    Order matters: JAX pairs donated buffers with outputs of the same shape in order. Results
-    gathered leaf by leaf pair a parameter with another's moment (measured: 213 copies and 298 MB
-    of temporaries for 48 leaves, none this way).
+    Order matters, because JAX pairs donated buffers with outputs of the same shape in order. If
+    results were gathered leaf by leaf, a parameter would be paired with another's moment (measured
+    for 48 leaves: 213 copies and 298 MB of temporaries; none in this order).
 
     Args:
-      update_leaf: (updated arrays, read arrays, *the entries of `more` for this leaf) -> Updated.
+      update_leaf: function (updated arrays, read arrays, *the entries of `more` for this leaf) that
+        returns `Updated`.
       updated, read: trees of one structure.
-      more: further trees of that structure, with any leaves.
+      more: additional trees of this structure, with any leaves.
 
     Returns:
-      Trees in the places of the arrays that `update_leaf` returned.
+      `Updated` with trees in place of the arrays that `update_leaf` returned.
     """
     leaves, structure = jax.tree.flatten(updated[0] if updated else read[0])
     flat = [structure.flatten_up_to(tree) for tree in (*updated, *read, *more)]

@@ -149,7 +149,7 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        ("bpe", ValueError, "write the vocabulary size"),
+        ("bpe", ValueError, "has no vocabulary size"),
         ("bpe:many", ValueError, "'bpe:4096'"),
         ("bpe:100", ValueError, "100: it must be between 257"),
         ("gpt2", FileNotFoundError, "neither 'bytes'"),

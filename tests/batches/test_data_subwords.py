@@ -152,7 +152,7 @@ def test_texts_for_a_model_of_texts() -> None:
     assert ours.decode(ours.encode("ROSALIND")) == "rosalind"
     with pytest.raises(ValueError, match="the template alone has 2 tokens"):
         ours.encode_texts(["a"], max_length=2)
-    with pytest.raises(ValueError, match="the list is empty"):
+    with pytest.raises(ValueError, match="texts is empty"):
         ours.encode_texts([])
     with pytest.raises(ValueError, match=r"no token '<mask>'; its special tokens are \[PAD\]"):
         ours.id_of("<mask>")

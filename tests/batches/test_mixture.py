@@ -252,12 +252,15 @@ def test_masked_sources_mix_with_each_other_alone():
     [
         ({"sources": ()}, "mixture has 0 sources"),
         ({"weights": (1,)}, "weights has 1 entries for 2 sources"),
-        ({"weights": (1, 0)}, "weight=0 of b; a weight has to be a number above 0"),
+        ({"weights": (1, 0)}, "weight=0 of b is not a number above 0"),
         ({"weights": (1, float("nan"))}, "weight=nan of b"),
         ({"weights": (1, 0.0009)}, r"weight=0.0009 of b is less than 1/1024 of all .*0.000978 or"),
         ({"names": ("a", "a")}, "give each a unique name"),
         ({"at_end": ("stop", "stop")}, "every source of the mixture stops at its end"),
-        ({"at_end": ("repeat", "end")}, r"at_end=\['repeat', 'end'\]; each is repeat or stop"),
+        (
+            {"at_end": ("repeat", "end")},
+            r"at_end=\['repeat', 'end'\] is not valid; use repeat or stop",
+        ),
         ({"global_batch_size": 0}, "global_batch_size=0: it must be at least 1"),
         (
             {"sources": (tokens_from(0, 9), tokens_from(0, 9, seq_len=2))},

@@ -95,8 +95,8 @@ def test_mistakes(tmp_path, capsys):
     file.write_text("")
     assert f"{missing}: no such folder" in fails(capsys, "bench", "io", str(missing))
     assert f"{file}: not a folder" in fails(capsys, "bench", "io", str(file))
-    assert "--size 0: at least 1" in fails(capsys, "bench", "io", str(tmp_path), "--size", "0")
-    assert "--size 0: at least 1" in fails(capsys, "bench", "link", "--size", "0")
+    assert "--size 0 is below 1" in fails(capsys, "bench", "io", str(tmp_path), "--size", "0")
+    assert "--size 0 is below 1" in fails(capsys, "bench", "link", "--size", "0")
 
 
 def test_a_full_disk_is_no_mistake_of_the_words(tmp_path, capsys, monkeypatch):

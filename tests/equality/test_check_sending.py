@@ -245,7 +245,7 @@ def test_what_cannot_be_sent_is_checked_here_and_says_so(monkeypatch):
             return cases.mean(model, batch)
 
     zerojax.check(cases.PAIR, batch, loss=loss)
-    assert "checked in this process" in seen[0].notes[0]
+    assert "the check ran in this process" in seen[0].notes[0]
     monkeypatch.setattr(jax, "devices", lambda *_: [None])
     with pytest.raises(RuntimeError, match="zerojax check FILE.py"):
         zerojax.check(cases.PAIR, batch, loss=loss)

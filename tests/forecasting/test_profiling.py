@@ -323,4 +323,4 @@ def test_steps_of_a_run_are_traced_as_it_goes_on(tmp_path, monkeypatch, capsys):
 
 def test_the_command_refuses_too_few_steps(capsys):
     assert main(["profile", "--steps", "1"]) == 2
-    assert "--steps 1: at least 2" in capsys.readouterr().err
+    assert "--steps 1 is below 2" in capsys.readouterr().err

@@ -229,7 +229,7 @@ def test_arrays_of_another_leaf_are_refused():
         optimizers.adam_scalars(1, count=1),
     )
     more = {"scalars": scalars, "seed": seed(0), "impl": XLA}
-    with pytest.raises(ValueError, match=r"mu_scale has shape \(3,\); .* it is \(2,\)"):
+    with pytest.raises(ValueError, match=r"mu_scale has shape \(3,\), .* it must be \(2,\)"):
         update_adam8bit(x, moments._replace(mu_scale=jnp.zeros((3,))), x, **more)
     with pytest.raises(ValueError, match="differ in shape"):
         update_adam8bit(x, moments, x[:5], **more)

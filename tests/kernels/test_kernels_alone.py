@@ -55,22 +55,22 @@ def lion(**changes):
 REFUSED = {
     "scalars of another": (
         lion(scalars=SCALARS),
-        "lion: scalars of type AdamScalars in place of LionS",
+        "lion: scalars are AdamScalars, but must be LionS",
     ),
-    "no scalars": (eight_bit(scalars=(1e-3,)), "of type tuple in place of .*adam_scalars"),
+    "no scalars": (eight_bit(scalars=(1e-3,)), "scalars are tuple, but must be .*adam_scalars"),
     "a key": (
         lion(seed=jax.random.key(0)),
-        r"lion: seed is key<fry>\[\] .*rounding.seed_of",
+        r"lion: seed is key<fry>\[\], .*rounding.seed_of",
     ),
-    "signed": (eight_bit(seed=SEED.astype(jnp.int32)), r"seed is int32\[2\] and has to be uint32"),
+    "signed": (eight_bit(seed=SEED.astype(jnp.int32)), r"seed is int32\[2\], but must be uint32"),
     "a long seed": (
         lion(seed=jnp.zeros((3,), jnp.uint32)),
-        r"uint32\[3\] and has to be uint32\[2\]",
+        r"uint32\[3\], but must be uint32\[2\]",
     ),
-    "float32 moments": (eight_bit(MOMENTS._replace(mu=X)), "mu is float32 .* encode_moments"),
+    "float32 moments": (eight_bit(MOMENTS._replace(mu=X)), "mu is float32, .* encode_moments"),
     "half scales": (
         eight_bit(MOMENTS._replace(nu_scale=MOMENTS.nu_scale.astype(jnp.bfloat16))),
-        "nu_scale is bfloat16 and has to be float32",
+        "nu_scale is bfloat16, but must be float32",
     ),
     "an integer copy": (eight_bit(compute_dtype=jnp.int8), "compute_dtype=int8 is not one of"),
 }

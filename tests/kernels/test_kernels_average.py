@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused():
     x, moments = jnp.zeros((512,)), init_moments((512,))
     plain = optimizers.adam_scalars(1e-2, count=1)
     more = {"seed": SEED, "impl": XLA}
-    with pytest.raises(ValueError, match=r"average is bfloat16\[512\] and has to be float32"):
+    with pytest.raises(ValueError, match=r"average is bfloat16\[512\], but must be float32"):
         update_adam8bit(x, moments, x, scalars=plain, average=x.astype(BF16), **more)
-    with pytest.raises(TypeError, match="AdamScalars in place of AdamScalarsAndAverage"):
+    with pytest.raises(TypeError, match="AdamScalars, but must be AdamScalarsAndAverage"):
         update_adam8bit(x, moments, x, scalars=plain, average=x, **more)

@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused():
         update_many(rule, (x, x), (x,), scalars=[one])
     with pytest.raises(ValueError, match="lion: by_row has 1 .* there are 2 leaves; give"):
         update_many(rule, (x, x), (x,), scalars=one, by_row=[True])
-    with pytest.raises(ValueError, match=r"seeds of shape \(2,\) for 2 leaves; .* \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"seeds have shape \(2,\), but for 2 leaves .* \(2, 2\)"):
         update_many(rule, (x, x), (x,), scalars=one, seeds=jnp.zeros((2,), jnp.uint32))
     with pytest.raises(ValueError, match="lion updates 2 arrays and reads 1; got 1 and 2"):
         update_many(rule, (x,), (x, x), scalars=one)

@@ -464,7 +464,7 @@ class SlashedNames(nnx.Module):
         (
             SlashedNames,
             ValueError,
-            "two variables are named 'layers/a/b': a key contains '/'; rena",
+            "two variables are named 'layers/a/b', because a key contains '/'; rena",
         ),
     ],
 )
@@ -483,8 +483,8 @@ def test_the_default_loss_is_the_models_own():
     with pytest.raises(ValueError) as caught:
         default_loss(as_model(Plain))
     assert str(caught.value) == (
-        "no loss: the nnx factory Plain has no method loss(batch). Pass a loss that returns "
-        "a scalar or (sum, weight), such as loss=lambda model, batch: "
+        "the nnx factory Plain has no method loss(batch), and no loss is given; pass a loss that "
+        "returns a scalar or (sum, weight), such as loss=lambda model, batch: "
         "zerojax.losses.next_token(model(batch['tokens']), batch['targets'])"
     )
     plan = plan_for(LinenNorm(), batch=regression_batch, devices=1)

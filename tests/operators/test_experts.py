@@ -366,7 +366,7 @@ def test_an_apply_that_does_not_fit_is_refused():
         apply = lambda weights, rows: swiglu(weights, rows) * scale  # noqa: E731
         return zerojax.experts(given["x"], given["gates"], ids, given["weights"], apply)
 
-    with pytest.raises(ValueError, match="computed outside of it; pass it as a part of weights"):
+    with pytest.raises(ValueError, match="computed outside of apply; pass it as a part of weights"):
         jax.jit(run)(jnp.float32(2))
 
 

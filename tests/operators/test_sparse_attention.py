@@ -334,7 +334,7 @@ REFUSED = {
     "heads": (
         {"layout": BlockTable(SIZE, np.ones((3, 18, 18), bool))},
         ValueError,
-        "3 heads and query has 4; make it for 4 heads, or for 1",
+        "3 heads, but query has 4; make it for 4 heads, or for 1",
     ),
     "tokens": (
         {"layout": BlockTable(SIZE, np.ones((1, 17, 18), bool))},

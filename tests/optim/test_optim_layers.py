@@ -233,9 +233,9 @@ def test_rows_are_one_kernel_on_a_gpu():
 @pytest.mark.parametrize(
     ("shape", "ratio", "sentence"),
     [
-        ((), (), r"by_row=True needs rows along dimension 0 and the leaf has shape \[\]; leave"),
+        ((), (), r"by_row=True needs rows along dimension 0, but the leaf has shape \[\]; leave"),
         ((0, 3), (), r"the leaf has shape \[0, 3\]"),
-        ((4, 3), (3,), r"trust_ratio has shape \[3\] and has to be a number, or one for each of 4"),
+        ((4, 3), (3,), r"trust_ratio has shape \[3\], but must be a number, or one for each of 4"),
     ],
 )
 def test_rows_that_are_none_are_refused(shape, ratio, sentence):
@@ -249,7 +249,7 @@ def test_rows_that_are_none_are_refused(shape, ratio, sentence):
 def test_a_number_per_row_without_rows_is_refused():
     x = jnp.ones((4, 3))
     scalars = optimizers.LambScalars(*[jnp.float32(1)] * 5, trust_ratio=jnp.ones(4), skip=0.0)
-    with pytest.raises(ValueError, match=r"trust_ratio has shape \[4\] and has to be a number$"):
+    with pytest.raises(ValueError, match=r"trust_ratio has shape \[4\], but must be a number$"):
         update(optimizers.LAMB_APPLY, (x,), (x, x), scalars=scalars, impl="xla")
 
 

@@ -411,7 +411,7 @@ def test_bad_arguments_are_refused_before_any_array(arguments, sentence):
 
 
 def test_a_model_without_a_loss_is_told_what_to_pass():
-    with pytest.raises(ValueError, match=r"no loss: .*losses.mean_squared_error"):
+    with pytest.raises(ValueError, match=r"no loss is given; .*losses.mean_squared_error"):
         zerojax.train(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), None, [{"x": np.ones((8, 4))}])
 
 

@@ -233,7 +233,7 @@ def test_a_run_file_begins_with_a_folder(tmp_path):
     plan = plan_from_config(dataclasses.replace(config, data={"seq_len": 8}), 8)
     assert plan.model.config.remat == "full"
     assert plan.model.config.max_seq_len == 32
-    with pytest.raises(ValueError, match="tokens are 300 long"):
+    with pytest.raises(ValueError, match="tokens have length 300"):
         plan_from_config(config, 8)
     (theirs / "tokenizer.json").write_text("{}")
     assert tokenizer_spec(config) == str(theirs)

@@ -231,7 +231,10 @@ def test_settings_of_transformers_5_are_those_of_4():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"kind": "twisted", "factor": 2.0}, "'twisted': use linear, dynamic, llama3, yarn or lon"),
+        (
+            {"kind": "twisted", "factor": 2.0},
+            "'twisted' is unknown; use linear, dynamic, llama3, yarn or lon",
+        ),
         ({"kind": "yarn", "factor": 2.0}, "needs original_max_seq_len"),
         (
             {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 8, "beta_fast": 1.0},

@@ -629,7 +629,7 @@ def test_build_model_takes_what_the_run_is_told():
             r"vocab_size=40 .* 50 tokens; use 50",
         ),
         (lambda: build_model(ModelConfig(num_kv_heads=2), 50), "num_kv_heads=2: gpt2 has one"),
-        (lambda: tensor_parallel_rules("bert"), "'bert'; known: gpt2, llama"),
+        (lambda: tensor_parallel_rules("bert"), "'bert' has no .*; use one of gpt2, llama"),
         (lambda: GPT2Config(embed_dim=100, num_heads=12), "embed_dim=100 .* use embed_dim=108"),
         (lambda: GPT2Config(num_layers=0), "num_layers=0 must be a whole number of at least 1"),
         (lambda: GPT2Config(dropout=1.0), r"dropout=1.0 is not in \[0, 1\)"),
@@ -650,7 +650,7 @@ def test_sizes_that_do_not_fit_are_refused_before_an_array_exists(make, message)
 
 def test_tokens_of_the_wrong_kind_are_refused():
     model = abstract(GPT2_TINY)
-    with pytest.raises(ValueError, match="17 long, but the model takes at most max_seq_len=16"):
+    with pytest.raises(ValueError, match="length 17, but the model takes at most max_seq_len=16"):
         model(jnp.zeros((1, 17), jnp.int32))
     with pytest.raises(ValueError, match=r"shape \(5,\), but must be \[batch, seq\]"):
         model(jnp.zeros((5,), jnp.int32))

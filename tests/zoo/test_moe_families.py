@@ -218,7 +218,7 @@ REFUSED = {
     "two numbers": (
         "qwen3_moe",
         {"num_experts": 8, "num_local_experts": 4},
-        "two names of one number",
+        "two names of the same number",
     ),
     "heads apart": ("olmoe", {"head_dim": 4}, "head_dim=4"),
     "shared experts": ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_inter"),

@@ -1,7 +1,7 @@
-"""The `zerojax` command: one module for each sub-command, and one sentence for each mistake.
+"""Implements the `zerojax` command: one module per sub-command, and one-line messages for mistakes.
 
-Its modules import JAX, and what needs JAX, inside the functions that run a command, so that help
-and mistakes are answered without it.
+The modules import JAX, and packages that need JAX, only inside the functions that run a command.
+Help texts and argument errors therefore appear without loading JAX.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ ZEROJAX_DEBUG=1 shows the traceback of an error."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one `zerojax` command and returns its exit code.
 
-    In a process that has joined others a failure exits the process immediately, because the others
-    would wait for it in a collective.
+    If this process is part of a multi-process run, a failure exits it immediately, because the
+    other processes would wait for it in a collective.
 
     Args:
-      argv: the arguments after `zerojax`; None takes them from the process.
+      argv: command-line arguments after `zerojax`; None takes them from `sys.argv`.
 
     Returns:
-      The exit code, see `zerojax.runtime.shutdown`.
+      The exit code, as listed in `zerojax.runtime.shutdown`.
     """
     code = _run(argv)
     if code not in AGREED and in_group():
@@ -69,14 +69,14 @@ def _run(argv: Sequence[str] | None) -> int:
         return BAD_INPUT
     args = parser.parse_args(argv)
     hide_plugin_errors()
-    # With its own frames removed JAX's errors would look as if they came from our code.
+    # JAX hides its own frames by default; its errors would look like errors of zerojax.
     os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
     try:
         return args.command(args)
     except KeyboardInterrupt as error:
         show("\nzerojax: interrupted", file=sys.stderr)
         return exit_code_of(error)
-    except BrokenPipeError:  # the reading process, such as `head`, has ended
+    except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return FAILED
     except Exception as error:
@@ -84,7 +84,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all `zerojax` commands; `args.command(args)` runs the parsed one."""
+    """Builds the parser of all `zerojax` commands; `args.command(args)` runs the parsed command."""
     parser = Parser(
         prog="zerojax",
         description="Train JAX models with ZeRO, pipelines, tensor parallelism and offload.",
@@ -116,8 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _complain(error: Exception) -> int:
-    """Prints an error: one sentence for a user's mistake; the traceback for a defect, or if
-    requested."""
+    """Prints an error as one sentence; with the traceback for a bug or with ZEROJAX_DEBUG=1."""
     sentence, is_bad_input = explain(error)
     if sentence is None or os.environ.get("ZEROJAX_DEBUG", "0") not in ("", "0"):
         show("".join(traceback.format_exception(error)), file=sys.stderr, end="")

@@ -55,10 +55,10 @@ def add_command(
     """Adds a sub-command of `zerojax` to the parser.
 
     Args:
-      commands: the result of `add_subparsers`.
-      name: the command's name.
-      command: runs it and returns the exit code; it becomes `args.command`.
-      help_line: its purpose, starting with a lower-case verb.
+      commands: sub-parsers object that `add_subparsers` returned.
+      name: name of the command.
+      command: function that runs the command and returns its exit code; stored as `args.command`.
+      help_line: purpose of the command, starting with a lower-case verb.
       epilog: more help, with examples.
     """
     parser = commands.add_parser(
@@ -74,8 +74,11 @@ def add_command(
 
 
 def finite(text: str) -> float:
-    """Converts the text of an option to a finite number; argparse reports infinity and NaN with the
-    option's name."""
+    """Converts the text of an option to a finite number.
+
+    Raises:
+      argparse.ArgumentTypeError: the number is infinite or NaN.
+    """
     number = float(text)
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number")
@@ -83,7 +86,7 @@ def finite(text: str) -> float:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments CONFIG.yaml and KEY=VALUE, the settings of a run."""
+    """Adds the arguments CONFIG.yaml and KEY=VALUE, which give the settings of a run."""
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
     parser.add_argument(
         "overrides", metavar="KEY=VALUE", nargs="*", help="overrides of these settings"
@@ -116,7 +119,7 @@ def add_run_settings(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=step_or_name,
         metavar="STEP",
-        help="a saved step, or the name of a kept step, such as best (default: the newest)",
+        help="a saved step, or the name of a named step, such as best (default: the newest)",
     )
     parser.add_argument(
         "overrides",
@@ -170,12 +173,12 @@ def add_chats(parser: argparse.ArgumentParser) -> None:
 
 
 def step_or_name(word: str) -> int | str:
-    """Converts the value of --step: a number, or else the name of a step that is kept by name."""
+    """Converts the value of --step: to an int if it is a number, else to a step's name (best)."""
     return int(word) if word.isdecimal() and len(word) < 20 else word
 
 
 def command_name() -> str:
-    """Returns how a user can call this `zerojax`: its name if it is on PATH, else its location.
+    """Returns the command that starts this `zerojax`: its name if on PATH, else its location.
 
     `make train` runs inside a virtual environment that is not on the user's PATH.
     """

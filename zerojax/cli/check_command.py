@@ -24,8 +24,8 @@ from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.shutdown import DIFFERS, OK
 
 TIME_LIMIT = 300
-"""Default limit in seconds until a script must have started to train. Scripts read data sets and
-build tokenizers before."""
+"""Default maximum time in seconds until a script starts to train; scripts first read data sets and
+build tokenizers."""
 LONGEST = 86_400
 
 _HELP = """\
@@ -92,13 +92,14 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `zerojax check` on virtual CPU devices; a script or a function runs in a child process.
+    """Runs `zerojax check` on virtual CPU devices; scripts and functions run in a child process.
 
     Returns:
-      0 all agree, 4 they do not; or the child's exit code.
+      Exit code: 0 if all runs agree, 4 if they differ; for a child process its exit code.
 
     Raises:
-      ValueError: an invalid target or number. FileNotFoundError: no such file.
+      ValueError: the target or a number is invalid.
+      FileNotFoundError: the target file does not exist.
     """
     target, _, name = args.target.partition(":")
     is_file = target.endswith((".py", ".yaml", ".yml"))
@@ -135,8 +136,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """Returns the words of `zerojax check` for the child process, without the name of its notes
-    file."""
+    """Returns the command line of `zerojax check` for the child process, without the name of the
+    file through which the child reports to this process."""
     numbers = {"devices": args.devices, "steps": args.steps, "time-limit": args.time_limit}
     options = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
     flags = [f"--{name}" for name in ("thorough", "strict", "json") if getattr(args, name)]
@@ -146,8 +147,8 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 def _start_on_the_cpu(devices: int) -> None:
     use_the_cpu_alone()
-    os.environ["ZEROJAX_NUM_PROCESSES"] = "1"  # a script that joins processes would wait for them
-    # Programs run for three steps, so compiling takes most of the time.
+    os.environ["ZEROJAX_NUM_PROCESSES"] = "1"  # a script that sets up several would wait for them
+    # The programs run only a few steps, so compiling takes most of the time.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     if "jax" not in sys.modules:
         use_cpu_devices(devices)
@@ -158,10 +159,10 @@ def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int
     """Checks the model of a target of `zerojax check` and prints the result.
 
     Args:
-      limit: seconds until the target must have provided something to check.
+      limit: maximum seconds until the target provides a model to check.
 
     Returns:
-      0 all agree, 4 they do not.
+      Exit code: 0 if all runs agree, 4 if they differ.
     """
     import jax
 
@@ -171,7 +172,7 @@ def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int
 
     run_one_program_at_a_time()
     options = {"steps": args.steps, "thorough": args.thorough, "strict": args.strict}
-    # The output of a script is not the result.
+    # Keeps the script's own output apart from the result.
     with until_training(args.notes, limit), contextlib.redirect_stdout(sys.stderr):
         parts = read_target(target, name, overrides=args.overrides, steps=args.steps)
         devices = min(args.devices, len(jax.devices("cpu")))

@@ -1,7 +1,7 @@
 """Loads targets of `zerojax check`: the model, batches and optimizer to check.
 
-A target is a run file, a function or a script. Of a script they are the arguments of its first call
-of zerojax. Imports JAX.
+A target is a run file, a function or a script. For a script, the arguments of its first call of
+zerojax provide model, batches and optimizer. Imports JAX.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from zerojax.training.auto_settings import AUTO
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 
 ROWS = 16
-"""Rows of a batch of text by default, and their maximum for a run file."""
+"""Default number of rows of a batch of text, and the maximum for a run file."""
 MOST_ROWS = 32
-"""Largest number of rows of a script's batches, which are sized for accelerators."""
+"""Maximum number of rows used of a script's batches, which are sized for accelerators."""
 
 _NAME_A_FUNCTION = "name a function that returns what to check"
 
@@ -44,13 +44,13 @@ Parts = dict[str, Any]
 
 
 def read_target(target: str, name: str, *, overrides: list[str], steps: int) -> Parts:
-    """Returns what to check: the model, batches and optimizer of a target of `zerojax check`.
+    """Loads the model, batches and optimizer of a target of `zerojax check`.
 
     Args:
       target: path of a run file or script, or the dotted name of a module.
-      name: of a function or mapping in it; "" for a run file and for a script that is run.
-      overrides: KEY=VALUE that override a run file.
-      steps: of each run of the check.
+      name: name of a function or mapping in `target`; "" for a run file or a whole script.
+      overrides: KEY=VALUE words that override settings of a run file.
+      steps: number of training steps of each compared run.
 
     Raises:
       ValueError: the target provides no model.
@@ -71,7 +71,8 @@ def _fewer_rows(batch: Any) -> Any:
 
 
 def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
-    """Returns the model, text and optimizer that a run file sets, in batches of a few rows."""
+    """Builds model, batches of text (with few rows) and optimizer from the settings of a run
+    file."""
     config = load(RunConfig, path, overrides)
     config = dataclasses.replace(config, mesh=MeshConfig(), num_microbatches=1)
     plan = plan_from_config(config, 1)
@@ -96,10 +97,10 @@ def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
 
 
 def parts_by_name(target: str, name: str) -> Parts:
-    """Returns what to check from a function or a mapping in a script or module.
+    """Returns model, batches and optimizer from a function or a mapping in a script or module.
 
     Raises:
-      ValueError: no such name, or it provides something else.
+      ValueError: the name does not exist, or does not provide a model and a batch.
     """
     with told_as_the_scripts(f"{target}:{name}"):
         if target.endswith(".py"):
@@ -123,11 +124,11 @@ def parts_by_name(target: str, name: str) -> Parts:
 
 
 def parts_of_script(path: str, steps: int) -> Parts:
-    """Runs a script until its first `train`, `make_plan` or engine step, and returns what to check
-    from that call.
+    """Runs a script until its first `train`, `make_plan` or engine step, and returns the model,
+    batches and optimizer that this call received.
 
     Args:
-      path: of the script, which runs as with `python SCRIPT`.
+      path: path of the script, which runs as with `python SCRIPT`.
       steps: number of batches to take.
 
     Raises:
@@ -221,7 +222,8 @@ class _Engine:
 
 
 def _optimizer_of(config: Any, given: Mapping[str, Any]) -> Any:
-    """Returns the optimizer of a DeepSpeed configuration, or the one that the call was given."""
+    """Returns the optimizer that a DeepSpeed configuration sets, else the one passed to the
+    call."""
     says = deepspeed_config.CallerValues(
         optimizer=given["optimizer"],
         steps=given["steps"],

@@ -241,7 +241,7 @@ def _verify(args: argparse.Namespace) -> int:
         show(json.dumps([_verified(one) for one in found], indent=1))
     if not found:
         raise CheckpointError(
-            f"{path} has no complete step to verify; name the folder of a run that has saved one"
+            f"{path} has no complete step to verify; name the folder of a run that has saved a step"
         )
     return OK if all(one.is_good for one in found) else FAILED
 
@@ -291,13 +291,13 @@ def _export(args: argparse.Namespace) -> int:
     *steps, out = args.places
     if len(steps) > 1:
         raise CheckpointError(
-            f"export {args.run} {' '.join(args.places)}: give RUN, a step or kept name (default: "
-            "the newest), and a new folder"
+            f"export {args.run} {' '.join(args.places)}: give RUN, a step number or name (default: "
+            "the newest step), and a new folder"
         )
     if args.quantize is not None and args.format != "hugging_face":
         raise CheckpointError(f"--quantize {args.quantize} needs --format hugging_face")
     if args.shard_gb <= 0:
-        raise CheckpointError(f"--shard-gb {args.shard_gb}: more than 0 is needed")
+        raise CheckpointError(f"--shard-gb {args.shard_gb} must be above 0; use for example 5")
     step = step_or_name(steps[0]) if steps else None
     saved = find_step(args.run, step, pretrained=args.pretrained)
     runs = run_folders(args.run, saved)

@@ -9,7 +9,7 @@ from zerojax.config.display import cut
 
 PACKAGES = ("zerojax", "pallas_kernels")
 OUT_OF_MEMORY = "out of memory"
-"""Start of the note that `zerojax.forecasting.out_of_memory` adds to an error."""
+"""First words of the note that `zerojax.forecasting.out_of_memory` adds to an error."""
 _NOT_OF_INPUT = ("zerojax.hardware.compile_client",)
 _BAD_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 _BAD_PATHS = (
@@ -22,11 +22,11 @@ _BAD_PATHS = (
 
 
 def explain(error: Exception) -> tuple[str | None, bool]:
-    """Returns (sentence for the user about `error`, whether the input was wrong).
+    """Returns (one-line explanation of `error` for the user, whether the input was invalid).
 
-    Errors that zerojax raises on purpose contain their own sentence. Errors from another library
-    are a defect of zerojax, except for the few that any program can have: files, memory, a missing
-    accelerator. For a defect the sentence is None, so that the traceback is shown.
+    Errors that zerojax raises on purpose already contain their explanation. Errors of files,
+    memory or a missing accelerator get one here. Any other error from another library is a bug of
+    zerojax: the explanation is None, so that the traceback is shown.
     """
     if isinstance(error, OSError):
         return _about_file(error), isinstance(error, _BAD_PATHS) or error.errno in _BAD_NAMES
@@ -48,7 +48,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def _raising_module(error: Exception) -> str:
-    """Returns the import package whose code raised `error`."""
+    """Returns the name of the top-level package whose code raised `error`."""
     trace = error.__traceback__
     if trace is None:
         return ""
@@ -73,7 +73,8 @@ def _about_file(error: OSError) -> str:
 
 
 def _about_import(error: ImportError) -> str | None:
-    """Returns a sentence for a missing package; a broken import inside zerojax is a defect."""
+    """Explains a missing package; returns None for a broken import inside zerojax, which is a
+    bug."""
     if (error.name or "").split(".")[0] in PACKAGES:
         return None
     return (
@@ -99,7 +100,7 @@ def _about_machine(error: Exception) -> str | None:
             "`zerojax env`"
         )
     if isinstance(error, AssertionError) and not text and _raising_module(error) == "jax":
-        # What JAX 0.10 says when JAX_PLATFORMS names a platform it has no plugin for.
+        # JAX 0.10 raises this when JAX_PLATFORMS names a platform without a plugin.
         platforms = os.environ.get("JAX_PLATFORMS")
         if platforms not in (None, "", "cpu"):
             return f"JAX_PLATFORMS={platforms} names no installed platform; see `zerojax env`"

@@ -96,8 +96,8 @@ def add_deepspeed(commands) -> None:
 
 
 def choose(args: argparse.Namespace) -> int:
-    """Runs `zerojax elastic`: prints the elastic batch of the settings; other batch settings are
-    ignored."""
+    """Runs `zerojax elastic`: prints the batch size chosen from the section `elasticity` of the
+    settings; other batch settings are ignored."""
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, [*overrides, "elasticity.enabled=false"])
     batch = config.elasticity.choose_batch(config.mesh.devices_per_shard)
@@ -111,7 +111,7 @@ def choose(args: argparse.Namespace) -> int:
 
 
 def _table(batch: ElasticBatch, counts: list[int]) -> str:
-    """Formats the elastic batch, and a line for each number of devices in `counts`."""
+    """Formats the elastic batch size, and a line for each number of devices in `counts`."""
     known = batch.device_counts
     lines = [
         f"batch      {batch.global_batch_size} rows, the same on every number of devices",
@@ -127,8 +127,8 @@ def _table(batch: ElasticBatch, counts: list[int]) -> str:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Runs `zerojax deepspeed explain`: prints the whole page; the exit code says whether a key is
-    refused."""
+    """Runs `zerojax deepspeed explain`: prints one line per key; returns exit code 2 if a key or
+    value is refused, else 0."""
     from zerojax import deepspeed_config
 
     for name in ("devices", "steps", "hidden_size"):

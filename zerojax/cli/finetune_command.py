@@ -65,7 +65,7 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs `zerojax finetune`: writes the run file, then trains."""
-    # Reports errors in the settings before JAX is imported; weights and steps follow later.
+    # Checks the settings before JAX is imported; weights and number of steps are checked later.
     config = load(RunConfig, None, ["model.pretrained=FOLDER", "steps=1000000000", *args.overrides])
     _check_one_process()
     if config.cpu_devices is not None:
@@ -99,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_one_process() -> None:
-    """Raises if this is one of several processes, as all of them would prepare the same chats.
+    """Checks that this is the only process, because several would each prepare the same chats.
 
     Raises:
-      ValueError: names the remedy.
+      ValueError: this is one of several processes.
     """
     group = process_group_of(os.environ)
     if group is not None and group.num_processes > 1:
@@ -114,13 +114,13 @@ def _check_one_process() -> None:
 
 
 def default_run_dir(folder: str, data: str) -> str:
-    """Returns runs/FOLDER-DATA, with the last path components of `folder` and `data`."""
+    """Returns runs/FOLDER-DATA, built from the last path components of `folder` and `data`."""
     names = (user_path(folder).absolute().name, user_path(data).absolute().stem)
     return f"runs/{'-'.join(name for name in names if name) or 'finetuned'}"
 
 
 def closing(trainer: Any, config: RunConfig) -> str:
-    """Returns the commands that use the fine-tuned weights, to print at the end."""
+    """Returns the commands that use the fine-tuned weights, printed at the end of the run."""
     del trainer
     run, zerojax = shlex.quote(config.run_dir), command_name()
     export, merged = f"{zerojax} checkpoint export {run}", shlex.quote(f"{config.run_dir}/merged")

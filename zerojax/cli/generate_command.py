@@ -135,13 +135,13 @@ def _as_json(each: Any) -> str:
 def _prompts_and_overrides(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Splits the arguments into (prompts, KEY=VALUE words).
 
-    PROMPT may follow options, and with --prompts the first KEY=VALUE stands in its place.
+    PROMPT may follow options. With --prompts, argparse stores the first KEY=VALUE as PROMPT.
     """
     words = [*([] if args.prompt is None else [args.prompt]), *args.overrides]
     if args.prompts is None:
         if not words:
             raise ValueError(
-                f'there is no prompt; write one: zerojax generate {args.run} "To be", or give a '
+                f'0 prompts are given; write one: zerojax generate {args.run} "To be", or name a '
                 "file: --prompts FILE"
             )
         return [words[0]], words[1:]
@@ -153,17 +153,17 @@ def _prompts_and_overrides(args: argparse.Namespace) -> tuple[list[str], list[st
 
 
 def read_prompts(path: str) -> list[str]:
-    """Reads the prompts of a file: "prompt" of each object of a .jsonl file, or each line.
+    """Reads prompts from a file: "prompt" of each object of a .jsonl file, else each line.
 
     Empty lines are skipped.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is not UTF-8, has no prompts, or an object has no "prompt".
+      FileNotFoundError: the file does not exist.
+      ValueError: the file is not UTF-8, has no prompts, or an object has no "prompt".
     """
     file = user_path(path)
     if not file.exists():
-        raise FileNotFoundError(f"--prompts {path}: there is no such file; give an existing one")
+        raise FileNotFoundError(f"--prompts {path}: there is no such file; name an existing file")
     prompts = _of_objects(file) if file.suffix.lower() == ".jsonl" else _of_lines(file)
     if not prompts:
         raise ValueError(f"--prompts {path}: the file has 0 prompts; write at least one line")
@@ -181,7 +181,7 @@ def _of_lines(file: Path) -> list[str]:
 
 
 def _of_objects(file: Path) -> list[str]:
-    # Imports JAX.
+    # This import loads JAX.
     from zerojax.data.record_files import read_records
 
     prompts = []
@@ -197,7 +197,7 @@ def _of_objects(file: Path) -> list[str]:
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    """Parses the token ids in an option's text."""
+    """Parses a list of token ids, such as 2,7, from the text of an option."""
     if text == "none":
         return ()
     try:

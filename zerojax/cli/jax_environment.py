@@ -15,16 +15,16 @@ def use_cpu_devices(number: int | None) -> None:
     """Makes JAX start with `number` virtual CPU devices; None leaves JAX unchanged.
 
     Raises:
-      ValueError: too many, or JAX_PLATFORMS names another kind of device.
-      RuntimeError: JAX has already started with another number.
+      ValueError: `number` is too large, or JAX_PLATFORMS names another kind of device.
+      RuntimeError: JAX has already started with another number of devices.
     """
     if number is None:
         return
     if number > MAX_CPU_DEVICES:
         raise ValueError(
-            f"cpu_devices={quoted(number)} is above {MAX_CPU_DEVICES}: each virtual device takes "
-            "threads and memory of this machine; use fewer, or `zerojax plan` for a mesh of absent "
-            "devices"
+            f"cpu_devices={quoted(number)} is above {MAX_CPU_DEVICES}, as each virtual device "
+            "takes threads and memory of this machine; use fewer, or `zerojax plan` to plan for a "
+            "mesh of absent devices"
         )
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms not in ("", "cpu"):
@@ -44,16 +44,16 @@ def use_cpu_devices(number: int | None) -> None:
 def use_the_cpu_alone() -> None:
     """Makes JAX start on the CPU only, for commands that need no accelerator."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # no XLA memory warnings: the page has them
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's memory warnings
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def allow_pinned_memory(offload: OffloadConfig) -> None:
-    """Raises XLA's limit of pinned host memory to all of it, for a run with offload.
+    """Raises XLA's limit of pinned host memory to all host memory, for a run with offload.
 
-    XLA reads its limit, 64 GiB by default, when JAX starts its devices. A limit that is already set
-    stays; `zerojax.plan.host_budget` refuses a run for which it is too small.
+    XLA reads its limit, 64 GiB by default, when JAX starts its devices. A limit that the user has
+    set is not changed; `zerojax.plan.host_budget` refuses a run for which it is too small.
     """
     limit = None if offload.is_off else pinned_limit_for(least_room())
     if limit is not None:
@@ -63,9 +63,10 @@ def allow_pinned_memory(offload: OffloadConfig) -> None:
 def run_one_program_at_a_time() -> None:
     """Makes virtual CPU devices run one compiled program at a time.
 
-    Call it after JAX is imported, before JAX starts its devices. Virtual devices share threads. Two
-    concurrent programs with collectives can each take threads that the other needs, and XLA ends a
-    process that waits like this for 40 seconds. There is no environment variable for this.
+    Call this function after JAX is imported and before JAX starts its devices. Virtual devices
+    share threads. Two concurrent programs with collectives can each take threads that the other
+    needs, and XLA ends a process after 40 seconds of such waiting. JAX has no environment variable
+    for this option.
     """
     import jax  # here, because commands without JAX import this module
 

@@ -23,10 +23,10 @@ on two hosts, where only --node-rank differs:
   zerojax launch --nprocs 8 --nnodes 2 --node-rank 0 --coordinator 10.0.0.1:12355 -- zerojax ...
   zerojax launch --nprocs 8 --nnodes 2 --node-rank 1 --coordinator 10.0.0.1:12355 -- zerojax ...
 The launchers authenticate each other by a shared token: ZEROJAX_LAUNCH_TOKEN (at least 16
-characters), else the file of --token-file, else one in ~/.cache/zerojax; a file that is not there
-is made by host 0.
+characters), else the file of --token-file, else a file in ~/.cache/zerojax; host 0 creates a
+missing file.
 
-exit codes: that of the first failing process (128 + n for signal n), else 0, or 75 where a signal
+exit codes: the code of the first failing process (128 + n for signal n), else 0, or 75 if a signal
 stopped the run and everything is saved. No restart follows 75 or 2 (invalid input)."""
 
 
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         show_all=args.show_all,
     )
     check_gpus(job, os.environ)
-    command_line(job)  # raises before any process starts
+    command_line(job)  # raises for an invalid command before any process starts
     return launch(job)
 
 
@@ -119,7 +119,7 @@ def _num_processes(args: argparse.Namespace) -> int:
     number = visible_gpus(os.environ) if args.cpu_devices is None else 0
     if number == 0:
         raise ValueError(
-            "no GPU is visible on this host, so the number of processes (one per GPU) is "
-            "unknown; set --nprocs, such as --nprocs 2 --cpu-devices 2"
+            "no GPU is visible on this host, and the default is one process per GPU; "
+            "set --nprocs, such as --nprocs 2 --cpu-devices 2"
         )
     return number

@@ -48,7 +48,7 @@ VARIABLES = (
 GIB = 2**30
 _GB = 1e9
 _MIB = 2**20
-REMARK = "device memory is host memory here: this is the rate of a memory copy, not of a link"
+REMARK = "device memory is host memory here: this is the rate of a memory copy, not of a bus"
 
 _BENCH_IO = """\
 Writes and reads a file below PATH without the page cache, with 1 to 8 concurrent transfers, by the
@@ -103,14 +103,14 @@ def add_bench(commands) -> None:
 
 
 def show_environment(args: argparse.Namespace) -> int:
-    """Runs `zerojax env`: prints a table, or the facts as JSON. Missing facts are no error."""
+    """Runs `zerojax env`: prints a table, or JSON. Facts that cannot be determined are left out."""
     facts = redact(collect())
     show(json.dumps(facts, indent=2) if args.json else format_table(facts))
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """Returns everything that `zerojax env` shows, as JSON-compatible values."""
+    """Collects all facts that `zerojax env` shows, as JSON-compatible values."""
     from zerojax.hardware import compile_client
 
     devices, failure = describe_devices()
@@ -130,7 +130,7 @@ def collect() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Returns the installed version of a package, or None."""
+    """Returns the installed version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -155,7 +155,7 @@ def describe_host() -> dict[str, Any]:
 
 
 def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
-    """Returns JAX's devices, grouped by kind, and the error if JAX could not start."""
+    """Returns JAX's devices, grouped by kind, and the error message if JAX could not start."""
     import jax
 
     from zerojax.hardware.local_devices import has_pinned_host
@@ -164,9 +164,9 @@ def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
         devices = jax.devices()
     except RuntimeError as error:
         return [], str(error).splitlines()[0]
-    except AssertionError:  # what JAX 0.10 says about a platform it has no plugin for
+    except AssertionError:  # raised by JAX 0.10 for a platform without a plugin
         platforms = os.environ.get("JAX_PLATFORMS")
-        return [], f"JAX_PLATFORMS={platforms} names nothing that is installed here; unset it"
+        return [], f"JAX_PLATFORMS={platforms} names no installed platform; unset it"
     groups: dict[str, dict[str, Any]] = {}
     for device in devices:
         stats = device.memory_stats() or {}
@@ -185,8 +185,8 @@ def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def describe_kernels() -> list[dict[str, Any]]:
-    """Returns the measurements of GPU kernels in this user's cache, and which are not
-    tried again."""
+    """Returns the GPU kernel timings in this user's cache, and the kernels that failed and are
+    therefore not tried again."""
     from zerojax.training.tuning import KeptChoices
 
     kept = KeptChoices.of_user()
@@ -205,8 +205,8 @@ def describe_kernels() -> list[dict[str, Any]]:
 
 
 def _has_names(key: dict[str, Any]) -> bool:
-    """Returns whether the key of a measurement has all fields that are shown; the file may be from
-    another version."""
+    """Returns whether a cached timing has all fields that are shown; the cache file may come from
+    another version of zerojax."""
     ways = key.get("ways")
     texts = [key.get("what"), key.get("device"), *(ways if isinstance(ways, list) else [])]
     numbers = [key.get("devices"), key.get("elements")]
@@ -223,8 +223,7 @@ def _of_key(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_advice(devices: list[dict[str, Any]], failure: str | None) -> list[str]:
-    """Returns the advice at the end: the setting that is faster than the plan's by more than the
-    measurement noise, or none."""
+    """Returns the advice printed at the end, such as a missing GPU package or virtual devices."""
     advice = []
     if failure:
         advice.append(f"JAX could not start its devices: {failure}")
@@ -297,8 +296,8 @@ def _format_device(device: dict[str, Any]) -> str:
 
 
 def bench_io(args: argparse.Namespace) -> int:
-    """Runs `zerojax bench io`: prints a line for each number of threads, and the best of them; or
-    all as JSON."""
+    """Runs `zerojax bench io`: prints the rates for each number of threads and the best, or all as
+    JSON."""
     from zerojax.checkpoint.store.rates import measure_rates
     from zerojax.hardware.machine_rates import MeasuredDisk, disk_name, keep_rates
 
@@ -308,10 +307,10 @@ def bench_io(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder}: not a folder; name one on the disk to be measured")
     if args.size < 1:
-        raise ValueError(f"--size {args.size}: at least 1 MiB is needed")
+        raise ValueError(f"--size {args.size} is below 1 MiB; use 1 or more")
     found = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*O_DIRECT")  # reported once, below
+        warnings.filterwarnings("ignore", message=".*O_DIRECT")  # reported once, after the passes
         for rates in measure_rates(folder, num_bytes=args.size * _MIB):
             if not args.json:
                 _print_disk(rates, folder, args.size, is_first=not found)
@@ -348,7 +347,8 @@ def _print_disk(rates: DiskRates, folder: Path, size: int, *, is_first: bool) ->
 def _disk_dict(
     folder: Path, found: Sequence[DiskRates], best: DiskRates, disk: str, kept: Path | None
 ) -> dict[str, object]:
-    """Returns measured rates of a disk as a dictionary, in bytes per second."""
+    """Returns the measured rates of a disk, in bytes per second, as a JSON-compatible
+    dictionary."""
     return {
         "folder": str(folder),
         "disk": disk,
@@ -360,7 +360,7 @@ def _disk_dict(
 
 
 def bench_link(args: argparse.Namespace) -> int:
-    """Runs `zerojax bench link`: prints a line for each size, and which result is stored; or all as
+    """Runs `zerojax bench link`: prints the rates for each size and the stored result, or all as
     JSON."""
     import jax
 
@@ -368,7 +368,7 @@ def bench_link(args: argparse.Namespace) -> int:
     from zerojax.hardware.machine_rates import MeasuredLink, keep_rates
 
     if args.size is not None and args.size < 1:
-        raise ValueError(f"--size {args.size}: at least 1 MiB is needed")
+        raise ValueError(f"--size {args.size} is below 1 MiB; use 1 or more")
     device = jax.local_devices()[0]
     is_one_memory = shares_host_memory(device)
     sizes = SIZES if args.size is None else (args.size * _MIB,)

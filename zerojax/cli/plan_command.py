@@ -1,4 +1,4 @@
-"""`zerojax plan`: forecasts a run, explains a parameter, proposes rules, or searches a plan."""
+"""`zerojax plan`: forecasts a run, explains a parameter, proposes rules, or searches settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zerojax.plan.make import Plan
 
 PlanFor = Callable[..., Any]
-"""Function (number of devices, gpu=None) -> the plan of a run."""
+"""Function (number of devices, gpu=None) that returns the plan of a run."""
 
 EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED = 0, 1, 3
 NO_COMPILE = "--no-compile was given"
@@ -52,12 +52,12 @@ examples:
 A script (train.py) runs up to its first zerojax.train, make_plan or engine step, whose arguments
 are planned; KEY=VALUE changes their mesh options and num_microbatches.
 
-exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 only formulas are available, which do
-not decide it. ZEROJAX_CACHE: folder for cached results, or off."""
+exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 the formulas alone cannot decide
+whether it fits. ZEROJAX_CACHE: folder for cached results, or off."""
 
 MAX_DEVICES = 2**18
 MOST_UNROLLED = 64
-"""Largest number of layers that a search unrolls, as each is compiled separately."""
+"""Maximum number of layers that a search unrolls; each unrolled layer is compiled separately."""
 
 
 def add(commands) -> None:
@@ -109,10 +109,10 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `zerojax plan`: reads the settings, then plans.
+    """Runs `zerojax plan`: reads the settings, then prints the requested forecast or search.
 
     Raises:
-      ValueError: an invalid setting, card or number.
+      ValueError: a setting, the GPU or a number is invalid.
     """
     path, overrides = split_words(args.config, args.overrides)
     is_script = is_python(path)
@@ -175,7 +175,7 @@ def _plan_of_script(path: str, overrides: list[str], devices: int, gpu: Gpu | No
 
 
 def _answer(args: argparse.Namespace, plan: Plan) -> str:
-    """Returns the page about the parameter that the options name, or the proposed rules."""
+    """Returns the page for --parameter NAME, or the rules for --propose-rules."""
     from zerojax.plan.rule_proposal import propose_for
 
     if args.parameter is not None:
@@ -197,16 +197,17 @@ def _check_mesh(config: RunConfig, devices: int) -> None:
 def predict(
     plan_for: PlanFor, gpu: Gpu, devices: int, *, as_json: bool, no_compile: bool, fast: bool
 ) -> int:
-    """Prints the forecast of a run.
+    """Prints the forecast of a run: memory, communication and time.
 
     Args:
-      plan_for: (number of devices, gpu=) -> the plan of the run.
+      plan_for: function (number of devices, gpu=) that returns the plan of the run.
 
     Returns:
-      0 it fits, 1 it does not, 3 only formulas are known and they do not decide it.
+      Exit code: 0 it fits, 1 it does not, 3 only formulas are available and cannot decide it.
 
     Raises:
-      ValueError: invalid settings. CompileError: the compiler refused the step.
+      ValueError: the settings are invalid.
+      CompileError: the compiler refused the training step.
     """
     from zerojax.forecasting import forecast
     from zerojax.forecasting.forecast_page import forecast_dict, forecast_page
@@ -237,10 +238,10 @@ def search_config(
     """Finds the cheapest settings that fit for the run of a run file, and prints them.
 
     Args:
-      words: CONFIG and KEY=VALUE as typed, for the suggested commands.
+      words: CONFIG and KEY=VALUE as typed, repeated in the suggested commands.
 
     Returns:
-      0 something fits, 1 nothing does.
+      Exit code: 0 if settings fit, 1 if none do.
     """
     from zerojax.forecasting.settings_search import (
         REMATS,
@@ -312,7 +313,7 @@ def search_script(
     """Finds the cheapest settings that fit for the run of a script, and prints them.
 
     Returns:
-      0 something fits, 1 nothing does.
+      Exit code: 0 if settings fit, 1 if none do.
     """
     from zerojax.cli.script_runs import call_of_script
     from zerojax.forecasting.settings_search import chosen_words
@@ -355,8 +356,8 @@ def _search(searched: SearchedRun, gpu: Gpu, *, as_json: bool, budget: float) ->
 def can_unroll(config: RunConfig) -> bool:
     """Returns whether a search may unroll the loop over layers.
 
-    It may for at most `MOST_UNROLLED` layers without experts (which have a loop of their own), and
-    with settings that `why_never_unrolled` permits.
+    Unrolling is allowed for at most `MOST_UNROLLED` layers without experts (expert layers have a
+    loop of their own), and with settings that `why_never_unrolled` permits.
     """
     from zerojax.tracing.unrolling import why_never_unrolled
 
@@ -371,7 +372,7 @@ def with_candidate(
     """Returns `config` with the mesh options, remat and microbatches of a candidate.
 
     Args:
-      options: other fields of the mesh settings.
+      options: additional fields of the mesh settings.
     """
     mesh = {**candidate.mesh_options(), **(options or {})}
     return dataclasses.replace(

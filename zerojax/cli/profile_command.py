@@ -69,17 +69,17 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `zerojax profile`: reads the settings, then measures.
+    """Runs `zerojax profile`: reads the settings, then measures a short run.
 
     Raises:
-      ValueError: an invalid setting or number.
+      ValueError: a setting or a number is invalid.
     """
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
     if args.steps < 2:
-        raise ValueError(f"--steps {args.steps}: at least 2 are needed to compare steps")
+        raise ValueError(f"--steps {args.steps} is below 2, but steps are compared; use more")
     if args.start and args.out is not None:
-        raise ValueError(f"--out {args.out}: --start writes nothing; leave one of them out")
+        raise ValueError(f"--out {args.out}: --start writes no files; leave out --out or --start")
     if config.mesh.offload.params == "nvme" and not args.start:
         raise ValueError(
             "zerojax profile reads the trace of one compiled program, but with "
@@ -117,12 +117,12 @@ def free_folder(out: str | None, config: RunConfig) -> Path:
 
 
 def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunConfig:
-    """Returns the settings of a shorter run to measure: equally many warm-up, measured and traced
-    steps."""
+    """Returns the settings of a shorter run to measure: `steps` warm-up steps, as many measured
+    steps and as many traced steps."""
     total = 3 * steps
     warmup = config.optimizer.warmup_steps
     offload = config.mesh.offload
-    if offload.on_disk:  # keep the run's own state files: use others, on the same disk
+    if offload.on_disk:  # other state files on the same disk, so that the run's own are unchanged
         own = None if offload.folder is None else str(Path(offload.folder) / folder.name)
         offload = dataclasses.replace(offload, folder=own, durable=False)
     return dataclasses.replace(
@@ -150,7 +150,7 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
 
 
 def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
-    """Trains with `config`, with a third of the steps traced, and prints the page."""
+    """Trains with `config`, traces the last third of the steps, and prints the profile page."""
     import jax
 
     from zerojax.forecasting.profiling import draw, profile_dict
@@ -171,7 +171,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     if jax.process_index() != 0:
         return 0
     page = measure(trainer, folder, steps)
-    # The files were only written to measure the time.
+    # These files were written only to measure the time of a save.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     replace_text(folder / "profile.json", json.dumps(profile_dict(page), indent=2) + "\n")
     show(json.dumps(profile_dict(page), indent=2) if as_json else draw(page))
@@ -179,7 +179,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
 
 
 def profile_start(config: RunConfig, *, as_json: bool) -> int:
-    """Trains one step with `config`, and prints where the seconds until its end were spent."""
+    """Trains one step with `config`, and prints the seconds spent in each phase of the start."""
     import jax
 
     from zerojax.runtime.distributed import join_processes
@@ -211,7 +211,7 @@ def profile_start(config: RunConfig, *, as_json: bool) -> int:
 
 
 def measure(trainer: Any, folder: Path, steps: int) -> StepProfile:
-    """Returns the profile of a finished run, from the run's files and its compiled step."""
+    """Builds the profile of a finished run from the run's files and its compiled step."""
     from zerojax.forecasting import profiling
     from zerojax.forecasting.hlo.program import read_program
     from zerojax.tracing.flops import count_program_flops

@@ -15,14 +15,14 @@ WIDTH = 100
 
 
 class Progress:
-    """Line on stderr that shows progress, updated twice a second on a terminal; elsewhere only its
-    first text.
+    """Progress line on stderr: updated twice a second on a terminal; elsewhere only its first text
+    is printed.
 
     Use it as a context manager and call it with a few words about the current work.
     """
 
     def __init__(self, *, quiet: bool, stream: TextIO | None = None):
-        """Sets `quiet`, which prints nothing, and `stream`; None takes stderr."""
+        """Sets `quiet` (True prints nothing) and the output `stream` (None is stderr)."""
         self._stream = sys.stderr if stream is None else stream
         self._quiet = quiet
         self._live = not quiet and self._stream.isatty()

@@ -40,16 +40,16 @@ examples:
 
 
 def add(commands) -> None:
-    """Declares `zerojax lr-test`."""
+    """Adds the command `zerojax lr-test` to the parser."""
     parser = add_command(
         commands, "lr-test", run, "find a learning rate: train some steps at a growing rate", _HELP
     )
     add_settings(parser)
     parser.add_argument(
-        "--low", type=finite, default=1e-6, metavar="RATE", help="of the first step (%(default)g)"
+        "--low", type=finite, default=1e-6, metavar="RATE", help="first rate (%(default)g)"
     )
     parser.add_argument(
-        "--high", type=finite, default=1.0, metavar="RATE", help="of the last step (%(default)g)"
+        "--high", type=finite, default=1.0, metavar="RATE", help="last rate (%(default)g)"
     )
     parser.add_argument(
         "--steps", type=int, default=200, metavar="N", help="steps to train (%(default)s)"
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs `zerojax lr-test`: trains, prints losses and the suggestion, and writes the page.
 
     Returns:
-      0 a rate is suggested, 1 the range shows none.
+      Exit code: 0 if a learning rate is suggested, 1 if the tested range shows none.
     """
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(found: RateTest) -> list[str]:
-    """Returns some of the rates with their smoothed losses."""
+    """Formats a selection of the learning rates with their smoothed losses as table rows."""
     last = len(found.rates) - 1
     places = sorted({round(number * last / (ROWS - 1)) for number in range(ROWS)})
     lines = [f"{'rate':>10}  loss (smoothed), {last + 1} steps after step {found.first_step}"]

@@ -71,7 +71,7 @@ def add_report(commands) -> None:
 def evaluate(args: argparse.Namespace) -> int:
     """Runs `zerojax eval`: prints the loss; for text also perplexity and bits per token."""
     if args.batches is not None and args.batches < 1:
-        raise ValueError(f"--batches {args.batches}: at least 1 is needed")
+        raise ValueError(f"--batches {args.batches} is below 1; use 1 or more")
     loaded = open_run(args.run, args.overrides, args.step, args.weights, args.pretrained)
     found = loaded.evaluate(num_batches=args.batches)
     loss, of_average = found["loss"], " (ema)" if args.weights == "ema" else ""
@@ -89,7 +89,9 @@ def report(args: argparse.Namespace) -> int:
     from zerojax.training.metrics.report import write_report
 
     if args.out is not None and not args.others:
-        raise ValueError(f"--out {args.out} is for several runs; a single report is in its folder")
+        raise ValueError(
+            f"--out {args.out} is for several runs; a single report is always in its run's folder"
+        )
     runs = [args.run, *args.others]
     show(write_comparison(runs, args.out) if args.others else write_report(args.run))
     return 0
@@ -102,7 +104,7 @@ class ReadSettings:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     """Mesh options that replace the run's own."""
     cpu_devices: int | None = None
-    """Virtual CPU devices to make; default: as many as the run had, if it ran on CPUs."""
+    """Number of virtual CPU devices to make; default: as many as the run had, if it ran on CPUs."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -115,12 +117,14 @@ def open_run(
     weights: Literal["trained", "ema"] = "trained",
     pretrained: str | None = None,
 ) -> Any:
-    """Loads the run in a folder.
+    """Loads a trained run from its folder.
 
     Args:
-      run: the folder.
-      overrides: KEY=VALUE of `ReadSettings`.
-      step, weights, pretrained: as `zerojax.load_run` takes them.
+      run: folder of the run.
+      overrides: KEY=VALUE words that set fields of `ReadSettings`.
+      step: saved step or its name; as for `zerojax.load_run`, like the next two arguments.
+      weights: "trained", or "ema" for the average of the weights.
+      pretrained: folder of the pretrained weights, if it has moved.
 
     Raises:
       ConfigError: an unknown key or a wrong value; otherwise the errors of `zerojax.load_run`.
@@ -132,13 +136,13 @@ def open_run(
     if count is not None:
         try:
             use_cpu_devices(count)
-        except RuntimeError:  # called in a program whose devices exist already
+        except RuntimeError:  # a program whose JAX devices exist already has called this function
             if "cpu_devices" in given:
                 raise
         else:
             keep_freed_memory()
             run_one_program_at_a_time()
-    # Imports JAX, whose number of CPU devices is set above.
+    # These imports load JAX; the number of CPU devices is set above.
     from zerojax.training.loading import load_run
 
     mesh = {name: getattr(settings.mesh, name) for name in names}
@@ -146,7 +150,8 @@ def open_run(
 
 
 def _cpu_devices_of(folder: Path) -> int | None:
-    """Returns a run's number of CPU devices; None if it ran on other devices or does not say."""
+    """Returns a run's number of CPU devices; None if it ran on other devices or did not record
+    it."""
     try:
         record = bounded_json.load(folder / RECORD_FILE)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`zerojax schedule`: shows drawing, bubble and memory of a pipeline schedule."""
+"""`zerojax schedule`: shows a drawing, the bubble and the memory of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_names() -> str:
-    """Returns the name of every pipeline schedule and its use."""
+    """Returns a text with the name of every pipeline schedule and its use."""
     from zerojax.plan.schedules.known_schedules import SCHEDULES
 
     width = max(map(len, SCHEDULES)) + 2
@@ -96,10 +96,10 @@ def list_names() -> str:
 
 
 def parse_costs(text: str) -> Costs:
-    """Parses the three numbers of `F,B,W`, the costs of forward, backward and weight gradients.
+    """Parses the text `F,B,W`: relative times of forward, input-gradient and weight-gradient work.
 
     Raises:
-      ValueError: any other text.
+      ValueError: the text is not three numbers.
     """
     from zerojax.plan.schedules.simulation import Costs
 

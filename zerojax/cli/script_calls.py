@@ -22,11 +22,11 @@ from zerojax.training import entry
 
 End = Callable[[Any], NoReturn]
 Read = Callable[[Mapping[str, Any], End], Any]
-"""Function (arguments of a call by name, end) -> the result of the call; `end(parts)` ends the
-script instead."""
+"""Function (arguments of a call by name, end) that returns the result of the call. It may call
+`end(parts)` instead, which ends the script."""
 
 _FUNCTIONS = {"train": entry, "make_plan": make, "initialize": engine}
-"""{public function whose call ends a script: module that defines it}."""
+"""{name of a public function whose call ends a script: name of the module that defines it}."""
 
 
 class _Captured(BaseException):
@@ -34,10 +34,11 @@ class _Captured(BaseException):
 
 
 class _Calls:
-    """Record of a script's calls of zerojax, which survives if the script catches everything.
+    """Record of a script's calls of zerojax, which survives if the script catches all exceptions.
 
     Attributes:
-      parts: of each call; failures: errors of calls without usable parts.
+      parts: arguments that each call provided.
+      failures: errors of calls whose arguments could not be used.
     """
 
     def __init__(self) -> None:
@@ -45,12 +46,12 @@ class _Calls:
         self.failures: list[Exception] = []
 
     def end(self, parts: Any) -> NoReturn:
-        """Records the parts of a call, and ends the script with an exception."""
+        """Records the arguments of a call, and ends the script with an exception."""
         self.parts.append(parts)
         raise _Captured
 
     def stand_in(self, function: Callable[..., Any], read: Read) -> Any:
-        """Returns a function that passes its arguments to `read` in place of `function`."""
+        """Returns a replacement of `function` that passes its arguments to `read`."""
         signature = inspect.signature(function)
 
         def call(*args: Any, **options: Any) -> Any:
@@ -58,7 +59,7 @@ class _Calls:
                 try:
                     bound = signature.bind(*args, **options)
                 except TypeError:
-                    return function(*args, **options)  # its message names the error
+                    return function(*args, **options)  # raises an error that names the mistake
                 bound.apply_defaults()
                 return read(bound.arguments, self.end)
             except Exception as error:
@@ -74,10 +75,10 @@ def first_call(
     """Runs a script until its first call of one of the functions in `readers`, which ends it.
 
     Args:
-      path: of the script, which runs as with `python SCRIPT`.
-      readers: {name of a public function: reads its arguments}.
-      otherwise: remedy for a script without such a call.
-      command: of zerojax that runs the script, for messages.
+      path: path of the script, which runs as with `python SCRIPT`.
+      readers: {name of a public function: function that reads the arguments of its call}.
+      otherwise: remedy to print for a script without such a call.
+      command: sub-command of zerojax that runs the script, for messages.
 
     Returns:
       What the reader passed to `end`.
@@ -93,7 +94,8 @@ def first_call(
             for name, read in readers.items():
                 module = _FUNCTIONS[name]
                 stand_in = calls.stand_in(getattr(module, name), read)
-                # This one first: it is undone last, when `zerojax` finds the function itself again.
+                # Replaced first, so restored last, when `zerojax` finds the original function
+                # again.
                 stack.enter_context(mock.patch.object(zerojax, name, stand_in))
                 stack.enter_context(mock.patch.object(module, name, stand_in))
             runpy.run_path(path, run_name="__main__")

@@ -14,17 +14,17 @@ from zerojax.config.display import show
 from zerojax.tracing.source_lines import is_of_users, source_line
 
 SHOWN = 4
-"""Largest number of the script's lines in the traceback that is printed."""
+"""Maximum number of lines of the script in the printed traceback."""
 _FROZEN, _OURS = "<frozen", "zerojax"
 _AT_END = ("EOF when reading a line", "input(): lost sys.stdin")
 
 
 @contextlib.contextmanager
 def told_as_the_scripts(target: str) -> Iterator[None]:
-    """Wraps code that runs a script or calls one of its functions.
+    """Reports errors of the code in this context, a user's script or function, as script errors.
 
     Raises:
-      ValueError: in place of the script's own error, or of its `sys.exit`.
+      ValueError: replaces an error that the script raised, or its `sys.exit`.
     """
     try:
         yield
@@ -38,14 +38,14 @@ def told_as_the_scripts(target: str) -> Iterator[None]:
 
 
 def as_the_scripts(error: BaseException, target: str, command: str = "check") -> ValueError | None:
-    """Returns the error to report for an error of a user's script, whose traceback is printed.
+    """Prints the traceback of an error of a user's script, and returns the error to report for it.
 
     Args:
-      target: as the user named it.
-      command: of zerojax that runs the script.
+      target: script or function as the user typed it.
+      command: sub-command of zerojax that runs the script.
 
     Returns:
-      None: the error is zerojax's, not the script's.
+      The error to report, or None if zerojax raised `error`, not the script.
     """
     if isinstance(error, SystemExit):
         return ValueError(
@@ -65,8 +65,8 @@ def as_the_scripts(error: BaseException, target: str, command: str = "check") ->
         where = source_line(names[own[-1]], frames[own[-1]][1])
     if isinstance(error, EOFError | RuntimeError) and str(error) in _AT_END:
         return ValueError(
-            f"{target} waits for input at {where}, and standard input is at its end; write the "
-            f"value into the script, or give it: echo VALUE | zerojax {command} {target}"
+            f"{target} waits for input at {where}, and standard input has ended; write the "
+            f"value into the script, or pipe it: echo VALUE | zerojax {command} {target}"
         )
     _print(error, own)
     reason = (str(error).splitlines() or [""])[0]

@@ -1,6 +1,7 @@
 """Runs a script of `zerojax check` in a child process with a time limit, and reports its end.
 
-A script may run for ever or end its process, which only another process can report. Imports no JAX.
+A script may never end or may kill its own process; only a parent process can report this. Imports
+no JAX.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pathlib import Path
 from zerojax.runtime.shutdown import FAILED, INTERRUPTED, end_with_parent
 
 BEGUN, OVER = "the script has begun\n", "the script is over\n"
-"""Lines that the child writes to its notes file. Between them are the stacks that Python writes
-when the time is over."""
+"""Lines that the child process writes to its notes file before and after the script. At the time
+limit Python writes the stacks of all threads between them."""
 GRACE = 5.0
 """Seconds to wait for a child process that should have ended by itself."""
 _POLL = 1.0
@@ -29,21 +30,21 @@ _NAME_IT = "name a function that returns what to check: zerojax check {}:NAME"
 
 
 def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
-    """Runs a command in a child process, which writes to the file whose name is appended to the
-    command.
+    """Runs a command in a child process, and returns the child's exit code.
 
-    The child has this process's standard input and output, and gets its Ctrl-C as well.
+    The name of a temporary notes file is appended to the command; the child reports through this
+    file. The child shares standard input and output with this process, and receives Ctrl-C as well.
 
     Args:
-      target: script or function as the user named it.
-      limit: seconds for the script alone.
+      target: script or function as the user typed it.
+      limit: maximum seconds for the script, not counting the check.
 
     Returns:
-      The child's exit code, if the child itself has printed its result.
+      The exit code of a child that has printed its result.
 
     Raises:
-      ValueError: the time was over, or the script ended its process.
-      RuntimeError: a signal ended the check that followed.
+      ValueError: the script exceeded the time limit, or ended its process.
+      RuntimeError: a signal ended the child during the check.
     """
     with tempfile.TemporaryDirectory(prefix="zerojax-check-") as folder:
         notes = Path(folder) / "notes"
@@ -55,7 +56,7 @@ def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
         except KeyboardInterrupt:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(GRACE)
-                return INTERRUPTED  # which it has reported
+                return INTERRUPTED  # the child has reported it
             raise
         finally:
             child.kill()
@@ -64,8 +65,8 @@ def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
 
 
 def _wait(child: subprocess.Popen[bytes], notes: Path, limit: float) -> int | None:
-    """Returns the exit code of a child process; None if its script still runs long after
-    the limit."""
+    """Waits for a child process and returns its exit code; None if its script runs long beyond the
+    limit."""
     begun = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -80,8 +81,8 @@ def _wait(child: subprocess.Popen[bytes], notes: Path, limit: float) -> int | No
 
 
 def _code(code: int | None, notes: str, target: str, limit: float) -> int:
-    """Returns the exit code for `run_in_child`, or raises if the script did not end as
-    it should."""
+    """Returns the exit code for `run_in_child`; raises if the script exceeded its time or killed
+    its process."""
     how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
     if OVER in notes or BEGUN not in notes:
         if how.startswith("SIG"):
@@ -90,9 +91,8 @@ def _code(code: int | None, notes: str, target: str, limit: float) -> int:
     file = target.partition(":")[0]
     if code is None or "Timeout (" in notes:
         raise ValueError(
-            f"{target} was still running after {limit:g} seconds, {_place(notes, file)}; "
-            "`zerojax check` "
-            "waits for the script's first call of zerojax. Raise --time-limit, shorten "
+            f"{target} was still running after {limit:g} seconds, {_place(notes, file)}, and had "
+            "not called zerojax yet; raise --time-limit, shorten "
             f"the work before that call, or {_NAME_IT.format(file)}"
         )
     raise ValueError(
@@ -102,8 +102,8 @@ def _code(code: int | None, notes: str, target: str, limit: float) -> int:
 
 
 def _place(notes: str, file: str) -> str:
-    """Returns the line at which a script was when its time was over, from the stacks of all
-    threads, main thread last."""
+    """Describes the line that a script executed at its time limit, from the stacks of all threads,
+    of which the main thread is the last."""
     written = file.encode("ascii", "backslashreplace").decode()
     if not file.endswith(".py"):
         written = written.replace(".", os.sep)
@@ -116,13 +116,13 @@ def _place(notes: str, file: str) -> str:
 
 @contextlib.contextmanager
 def until_training(notes: str | None, limit: float) -> Iterator[None]:
-    """Ends this process, in the child, when a script exceeds its time limit.
+    """Ends this process, the child, when the script in this context exceeds its time limit.
 
-    Python then writes the stacks itself, even if a script holds the interpreter.
+    Python's faulthandler then writes the stacks, even if the script never releases the interpreter.
 
     Args:
-      notes: file for the parent; None: there is none, and no limit.
-      limit: seconds.
+      notes: name of the notes file that the parent reads; None sets no limit.
+      limit: maximum time in seconds.
     """
     if notes is None:
         yield

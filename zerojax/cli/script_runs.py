@@ -1,6 +1,7 @@
 """Plans and trains a user's script: the targets of `zerojax plan SCRIPT` and `train SCRIPT`.
 
-A script is planned up to its first call of zerojax, with the arguments of that call. Imports JAX.
+To plan a script, it runs up to its first call of zerojax, and the arguments of this call are
+planned. Imports JAX.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Target:
-    """Devices to plan a script for, and the mesh settings on the command line."""
+    """Devices to plan a script for, and the mesh settings from the command line."""
 
     num_devices: int
     gpu: Gpu | None
@@ -72,19 +73,19 @@ class _Target:
 def plan_of_script(
     path: str, overrides: Sequence[str], num_devices: int, gpu: Gpu | None = None
 ) -> Plan:
-    """Returns the plan of a script's first `train`, `make_plan` or engine step, for given devices.
+    """Returns the plan of a script's first `train`, `make_plan` or engine step, for absent devices.
 
     The script runs up to that call, with its output on standard error.
 
     Args:
-      path: of the script, which runs as with `python SCRIPT`.
-      overrides: KEY=VALUE that change the mesh options of the call, such as "zero=3", or its
+      path: path of the script, which runs as with `python SCRIPT`.
+      overrides: KEY=VALUE words, such as "zero=3", that change the mesh options of the call or its
         num_microbatches.
-      num_devices: to plan for.
+      num_devices: number of devices to plan for.
       gpu: kind of the devices.
 
     Raises:
-      ValueError: the script makes no such call, or fails before it; or as `make_plan`.
+      ValueError: the script makes no such call or fails before it; or an error of `make_plan`.
     """
     call, mesh = _call_and_mesh(path, overrides, num_devices, gpu)()
     return call.plan_on(mesh)
@@ -93,11 +94,17 @@ def plan_of_script(
 def call_of_script(
     path: str, overrides: Sequence[str], num_devices: int, gpu: Gpu | None = None
 ) -> PlannedCall:
-    """Returns what the arguments of a script's first `train` or `make_plan` say; arguments as in
-    `plan_of_script`.
+    """Returns the arguments of a script's first `train` or `make_plan`, as a search needs them.
+
+    Args:
+      path: path of the script, which runs as with `python SCRIPT`.
+      overrides: KEY=VALUE words, such as "zero=3", that change the mesh options of the call.
+      num_devices: number of devices to plan for.
+      gpu: kind of the devices.
 
     Raises:
-      ValueError: as in `plan_of_script`; or a DeepSpeed configuration sets the mesh.
+      ValueError: the script makes no such call or fails before it; or a DeepSpeed configuration
+        sets the mesh.
     """
     call, _ = _call_and_mesh(path, overrides, num_devices, gpu)()
     if call.is_deepspeed:
@@ -123,7 +130,7 @@ def _call_and_mesh(
 def _train(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
     arguments = Arguments(**given)
     settings = _settings(arguments.mesh_config, target.overrides)
-    if settings is None:  # a DeepSpeed configuration, which is translated for the target's devices
+    if settings is None:  # a DeepSpeed configuration, which is translated for `target`'s devices
         mesh = target.mesh_of(explain(arguments.mesh_config, num_devices=target.num_devices).mesh)
     else:
         arguments = dataclasses.replace(arguments, mesh_config=settings.mesh)
@@ -209,13 +216,13 @@ class _Engine:
 
 
 def _settings(mesh: Any, overrides: Sequence[str]) -> _Settings | None:
-    """Returns the mesh options of a script's call with overrides; None for a DeepSpeed
+    """Returns the mesh options of a script's call with overrides applied; None for a DeepSpeed
     configuration.
 
     Raises:
-      ValueError: there are overrides, but a DeepSpeed configuration sets the mesh.
+      ValueError: overrides are given, but a DeepSpeed configuration sets the mesh.
     """
-    if mesh == AUTO:  # searched for the devices of a run
+    if mesh == AUTO:  # the mesh would be searched for the devices of a real run
         mesh = None
     if isinstance(mesh, str | Path) or (isinstance(mesh, Mapping) and is_deepspeed(mesh)):
         if overrides:
@@ -231,24 +238,25 @@ def _with_words(settings: MeshConfig, overrides: Sequence[str]) -> _Settings:
     """Returns mesh settings with KEY=VALUE words such as "zero=3" applied.
 
     Raises:
-      ConfigError: an unknown key or a wrong value.
+      ConfigError: a key is unknown or a value is wrong.
     """
     base = _Settings(mesh=settings)
     return load_dataclass(_Settings, None, overrides, base=base) if overrides else base
 
 
 def run_script(path: str, overrides: Sequence[str]) -> None:
-    """Runs a script as `python SCRIPT` does; overrides change the mesh options of `train`.
+    """Runs a script as `python SCRIPT` does, with overrides of the mesh options of its `train`
+    call.
 
     Args:
-      path: of the script.
+      path: path of the script.
       overrides: KEY=VALUE words such as "zero=3".
 
     Raises:
-      ConfigError: an unknown key or a wrong value.
-      ValueError: a DeepSpeed configuration or a `jax.sharding.Mesh` sets the mesh.
+      ConfigError: a key is unknown or a value is wrong.
+      ValueError: the script sets its mesh by a DeepSpeed configuration or a `jax.sharding.Mesh`.
     """
-    _with_words(MeshConfig(), overrides)  # raises before the script runs
+    _with_words(MeshConfig(), overrides)  # raises for a wrong key before the script runs
     with as_script(path), contextlib.ExitStack() as stack:
         if overrides:
             train = _overriding(entry.train, overrides)
@@ -267,7 +275,7 @@ def _overriding(train: Callable[..., Any], overrides: Sequence[str]) -> Callable
         if isinstance(mesh, Mesh):
             raise ValueError(
                 f"the script passes a jax.sharding.Mesh, which {overrides[0]} cannot change; pass "
-                "its options, a zerojax.MeshConfig or a dict"
+                "a zerojax.MeshConfig or a dict of mesh options instead"
             )
         settings = _settings(mesh, overrides)
         if settings is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zerojax.training.tuning import TimedStep
 
 MARGIN = 0.97
-"""Largest share of the planned step's time that a setting may take to be advised."""
+"""Maximum time of a setting, as a share of the planned step's time, for which it is advised."""
 
 _HELP = """\
 Compares kernels of the update and of gradient statistics with XLA's results, implementations
@@ -68,10 +68,11 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `zerojax tune`: plans the run on the present devices, measures, and prints the choices.
+    """Runs `zerojax tune`: plans the run on this machine's devices, measures, and prints the
+    choices.
 
     Raises:
-      ValueError: nothing can be measured here, or the settings leave nothing to measure.
+      ValueError: this machine cannot measure, or the settings leave nothing to measure.
     """
     path, overrides = split_words(args.config, args.overrides)
     check_options(args)
@@ -129,8 +130,8 @@ def _row(step: TimedStep, planned: TimedStep) -> str:
 
 
 def _advice(timed: Sequence[TimedStep]) -> str:
-    """Returns the advice at the end: the setting that is faster than the plan's by more than the
-    measurement noise, or none."""
+    """Returns the closing advice: the setting that beats the plan's by more than the measurement
+    noise, or that no setting does."""
     planned, best = timed[0], min(timed, key=lambda step: step.seconds)
     if best is planned or best.seconds > MARGIN * planned.seconds:
         return f"no setting is faster by {1 - MARGIN:.0%}; leave the run file as it is"

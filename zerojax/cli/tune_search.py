@@ -1,7 +1,7 @@
-"""`zerojax tune RUN --search`: times the best plans of a search on the devices that are here.
+"""`zerojax tune RUN --search`: times the best plans of a search on this machine's devices.
 
-The search (`zerojax plan --search`) ranks plans by the roofline of their compiled programs. Here
-the first of them take some steps each, and the fastest one is written as a run file.
+The search (`zerojax plan --search`) ranks plans by the roofline of their compiled programs. This
+module runs the first few plans for some steps each, and writes the fastest one as a run file.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
     from zerojax.training.tuning import TimedStep
 
 BEST = 4
-"""Plans of the search that are timed."""
+"""Default number of plans from the search that are timed."""
 OWN = "the run's own settings"
 
 
 @dataclasses.dataclass(frozen=True)
 class RunWords:
-    """A run as typed: its file, if any, and KEY=VALUE words."""
+    """Settings of a run as typed: its run file, if any, and KEY=VALUE words."""
 
     path: str | None
     words: Sequence[str]
 
     def config(self, more: Sequence[str] = ()) -> RunConfig:
-        """Returns the settings, with `more` words after the typed ones."""
+        """Returns the parsed settings, with `more` words after the typed ones."""
         return load(RunConfig, self.path, [*self.words, *more])
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raises if options of the search are invalid, or given without it.
+    """Checks the options of --search.
 
     Raises:
-      ValueError: names the option.
+      ValueError: an option is invalid, or is given without --search.
     """
     if not args.search:
         for option, value in (("--gpu", args.gpu), ("--best", args.best), ("--out", args.out)):
@@ -58,7 +58,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.no_steps:
         raise ValueError("--search times whole steps, and --no-steps skips them; leave one out")
     if args.best is not None and args.best < 1:
-        raise ValueError(f"--best {args.best}: give at least 1 plan to time")
+        raise ValueError(f"--best {args.best} is below 1; use 1 plan or more")
     if args.budget <= 0:
         raise ValueError(f"--budget {args.budget:g}: give seconds above 0, such as 300")
     if args.out is not None and user_path(args.out).exists():
@@ -66,13 +66,13 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def tune_by_search(args: argparse.Namespace, run: RunWords) -> int:
-    """Searches, times the best plans and the run's own on these devices, and writes the fastest.
+    """Times the best plans of a search and the run's own plan, and writes the fastest one.
 
     Returns:
-      0 a plan was timed, 1 none of the search fits the card.
+      Exit code: 0 if a plan was timed, 1 if no plan of the search fits the GPU.
 
     Raises:
-      ValueError: the card is unknown, there are several processes, or no plan could be timed.
+      ValueError: the GPU is unknown, there are several processes, or no plan could be timed.
       RuntimeError: the search failed.
     """
     import jax
@@ -98,7 +98,7 @@ def tune_by_search(args: argparse.Namespace, run: RunWords) -> int:
         except ValueError as error:
             show(redact(f"  {name}: not timed ({error})"))
     if not plans:
-        raise ValueError("no plan of the search can run here, for the reasons above")
+        raise ValueError("no plan of the search can run here; the lines above give the reasons")
     show(f"{len(plans)} plans on {len(devices)} x {devices[0].device_kind}, a batch of zeros:")
     timed: list[TimedStep] = []
     for step in time_steps(plans):
@@ -117,10 +117,10 @@ def tune_by_search(args: argparse.Namespace, run: RunWords) -> int:
 
 
 def _card(name: str | None, device: Any) -> str:
-    """Returns the name or the file of the card to search for.
+    """Returns the name, or the file of a description, of the GPU to search plans for.
 
     Raises:
-      ValueError: no name is given, and the device is no card with a description.
+      ValueError: no name is given, and zerojax has no description of the device.
     """
     if name is not None:
         find_gpu(name)
@@ -129,16 +129,16 @@ def _card(name: str | None, device: Any) -> str:
     if card is None:
         raise ValueError(
             f"no description of {device.device_kind!r} is known, which the search needs; name a "
-            "card or a YAML file that describes one: --gpu h100"
+            "GPU or a YAML file that describes it: --gpu h100"
         )
     return card.name
 
 
 def _search(run: RunWords, card: str, devices: int, budget: float) -> Mapping[str, Any]:
-    """Runs the search in a child process, whose compiler for absent GPUs leaves ours alone.
+    """Runs the search in a child process, to keep its compiler for absent GPUs out of this process.
 
     Raises:
-      RuntimeError: with the child's message.
+      RuntimeError: the search failed; contains the child's message.
     """
     show(f"searching plans for {devices} x {card}, for {budget:g} s at most ...")
     words = [*([run.path] if run.path else []), *run.words]
@@ -158,7 +158,7 @@ def _search(run: RunWords, card: str, devices: int, budget: float) -> Mapping[st
 
 
 def _best(found: Mapping[str, Any], number: int) -> list[list[str]]:
-    """Returns the words of the fitting plans with the least seconds, the choice first."""
+    """Returns the KEY=VALUE words of the fastest fitting plans, the search's choice first."""
     fitting = [trial for trial in found["trials"] if trial["status"] == "fits"]
     fitting.sort(key=lambda trial: trial["seconds"])
     listed = [found["words"], *(trial["words"] for trial in fitting)]

@@ -1,4 +1,4 @@
-"""Batches: from text or token files to global arrays, resumable from one integer."""
+"""Batches from text or token files as global arrays; one integer is the position to resume from."""
 
 from zerojax.data.batch_sharding import (
     abstract_global,

@@ -19,23 +19,23 @@ from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.index_limits import IndexLimit
 from zerojax.tracing.trees import flatten_names, unflatten_like
 
-# Names of the arrays of a language-model batch that hold token ids (others, such as labels, are not
-# limited by the vocabulary).
+# Names of the arrays of a language-model batch that hold token ids. The vocabulary size does not
+# limit other arrays, such as labels.
 TOKEN_NAMES = ("tokens", "targets")
 
 
 class BatchPlan(Protocol):
-    """Plan of a run, as far as batches need it: some attributes of `zerojax.plan.make.Plan`."""
+    """Part of a run's plan that batches need: some attributes of `zerojax.plan.make.Plan`."""
 
     @property
     def abstract_batch(self) -> Any:
-        """Tree of `jax.ShapeDtypeStruct`: the global batch, with shardings."""
+        """Global batch as a tree of `jax.ShapeDtypeStruct` with shardings."""
         ...
 
     @property
     def traced(self) -> Any:
-        """Result of tracing; has `index_limits`: {name: bounds of integers that index rows of a
-        parameter}."""
+        """Result of tracing the model; its `index_limits` is {name: bounds of integers that index
+        rows of a parameter}."""
         ...
 
     @property
@@ -51,26 +51,27 @@ def shard_batch(
 ) -> Any:
     """Checks a host batch and places it on the devices as global arrays with the plan's shardings.
 
-    With several processes each passes its own rows, `local_rows(plan)` of the global batch. Arrays
-    that already have the plan's sharding are passed through.
+    With several processes, each process passes its own rows, `local_rows(plan)`, of the global
+    batch. Arrays that already have the plan's sharding are returned unchanged.
 
-    A dtype that differs from the plan's is cast if no value changes, if the integers fit, or from
-    float64 (numpy's default, which JAX does not use) to float32; every other dtype is an error.
+    A dtype that differs from the plan's is cast in three cases: no value changes, the integers fit,
+    or float64 (NumPy's default, which JAX does not use) becomes float32. Any other difference is an
+    error.
 
     Args:
-      plan: the plan of the run.
+      plan: plan of the run.
       batch: tree of arrays [rows, ...] of NumPy, JAX or torch (on the CPU), with the names of the
         plan's example batch.
       vocab_size: if given, "tokens" and "targets" must be in [0, vocab_size). Integers that the
         model uses as row indices of a parameter are always checked.
-      check_values: raise for floating-point values that are not finite.
+      check_values: whether to raise for floating-point values that are not finite.
 
     Returns:
-      The tree of the plan's batch, of `jax.Array`.
+      The batch as a tree of global `jax.Array`s.
 
     Raises:
       ValueError: names, shapes or values differ from those the plan was made for.
-      TypeError: a dtype that is not cast, or a leaf that is not an array.
+      TypeError: a dtype is not cast, or a leaf is not an array.
     """
     wanted = flatten_names(plan.abstract_batch)
     given = flatten_names(as_arrays(batch))
@@ -96,10 +97,9 @@ def shard_batch(
 
 
 def missing_rows(plan: BatchPlan, batch: Any) -> int:
-    """Returns how many rows `batch` lacks to be this process's whole part, the same number in all
-    arrays; 0 if none.
+    """Returns how many rows this process's part of the batch lacks; 0 if none.
 
-    Reads names and shapes only.
+    The number must be the same in all arrays. Reads only names and shapes.
 
     Raises:
       ValueError: names or shapes differ from the plan's in another way.
@@ -122,7 +122,7 @@ def missing_rows(plan: BatchPlan, batch: Any) -> int:
 
 
 def local_rows(plan: BatchPlan) -> tuple[int, int]:
-    """Returns `(lo, hi)`: the rows of every global batch that this process has to provide.
+    """Returns `(lo, hi)`: the rows of every global batch that this process must provide.
 
     Raises:
       ValueError: this process has no devices in the mesh, or its rows are not contiguous.
@@ -133,20 +133,21 @@ def local_rows(plan: BatchPlan) -> tuple[int, int]:
 
 def local_rows_of_mesh(mesh: Mesh | AbstractMesh, size: int) -> tuple[int, int]:
     """Returns `(lo, hi)`: the rows that this process provides of batches of `size` rows over
-    `mesh`, before there is a plan."""
+    `mesh`. Works before there is a plan."""
     return _local_rows(NamedSharding(mesh, P(DATA_AXES)), size)
 
 
 def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Returns the shapes and dtypes of the global batch, given this process's rows, before there is
-    a plan.
+    """Returns shapes and dtypes of the global batch, given the rows of this process.
+
+    Works before there is a plan.
 
     Args:
       batch: tree of arrays [rows, ...]; a scalar is the same on all processes.
-      mesh: of the run. If it has no devices, `batch` is the global batch.
+      mesh: mesh of the run. If it has no devices, `batch` is already the global batch.
 
     Returns:
-      The tree of `jax.ShapeDtypeStruct`s that `make_plan` takes as an example.
+      The tree of `jax.ShapeDtypeStruct`s that `make_plan` accepts as an example batch.
     """
     batch = as_arrays(batch)
     check_arrays(batch)
@@ -176,7 +177,7 @@ def _local_rows(sharding: NamedSharding, size: int) -> tuple[int, int]:
     if not rows:
         raise ValueError(
             f"process {jax.process_index()} has no device in the mesh "
-            f"{dict(sharding.mesh.shape)}; make the mesh of devices of every process"
+            f"{dict(sharding.mesh.shape)}; make the mesh from the devices of all processes"
         )
     for (_, before), (after, _) in itertools.pairwise(rows):
         if after > before:
@@ -189,14 +190,14 @@ def _local_rows(sharding: NamedSharding, size: int) -> tuple[int, int]:
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
-    """Raises if a floating-point array has NaN or infinite values; costs one min and one max.
+    """Raises if a floating-point array has NaN or infinite values; computes one min and one max.
 
     Raises:
-      ValueError: names the first index and the number of such values.
+      ValueError: a value is not finite; names the first index and the number of such values.
     """
     if not jax.numpy.issubdtype(array.dtype, np.floating) or not array.size:
         return
-    # Both are NaN if any value is, so valid arrays need no temporary array.
+    # Minimum and maximum are both NaN if any value is, so valid arrays need no temporary array.
     with np.errstate(invalid="ignore"):  # bfloat16 warns about the NaN that is checked here
         if np.isfinite(array.min()) and np.isfinite(array.max()):
             return
@@ -211,10 +212,10 @@ def check_finite(name: str, array: np.ndarray) -> None:
 
 
 def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:
-    """Raises for token ids outside [0, vocab_size).
+    """Raises if a token id is outside [0, vocab_size).
 
     Raises:
-      ValueError: names the first index and its id.
+      ValueError: an id is outside; names the first index and its id.
     """
     if not array.size or (array.min() >= 0 and array.max() < vocab_size):
         return
@@ -227,10 +228,10 @@ def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:
 
 
 def check_rows_exist(name: str, array: np.ndarray, limit: IndexLimit) -> None:
-    """Raises for integers that index rows which a parameter does not have.
+    """Raises for integers that are used as row indices, but exceed a parameter's number of rows.
 
     Raises:
-      ValueError: names the first index, its value and the parameter.
+      ValueError: an index is outside; names its position, its value and the parameter.
     """
     looked_up = array[limit.window]
     if not looked_up.size or (looked_up.min() >= limit.low and looked_up.max() < limit.high):
@@ -310,8 +311,7 @@ def _as_numpy(name: str, value: Any) -> np.ndarray:
 
 
 def _cast(name: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
-    """Casts `array` to the dtype `wanted` if that is allowed by the rule in `shard_batch`; raises
-    otherwise."""
+    """Casts `array` to the dtype `wanted` if `shard_batch` allows this cast; raises otherwise."""
     dtype = array.dtype
     if dtype == wanted:
         return array

@@ -1,9 +1,9 @@
 """Best-fit-decreasing packing of texts into rows of one size, as a pure function.
 
-Texts are placed from the longest to the shortest, each into the row with the smallest free space
-that it fits in (Johnson 1973). All texts of one length are placed at once, with rows grouped by
-free space. So the work grows with the number of different lengths and free spaces, without a search
-for each text.
+Texts are placed from the longest to the shortest, each into the row with the smallest sufficient
+free space (Johnson 1973). All texts of one length are placed at once, and rows are grouped by free
+space. The work therefore grows with the number of different lengths and free spaces, without a
+search for each text.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zerojax.runtime.user_files import CACHE_VARIABLE, replacing, user_cache
 
 logger = logging.getLogger("zerojax.data")
 
-# Packing fewer texts takes about 0.3 s on one core; ten million take 3 s.
+# Below this number of texts, packing takes at most 0.3 s on one core; ten million texts take 3 s.
 CACHED_TEXTS = 1 << 20
 KEPT_FILES = 8
-"""Packings kept as files in the user's cache, of 4 bytes for each text and 8 for each row."""
+"""Maximum number of packings in the user's cache; a file has 4 bytes per text and 8 per row."""
 _VERSION = 1
 
 
@@ -34,8 +34,8 @@ class Packing:
     """Assignment of texts to rows of fixed length.
 
     Attributes:
-      order: int32 or int64 [texts], the texts of row 0, then those of row 1, and so on; increasing
-        within a row, and the first texts of the rows increase as well.
+      order: int32 or int64 [texts], indices of the texts of row 0, then of row 1, and so on.
+        Indices increase within a row, and the first texts of the rows increase as well.
       starts: int64 [rows + 1]: row r has the texts order[starts[r]:starts[r + 1]].
     """
 
@@ -49,14 +49,15 @@ class Packing:
 
 
 class _OpenRows:
-    """Rows that still have free space, grouped by its size in tokens."""
+    """Rows that still have free space, grouped by their number of free tokens."""
 
     def __init__(self) -> None:
         self._rooms: list[int] = []
         self._rows: dict[int, list[np.ndarray]] = {}
 
     def tightest(self, length: int) -> int | None:
-        """Returns the smallest free space of at least `length`, or None if no row has that much."""
+        """Returns the smallest free space of at least `length` tokens; None if no row has that
+        much."""
         place = bisect.bisect_left(self._rooms, length)
         return self._rooms[place] if place < len(self._rooms) else None
 
@@ -69,7 +70,7 @@ class _OpenRows:
         self._rows[room].append(rows)
 
     def take(self, room: int, count: int) -> np.ndarray:
-        """Removes and returns at most `count` rows that have exactly `room` free tokens, oldest
+        """Removes and returns at most `count` rows with exactly `room` free tokens, the oldest
         first."""
         waiting, taken = self._rows[room], []
         while waiting and count:
@@ -86,14 +87,14 @@ class _OpenRows:
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
-    """Packs texts by best-fit decreasing into few rows; pure.
+    """Packs texts by best-fit decreasing into few rows; a pure function.
 
     Args:
-      lengths: integers [n] in [1, capacity], tokens of each text.
-      capacity: tokens of a row.
+      lengths: integers [n] in [1, capacity], number of tokens of each text.
+      capacity: number of tokens of a row.
 
     Raises:
-      ValueError: a length outside [1, capacity].
+      ValueError: a length is outside [1, capacity].
     """
     lengths = np.asarray(lengths)
     if lengths.size and not 1 <= lengths.min() <= lengths.max() <= capacity:
@@ -130,8 +131,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def _numbered(row_of_text: np.ndarray, num_rows: int) -> Packing:
-    """Renumbers rows in the order of their first texts, so that a part of the rows samples all
-    lengths."""
+    """Renumbers rows in the order of their first texts, so that any part of the rows is a sample
+    of all lengths."""
     order = np.argsort(row_of_text, kind="stable")
     sizes = np.bincount(row_of_text, minlength=num_rows)
     first = order[np.cumsum(sizes) - sizes]
@@ -145,8 +146,8 @@ def _numbered(row_of_text: np.ndarray, num_rows: int) -> Packing:
 
 
 def packing_of(lengths: np.ndarray, capacity: int) -> Packing:
-    """Returns the result of `best_fit_decreasing`, cached in the user's cache if there are many
-    texts."""
+    """Returns the result of `best_fit_decreasing`; for many texts it is stored in the user's
+    cache."""
     folder = user_cache()
     if folder is None or len(lengths) < CACHED_TEXTS:
         return best_fit_decreasing(lengths, capacity)
@@ -161,7 +162,8 @@ def packing_of(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def _load(file: Path, num_texts: int) -> Packing | None:
-    """Loads a cached packing; None if there is none, or if it is damaged (with a warning)."""
+    """Loads a cached packing; returns None if there is none or, with a warning, if it is
+    damaged."""
     try:
         # The archive has checksums. np.load does not close a damaged one, so the file is opened
         # here.

@@ -16,22 +16,22 @@ from zerojax.data.record_files import RECORD_SUFFIXES, read_records, saved_files
 EMBEDDED_NAME = "shakespeare.txt"
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py", *RECORD_SUFFIXES)
 TOKEN_SUFFIXES = (".bin", ".npy")
-# A piece is the text of one tokenizer call: large enough to amortise the call, small enough to read
-# a corpus of any size in constant memory.
+# Number of characters of a piece, the text of one tokenizer call: enough to amortise the call, few
+# enough to read a corpus of any size in constant memory.
 PIECE_CHARACTERS = 1 << 20
 
 
 def read_text(path: str | Path | None = None) -> str:
-    """Returns the whole corpus as one string; `None` is the embedded Shakespeare (1.07 MB, ASCII).
+    """Reads a whole corpus as one string; `None` reads the embedded Shakespeare (1.07 MB, ASCII).
 
-    Documents are joined by a blank line. Meant for small corpora: `read_documents` streams.
+    Documents are joined by a blank line. Use it for small corpora; `read_documents` streams.
 
     >>> read_text()[:14]
     'AS YOU LIKE IT'
 
     Raises:
-      FileNotFoundError: no such path.
-      ValueError: no text in it, or bytes that are not UTF-8 (names the file and the offset).
+      FileNotFoundError: the path does not exist.
+      ValueError: there is no text, or it is not UTF-8 (names the file and the offset).
     """
     return "\n\n".join("".join(document) for document in read_documents(find_text_files(path)))
 
@@ -46,8 +46,8 @@ def existing_path(path: str | Path) -> Path:
     """Returns `path` with `~` expanded, if it exists.
 
     Raises:
-      FileNotFoundError: it does not exist; names the nearest parent folder that does.
-      UnreadableError: it is a pipe, a device or a socket.
+      FileNotFoundError: the path does not exist; names the nearest parent folder that does.
+      UnreadableError: the path is a pipe, a device or a socket.
     """
     found = user_path(path)
     if found.exists():
@@ -63,8 +63,8 @@ def existing_path(path: str | Path) -> Path:
 
 
 def other_suffixes(path: str | Path | None) -> list[str]:
-    """Returns the suffix of each file of a folder that is not read because it has no
-    text suffix."""
+    """Returns the suffix of each file of a folder that is not read because it is not a text
+    suffix."""
     if path is None or not (root := existing_path(path)).is_dir():
         return []
     if saved_files(root) is not None:  # a saved dataset lists its own files
@@ -74,10 +74,10 @@ def other_suffixes(path: str | Path | None) -> list[str]:
 
 
 def find_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
-    """Returns files below `folder` with one of `suffixes`, sorted by relative path, without hidden
-    ones.
+    """Returns the files below `folder` with one of `suffixes`, sorted by relative path, without
+    hidden files.
 
-    The order is that of the POSIX path strings, so it is the same on every machine.
+    The order is that of the POSIX path strings, and so is the same on every machine.
     """
     found = [
         path
@@ -90,13 +90,13 @@ def find_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
 
 
 def find_text_files(path: str | Path | None) -> list[Path]:
-    """Returns the text files that `path` means: the embedded one, one file, or all of a folder.
+    """Returns the text files at `path`: one file, or all of a folder; None is the embedded text.
 
     For a folder saved by `datasets`, these are the files of its split "train".
 
     Raises:
-      FileNotFoundError: no such path.
-      ValueError: a folder without text files, or only empty files.
+      FileNotFoundError: the path does not exist.
+      ValueError: the folder has no text files, or all files are empty.
     """
     if path is None:
         return [embedded_path()]
@@ -119,7 +119,7 @@ def find_text_files(path: str | Path | None) -> list[Path]:
 
 
 def num_text_bytes(files: Sequence[Path]) -> int:
-    """Returns the bytes of all files together, from file sizes only."""
+    """Returns the total size of all files in bytes, without reading them."""
     return sum(file.stat().st_size for file in files)
 
 
@@ -127,12 +127,12 @@ def read_documents(files: Sequence[Path]) -> Iterator[Iterator[str]]:
     """Yields one iterator of text pieces per document, in the order of `files`, in constant memory.
 
     A text file is one document. Each line of a `.jsonl` file, and each row of a `.parquet` or
-    `.arrow` file, is one document, its `"text"` value. Consume every document before the next one
-    is requested. Empty documents are skipped.
+    `.arrow` file, is one document: its `"text"` value. Read each document to its end before
+    requesting the next one. Empty documents are skipped.
 
     Raises:
-      ValueError: bytes that are not UTF-8, or a row without a "text" string.
-      ImportError: parquet or arrow without the package pyarrow.
+      ValueError: a text is not UTF-8, or a row has no "text" string.
+      ImportError: a file is parquet or arrow, and the package pyarrow is not installed.
     """
     for file in files:
         if file.suffix.lower() in RECORD_SUFFIXES:
@@ -166,8 +166,8 @@ def _text_pieces(file: Path) -> Iterator[str]:
 def _cut_place(text: str) -> int:
     """Returns the last position between a single line end and a visible character, or 0.
 
-    A byte-level BPE splits there in any case, so the ids equal those of the uncut text. A text
-    without line ends is cut anywhere once it is four pieces long.
+    A byte-level BPE splits at such positions in any case, so the ids equal those of the uncut text.
+    A text without line ends is cut anywhere once it is as long as four pieces.
     """
     cut = text.rfind("\n", 0, len(text) - 1) + 1
     while cut > 1 and (text[cut - 2].isspace() or text[cut].isspace()):
@@ -178,10 +178,10 @@ def _cut_place(text: str) -> int:
 
 
 def _not_utf8(file: Path) -> str:
-    """Returns the error message for a file that is not UTF-8; scans it for the exact offset."""
+    """Returns the error message for a file that is not UTF-8; reads it to find the exact offset."""
     offset = 0
     with open(open_regular(file), "rb") as stream:
-        # By lines: the byte of a line end is never part of another UTF-8 character.
+        # Reads by lines, because the byte of a line end is never part of another UTF-8 character.
         for line in stream:
             try:
                 line.decode("utf-8")
@@ -198,8 +198,8 @@ def _not_utf8(file: Path) -> str:
 
 
 def _to_utf8(file: Path) -> str:
-    """Returns an iconv command; without -f, iconv assumes the locale's encoding, mostly UTF-8
-    itself."""
+    """Returns an iconv command that converts a file from Latin-1. Without -f, iconv assumes the
+    locale's encoding, which is mostly UTF-8."""
     new = shlex.quote(f"{file.stem}.utf8{file.suffix}")
     return f"if it is Latin-1: iconv -f latin1 -t utf-8 {shlex.quote(os.fspath(file))} > {new}"
 

@@ -1,4 +1,4 @@
-"""Batches of rows of a dataset with random access, such as one of Hugging Face or PyTorch."""
+"""Batches of rows of a dataset with random access, such as a dataset of Hugging Face or PyTorch."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ _PAD = "pad rows to one length, or pass collate=, a function (list of rows) -> b
 @names_keywords()
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DatasetSource(RowSource):
-    """Shuffled batches of a dataset whose rows are read by number.
+    """Shuffled batches of a dataset whose rows are read by index.
 
-    Every row is read once per epoch, in an order that depends only on the seed and the epoch.
-    Therefore a run resumes at the exact row without reading those before it, and each of several
-    processes reads only its own rows.
+    Every row is read once per epoch, in an order that depends only on the seed and the epoch. A run
+    therefore resumes at the exact row without reading earlier rows, and each of several processes
+    reads only its own rows.
     """
 
     kind: ClassVar[str] = "dataset"
 
     dataset: Any
-    """Has `len(dataset)` and `dataset[number]`, a row: a dict, tuple or other tree of numbers,
-    arrays and lists of numbers. `datasets.Dataset` is read in one call per batch."""
+    """Dataset with `len(dataset)` and `dataset[number]`, which is a row: a dict, tuple or other
+    tree of numbers, arrays and lists of numbers. `datasets.Dataset` is read in one call per
+    batch."""
     global_batch_size: int
-    """Rows per batch, over all processes."""
+    """Number of rows per batch, over all processes."""
     seed: int = 0
     shuffle: bool = True
     collate: Callable[[list[Any]], Any] | None = None
-    """Makes a batch of a list of rows, as `collate_fn` of PyTorch's DataLoader; must be pure. None:
-    rows are stacked."""
+    """Function that makes a batch of a list of rows, as `collate_fn` of PyTorch's DataLoader; must
+    be pure. None stacks the rows."""
     seq_len: int = dataclasses.field(init=False, default=1)
-    """Has no meaning here, as rows need not be sequences."""
+    """Always 1 and unused, as rows need not be sequences."""
 
     def __post_init__(self) -> None:
         if not _has_random_access(self.dataset):
@@ -62,17 +63,18 @@ class DatasetSource(RowSource):
 
     @property
     def tokenizer(self) -> None:
-        """None, since a dataset does not say which tokenizer made it."""
+        """Always None, because a dataset does not record which tokenizer made it."""
         return None
 
     def rows_at(self, numbers: np.ndarray) -> Any:
-        """Returns the rows with these numbers, counted over all epochs, as a batch; pure.
+        """Reads rows by index, counted over all epochs, as a batch; a pure function.
 
         Args:
-          numbers: int64 [rows], at least 0.
+          numbers: int64 [rows], indices of at least 0.
 
         Raises:
-          ValueError: rows differ in shape. TypeError: a row has values that are not numbers.
+          ValueError: rows differ in shape.
+          TypeError: a row has values that are not numbers.
         """
         places = in_epochs(numbers, self.num_rows, self.seed if self.shuffle else None).tolist()
         if self.collate is not None:
@@ -84,18 +86,19 @@ class DatasetSource(RowSource):
 
     @functools.cached_property
     def _checksum(self) -> int:
-        """Checksum of the first and the last row."""
+        """Checksum of the dataset's first and last row."""
         ends = sorted({0, self.num_rows - 1})
         leaves = [leaf for place in ends for leaf in jax.tree.leaves(_as_row(self.dataset[place]))]
         return zlib.crc32(b"".join(np.asarray(leaf).tobytes() for leaf in leaves))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the number of rows, a checksum of the first and the last row, and the order."""
+        """Returns the number of rows, a checksum of the first and last row, and the order of
+        rows."""
         order = {"seed": self.seed, "shuffle": self.shuffle}
         return {"rows": self.num_rows, "checksum": self._checksum, **order}
 
     def describe(self) -> str:
-        """Returns the class of the dataset and its number of rows."""
+        """Describes the dataset in one line: its class, number of rows and order."""
         kind = type(self.dataset)
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
         return (
@@ -111,11 +114,12 @@ def as_dataset_source(
 
     Args:
       batches: a dataset of rows (see `is_dataset`), or batches.
-      global_batch_size: rows per batch; None is refused for a dataset.
-      seed, shuffle: of the order of rows.
+      global_batch_size: number of rows per batch; required for a dataset.
+      seed: random seed for the order of rows.
+      shuffle: whether to shuffle the rows.
 
     Raises:
-      ValueError: a dataset of rows, and no batch size.
+      ValueError: `batches` is a dataset of rows, but no batch size is given.
     """
     if not is_dataset(batches):
         return batches
@@ -132,8 +136,8 @@ def as_dataset_source(
 def is_dataset(thing: Any) -> bool:
     """Returns whether an object is a dataset whose items are rows, not batches.
 
-    Those of Hugging Face and PyTorch are, and others with a length and rows by number over which
-    one cannot iterate: lists and loaders hold batches.
+    This is true for datasets of Hugging Face and PyTorch, and for other objects with a length and
+    access by index that are not iterable. Lists and loaders contain batches.
     """
     if not _has_random_access(thing):
         return False
@@ -142,7 +146,7 @@ def is_dataset(thing: Any) -> bool:
 
 
 def is_hugging_face(thing: Any) -> bool:
-    """Returns whether an object is a `datasets.Dataset` (with random access to its rows)."""
+    """Returns whether an object is a `datasets.Dataset`, which has random access to its rows."""
     is_theirs = type(thing).__module__.partition(".")[0] == _HUGGING_FACE
     return is_theirs and _has_random_access(thing)
 
@@ -155,7 +159,8 @@ def _column(name: str, values: Any) -> np.ndarray:
     """Converts one column of several rows to an array [rows, ...].
 
     Raises:
-      ValueError: the rows have different lengths. TypeError: they are not numbers.
+      ValueError: the rows have different lengths.
+      TypeError: the rows are not numbers.
     """
     column = np.asarray(values)
     shapes = sorted({np.shape(value) for value in column}) if column.dtype == object else []
@@ -170,7 +175,7 @@ def _column(name: str, values: Any) -> np.ndarray:
 
 
 def _as_row(row: Any) -> Any:
-    """Returns a row of a dataset whose lists of numbers, numbers and tensors are arrays."""
+    """Converts lists of numbers, numbers and tensors in a row of a dataset to arrays."""
 
     def is_list(part: Any) -> bool:
         return isinstance(part, list)
@@ -179,10 +184,11 @@ def _as_row(row: Any) -> Any:
 
 
 def _stacked(rows: Sequence[Any]) -> Any:
-    """Stacks rows, trees of arrays, to one batch.
+    """Stacks rows, which are trees of arrays, to one batch.
 
     Raises:
-      ValueError: rows differ in structure or shape. TypeError: a value is not a number.
+      ValueError: rows differ in structure or shape.
+      TypeError: a value is not a number.
     """
     rows = [_as_row(row) for row in rows]
     structures = {jax.tree.structure(row) for row in rows}
@@ -198,7 +204,7 @@ def _stacked(rows: Sequence[Any]) -> Any:
 
 
 def _joined(values: Sequence[np.ndarray]) -> np.ndarray:
-    """Stacks arrays; returns an array of objects if their shapes differ."""
+    """Stacks arrays; if their shapes differ, returns an array of objects."""
     if len({value.shape for value in values}) == 1:
         return np.stack(values)
     column = np.empty(len(values), object)

@@ -1,4 +1,4 @@
-"""Batch feeds: iterators of batches with a position to resume from."""
+"""Batch feeds: iterators of batches whose position can be saved, to resume a run."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ _OTHERS = "batches=zerojax.data.as_feed(batches, allow_other_data=True)"
 class Feed(abc.ABC):
     """Iterator of batches, endless or ending, whose position can be saved and restored.
 
-    Call `state()` right after `next()` to resume with the batch that follows. It is JSON-able.
+    To resume with the batch that follows, call `state()` right after `next()`. The state is
+    JSON-compatible.
     """
 
     kind: str
-    """Type of the data; part of the state, so that another type is detected."""
+    """Type of the data. It is part of the state, so that data of another type are detected."""
 
     allow_other_data = False
-    """Whether `restore` accepts a state of other data than the feed's, and continues at the same
-    number of batches."""
+    """Whether `restore` accepts a state of other data than the feed's; it then continues at the
+    same number of batches."""
 
     def __init__(self, start: int):
         if start < 0:
@@ -59,22 +60,22 @@ class Feed(abc.ABC):
 
     @property
     def position(self) -> int:
-        """Batches returned since the start of the run: the step of the next batch."""
+        """Number of batches returned since the start of the run, which is the next batch's step."""
         return int(self.state()["position"])
 
     def state(self) -> State:
-        """Returns `{"kind": ..., "position": batches returned so far, ...}`."""
+        """Returns `{"kind": ..., "position": number of batches returned so far, ...}`."""
         if self._returned_state is not None:
             return self._returned_state
         return {"kind": self.kind, "position": self._position, **self._details()}
 
     def restore(self, state: Mapping[str, Any], *, allow_other_data: bool | None = None) -> None:
-        """Continues with the batch that followed when `state` was taken.
+        """Continues with the batch that came next when `state` was taken.
 
         Args:
-          state: the result of `state()`, possibly of an earlier process.
-          allow_other_data: continue at the same number of batches although the data differ from
-            those of the state; None: use the attribute.
+          state: result of `state()`, possibly of an earlier process.
+          allow_other_data: whether to continue at the same number of batches if the data differ
+            from those of the state; None uses the attribute of this name.
 
         Raises:
           ValueError: the state belongs to other data or another type of data.
@@ -99,16 +100,15 @@ class Feed(abc.ABC):
         self._position = int(state["position"])
 
     def take_rows(self, low: int, high: int) -> None:
-        """Makes every following batch consist of rows `low` to `high` (exclusive) of the data's
-        batch.
+        """Cuts every following batch to the rows `low` to `high` (exclusive) of the data's batch.
 
-        For one of several processes that all read the global batch.
+        For a run with several processes that all read the global batch.
         """
         self._rows = low, high
         self._returned = collections.deque((self._cut(b), state) for b, state in self._returned)
 
     def peek(self) -> list[tuple[Batch, State]]:
-        """Returns the batches that `give_back` put back and that are still to be read, each with
+        """Returns the batches that `give_back` put back and that are not read again yet, each with
         the state after it."""
         return list(self._returned)
 
@@ -119,11 +119,11 @@ class Feed(abc.ABC):
         return jax.tree.map(lambda x: x[low:high] if getattr(x, "shape", ()) else x, batch)
 
     def give_back(self, batches: Iterable[tuple[Batch, State]], state: State) -> None:
-        """Puts back batches that were read but not used, before those still to come.
+        """Puts back batches that were read but not used; the feed returns them first.
 
         Args:
-          batches: `(batch, state after it)` in their order.
-          state: the state before the first of them.
+          batches: pairs `(batch, state after it)`, in order.
+          state: state before the first of these batches.
         """
         for item in reversed(list(batches)):
             self._returned.appendleft(item)
@@ -131,7 +131,8 @@ class Feed(abc.ABC):
             self._returned_state = state
 
     def epochs(self, state: Mapping[str, Any]) -> dict[str, int]:
-        """Returns {part of the data: its epoch, from 1} at a state of this feed; may be empty."""
+        """Returns {name of a data set: its epoch, from 1} for a state of this feed; may be
+        empty."""
         del state
         return {}
 
@@ -145,12 +146,12 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
-        """Moves the feed to batch `position`; `details` is the whole saved state, or empty for
-        another type of data."""
+        """Moves the feed to batch `position`; `details` is the whole saved state, or empty if the
+        state is of another type of data."""
 
 
 class SourceFeed(Feed):
-    """Feed of the batches of a `RowSource`; its position is the number of the next row."""
+    """Feed of the batches of a `RowSource`; its position is the index of the next row."""
 
     def __init__(self, source: RowSource, start: int, rows: tuple[int, int] | None):
         super().__init__(start)
@@ -167,12 +168,13 @@ class SourceFeed(Feed):
         return batch
 
     def epochs(self, state: Mapping[str, Any]) -> dict[str, int]:
-        """Returns {part of the data: its epoch, from 1} at a state of this feed."""
+        """Returns {name of a data set: its epoch, from 1} for a state of this feed."""
         return self._source.epochs(int(state["row"])) if "row" in state else {}
 
     def _details(self) -> State:
-        # The row and not only the step: a run that continues with another global_batch_size resumes
-        # at the row where it stopped, so that an epoch still has every window once.
+        # Saves the row, not only the step, so that a run that continues with another
+        # global_batch_size resumes at the row where it stopped, and an epoch still has every window
+        # once.
         return {"row": self._row, "data": self._source.fingerprint()}
 
     def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
@@ -192,7 +194,7 @@ class SourceFeed(Feed):
 
 
 class FunctionFeed(Feed):
-    """Feed of a function `step -> batch`; any position is reached immediately."""
+    """Feed of a function `step -> batch`; it can move to any position immediately."""
 
     kind = "function"
 
@@ -208,11 +210,11 @@ class FunctionFeed(Feed):
 
 
 class IterableFeed(Feed):
-    """Feed of any iterable. One that can be iterated again is repeated at its end; an iterator just
-    ends.
+    """Feed of any iterable. An iterable that can be iterated again is repeated at its end; an
+    iterator ends.
 
-    An iterator with `get_state` and `set_state` (grain) is restored by these. Any other returns to
-    its position by reading and dropping the batches before it, which is logged.
+    An iterator with `get_state` and `set_state` (grain) is restored by these methods. Any other one
+    returns to its position by reading and discarding all earlier batches, which is logged.
     """
 
     kind = "iterable"
@@ -290,18 +292,19 @@ def as_feed(
     """Makes a `Feed` from a user's batches.
 
     Args:
-      batches: a `RowSource`, a function `step -> batch`, a sequence or iterable of batches
-        (repeated at its end), or an iterator (ends with it). A `RowSource` gives each of several
-        processes the rows of `rows`; other data are used as they are (`zerojax.train` finds out
-        which rows they have). A `Feed` is returned unchanged.
-      start: the first step; `Feed.restore` restores a saved state more exactly.
-      rows: `(lo, hi)` of each global batch that this process reads from a `RowSource`; None: all.
-      allow_other_data: whether a saved run continues with these batches, at the same number of
-        batches, although the data differ.
+      batches: a `RowSource`, a function `step -> batch`, a sequence or iterable of batches (which
+        is repeated at its end), or an iterator (which ends). From a `RowSource` each of several
+        processes reads only its `rows`; other data are used unchanged (`zerojax.train` finds out
+        which rows they contain). A `Feed` is returned unchanged.
+      start: number of the first step; `Feed.restore` restores a saved state more exactly.
+      rows: `(lo, hi)` of each global batch that this process reads from a `RowSource`; None reads
+        all rows.
+      allow_other_data: whether a saved run may continue with these batches although the data
+        differ; it continues at the same number of batches.
 
     Raises:
-      TypeError: a single batch, a path, or an object that is not data.
-      ValueError: an empty sequence, a negative start, or rows outside the batch.
+      TypeError: `batches` is a single batch, a path, or an object that is not data.
+      ValueError: the sequence is empty, `start` is negative, or `rows` are outside the batch.
     """
     if isinstance(batches, Feed) and (start or rows):
         raise TypeError("this is already a Feed; omit start and rows, or use Feed.restore(state)")
@@ -347,13 +350,14 @@ def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
 
 
 def check_function(function: Callable[..., Any], option: str) -> None:
-    """Raises if a function does not map a batch number to a batch.
+    """Checks that a function maps a batch number to a batch.
 
     Args:
-      option: name of the option, for messages.
+      function: the user's function.
+      option: name of the option that passes the function, for messages.
 
     Raises:
-      TypeError: it is a generator function, or does not take one argument.
+      TypeError: it is a generator function, or does not take exactly one argument.
     """
     name = getattr(function, "__name__", type(function).__name__)
     if inspect.isgeneratorfunction(function):
@@ -364,7 +368,7 @@ def check_function(function: Callable[..., Any], option: str) -> None:
         )
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # not every callable has one
+    except (TypeError, ValueError):  # not every callable has a signature
         return
     try:
         signature.bind(0)
@@ -377,13 +381,13 @@ def check_function(function: Callable[..., Any], option: str) -> None:
 
 
 def one_pass(batches: Any) -> tuple[Any, int | None]:
-    """Makes `batches` end after one pass, unless they have no end.
+    """Makes `batches` end after one pass, unless they are endless.
 
     Args:
-      batches: as in `as_feed`.
+      batches: batches in any form that `as_feed` accepts.
 
     Returns:
-      (batches, their number: None if unknown or endless).
+      (batches, their number, which is None if unknown or endless).
     """
     if has_no_end(batches) or isinstance(batches, Mapping | str | Path | Feed):
         return batches, None
@@ -394,7 +398,8 @@ def one_pass(batches: Any) -> tuple[Any, int | None]:
 
 
 def has_no_end(batches: Any) -> bool:
-    """Returns True for batches without end: those of a text, and of a function of the step."""
+    """Returns whether batches are endless: those of a text source, and of a function of the
+    step."""
     is_function = callable(batches) and not isinstance(batches, Iterable)
     return batches is None or isinstance(batches, RowSource) or is_function
 

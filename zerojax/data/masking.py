@@ -1,4 +1,4 @@
-"""Batches for masked-token prediction, as a pure function of seed and row number."""
+"""Batches for masked-token prediction, as a pure function of seed and row index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerojax.data.source import TokenSource
 
 MASK_FRACTION = 0.15
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
-# Different from the keys of the shuffle, which are (seed, epoch).
+# Part of random keys, to differ from the keys of the shuffle, which are (seed, epoch).
 _STREAM = (0, 1)
 
 
@@ -22,19 +22,20 @@ _STREAM = (0, 1)
 class MaskedSource(TokenSource):
     """`TokenSource` whose rows have masked tokens, for `Bert.loss` (arXiv:1810.04805, 3.1).
 
-    Every row has the same number of positions to predict: `mask_fraction` of its tokens. 80 % of
-    them hold the mask, 10 % a random token of the vocabulary, 10 % the original token. In the next
-    epoch a row has other positions (arXiv:1907.11692); on another process it has the same.
+    Every row has the same number of positions to predict: `mask_fraction` of its tokens. Of these
+    positions, 80 % contain the mask token, 10 % a random token of the vocabulary, and 10 % the
+    original token. A row gets other positions in each epoch (arXiv:1907.11692), but the same ones
+    on every process.
 
-    Make one with `as_masked_source`.
+    `as_masked_source` makes a `MaskedSource`.
     """
 
     mask_token: int
-    """Id of the mask; it may be outside the data's vocabulary."""
+    """Id of the mask token; it may be outside the data's vocabulary."""
     special_tokens: tuple[int, ...] = ()
-    """Ids that are never masked and never drawn, such as [CLS] and [SEP]."""
+    """Ids that are never masked and never drawn as random tokens, such as [CLS] and [SEP]."""
     mask_fraction: float = MASK_FRACTION
-    """Fraction of a row's tokens to predict."""
+    """Fraction of a row's tokens that are positions to predict."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,13 +72,14 @@ class MaskedSource(TokenSource):
         return ids[~np.isin(ids, (self.mask_token, *self.special_tokens))]
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers, counted over all epochs, with masks; pure.
+        """Returns rows by index, counted over all epochs, with masked tokens; a pure function.
 
         Returns:
-          "tokens": int32 [rows, seq_len], some masked. "positions": int32 [rows, num_places],
-            increasing, the positions to predict, and "targets": int32, the original tokens there.
-            "weights": float32 [rows, num_places], 0 where a row has fewer ordinary tokens than
-            positions.
+          "tokens": int32 [rows, seq_len], some of them masked. "positions": int32 [rows,
+          num_places],
+            increasing, positions to predict. "targets": int32 [rows, num_places], original tokens
+            at these positions. "weights": float32 [rows, num_places]; 0 for surplus positions of a
+            row that has too few ordinary tokens.
         """
         tokens = super().rows_at(numbers)["tokens"]
         counters = self._counters(numbers)
@@ -96,7 +98,7 @@ class MaskedSource(TokenSource):
         """Chooses the positions to predict: (positions int32, weights float32), both [rows,
         num_places]."""
         can_be = ~np.isin(tokens, (self.mask_token, *self.special_tokens))
-        # Sorted by random words, ordinary tokens first.
+        # Positions are sorted by random words, ordinary tokens first.
         words = self._words(counters, 0) >> np.uint64(1)
         words |= np.where(can_be, np.uint64(0), np.uint64(1) << np.uint64(63))
         chosen = np.argsort(words, axis=1, kind="stable")[:, : self.num_places]
@@ -105,17 +107,17 @@ class MaskedSource(TokenSource):
         return positions.astype(np.int32), weights
 
     def _counters(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns a unique number for every token position of the rows `numbers`, uint64 [rows,
+        """Computes a unique number for every token position of the rows `numbers`, uint64 [rows,
         seq_len]."""
         rows = numbers.astype(np.uint64)[:, None] * np.uint64(self.seq_len)
         return rows + np.arange(self.seq_len, dtype=np.uint64)[None, :]
 
     def _words(self, counters: np.ndarray, stream: int) -> np.ndarray:
-        """Returns 64 random bits for each counter; they differ between streams."""
+        """Computes 64 random bits for each counter; they differ between streams."""
         return mix_bits(counters, derive_words((self.seed, *_STREAM))[stream])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the fingerprint of the `TokenSource` and the settings of the masks."""
+        """Returns the fingerprint of the `TokenSource` together with the settings of the masks."""
         return {
             **super().fingerprint(),
             "mask_token": self.mask_token,
@@ -131,20 +133,21 @@ def as_masked_source(
     special_tokens: Sequence[int] = (),
     mask_fraction: float = MASK_FRACTION,
 ) -> MaskedSource:
-    """Masks some of the tokens of a source's rows.
+    """Makes a source that masks some tokens of another source's rows.
 
-    With a tokenizer of Hugging Face: `mask_token=tokenizer.id_of("[MASK]")` and
-    `special_tokens=tokenizer.special_ids`. Bytes have no mask; 256 is the next id, and the model's
-    vocabulary then has 257.
+    With a Hugging Face tokenizer, pass `mask_token=tokenizer.id_of("[MASK]")` and
+    `special_tokens=tokenizer.special_ids`. Bytes have no mask token; use 256, the next id, and a
+    model with a vocabulary of 257.
 
     Args:
-      source: from `as_source`, to train on or to validate with.
-      mask_token: id of the mask.
-      special_tokens: ids that are never masked and never drawn.
+      source: result of `as_source`, for training or validation.
+      mask_token: id of the mask token.
+      special_tokens: ids that are never masked and never drawn as random tokens.
       mask_fraction: fraction of a row's tokens to predict.
 
     Raises:
-      ValueError: a fraction outside (0, 1], no ordinary token to draw, or a packed source.
+      ValueError: the fraction is outside (0, 1], there is no ordinary token to draw, or the source
+        is packed.
     """
     if source.boundary is not None:
         raise ValueError(

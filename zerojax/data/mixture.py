@@ -1,8 +1,8 @@
 """Weighted mixtures of sources: each row of a batch is a row of one source.
 
-Rows are assigned in blocks of 1,024. The number of rows of each source in a block follows from its
-weight and the number of the block, and their positions from a permutation of the block. So row
-number -> (source, its row) needs no state and no search.
+Rows are assigned in blocks of 1,024. A block's number of rows of each source follows from the
+weights and the block's index; their order follows from a permutation of the block. The mapping from
+row index to (source, row of the source) therefore needs no state and no search.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerojax.data.source import RowSource, check_sizes
 BLOCK = 1024
 # Weights are multiples of 1 / UNITS, so that counts are integers and equal on every machine.
 UNITS = 1 << 20
-# Different from the keys of the sources' shuffles, (seed, epoch), and of masks.
+# Part of random keys, to differ from the keys of the sources' shuffles and of masks.
 _STREAM = (0, 2)
 
 AtEnd = Literal["repeat", "stop"]
@@ -31,13 +31,14 @@ AtEnd = Literal["repeat", "stop"]
 
 @dataclasses.dataclass(frozen=True)
 class _Phase:
-    """Range of blocks between two ends of sources, in which the same sources provide rows.
+    """Range of blocks in which the same sources provide rows, between the ends of two sources.
 
     Attributes:
-      first: number of the first block.
-      units: int64 [sources], the share of each in `UNITS`, or its rows of the only block.
-      before: int64 [sources], rows that each provided before this phase.
-      is_one_block: whether this is the single block in which a source ends; `units` are counts.
+      first: index of the first block.
+      units: int64 [sources], share of each source in `UNITS`; if the phase is one block, number of
+        rows of each source.
+      before: int64 [sources], number of rows that each source provided before this phase.
+      is_one_block: whether the phase is the single block in which a source ends.
     """
 
     first: int
@@ -46,7 +47,7 @@ class _Phase:
     is_one_block: bool
 
     def given(self, block: int) -> np.ndarray:
-        """Returns the rows that each source has provided before block `block`, int64 [sources]."""
+        """Returns how many rows each source has provided before block `block`, int64 [sources]."""
         if self.is_one_block:
             return self.before + (block - self.first) * self.units
         return self.before + largest_remainders((block - self.first) * BLOCK, self.units)
@@ -57,29 +58,30 @@ class _Phase:
 class MixtureSource(RowSource):
     """Rows of several sources in proportion to their weights.
 
-    After each block of 1,024 rows every source has provided its share of all rows, up to one row.
-    At its end a source starts its next epoch, or stops and the others take over its share.
+    After each block of 1,024 rows the number of rows from every source equals its share of all
+    rows, up to one row. After its last row a source starts its next epoch, or stops, and the others
+    take over its share.
     """
 
     kind: ClassVar[str] = "mixture"
 
     sources: tuple[RowSource, ...]
-    """The sources; their own batch sizes are ignored. Arrays that a source lacks are filled in:
-    "weights" of 1, one segment, and the positions in it."""
+    """Sources of the mixture; their own batch sizes are ignored. Arrays that a source lacks are
+    filled in: "weights" of 1, one segment per row, and the positions in it."""
     weights: tuple[float, ...]
-    """One weight for each source; their sum is arbitrary."""
+    """Weight of each source; the sum is arbitrary."""
     names: tuple[str, ...]
-    """One name for each source, for messages."""
+    """Name of each source, for messages."""
     at_end: tuple[AtEnd, ...] = ()
-    """What each source does after its last row; empty: all repeat."""
+    """Action of each source after its last row, "repeat" or "stop"; empty: all repeat."""
     global_batch_size: int
-    """Rows per batch, over all processes."""
+    """Number of rows per batch, over all processes."""
     seed: int = 0
-    """Seed of the positions within blocks."""
+    """Random seed for the order of rows within blocks."""
     seq_len: int = dataclasses.field(init=False)
-    """Tokens of a row."""
+    """Number of tokens of a row."""
     vocab_size: int | None = dataclasses.field(init=False, default=None)
-    """The largest vocabulary size of the sources; None if one is unknown."""
+    """Largest vocabulary size of the sources; None if one of them is unknown."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -115,12 +117,12 @@ class MixtureSource(RowSource):
             raise ValueError(
                 "every source of the mixture stops at its end, but the run needs rows until its "
                 "last "
-                "step; let at least one repeat (at_end: repeat)"
+                "step; let at least one source repeat (at_end: repeat)"
             )
         if not set(self.at_end) <= {"repeat", "stop"}:
-            raise ValueError(f"at_end={list(self.at_end)}; each is repeat or stop")
+            raise ValueError(f"at_end={list(self.at_end)} is not valid; use repeat or stop")
         _check_weights(self.weights, self.names)
-        self.array_names  # noqa: B018 - raises for sources that do not match
+        self.array_names  # noqa: B018 - raises if the sources have different types of rows
 
     def _check_tokenizers(self) -> None:
         known = [
@@ -147,16 +149,16 @@ class MixtureSource(RowSource):
 
     @property
     def num_rows(self) -> int:
-        """Sum of the numbers of rows of the sources; with uneven weights each source ends at
-        another row."""
+        """Sum of the sources' numbers of rows. With uneven weights, sources end their epochs at
+        different rows."""
         return sum(source.num_rows for source in self.sources)
 
     @functools.cached_property
     def array_names(self) -> tuple[str, ...]:
-        """Names of the arrays of the mixture's rows.
+        """Names of the arrays in the mixture's rows.
 
         Raises:
-          ValueError: sources of different types, such as masked tokens among texts.
+          ValueError: sources have different types of rows, such as masked tokens and plain text.
         """
         found = [
             {name: value.shape[1:] for name, value in source.rows(0, 1).items()}
@@ -183,18 +185,18 @@ class MixtureSource(RowSource):
 
     @property
     def _limits(self) -> list[int | None]:
-        """Total rows that each source provides; None for a source without limit."""
+        """Total number of rows that each source provides; None for a source without limit."""
         pairs = zip(self.sources, self.at_end, strict=True)
         return [source.num_rows if end == "stop" else None for source, end in pairs]
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source, and the row in it, of each row of the mixture.
+        """Maps row indices of the mixture to (source, row of the source).
 
         Args:
-          numbers: int64 [rows].
+          numbers: int64 [rows], row indices of the mixture.
 
         Returns:
-          (sources, their rows), int64 [rows] each.
+          (indices of sources, rows of these sources), int64 [rows] each.
         """
         sources, rows = np.empty_like(numbers), np.empty_like(numbers)
         blocks = numbers // BLOCK
@@ -210,13 +212,13 @@ class MixtureSource(RowSource):
         return sources, rows
 
     def _given(self, block: int) -> np.ndarray:
-        """Returns the rows that each source has provided before block `block`, int64 [sources]."""
+        """Returns how many rows each source has provided before block `block`, int64 [sources]."""
         firsts = [phase.first for phase in self._phases]
         return self._phases[bisect.bisect_right(firsts, block) - 1].given(block)
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers of the mixture; pure. The sources document the
-        arrays."""
+        """Returns the mixture's rows by index; a pure function. The arrays are those of the
+        sources."""
         sources, rows = self.places(numbers)
         made: dict[str, np.ndarray] = {}
         for index in np.unique(sources).tolist():
@@ -229,18 +231,19 @@ class MixtureSource(RowSource):
         return made
 
     def epochs(self, row: int) -> dict[str, int]:
-        """Returns the epoch that each source is in, from 1, after `row` rows of the mixture."""
+        """Returns {name of a source: its epoch, from 1} after `row` rows of the mixture."""
         block, within = divmod(row, BLOCK)
         given = self._given(block)
         if within:
             first = np.arange(block * BLOCK, row, dtype=np.int64)
             given = given + np.bincount(self.places(first)[0], minlength=len(self.sources))
-        # The epoch of the last row.
+        # This is the epoch of the last row.
         pairs = zip(self.names, given.tolist(), self.sources, strict=True)
         return {name: 1 + max(rows - 1, 0) // source.num_rows for name, rows, source in pairs}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the settings that define what a row number means; saved with the position."""
+        """Returns the settings that determine which data a row index refers to; saved in
+        checkpoints."""
         return {
             "sources": [source.fingerprint() for source in self.sources],
             "weights": list(self.weights),
@@ -249,7 +252,7 @@ class MixtureSource(RowSource):
         }
 
     def describe(self) -> str:
-        """Returns a one-line description for the log."""
+        """Describes the mixture in one line for the log."""
         shares = _units(self.weights) / UNITS
         parts = [
             f"{100 * share:.3g} % {source.describe()}"
@@ -260,20 +263,20 @@ class MixtureSource(RowSource):
 
 
 def largest_remainders(total: int, units: np.ndarray) -> np.ndarray:
-    """Divides `total` items in proportion to `units` into whole numbers, each less than one away
-    from its exact share.
+    """Divides `total` items in proportion to `units`; each count is less than 1 off its exact
+    share.
 
-    As `total` grows by 1,024, no count decreases if each share is at least 1/1,024: its quota then
-    grows by at least one.
+    If each share is at least 1/1,024, no count decreases when `total` grows by 1,024, because its
+    exact share then grows by at least one.
 
     Args:
-      total: at least 0.
+      total: number of items, at least 0.
       units: int64 [n] >= 0 with a sum of `UNITS`.
 
     Returns:
-      int64 [n] with a sum of `total`.
+      Counts, int64 [n] with a sum of `total`.
     """
-    rounds, rest = divmod(total, UNITS)  # keeps products within 64 bits
+    rounds, rest = divmod(total, UNITS)  # keeps products below 64 bits
     quotas = rest * units
     counts = quotas // UNITS
     left = rest - int(counts.sum())
@@ -283,7 +286,7 @@ def largest_remainders(total: int, units: np.ndarray) -> np.ndarray:
 
 
 def _units(weights: Sequence[float], *, active: np.ndarray | None = None) -> np.ndarray:
-    """Converts weights to int64 [sources] with a sum of `UNITS`; 0 for inactive sources."""
+    """Converts weights to int64 [sources] with a sum of `UNITS`; inactive sources get 0."""
     values = np.asarray(weights, np.float64)
     if active is not None:
         values = np.where(active, values, 0)
@@ -299,8 +302,8 @@ def _check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
     for name, weight in zip(names, weights, strict=True):
         if not 0 < weight < float("inf"):
             raise ValueError(
-                f"weight={weight} of {name}; a weight has to be a number above 0: remove the "
-                "source, or change its weight"
+                f"weight={weight} of {name} is not a number above 0; change the weight, or "
+                "remove the source"
             )
         if weight * BLOCK < total * (1 - 1e-9):
             raise ValueError(
@@ -311,10 +314,11 @@ def _check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
 
 
 def _phases(weights: Sequence[float], limits: Sequence[int | None]) -> list[_Phase]:
-    """Returns the phases of a mixture, the last of which has no end.
+    """Computes the phases of a mixture; the last phase has no end.
 
     Args:
-      limits: total rows that each source provides; None: unlimited.
+      weights: weight of each source.
+      limits: total number of rows that each source provides; None if unlimited.
     """
     count = len(weights)
     active = np.ones(count, bool)
@@ -335,7 +339,7 @@ def _phases(weights: Sequence[float], limits: Sequence[int | None]) -> list[_Pha
 
 
 def _block_of_first_end(phase: _Phase, ends: np.ndarray, active: np.ndarray) -> int:
-    """Returns the first block of a phase that would need more rows of a source than it has."""
+    """Returns the first block of a phase that would need more rows of a source than are left."""
 
     def is_over(blocks: int) -> bool:
         return bool(np.any(phase.given(phase.first + blocks + 1)[active] > ends[active]))
@@ -347,7 +351,7 @@ def _block_of_first_end(phase: _Phase, ends: np.ndarray, active: np.ndarray) -> 
 
 
 def _counts_with_ends(units: np.ndarray, left: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """Returns the rows of each source in a block in which one ends, and others fill the gap; int64
+    """Counts the rows of each source in a block in which a source ends and others take over; int64
     [sources]."""
     counts, active = np.zeros(len(units), np.int64), active.copy()
     while True:
@@ -364,7 +368,7 @@ _FILLED = ("weights", "segments", "positions")
 
 
 def _filled(rows: dict[str, np.ndarray], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Adds the arrays of `names` that `rows` lack: by default each row is one text."""
+    """Adds missing arrays of `names` to `rows`; by default each row is one text."""
     shape = rows["tokens"].shape
     if "positions" in names and "positions" not in rows:
         rows = {**rows, "positions": _positions(rows.get("segments"), shape)}
@@ -376,7 +380,7 @@ def _filled(rows: dict[str, np.ndarray], names: Sequence[str]) -> dict[str, np.n
 
 
 def _positions(segments: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns positions int32 [rows, seq_len], from 0 in each run of equal segments."""
+    """Computes positions int32 [rows, seq_len], from 0 in each run of equal segments."""
     index = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     if segments is None:
         return index.copy()

@@ -1,4 +1,4 @@
-"""Opens a user's data as sources: paths, arrays, and mixtures of them."""
+"""Opens a user's data as sources of rows: paths, arrays, and mixtures of them."""
 
 from __future__ import annotations
 
@@ -57,32 +57,32 @@ def as_source(
     pack: bool = False,
     long_texts: LongTexts = "refuse",
 ) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
-    """Opens a user's data: returns training source, validation source and tokenizer.
+    """Opens a user's data; returns training source, validation source and tokenizer.
 
     Args:
       data: None (the embedded Shakespeare), a text file, a folder of text files, a token file, a
-        folder or a sequence of token files, a folder of chats (`prepare_chats`), an integer array
-        [n], or a source. Or several of these with weights, `{path: weight}` or a sequence of
-        `MixturePart`s.
-      tokenizer: converts text to ids (`as_tokenizer`). Token files and chats have their own: it
-        replaces "bytes", the default, and any other value must agree with it.
-      seq_len: inputs per row.
-      global_batch_size: rows per batch over all processes.
-      seed: of the order of the training rows.
-      validation_fraction: last part of the tokens, or of the chats, that is kept for validation;
-        ignored if the folder has a validation part (`validation.bin`, or chats that `prepare_chats`
-        set apart); 0 for none.
-      vocab_size: of the model, if already fixed; ids are checked against it.
-      pack: batches separate the texts of a row (`TokenSource.boundary`), by the id that the
-        tokenizer puts between two. Chats are always packed whole (`PackedSource`).
-      long_texts: "refuse", "split" or "drop" chats that are longer than a row.
+        folder or sequence of token files, a folder of chats (made by `prepare_chats`), an integer
+        array [n], or a source. For a mixture, several of these with weights: `{path: weight}` or a
+        sequence of `MixturePart`s.
+      tokenizer: tokenizer of text, as for `as_tokenizer`. Token files and chats name their own
+        tokenizer: it replaces "bytes", the default, and must equal any other value.
+      seq_len: number of input tokens per row.
+      global_batch_size: number of rows per batch over all processes.
+      seed: random seed for the order of the training rows.
+      validation_fraction: fraction of the tokens, or of the chats, from the end, that is used for
+        validation; 0 for none. Ignored if the folder has validation data (`validation.bin`, or
+        chats that `prepare_chats` separated).
+      vocab_size: vocabulary size of the model, if known; ids are checked against it.
+      pack: whether batches separate the texts of a row (`TokenSource.boundary`), by the id that the
+        tokenizer puts between two texts. Chats are always packed as whole texts (`PackedSource`).
+      long_texts: handling of chats that are longer than a row: "refuse", "split" or "drop".
 
     Returns:
-      `(train, validation, tokenizer)`; the validation source is not shuffled, and None without a
-      validation part; the tokenizer is None for token files that do not name theirs.
+      `(train, validation, tokenizer)`. The validation source is not shuffled, and is None without
+      validation data. The tokenizer is None if token files do not name one.
 
     Raises:
-      FileNotFoundError, ValueError, TypeError: each with value, limit and remedy.
+      FileNotFoundError, ValueError, TypeError: an argument is invalid.
     """
     if isinstance(data, RowSource):
         return _given_source(data, tokenizer, seq_len, global_batch_size)
@@ -103,10 +103,10 @@ def as_source(
 
 
 def mixture_parts(data: Any) -> tuple[MixturePart, ...]:
-    """Converts `{path: weight}` or `MixturePart`s to a tuple; empty for other kinds of data.
+    """Converts `{path: weight}` or `MixturePart`s to a tuple; returns () for other kinds of data.
 
     Raises:
-      ConfigError: a weight that is not a number above 0.
+      ConfigError: a weight is not a number above 0.
     """
     if isinstance(data, Mapping):
         return tuple(MixturePart(path=str(path), weight=x) for path, x in data.items())
@@ -117,10 +117,10 @@ def mixture_parts(data: Any) -> tuple[MixturePart, ...]:
 
 
 def array_names(data: Any, *, pack: bool = False) -> tuple[str, ...]:
-    """Returns the array names in the rows of these data, as far as sidecars show.
+    """Returns the names of the arrays in the rows of these data, as far as their sidecars tell.
 
     Args:
-      data, pack: as in `as_source`; missing data count as text.
+      data, pack: arguments as for `as_source`; data that do not exist count as text.
     """
     parts = mixture_parts(data)
     if parts:
@@ -135,7 +135,7 @@ def array_names(data: Any, *, pack: bool = False) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """Arguments of `as_source`, kept while its data are opened."""
+    """Arguments of `as_source` while its data are opened."""
 
     tokenizer: Any
     seq_len: int
@@ -147,7 +147,7 @@ class _Opening:
     long_texts: LongTexts
 
     def source(self, data: Any) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
-        """Opens a single set of data."""
+        """Opens one data set (not a mixture)."""
         if isinstance(data, str | Path) and is_text_set(existing_path(data)):
             return self._chats(existing_path(data))
         tokens, validation, ready = _open(data, self.tokenizer)
@@ -201,14 +201,14 @@ class _Opening:
     def mixture(
         self, parts: Sequence[MixturePart]
     ) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
-        """Opens several sets of data with weights."""
-        alone = dataclasses.replace(self, global_batch_size=1)  # a set may be smaller than a batch
+        """Opens several data sets with weights, as a mixture."""
+        alone = dataclasses.replace(self, global_batch_size=1)  # one of them may have few rows
         opened = [alone.source(part.path) for part in parts]
         train = self._mixed(parts, [each[0] for each in opened])
         apart = [(part, each[1]) for part, each in zip(parts, opened, strict=True) if each[1]]
         validation = None
         if apart:
-            # An evaluation reads few rows: a set that ends is read again.
+            # An evaluation reads few rows, so a data set that ends is read again.
             repeated = [dataclasses.replace(part, at_end="repeat") for part, _ in apart]
             validation = self._mixed(repeated, [each for _, each in apart])
         return train, validation, next((each[2] for each in opened if each[2] is not None), None)
@@ -225,13 +225,13 @@ class _Opening:
 
 
 def open_texts(folder: Path) -> tuple[TextSet, TextSet | None]:
-    """Opens the output folder of `prepare_chats`, with its tokenizer and its template.
+    """Opens the folder that `prepare_chats` wrote, with its tokenizer and its template.
 
     Returns:
-      (the training texts, the validation texts or None).
+      (training texts, validation texts or None).
 
     Raises:
-      ValueError: a damaged folder, or a tokenizer or template that was changed afterwards.
+      ValueError: the folder is damaged, or its tokenizer or template was changed afterwards.
     """
     sums = read_text_sidecar(folder)["sha256"]
     for name in (TOKENIZER_FILE, TEMPLATE_FILE):
@@ -261,8 +261,8 @@ def _open(data: Any, tokenizer: Any) -> tuple[Tokens, Tokens | None, Tokenizer |
     ):
         raise TypeError(
             f"data is a {type(data).__name__}; pass None, a path, a list of token files, {{path: "
-            f"weight, ...}}, an integer numpy array, or a TokenSource. Pass batches (an iterable, "
-            "a callable) as `batches`, not as text"
+            f"weight, ...}}, an integer numpy array, or a TokenSource; pass batches (an iterable "
+            "or a callable) as the argument batches instead"
         )
     found = [existing_path(path) for path in paths]
     if len(found) == 1 and not is_token_path(found[0]):
@@ -283,11 +283,11 @@ def _open(data: Any, tokenizer: Any) -> tuple[Tokens, Tokens | None, Tokenizer |
 
 
 def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Tokenizer | None:
-    """Returns the tokenizer that made token files, checked against the user's explicit choice.
+    """Returns the tokenizer that made token files; checks that it is the one the user chose.
 
     Args:
-      known: `Tokenizer.to_dict` of the tokenizer that made them.
-      name: of the data, for messages.
+      known: `Tokenizer.to_dict` of the tokenizer that made the files.
+      name: name of the data, for messages.
       spec: the user's choice.
     """
     if known is None:
@@ -313,8 +313,8 @@ def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Toke
 
 
 def _stated_tokenizer(spec: Any) -> Tokenizer | None:
-    """Returns the tokenizer that the user chose explicitly, for ids of unknown origin; None for a
-    default."""
+    """Returns the tokenizer that the user chose explicitly, for ids of unknown origin; None for
+    the default choice."""
     return None if spec is None or spec == "bytes" or bpe_size(spec) else as_tokenizer(spec)
 
 

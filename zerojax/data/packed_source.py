@@ -1,4 +1,4 @@
-"""Packed source: rows of whole texts, as a pure function of the row number."""
+"""Packed source: rows of whole texts, as a pure function of the row index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerojax.data.text_set import TextSet, check_targets
 LongTexts = Literal["refuse", "split", "drop"]
 LONG_TEXTS: tuple[str, ...] = ("refuse", "split", "drop")
 PACKED_NAMES = ("tokens", "targets", "segments", "weights", "positions")
-"""Names of a row's arrays; a row of a `TokenSource` has the first two, or four with `pack`."""
+"""Names of a row's arrays; a row of a `TokenSource` has the first two, with `pack` four."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,10 +25,10 @@ class Pieces:
     """Units that are packed into rows: texts, and parts of texts that are longer than a row.
 
     Attributes:
-      starts: int64 [pieces], where each begins in the tokens of the set.
-      lengths: int64 [pieces].
-      texts: int64 [pieces], the text that each belongs to, from 0.
-      num_long: texts that are longer than a row.
+      starts: int64 [pieces], where each piece begins in the tokens of the text set.
+      lengths: int64 [pieces], number of tokens of each piece.
+      texts: int64 [pieces], index of the text of each piece, from 0.
+      num_long: number of texts that are longer than a row.
     """
 
     starts: np.ndarray
@@ -43,27 +43,27 @@ class PackedSource(RowSource):
     """Rows of whole texts, packed by best fit and shuffled again in every epoch.
 
     The assignment of texts to rows depends only on their lengths, so it is the same on every
-    process. Row r of the endless sequence is packed row `permute(r mod n, n, (seed, r div n))` of
-    n.
+    process. With n packed rows, row r of the endless sequence is packed row
+    `permute(r mod n, n, (seed, r div n))`.
     """
 
     kind: ClassVar[str] = "packed texts"
 
     texts: TextSet
     seq_len: int
-    """Tokens of a row."""
+    """Number of tokens of a row."""
     global_batch_size: int
-    """Rows per batch, over all processes."""
+    """Number of rows per batch, over all processes."""
     seed: int = 0
     shuffle: bool = True
     vocab_size: int | None = None
-    """Limit of the ids that are read; None: the vocabulary that the texts state."""
+    """Limit of the ids; None uses the vocabulary size that the text set states."""
     long_texts: LongTexts = "refuse"
-    """Handling of texts longer than a row: an error, rows of their parts, or left out."""
+    """Handling of texts longer than a row: "refuse" raises an error, "split" makes rows of their
+    parts, "drop" leaves them out."""
     fill: bool = False
     """Whether rows of padding fill the last batch of an epoch, so that an evaluation reads each
-    text exactly once, however few there are. In training, epochs follow each other without
-    padding."""
+    text exactly once. In training, epochs follow each other without such rows."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -83,7 +83,7 @@ class PackedSource(RowSource):
         """Texts and parts of texts to pack, in the order of the texts.
 
         Raises:
-          ValueError: texts longer than a row with long_texts="refuse", or no text is left.
+          ValueError: texts are longer than a row and long_texts="refuse", or no text is left.
         """
         lengths, size = self.texts.lengths, self.seq_len
         long = lengths > size
@@ -138,16 +138,16 @@ class PackedSource(RowSource):
         return self.texts.template
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers, counted over all epochs; pure.
+        """Returns rows by index, counted over all epochs; a pure function.
 
         Returns:
-          [rows, seq_len] each. int32 "tokens", and "targets": the next token of the same text, or 0
-          if there is none. float32 "weights": 1 where the target is to be predicted. int32
-          "segments": the text of each token, from 0 in each row, -1 for padding. int32 "positions"
-          of each token in its text, or in its part of one.
+          Arrays [rows, seq_len]. "tokens": int32. "targets": int32, the next token of the same
+          text, or 0 if there is none. "weights": float32, 1 if the target is to be predicted, else
+          0. "segments": int32, index of each token's text, from 0 in each row; -1 for padding.
+          "positions": int32, position of each token in its text, or in its part of a text.
 
         Raises:
-          ValueError: an id outside the vocabulary.
+          ValueError: an id is outside the vocabulary.
         """
         self.texts.check_not_cut()
         packed = in_epochs(numbers, self.num_rows, self.seed if self.shuffle else None)
@@ -159,7 +159,7 @@ class PackedSource(RowSource):
         lengths = self.pieces.lengths[pieces]
         row_of_piece = np.repeat(np.arange(len(numbers)), counts)
         used = np.bincount(row_of_piece, weights=lengths, minlength=len(numbers)).astype(np.int64)
-        # All tokens of all pieces in sequence: their destinations, and where they are read.
+        # For all tokens of all pieces: where they are read, and where they are written.
         positions = _counted(lengths)
         at = np.arange(len(positions)) + np.repeat(
             row_of_piece * self.seq_len - (np.cumsum(used) - used)[row_of_piece], lengths
@@ -205,7 +205,8 @@ class PackedSource(RowSource):
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the settings that define what a row number means; saved with the position."""
+        """Returns the settings that determine which data a row index refers to; saved in
+        checkpoints."""
         return {
             "texts": self.texts.fingerprint,
             "seq_len": self.seq_len,
@@ -216,7 +217,7 @@ class PackedSource(RowSource):
         }
 
     def describe(self) -> str:
-        """Returns a one-line description for the log."""
+        """Describes the source in one line for the log."""
         pieces = self.pieces
         padding = 1 - pieces.lengths.sum() / (self.packing.num_rows * self.seq_len)
         long = ""
@@ -233,7 +234,7 @@ class PackedSource(RowSource):
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:
-    """Counts from 0 for each of `counts`: 0, ..., counts[0] - 1, 0, ..., counts[1] - 1, and so on:
-    int64 [sum of counts]."""
+    """Counts from 0 for each element of `counts`: 0, ..., counts[0] - 1, 0, ..., counts[1] - 1, and
+    so on; int64 [sum of counts]."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

@@ -1,7 +1,7 @@
 """Boundaries of texts within rows: segments, and weights that exclude targets of another text.
 
-Rows are cut from one stream of texts, without loss and without padding. So a row may hold the end
-of one text, whole texts, and the beginning of another; `segments` separates them.
+Rows are cut from one stream of texts, without loss and without padding. A row may therefore contain
+the end of one text, whole texts, and the beginning of another; `segments` separates them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Boundary:
     """Rule that finds where texts begin in a stream of tokens: after an id, or at an id.
 
     Attributes:
-      end_token: the id that ends each text, such as <|endoftext|>.
-      start_token: the id that begins each text, such as [CLS]; only without an `end_token`.
+      end_token: id that ends each text, such as <|endoftext|>.
+      start_token: id that begins each text, such as [CLS]; only without an `end_token`.
     """
 
     end_token: int | None = None
@@ -33,14 +33,15 @@ class Boundary:
             )
 
     def describe(self, windows: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the number of the text of each token of a batch, and the weight of each target.
+        """Computes the segment of each token of a batch, and the weight of each target.
 
         Args:
-          windows: integers [rows, seq_len + 1], tokens and the one that follows them.
+          windows: integers [rows, seq_len + 1], the tokens and the token that follows them.
 
         Returns:
-          "segments": int32 [rows, seq_len], the number of the text that a token belongs to, from 0
-            in each row. "weights": float32 [rows, seq_len], 0 where the target begins another text.
+          "segments": int32 [rows, seq_len], index of each token's text, from 0 in each row.
+          "weights":
+            float32 [rows, seq_len], 0 if the target begins another text, else 1.
         """
         begins = np.zeros(windows.shape, bool)
         if self.end_token is None:
@@ -59,8 +60,8 @@ def boundary_of(tokenizer: Tokenizer | None, name: str) -> Boundary:
     """Returns the boundary rule for texts that a tokenizer has joined.
 
     Args:
-      tokenizer: the one that made the tokens; None: unknown.
-      name: of the tokens, for messages.
+      tokenizer: tokenizer that made the tokens; None if unknown.
+      name: name of the tokens, for messages.
 
     Raises:
       ValueError: the tokenizer is unknown, or has no id between two texts.

@@ -1,4 +1,4 @@
-"""Prefetches batches in a thread, ahead of the step that uses them."""
+"""Prefetches batches in a background thread, ahead of the step that uses them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 from zerojax.data.feed import Batch, Feed, State, logger
 
-# How long closing waits for a read in progress before it abandons the thread.
+# Seconds that `close` waits for a read in progress before it abandons the thread.
 JOIN_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 
 
 class Prefetch(Iterator[tuple[Any, State]]):
-    """Iterator of `(placed batch, data state after it)`; made by `prefetch`.
+    """Iterator of `(placed batch, data state after it)`, made by `prefetch`.
 
-    A checkpoint stores the state that came with the batch its step consumed, never `feed.state()`,
-    which is up to `depth` batches ahead. Use it as a context manager, or call `close`: batches that
-    were read ahead are put back into the feed, so that the feed continues where the consumer was.
+    A checkpoint stores the state that came with the batch of its step, never `feed.state()`, which
+    is up to `depth` batches ahead. Use it as a context manager, or call `close`: batches that were
+    read ahead are put back, so that the feed continues at the consumer's position.
     """
 
     def __init__(self, feed: Feed, put: Callable[[Batch], Any], depth: int):
@@ -31,8 +31,9 @@ class Prefetch(Iterator[tuple[Any, State]]):
         self._worker = _Worker(feed, put, depth)
         self._ended = False
         self.waited_seconds = 0.0
-        """Time the consumer has waited for data, in seconds: near zero if reading keeps up."""
-        # At exit, a thread that still moves arrays would use a backend that is shut down. The
+        """Total time that the consumer has waited for data, in seconds; near 0 if reading is fast
+        enough."""
+        # At exit, a thread that still transfers arrays would use a backend that is shut down. The
         # finalizer refers to the worker only; a reference to `self` would keep it alive.
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
@@ -80,26 +81,29 @@ class Prefetch(Iterator[tuple[Any, State]]):
 def prefetch(feed: Feed, *, put: Callable[[Batch], Any], depth: int = 2) -> Prefetch:
     """Reads and places batches in a background thread while the step runs.
 
-    An error of the feed or `put` is raised by `next()` in the consumer, after the batches before
-    it. After Ctrl-C in the consumer the thread does no harm; `close` or the `with` block ends it.
+    An error of the feed or of `put` is raised by `next()` in the consumer, after all earlier
+    batches. After Ctrl-C in the consumer the thread is harmless; `close` or the `with` block ends
+    it.
 
     Args:
-      feed: used only by the thread until `close`.
-      put: `batch -> placed batch`, for example `lambda batch: shard_batch(plan, batch)`.
-      depth: batches ready ahead of the consumer, at least 1; each one needs its device memory.
+      feed: feed of batches; only the thread uses it until `close`.
+      put: function `batch -> placed batch`, such as `lambda batch: shard_batch(plan, batch)`.
+      depth: number of batches that are ready ahead of the consumer, at least 1; each one needs
+        device memory.
 
     Raises:
-      ValueError: depth below 1. TypeError: `feed` is not a Feed.
+      ValueError: `depth` is below 1.
+      TypeError: `feed` is not a Feed.
     """
     if depth < 1:
-        raise ValueError(f"depth={depth}: at least 1 batch must be read ahead; 2 is a good value")
+        raise ValueError(f"depth={depth} is below 1 batch to read ahead; 2 is a good value")
     if not isinstance(feed, Feed):
         raise TypeError(f"feed is a {type(feed).__name__}; make one with as_feed(batches)")
     return Prefetch(feed, put, depth)
 
 
 class _Worker:
-    """Thread that reads ahead, and its queue; holds no reference to the Prefetch that owns it."""
+    """Thread that reads ahead, and its queue; holds no reference to its `Prefetch`."""
 
     def __init__(self, feed: Feed, put: Callable[[Batch], Any], depth: int):
         self.ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
@@ -120,11 +124,11 @@ class _Worker:
                     return
                 if not self._offer((batch, put(batch), state)):
                     self._late.append((batch, state))
-        except BaseException as error:  # StopIteration too: the consumer handles every end
+        except BaseException as error:  # StopIteration too, because the consumer handles every end
             self._offer(error)
 
     def _offer(self, item: Any) -> bool:
-        """Puts `item` into the queue; returns False if stopped before there was room."""
+        """Puts `item` into the queue; returns False if stopped before there was space."""
         while not self._stopping.is_set():
             try:
                 self.ready.put(item, timeout=_POLL_SECONDS)
@@ -134,9 +138,9 @@ class _Worker:
         return False
 
     def stop(self) -> list[tuple[Batch, State]]:
-        """Ends the thread; returns the batches that were read and not consumed, in their order."""
+        """Ends the thread; returns the batches that were read and not consumed, in order."""
         self._stopping.set()
-        unused = self._take_all()  # makes room, which wakes a waiting thread
+        unused = self._take_all()  # makes space in the queue, which wakes a waiting thread
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             logger.warning(

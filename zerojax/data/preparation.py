@@ -17,9 +17,9 @@ from zerojax.data.tokenizer import Tokenizer, as_tokenizer, save_tokenizer
 from zerojax.data.tokens import FORMAT, TokenPart, Tokens, hash_file, sidecar_path, smallest_dtype
 from zerojax.runtime.user_files import replace_text
 
-# More text does not improve a BPE; this limits training on 100 GB to about a minute.
+# Characters to train a BPE on. More do not improve it; these take about a minute.
 BPE_SAMPLE_CHARACTERS = 64 << 20
-# Text up to this size is encoded in memory when passed to `train`; larger text needs `prepare`.
+# Bytes of text that `train` encodes in memory at most; larger text needs `prepare`.
 MAX_TEXT_BYTES = 1 << 30
 
 
@@ -34,8 +34,8 @@ class Prepared:
     num_text_bytes: int
     vocab_size: int
     left_out: tuple[str, ...] = ()
-    """Suffixes of the folder's files, one for each, that were not read because they are not text
-    suffixes."""
+    """Distinct suffixes of the folder's files that were not read because they are not suffixes of
+    texts."""
 
 
 def prepare(
@@ -45,22 +45,24 @@ def prepare(
     tokenizer: Any = "bytes",
     validation_fraction: float = 0.0,
 ) -> Prepared:
-    """Writes `train.bin`, `validation.bin`, their sidecars and `tokenizer.json` into `out`.
+    """Tokenizes a corpus into a folder: `train.bin`, `validation.bin`, sidecars, `tokenizer.json`.
 
-    Streams: memory does not grow with the corpus. `zerojax.train(..., data=out)` reads the result.
-    A `.bin` gets its sidecar last, so that files of an interrupted run are never taken for
-    complete.
+    Text is streamed, so memory does not grow with the corpus. `zerojax.train(..., data=out)` reads
+    the result. The sidecar of a `.bin` is written last, so that files of an interrupted run are
+    never mistaken for complete ones.
 
     Args:
-      data: a text file, a folder of them, or None for the embedded Shakespeare.
-      out: a folder; created if missing; must not hold token files yet.
+      data: a text file, a folder of text files, or None for the embedded Shakespeare.
+      out: output folder; created if missing; must not contain token files yet.
       tokenizer: "bytes", "bpe:4096" (trained on at most 64 M characters, an equal share of each
         file), the path of a tokenizer file, or a tokenizer.
-      validation_fraction: last part of the corpus, in tokens, that goes to `validation.bin`.
+      validation_fraction: fraction of the tokens, from the end, that is written to
+        `validation.bin`.
 
     Raises:
-      ValueError: bad fraction, empty or non-UTF-8 text, token files already in `out`.
-      OSError: a full disk or an unwritable folder, in one sentence.
+      ValueError: the fraction is invalid, the text is empty or not UTF-8, or `out` already has
+        token files.
+      OSError: the disk is full or the folder is not writable.
     """
     if not 0 <= validation_fraction < 1:
         raise ValueError(
@@ -119,7 +121,7 @@ def _write(files: Sequence[Path], folder: Path, tokenizer: Tokenizer, fraction: 
 
 
 def _move_tail(source: Path, target: Path, num_bytes: int) -> None:
-    """Moves the last `num_bytes` of `source` to the file `target`; at most 16 MB in memory."""
+    """Moves the last `num_bytes` bytes of `source` to the file `target`; uses at most 16 MB."""
     keep = source.stat().st_size - num_bytes
     with source.open("r+b") as stream:
         stream.seek(keep)
@@ -143,8 +145,8 @@ def _write_sidecar(file: Path, dtype: np.dtype, count: int, tokenizer: Tokenizer
 
 
 def make_tokenizer(spec: Any, files: Sequence[Path]) -> Tokenizer:
-    """Returns the tokenizer of `as_tokenizer`; a "bpe:..." is trained on an equal share of each of
-    `files`."""
+    """Makes the tokenizer of `as_tokenizer`; "bpe:..." is trained on an equal share of each
+    file."""
     return as_tokenizer(spec, _sample(files))
 
 
@@ -163,11 +165,10 @@ def _sample(files: Sequence[Path]) -> Iterator[str]:
 
 
 def encode_files(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
-    """Yields the ids of all documents of `files` in order, with the tokenizer's separator between
-    two documents.
+    """Yields the ids of all documents of `files`, with the tokenizer's separator between documents.
 
     Yields:
-      `(starts_document, ids)`: int32 [n], one piece of text at a time.
+      `(starts_document, ids)`, with ids int32 [n] of one piece of text.
     """
     is_first = True
     for document in read_documents(files):
@@ -184,7 +185,7 @@ def tokens_of_text(path: Path | None, tokenizer: Any) -> tuple[Tokens, Tokenizer
     """Encodes a text corpus in memory.
 
     Raises:
-      ValueError: more than MAX_TEXT_BYTES of text (with the command that prepares it).
+      ValueError: the text exceeds MAX_TEXT_BYTES; contains the command that prepares it.
     """
     files = find_text_files(path)
     size = num_text_bytes(files)

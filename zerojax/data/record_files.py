@@ -15,7 +15,7 @@ from zerojax.runtime.bounded_json import JsonError, load, loads
 JSON_LINES = ".jsonl"
 COLUMN_SUFFIXES = (".parquet", ".arrow")
 RECORD_SUFFIXES = (JSON_LINES, *COLUMN_SUFFIXES)
-# Limit of one line; a longer one is not a record but a corpus without line ends.
+# Maximum bytes of one line; a longer line is not a record but a corpus without line ends.
 MAX_LINE_BYTES = 1 << 30
 _BATCH_ROWS = 1024
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -29,15 +29,15 @@ def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[t
     """Yields the rows of one file, in constant memory.
 
     Args:
-      file: .parquet or .arrow; any other is read as JSON lines, without empty lines.
-      columns: of parquet and arrow, which to read if they exist; None: all.
+      file: a .parquet or .arrow file; any other is read as JSON lines, without empty lines.
+      columns: columns of parquet and arrow to read, if they exist; None reads all.
 
     Yields:
-      (number from 1: of the line, or of the row; its value: a dict for tables).
+      (number of the line or row, from 1; its value, which is a dict for tables).
 
     Raises:
-      ValueError: a line that is not JSON, or a file that is not of its type.
-      ImportError: parquet or arrow without the package pyarrow.
+      ValueError: a line is not JSON, or the file does not have the format of its suffix.
+      ImportError: the file is parquet or arrow, and the package pyarrow is not installed.
     """
     if file.suffix.lower() in COLUMN_SUFFIXES:
         yield from _table_rows(file, columns)
@@ -65,7 +65,8 @@ def column_names(file: Path) -> list[str]:
     """Returns the names of a table's columns, in order; none for JSON lines.
 
     Raises:
-      ValueError, ImportError: as in `read_records`.
+      ValueError: the file does not have the format of its suffix.
+      ImportError: the package pyarrow is not installed.
     """
     if file.suffix.lower() not in COLUMN_SUFFIXES:
         return []
@@ -78,13 +79,12 @@ def column_names(file: Path) -> list[str]:
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Returns the data files of a folder that `datasets` saved, in their order; None for other
-    folders.
+    """Returns the data files of a folder that `datasets` saved, in order; None for other folders.
 
     For a folder of several splits, these are the files of "train".
 
     Raises:
-      ValueError: no split "train", rows chosen by an index, or a missing file.
+      ValueError: there is no split "train", rows are selected by an index, or a file is missing.
     """
     if (folder / _SPLITS).is_file():
         splits = _object(folder / _SPLITS).get("splits")
@@ -138,12 +138,12 @@ def _table_rows(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[int
 
 @contextlib.contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Raises ValueError, naming the file, for errors of pyarrow other than OSError."""
+    """Converts errors of pyarrow other than OSError to a ValueError that names the file."""
     try:
         yield
     except (ImportError, OSError):
         raise
-    except Exception as error:  # pyarrow raises ValueErrors of its own and others
+    except Exception as error:  # pyarrow raises its own ValueErrors and other types
         if type(error).__module__.partition(".")[0] != "pyarrow":
             raise
         kind = file.suffix[1:].lower()
@@ -181,7 +181,7 @@ def _open_arrow(arrow: Any, source: Any) -> Any:
 
 
 def _import_arrow(module: str, file: Path) -> Any:
-    # Lazy: the package is optional, and text does not need it.
+    # Imported lazily, because the package is optional, and text does not need it.
     try:
         return importlib.import_module(module)
     except ImportError as error:

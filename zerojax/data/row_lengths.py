@@ -1,4 +1,4 @@
-"""Shortens the rows of a host batch to the length of a step in a curriculum."""
+"""Shortens the rows of a host batch to the length that a curriculum sets for a step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from zerojax.plan.rungs import WEIGHTS, Ladder
 
 
 def shorten(batch: Any, ladder: Ladder, step: int) -> dict[str, Any]:
-    """Returns the batch of a step: the first tokens of each row, at a compiled length.
+    """Returns the batch of a step: the first tokens of each row, cut to a compiled length.
 
-    The tokens between the step's length and the compiled one keep their values and have the weight
-    0, so a loss that looks at earlier tokens only is that of rows of the step's length.
+    A step is compiled only for some lengths, so a row is cut to the next compiled length. Tokens
+    beyond the step's own length keep their values but have weight 0. If no token depends on later
+    ones, the loss equals the loss of rows with the step's length.
 
     Args:
-      batch: {name: array [rows, tokens, ...]} with whole rows; a process passes its own rows.
-      ladder: of the plan.
-      step: from 1.
+      batch: {name: array [rows, tokens, ...]} with uncut rows; each process passes its own rows.
+      ladder: lengths of the curriculum, from the plan.
+      step: number of the step, from 1.
 
     Returns:
-      {name: array}, where the arrays of `ladder.keys` are [rows, compiled length, ...]; with
+      {name: array}; the arrays of `ladder.keys` are [rows, compiled length, ...]; with
       `ladder.adds_weights` also "weights", float32 [rows, compiled length].
 
     Raises:
-      ValueError: the batch lacks an array, or its rows do not have the length of the plan's.
+      ValueError: the batch lacks an array, or its rows do not have the length of the plan's batch.
     """
     arrays = as_arrays(batch)
     length = ladder.config.length(step)
@@ -50,13 +51,13 @@ def shorten(batch: Any, ladder: Ladder, step: int) -> dict[str, Any]:
 
 
 def without_end(weights: Any, length: int) -> Any:
-    """Returns weights [rows, tokens] with 0 from position `length` on, of the same dtype."""
+    """Sets weights [rows, tokens] to 0 from position `length` on, keeping the dtype."""
     counted = np.arange(weights.shape[1])[None] < length
     return weights * counted.astype(weights.dtype)
 
 
 def _checked(arrays: Any, ladder: Ladder) -> Mapping[str, Any]:
-    """Returns the arrays of a batch; raises ValueError where rows are not whole."""
+    """Returns the arrays of a batch; raises a ValueError if rows are already cut."""
     for name in ladder.keys:
         shape = getattr(arrays.get(name), "shape", None) if isinstance(arrays, Mapping) else None
         if shape is None:

@@ -1,4 +1,4 @@
-"""Shuffles an epoch with a permutation that is computed and never stored."""
+"""Shuffles an epoch by a permutation that is computed for each position and never stored."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 
 import numpy as np
 
-# Four rounds already give a pseudo-random permutation of the whole domain (Luby and Rackoff 1988);
-# eight are used because the halves of a small domain have few bits and the cost is tiny: 4096
+# Four rounds already give a pseudo-random permutation of the whole domain (Luby and Rackoff 1988).
+# Eight are used, because the halves of a small domain have few bits, and the cost is small: 4096
 # positions take well under a millisecond.
 NUM_ROUNDS = 8
 _MULTIPLIER_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -15,11 +15,11 @@ _MULTIPLIER_B = np.uint64(0x94D049BB133111EB)
 
 
 def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
-    """Returns where each position of [0, size) goes under the permutation of `key`.
+    """Permutes positions of [0, size) by the permutation that `key` selects.
 
-    A Feistel network over the smallest power of two >= size, walked along its cycles until the
-    value is below `size` (Black and Rogaway 2002): a bijection for every size and key, with O(1)
-    memory and on average less than two evaluations per position.
+    A Feistel network permutes the range up to the smallest power of two >= size. It is applied
+    repeatedly until the value is below `size` (Black and Rogaway 2002). This is a bijection for
+    every size and key, with O(1) memory and on average less than two evaluations per position.
 
     >>> sorted(permute(np.arange(5), 5, key=(0, 1)).tolist())
     [0, 1, 2, 3, 4]
@@ -27,16 +27,16 @@ def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarra
     Args:
       positions: integers in [0, size), any shape.
       size: number of elements, at least 1.
-      key: selects the permutation, for example `(seed, epoch)`.
+      key: integers that select the permutation, for example `(seed, epoch)`.
 
     Returns:
-      int64, the shape of `positions`.
+      Permuted positions, int64, with the shape of `positions`.
 
     Raises:
-      ValueError: `size` below 1, or a position outside [0, size).
+      ValueError: `size` is below 1, or a position is outside [0, size).
     """
     if size < 1:
-        raise ValueError(f"size={size}: a permutation needs at least 1 element")
+        raise ValueError(f"size={size} is below 1 element; pass the number of elements to permute")
     values = np.asarray(positions)
     if values.size and (values.min() < 0 or values.max() >= size):
         raise ValueError(
@@ -60,9 +60,9 @@ def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarra
 
 
 def _encrypt(values: np.ndarray, num_bits: int, round_keys: list[np.uint64]) -> np.ndarray:
-    """Applies the network once to uint64 [n] values below 2**num_bits; a bijection of that range.
+    """Applies the network once to uint64 [n] values below 2**num_bits; a bijection of this range.
 
-    The halves may differ by one bit (so that any num_bits works): each round changes one half by a
+    The halves may differ by one bit, so that any num_bits works: each round changes one half by a
     hash of the other, which is invertible for any widths.
     """
     low_bits = num_bits // 2
@@ -79,7 +79,7 @@ def _encrypt(values: np.ndarray, num_bits: int, round_keys: list[np.uint64]) -> 
 
 
 def mix_bits(values: np.ndarray, round_key: np.uint64) -> np.ndarray:
-    """Returns the finalizer of splitmix64 (Steele, Lea and Flood 2014) of `values + round_key`."""
+    """Computes the finalizer of splitmix64 (Steele, Lea and Flood 2014) of `values + round_key`."""
     mixed = values + round_key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIER_A
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIER_B
@@ -88,7 +88,7 @@ def mix_bits(values: np.ndarray, round_key: np.uint64) -> np.ndarray:
 
 def derive_words(key: tuple[int, ...]) -> list[np.uint64]:
     """Derives `NUM_ROUNDS` words that depend on every part of `key`."""
-    # hashlib and not hash(): the same on every machine, Python and process.
+    # hashlib, unlike hash(), gives the same result on every machine, Python and process.
     text = ",".join(str(int(part)) for part in key)
     digest = hashlib.blake2b(text.encode(), digest_size=8 * NUM_ROUNDS).digest()
     return [np.uint64(word) for word in np.frombuffer(digest, "<u8")]

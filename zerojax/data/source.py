@@ -1,4 +1,4 @@
-"""Sources: the rows of each batch as a pure function of one integer."""
+"""Sources: batches whose rows are a pure function of one integer, the row index."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from zerojax.data.tokens import Tokens, check_block, check_not_cut, gather_windo
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowSource(abc.ABC):
-    """Source of the rows of batches, each row a pure function of its number; base class of all text
-    sources."""
+    """Source of the rows of batches; base class of all text sources. Each row is a pure function of
+    its index."""
 
     kind: ClassVar[str] = "tokens"
-    """Type of the data, stored in a saved position."""
+    """Type of the data, stored with a saved position."""
 
     seq_len: int
-    """Inputs per row."""
+    """Number of input tokens per row."""
     global_batch_size: int
-    """Rows per batch, over all processes."""
+    """Number of rows per batch, over all processes."""
     vocab_size: int | None = None
-    """Bound of the ids that are read (all are below); None: unknown."""
+    """Limit of the ids, which must all be below it; None if unknown."""
 
     @property
     @abc.abstractmethod
     def num_rows(self) -> int:
-        """Rows in one epoch."""
+        """Number of rows in one epoch."""
 
     @property
     @abc.abstractmethod
     def tokenizer(self) -> Mapping[str, Any] | None:
-        """`Tokenizer.to_dict` of the tokenizer that made the ids; None: unknown."""
+        """`Tokenizer.to_dict` of the tokenizer that made the ids; None if unknown."""
 
     @property
     def template(self) -> str | None:
@@ -48,48 +48,50 @@ class RowSource(abc.ABC):
 
     @abc.abstractmethod
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers, counted over all epochs; pure.
+        """Returns rows by index, counted over all epochs; a pure function.
 
         Args:
-          numbers: int64 [rows], at least 0, in any order.
+          numbers: int64 [rows], row indices of at least 0, in any order.
         """
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the settings that define what a row number means; JSON-able, saved with the
-        position."""
+        """Returns the settings that determine which data a row index refers to. They are
+        JSON-compatible and are saved in checkpoints."""
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Returns a one-line description for the log."""
+        """Describes the source in one line for the log."""
 
     @property
     def steps_per_epoch(self) -> float:
-        """Batches in one epoch; a batch may hold the end of one epoch and the start of the next."""
+        """Number of batches in one epoch; a batch may contain the end of one and the start of the
+        next."""
         return self.num_rows / self.global_batch_size
 
     def rows(self, first: int, last: int) -> dict[str, np.ndarray]:
-        """Returns rows `first` to `last` (exclusive), counted over all epochs; pure."""
+        """Returns rows `first` to `last` (exclusive), counted over all epochs; a pure function."""
         return self.rows_at(np.arange(first, last, dtype=np.int64))
 
     def epochs(self, row: int) -> dict[str, int]:
-        """Returns the epoch of each part of the data, from 1, after `row` rows.
+        """Returns {name of a data set: its epoch, from 1} after `row` rows.
 
-        Empty for a single set of data, where the step shows the epoch.
+        Empty for a single data set, whose epoch follows from the step.
         """
         del row
         return {}
 
     def batch(self, step: int, lo: int = 0, hi: int | None = None) -> dict[str, np.ndarray]:
-        """Returns rows [lo, hi) of the batch of `step` (counted from 0); pure.
+        """Returns rows [lo, hi) of the batch of `step` (counted from 0); a pure function.
 
-        Concatenating the rows of any partition of [0, global_batch_size) gives the same batch.
+        The batch does not depend on how [0, global_batch_size) is divided into ranges [lo, hi).
 
         Returns:
-          The arrays of `rows`, [hi - lo, ...] each.
+          The arrays of `rows`, each [hi - lo, ...].
 
         Raises:
-          ValueError: a negative step, rows outside the batch, or an id outside the vocabulary.
+          ValueError: the step is negative, rows are outside the batch, or an id is outside the
+            vocabulary.
         """
         size = self.global_batch_size
         hi = size if hi is None else hi
@@ -102,10 +104,10 @@ class RowSource(abc.ABC):
 
 
 def check_sizes(source: RowSource) -> None:
-    """Raises if `seq_len` or `global_batch_size` is below 1.
+    """Checks that `seq_len` and `global_batch_size` are at least 1.
 
     Raises:
-      ValueError: names the field.
+      ValueError: one of them is below 1; names the field.
     """
     for field in ("seq_len", "global_batch_size"):
         if getattr(source, field) < 1:
@@ -113,16 +115,17 @@ def check_sizes(source: RowSource) -> None:
 
 
 def in_epochs(rows: np.ndarray, size: int, seed: int | None) -> np.ndarray:
-    """Returns the item that each row of an endless sequence shows; every item occurs once per
+    """Returns the item of each row of an endless sequence in which every item occurs once per
     epoch.
 
     Args:
-      rows: int64 [n], numbers of rows.
+      rows: int64 [n], row indices.
       size: number of items.
-      seed: row r holds `permute(r mod size, size, (seed, r div size))`; None: r mod size.
+      seed: random seed of the order: row r has item `permute(r mod size, size, (seed, r div
+        size))`. None: row r has item r mod size.
 
     Returns:
-      int64 [n] in [0, size).
+      Indices of items, int64 [n] in [0, size).
     """
     epochs, positions = rows // size, rows % size
     if seed is None:
@@ -137,26 +140,25 @@ def in_epochs(rows: np.ndarray, size: int, seed: int | None) -> np.ndarray:
 @names_keywords()
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSource(RowSource):
-    """Source of rows of consecutive tokens and the tokens after them, shuffled again in every
-    epoch.
+    """Source of rows of consecutive tokens and their next tokens, shuffled again in every epoch.
 
-    Row r of the endless sequence of rows is window `permute(r mod n, n, (seed, r div n))` of all n
-    windows. So no window is read twice within an epoch, and any process can compute any row of any
-    batch without the rows before it.
+    A window is seq_len + 1 consecutive tokens. With n windows, row r of the endless sequence of
+    rows is window `permute(r mod n, n, (seed, r div n))`. No window is read twice within an epoch,
+    and any process can compute any row of any batch without the earlier rows.
     """
 
     tokens: Tokens
     seq_len: int
-    """Inputs per row; a window is one token longer."""
+    """Number of input tokens per row; a window is one token longer."""
     global_batch_size: int
-    """Rows per batch, over all processes."""
+    """Number of rows per batch, over all processes."""
     seed: int = 0
     shuffle: bool = True
     vocab_size: int | None = None
-    """Bound of the ids that are read (all are below); None: the vocabulary that the token files
-    state."""
+    """Limit of the ids, which must all be below it; None uses the vocabulary size that the token
+    files state."""
     boundary: Boundary | None = None
-    """Rule for text boundaries; batches then have segments and weights. None: a row counts as one
+    """Rule for text boundaries; batches then have segments and weights. None: each row is one
     text."""
 
     def __post_init__(self) -> None:
@@ -176,12 +178,12 @@ class TokenSource(RowSource):
 
     @property
     def num_windows(self) -> int:
-        """Number of windows, which are the rows of one epoch."""
+        """Number of windows, which is the number of rows of one epoch."""
         return int(self._last_windows[-1]) if len(self._last_windows) else 0
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of one epoch, which are the windows."""
+        """Number of rows of one epoch, which is the number of windows."""
         return self.num_windows
 
     @property
@@ -190,14 +192,14 @@ class TokenSource(RowSource):
         return self.tokens.tokenizer
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers, counted over all epochs; pure.
+        """Returns rows by index, counted over all epochs; a pure function.
 
         Returns:
           {"tokens": int32 [rows, seq_len], "targets": int32 [rows, seq_len]}; the targets are the
           next tokens. With a `boundary` also "segments" and "weights", see `Boundary.describe`.
 
         Raises:
-          ValueError: an id outside the vocabulary.
+          ValueError: an id is outside the vocabulary.
         """
         seed = self.seed if self.shuffle else None
         windows = self._read(in_epochs(numbers, self.num_windows, seed))
@@ -208,7 +210,8 @@ class TokenSource(RowSource):
         return rows if self.boundary is None else rows | self.boundary.describe(windows)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the settings that define what a row number means; saved with the position."""
+        """Returns the settings that determine which data a row index refers to; saved in
+        checkpoints."""
         own = {
             "tokens": self.tokens.fingerprint,
             "seq_len": self.seq_len,
@@ -218,14 +221,14 @@ class TokenSource(RowSource):
         return own if self.boundary is None else own | dataclasses.asdict(self.boundary)
 
     def describe(self) -> str:
-        """Returns a one-line description for the log."""
+        """Describes the source in one line for the log."""
         return (
             f"{self.tokens.name}: {self.tokens.count:,} tokens, {self.num_windows:,} windows of "
             f"{self.seq_len}, {self.steps_per_epoch:,.1f} steps per epoch"
         )
 
     def _read(self, numbers: np.ndarray) -> np.ndarray:
-        """Reads windows of the tokens, integers [b, seq_len + 1]; one indexing operation per part
+        """Reads windows of tokens, integers [rows, seq_len + 1], by one indexing operation per part
         of the tokens."""
         part_numbers = np.searchsorted(self._last_windows, numbers, side="right")
         touched = np.unique(part_numbers)
@@ -247,8 +250,8 @@ class TokenSource(RowSource):
         return windows
 
     def _check(self, windows: np.ndarray, name: str, offsets: np.ndarray) -> None:
-        """Raises for ids of `windows` outside the vocabulary; if that is unknown, for ids that
-        int32 cannot hold."""
+        """Raises for ids of `windows` outside the vocabulary; if its size is unknown, for ids that
+        int32 cannot represent."""
         limit = self.vocab_size or self.tokens.vocab_size or 1 << 31
         bounds = np.iinfo(windows.dtype)
         if bounds.min >= 0 and bounds.max < limit:

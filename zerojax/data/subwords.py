@@ -16,15 +16,15 @@ from zerojax.config.display import cut, quoted
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
-# Smallest BPE: 256 byte symbols and END_OF_TEXT, without merges.
+# Minimum vocabulary size of a BPE: 256 bytes and END_OF_TEXT, without merges.
 MIN_BPE_SIZE = NUM_BYTES + 1
-# Text that one core encodes at a time: long enough to amortise the call, short enough to use many
-# cores.
+# Number of characters that one core encodes at a time: enough to amortise the call, few enough to
+# use many cores.
 PIECE_CHARACTERS = 1 << 14
 # Common names of the end-of-text token, used if no settings file names it.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
-# Texts whose ids must not change when they are cut after their line end.
+# Texts whose ids must not change when they are cut after a line end.
 _PROBES = ("line\nText", "a.\n(b)", "x1\n22", "Ωμ\n“ß”", "}\n# end")
 _MISSING = (
     "a BPE tokenizer needs the package `tokenizers`, which is not installed: run "
@@ -36,7 +36,8 @@ def _backend_of(content: Mapping[str, Any]) -> Any:
     """Builds the `tokenizers.Tokenizer` of a tokenizer.json.
 
     Raises:
-      ValueError: the package cannot read it. ImportError: the package is not installed.
+      ValueError: the package `tokenizers` cannot read it.
+      ImportError: the package is not installed.
     """
     tokenizers = import_tokenizers()
     try:
@@ -52,17 +53,17 @@ def _backend_of(content: Mapping[str, Any]) -> Any:
 class BpeTokenizer:
     """Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) by the `tokenizers` package.
 
-    Make one with `BpeTokenizer.train(texts, vocab_size=...)` or `tokenizer_from_dict`.
+    `BpeTokenizer.train(texts, vocab_size=...)` and `tokenizer_from_dict` make one.
     """
 
     def __init__(self, backend: Any):
-        """`backend`: a `tokenizers.Tokenizer`."""
+        """Wraps `backend`, a `tokenizers.Tokenizer`."""
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> BpeTokenizer:
-        """Builds the tokenizer from the content of a tokenizer.json in `to_dict`.
+        """Builds the tokenizer from the tokenizer.json content that `to_dict` stores.
 
         Raises:
           ValueError: the package `tokenizers` cannot read it.
@@ -73,11 +74,12 @@ class BpeTokenizer:
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
         """Trains the merges on `texts`; deterministic.
 
-        A small corpus may have fewer merges than requested: `.vocab_size` is the actual size.
+        A small corpus may allow fewer merges than requested; `.vocab_size` is the actual size.
 
         Raises:
-          ValueError: `vocab_size` below 257 (the bytes and the end-of-text mark) or above 2**20.
-          ImportError: the package `tokenizers` is not installed (with the command to install it).
+          ValueError: `vocab_size` is below 257 (the bytes and the end-of-text token) or above
+            2**20.
+          ImportError: the package `tokenizers` is not installed; has the command to install it.
         """
         if not MIN_BPE_SIZE <= vocab_size <= 1 << 20:
             raise ValueError(
@@ -99,8 +101,8 @@ class BpeTokenizer:
 
     @property
     def separator(self) -> np.ndarray:
-        """Id of the end-of-text mark, int32 [1]; empty for a tokenizer from elsewhere without such
-        a token."""
+        """Id of the end-of-text token, int32 [1]; empty if a tokenizer trained elsewhere has no
+        such token."""
         end = self._backend.token_to_id(END_OF_TEXT)
         return np.asarray([] if end is None else [end], np.int32)
 
@@ -110,18 +112,18 @@ class BpeTokenizer:
         return _encode(self._backend, _pieces(text))
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns (ids, offsets) for each text: int32 [n], and int64 [n, 2], the characters [start,
-        end) of each id."""
+        """Returns (ids, offsets) for each text: ids int32 [n], and offsets int64 [n, 2], which are
+        the characters [start, end) that each id covers."""
         return _encode_with_offsets(self._backend, texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of the ids, including end-of-text marks; ValueError for an unknown
+        """Decodes ids to text, including end-of-text tokens; raises a ValueError for an unknown
         id."""
         checked = checked_ids(ids, self.vocab_size).tolist()
         return self._backend.decode(checked, skip_special_tokens=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the whole tokenizer as a dict; needs no other file."""
+        """Returns the whole tokenizer as a dict that needs no other file."""
         return {"kind": "bpe", "json": json.loads(self._backend.to_str())}
 
     def __repr__(self) -> str:
@@ -129,28 +131,28 @@ class BpeTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer of a model's tokenizer.json: BPE, WordPiece or Unigram, from any source.
+    """Tokenizer of a model's tokenizer.json: BPE, WordPiece or Unigram, trained elsewhere.
 
-    Truncation and padding settings of the file are ignored: they are meant for single texts (those
-    of all-MiniLM-L6-v2 would cut a corpus to 128 tokens).
+    Truncation and padding settings of the file are ignored, because they are meant for single texts
+    (those of all-MiniLM-L6-v2 would cut a corpus to 128 tokens).
 
     Attributes:
-      vocab_size: the largest id plus one; ids may have gaps.
+      vocab_size: largest id plus one; ids may have gaps.
       prefix, suffix: int32 ids that the tokenizer's template puts before and after a text, such as
         [CLS] and [SEP] of BERT or <|begin_of_text|> of Llama 3; often none.
-      separator: int32 ids between two documents: the suffix, or without one the id of `end`; then
-        the prefix of the next.
+      separator: int32 ids between two documents: the suffix (without a suffix, the id of `end`),
+        then the prefix of the next document.
     """
 
     def __init__(self, content: Mapping[str, Any], *, end: str | None = None):
         """Builds the tokenizer.
 
         Args:
-          content: of tokenizer.json.
-          end: the token that ends a text. None: the first of `END_NAMES` that the tokenizer has.
+          content: content of a tokenizer.json.
+          end: name of the token that ends a text. None uses the first of `END_NAMES` that exists.
 
         Raises:
-          ValueError: not the content of such a file, or a token `end` that it does not have.
+          ValueError: `content` is not that of a tokenizer.json, or the token `end` does not exist.
           ImportError: the package `tokenizers` is not installed.
         """
         self._content = content
@@ -173,8 +175,8 @@ class HuggingFaceTokenizer:
         self.separator = np.concatenate([closing, self.prefix])
 
     def _template(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids that the tokenizer's template puts before and after a text, from one text
-        encoded with and without."""
+        """Returns the ids that the tokenizer's template puts before and after a text; compares one
+        text encoded with and without them."""
         probe = "a"
         bare = self._backend.encode(probe, add_special_tokens=False).ids
         full = self._backend.encode(probe, add_special_tokens=True).ids
@@ -187,7 +189,7 @@ class HuggingFaceTokenizer:
         """Returns the id of a token by its name, such as "[MASK]".
 
         Raises:
-          ValueError: there is no such token.
+          ValueError: there is no token of this name.
         """
         found = self._backend.token_to_id(token)
         if found is None:
@@ -206,8 +208,8 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _is_cut_at_line_ends(self) -> bool:
-        """Whether a text may be cut at line ends: no token spans one, and none depends on the text
-        before it."""
+        """Whether a text may be cut at line ends: no token spans a line end, and no token depends
+        on the text before its line."""
         encode = lambda text: _encode(self._backend, [text]).tolist()  # noqa: E731
         halves = ((probe, probe.partition("\n")) for probe in _PROBES)
         return all(
@@ -217,15 +219,16 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of `text`, int32 [n]; the template's tokens are not added."""
-        # If a line's first token depends on the line before it (Llama 2's tokens mark the start of
-        # the text), one core encodes the whole text.
+        # If a line's first token depends on the line before it, one core encodes the whole text
+        # (Llama 2's tokens mark the start of the text).
         return _encode(self._backend, _pieces(text) if self._is_cut_at_line_ends else [text])
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns (ids, offsets) for each text: int32 [n], and int64 [n, 2], the characters [start,
-        end) of each id.
+        """Returns (ids, offsets) for each text: ids int32 [n], and offsets int64 [n, 2], which are
+        the characters [start, end) that each id covers.
 
-        The template's tokens are not added; special tokens written in a text become tokens.
+        The template's tokens are not added. A special token written in a text is encoded as that
+        token.
         """
         return _encode_with_offsets(self._backend, texts)
 
@@ -241,20 +244,20 @@ class HuggingFaceTokenizer:
         """Encodes texts for a text model: with the template, truncated and padded to one length.
 
         Args:
-          texts: at least one.
-          max_length: tokens, including those of the template; longer texts are truncated. None: no
-            limit.
+          texts: texts, at least one.
+          max_length: maximum number of tokens, including those of the template; longer texts are
+            truncated. None for no limit.
 
         Returns:
           {"tokens": int32 [texts, length], "attention_mask": int32 [texts, length], 0 for padding},
           with the length of the longest text.
 
         Raises:
-          ValueError: no texts, or a `max_length` that leaves no room besides the template.
+          ValueError: there are no texts, or `max_length` leaves no space besides the template.
         """
         around = len(self.prefix) + len(self.suffix)
         if not texts:
-            raise ValueError("no texts: the list is empty; give at least one")
+            raise ValueError("texts is empty; pass at least one text")
         if max_length is not None and max_length <= around:
             raise ValueError(
                 f"max_length={max_length}: the template alone has {around} tokens; use a larger "
@@ -281,12 +284,12 @@ class HuggingFaceTokenizer:
         return 0 if found is None else found
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of the ids, including special tokens; ValueError for an unknown id."""
+        """Decodes ids to text, including special tokens; raises a ValueError for an unknown id."""
         checked = checked_ids(ids, self.vocab_size).tolist()
         return self._backend.decode(checked, skip_special_tokens=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the whole tokenizer as a dict; needs no other file."""
+        """Returns the whole tokenizer as a dict that needs no other file."""
         return {"kind": "hugging_face", "end": self.end, "json": self._content}
 
     def __repr__(self) -> str:
@@ -307,7 +310,7 @@ def _encode_with_offsets(backend: Any, texts: Sequence[str]) -> list[tuple[np.nd
 
 
 def _pieces(text: str) -> list[str]:
-    """Splits `text` at single line ends before a visible character, where no token crosses."""
+    """Splits `text` at single line ends before a visible character, which no token crosses."""
     cuts = [0]
     while match := _CUT.search(text, cuts[-1] + PIECE_CHARACTERS):
         cuts.append(match.end())
@@ -318,7 +321,8 @@ def checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """Returns token ids as an integer array [n], after checking that each is in [0, vocab_size).
 
     Raises:
-      TypeError: not integers. ValueError: one is outside [0, vocab_size).
+      TypeError: the ids are not integers.
+      ValueError: an id is outside [0, vocab_size).
     """
     array = np.asarray(ids).reshape(-1)
     if not array.size:
@@ -335,9 +339,9 @@ def checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def import_tokenizers() -> Any:
-    """Imports the package `tokenizers`; ImportError with the command to install it."""
-    # Lazy: the package is optional, and byte tokenizers do not need its start-up time. Imported by
-    # name, so that type checkers work without the package.
+    """Imports the package `tokenizers`; an ImportError contains the command to install it."""
+    # Lazy, because the package is optional, and byte tokenizers do not need its start-up time.
+    # Imported by name, so that type checkers work without the package.
     try:
         return importlib.import_module("tokenizers")
     except ImportError as error:

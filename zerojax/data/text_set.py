@@ -44,7 +44,7 @@ TOKENS, MASK, OFFSETS, SIDECAR = "tokens.bin", "mask.bin", "offsets.bin", "texts
 ROWS = "rows.bin"
 _PARTIAL = ".partial"
 _MASK_BYTES = 1 << 22
-"""Bytes of mask.bin whose bits are counted at once."""
+"""Number of bytes of mask.bin whose bits are counted at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,17 +52,18 @@ class TextSet:
     """Texts as token ids, with a mask of the tokens to predict; arrays are read only when indexed.
 
     Attributes:
-      tokens: unsigned integers, all texts of the folder.
+      tokens: token ids as unsigned integers, all texts of the folder.
       mask: uint8, the bits of mask.bin.
-      offsets: int64 [texts + 1] into `tokens`; a part of a folder's texts has a part of them.
-      first: number, within the folder, of the first text of this part.
-      name: of the folder, for messages.
-      vocab_size: every id is below it (guaranteed by the writer of the folder); None: unknown.
-      tokenizer: `Tokenizer.to_dict` of the tokenizer that made the ids; None: unknown.
-      checksum: of the whole folder.
-      template: the chat template that made the texts; None if there was none.
-      rows: int64, for every text of the folder the row of its file, from 1; None: unknown.
-      files: (number within the folder of a file's first text, the file), ascending.
+      offsets: int64 [texts + 1], positions in `tokens`; a part of the folder's texts has only its
+        own offsets.
+      first: index, within the folder, of the first text of this part.
+      name: name of the folder, for messages.
+      vocab_size: number above every id (guaranteed by the writer of the folder); None if unknown.
+      tokenizer: `Tokenizer.to_dict` of the tokenizer that made the ids; None if unknown.
+      checksum: checksum of the whole folder.
+      template: chat template that made the texts; None if there was none.
+      rows: int64, for every text of the folder its row in its source file, from 1; None if unknown.
+      files: pairs (index within the folder of a file's first text, the file), ascending.
     """
 
     tokens: np.ndarray
@@ -105,7 +106,8 @@ class TextSet:
 
     @property
     def fingerprint(self) -> str:
-        """Text of 16 hex digits that identifies the content, and the part of the folder."""
+        """Text of 16 hex digits that identifies the content, and which part of the folder this
+        is."""
         text = f"{self.checksum}:{self.first}:{self.num_texts}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -116,9 +118,9 @@ class TextSet:
 
     @functools.cached_property
     def num_asked(self) -> int:
-        """Number of targets that the mask says are to be predicted; reads the mask.
+        """Number of targets that the mask selects for prediction; reads the mask.
 
-        The first token of a text is never a target, whatever the mask says.
+        The first token of a text is never a target, whatever its mask.
         """
         first, end = (int(x) for x in self.offsets[[0, -1]])
         total = 0
@@ -143,17 +145,17 @@ class TextSet:
         return dataclasses.replace(self, offsets=offsets, first=self.first + low)
 
     def check_not_cut(self) -> None:
-        """Raises if a file was truncated after it was mapped.
+        """Checks that no file was truncated after it was mapped.
 
         Raises:
-          ValueError: names the file.
+          ValueError: a file was truncated; names it.
         """
         for name, array in ((TOKENS, self.tokens), (MASK, self.mask), (OFFSETS, self.offsets)):
             check_not_cut(array, f"{self.name}/{name}")
 
     def asked(self, places: np.ndarray) -> np.ndarray:
-        """Returns whether tokens at `places` (int64 into `tokens`) are to be predicted; bool, same
-        shape."""
+        """Returns whether the tokens at `places` (int64 positions in `tokens`) are to be predicted;
+        bool, same shape."""
         return (self.mask[places >> 3] >> (places & 7).astype(np.uint8)) & 1 == 1
 
 
@@ -165,16 +167,18 @@ def is_text_set(path: Path) -> bool:
 def open_text_set(
     folder: Path, *, tokenizer: Mapping[str, Any] | None = None, template: str | None = None
 ) -> tuple[TextSet, TextSet | None]:
-    """Maps a folder of texts; reads only its sidecar.
+    """Maps a folder of texts into memory; reads only its sidecar.
 
     Args:
-      tokenizer, template: from the files in the folder, already checked by the caller.
+      folder: folder with the files of a text set.
+      tokenizer, template: contents of the folder's tokenizer and template files, already checked by
+        the caller.
 
     Returns:
-      (the training texts, the validation texts or None).
+      (training texts, validation texts or None).
 
     Raises:
-      ValueError: an invalid sidecar, or files whose sizes differ from it.
+      ValueError: the sidecar is invalid, or the sizes of files differ from it.
     """
     about = read_text_sidecar(folder)
     dtype = DTYPES[about["dtype"]]
@@ -189,7 +193,7 @@ def open_text_set(
     }
     files = about.get("files", [])
     rows = _map(folder / ROWS, np.dtype("<i8"), num_texts) if files else None
-    # Where texts are from is not a part of what they are.
+    # The origin of the texts is not part of their identity.
     sums = {name: value for name, value in about["sha256"].items() if name != ROWS}
     whole = TextSet(
         tokens=arrays[TOKENS],
@@ -210,10 +214,10 @@ def open_text_set(
 
 
 def read_text_sidecar(folder: Path) -> dict[str, Any]:
-    """Reads and checks texts.json.
+    """Reads and checks texts.json, the sidecar.
 
     Raises:
-      ValueError: it is not JSON, or a value in it is missing or of the wrong type.
+      ValueError: it is not JSON, or a value is missing or has the wrong type.
     """
     path = folder / SIDECAR
     remedy = "prepare the folder again with `zerojax data prepare`"
@@ -261,7 +265,7 @@ def read_text_sidecar(folder: Path) -> dict[str, Any]:
 
 
 def _are_files(files: Any, num_texts: Any) -> bool:
-    """Returns whether `files`, a value of the sidecar, says which texts are from which file."""
+    """Returns whether `files` is a valid sidecar value that assigns texts to source files."""
     if not isinstance(files, list):
         return False
     for entry in files:
@@ -277,7 +281,7 @@ def verify_text_set(folder: str | Path) -> None:
     """Reads all files of a folder of texts and compares them with the checksums of its sidecar.
 
     Raises:
-      ValueError: names the first file that differs.
+      ValueError: a file differs; names the first one.
     """
     folder = user_path(folder)
     for name, wanted in read_text_sidecar(folder)["sha256"].items():
@@ -317,8 +321,8 @@ def check_targets(train: TextSet, validation: TextSet | None) -> str | None:
 class TextSetWriter:
     """Writes a text set, text by text; memory does not grow with their number.
 
-    `finish` renames the files to their final names, the sidecar last; leaving the `with` block
-    without it removes what was written.
+    The method `finish` renames the files to their final names, the sidecar last. If the `with`
+    block ends without `finish`, the written files are removed.
     """
 
     def __init__(self, folder: Path, vocab_size: int):
@@ -352,10 +356,10 @@ class TextSetWriter:
         """Adds one text.
 
         Args:
-          ids: integers [n], n >= 1, below the vocabulary.
+          ids: token ids, integers [n] with n >= 1, below the vocabulary size.
           asked: bool [n], whether each token is to be predicted.
-          place: the file that the text is from, and the number of its row there, from 1; for all
-            texts, of one file after the other, or for none.
+          place: (source file of the text, number of its row there, from 1). Pass it for all texts,
+            in the order of files, or for none.
         """
         assert (place is not None) == bool(self._files) or not self.num_texts, "all or none"
         if place is not None:
@@ -376,8 +380,8 @@ class TextSetWriter:
         """Renames the files to their final names and writes the sidecar.
 
         Args:
-          about: JSON-able entries besides sizes and checksums; its "sha256" has those of further
-            files.
+          about: JSON-compatible entries besides sizes and checksums; its "sha256" has the checksums
+            of further files.
         """
         self._streams[MASK].write(np.packbits(self._bits, bitorder="little").tobytes())
         sums = dict(about.get("sha256", {}))

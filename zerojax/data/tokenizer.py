@@ -29,7 +29,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Interface of a tokenizer; any object with these members works."""
+    """Interface of a tokenizer; any object with these members can be used."""
 
     @property
     def vocab_size(self) -> int:
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
     @property
     def separator(self) -> np.ndarray:
-        """The ids between two documents: int32 [n], n may be 0."""
+        """Ids between two documents: int32 [n]; n may be 0."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -46,16 +46,16 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text that `ids` encode; incomplete characters become U+FFFD."""
+        """Decodes ids to text; incomplete characters become U+FFFD."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON-able dict; `tokenizer_from_dict` is its inverse."""
+        """Returns a JSON-compatible dict; `tokenizer_from_dict` is the inverse."""
         ...
 
 
 class ByteTokenizer:
-    """Tokenizer of the 256 bytes of UTF-8: needs no training and encodes every text.
+    """Tokenizer whose ids are the 256 byte values of UTF-8; needs no training, encodes every text.
 
     >>> ByteTokenizer().encode("Ah!").tolist()
     [65, 104, 33]
@@ -66,7 +66,7 @@ class ByteTokenizer:
     @property
     def separator(self) -> np.ndarray:
         """Ids of a blank line, because all 256 ids are bytes and none is free for an end-of-text
-        mark."""
+        token."""
         return self.encode("\n\n")
 
     def encode(self, text: str) -> np.ndarray:
@@ -74,8 +74,8 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns (ids, offsets) for each text: int32 [n], and int64 [n, 2], the characters [start,
-        end) of each id."""
+        """Returns (ids, offsets) for each text: ids int32 [n], and offsets int64 [n, 2], which are
+        the characters [start, end) that each id covers."""
         made = []
         for text in texts:
             sizes = [len(character.encode("utf-8")) for character in text]
@@ -84,12 +84,12 @@ class ByteTokenizer:
         return made
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text; an incomplete character becomes U+FFFD. ValueError for an id outside
-        0-255."""
+        """Decodes ids to text; an incomplete character becomes U+FFFD. Raises a ValueError for an
+        id outside 0-255."""
         return checked_ids(ids, NUM_BYTES).astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns `{"kind": "bytes"}`."""
+        """Returns the tokenizer as a JSON-compatible dict, `{"kind": "bytes"}`."""
         return {"kind": "bytes"}
 
     def __repr__(self) -> str:
@@ -102,11 +102,11 @@ def as_tokenizer(spec: Any, texts: Iterable[str] | None = None) -> Tokenizer:
     Args:
       spec: "bytes", "bpe:2048" (trained on `texts`), the path of a tokenizer file (of zerojax, or a
         tokenizer.json of Hugging Face) or of its folder, the dict of `to_dict`, or a tokenizer.
-      texts: training text of a "bpe:..."; only read in that case.
+      texts: text to train a "bpe:..." on; not read otherwise.
 
     Raises:
-      ValueError: an unknown spec, or "bpe:..." without text.
-      FileNotFoundError: a path that does not exist.
+      ValueError: the spec is unknown, or "bpe:..." is given without text.
+      FileNotFoundError: the path does not exist.
     """
     if isinstance(spec, Mapping):
         return tokenizer_from_dict(spec)
@@ -131,17 +131,17 @@ def as_tokenizer(spec: Any, texts: Iterable[str] | None = None) -> Tokenizer:
 
 
 def bpe_size(spec: Any) -> int | None:
-    """Returns 4096 for "bpe:4096", or None for any other spec.
+    """Returns the vocabulary size in a spec, 4096 for "bpe:4096"; None for any other spec.
 
     Raises:
-      ValueError: "bpe" or "bpe:..." without a number.
+      ValueError: the spec is "bpe" or "bpe:..." without a number.
     """
     match = _BPE_SPEC.fullmatch(spec) if isinstance(spec, str) else None
     if match:
         return int(match[1])
     if isinstance(spec, str) and (spec == "bpe" or spec.startswith("bpe:")):
         raise ValueError(
-            f"tokenizer={quoted(spec)}: write the vocabulary size, for example 'bpe:4096'"
+            f"tokenizer={quoted(spec)} has no vocabulary size; write for example 'bpe:4096'"
         )
     return None
 
@@ -151,7 +151,7 @@ def tokenizer_from_dict(value: Mapping[str, Any]) -> Tokenizer:
     `tokenizers`.
 
     Raises:
-      ValueError: a dict of no known kind.
+      ValueError: the dict has no known kind.
     """
     kind = value.get("kind")
     if kind == "bytes":
@@ -168,8 +168,8 @@ def tokenizer_from_dict(value: Mapping[str, Any]) -> Tokenizer:
 
 
 def hugging_face_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Returns the content of the Hugging Face tokenizer.json of a tokenizer; None for bytes, which
-    have none."""
+    """Returns the content of a tokenizer's Hugging Face tokenizer.json; None for bytes, which have
+    none."""
     return tokenizer.to_dict().get("json")
 
 
@@ -181,16 +181,15 @@ def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> Path:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a file of `save_tokenizer`, or a tokenizer.json of Hugging Face.
+    """Reads a file written by `save_tokenizer`, or a tokenizer.json of Hugging Face.
 
-    The token that ends a text is read from a tokenizer_config.json in the same folder, if there is
-    one.
+    If the same folder has a tokenizer_config.json, it names the token that ends a text.
 
     Args:
-      path: the file, or the folder that holds it under the name tokenizer.json.
+      path: the file, or a folder that has a tokenizer.json.
 
     Raises:
-      FileNotFoundError: no such file, and not a known spec either.
+      FileNotFoundError: the path does not exist, and is not a known spec either.
       ValueError: the file is not a tokenizer.
     """
     given = user_path(path)
@@ -220,7 +219,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def _stated_end(settings: Path) -> str | None:
     """Returns the end-of-text token that a tokenizer_config.json states: a name, or an object that
-    has it."""
+    contains it."""
     if not settings.is_file():
         return None
     end = read_object(settings, "a tokenizer's settings").get("eos_token")
@@ -230,8 +229,12 @@ def _stated_end(settings: Path) -> str | None:
 def read_object(file: Path, what: str) -> dict[str, Any]:
     """Reads the object in a JSON file.
 
+    Args:
+      file: JSON file.
+      what: description of the expected content, for the message.
+
     Raises:
-      ValueError: the file does not hold an object, so it is not `what`.
+      ValueError: the file does not contain an object.
     """
     try:
         value = load(file)

@@ -1,7 +1,8 @@
-"""Token files: format, and memory-mapped reads of windows.
+"""Token files: their format, and memory-mapped reads of windows (ranges of tokens).
 
 A `.bin` file contains only little-endian uint8, uint16 or uint32 ids. A `.json` file with the same
-stem describes it: `dtype` is required; `count`, `vocab_size`, `tokenizer`, `sha256` are optional.
+stem, its sidecar, describes it: `dtype` is required; `count`, `vocab_size`, `tokenizer` and
+`sha256` are optional.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ DTYPES: Mapping[str, np.dtype] = {
     "uint16": np.dtype("<u2"),
     "uint32": np.dtype("<u4"),
 }
-# Files up to this size are searched for ids outside the vocabulary when they are opened (about 0.1
-# s); for larger files every batch is checked as it is read.
+# Files up to this size are searched for ids outside the vocabulary when they are opened, which
+# takes about 0.1 s. In larger files every batch is checked when it is read.
 SCAN_BYTES = 256 << 20
 _BLOCK = 1 << 22
 _NPY_HEADERS: Mapping[tuple[int, int], Callable[..., Any]] = {
@@ -46,25 +47,25 @@ _VALIDATION_STEM = re.compile(r"(^|[._-])(val|valid|validation)([._-]|$)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenPart:
-    """One run of tokens of one file."""
+    """Range of consecutive tokens of one file."""
 
     ids: np.ndarray
-    """Integer [n], usually memory-mapped: values are read only when indexed."""
+    """Integers [n], usually memory-mapped: values are read only when indexed."""
     name: str
-    """File that the tokens come from, for messages."""
+    """Source file of the tokens, for messages."""
     offset: int = 0
-    """Position of `ids[0]` in that file, in tokens."""
+    """Position of `ids[0]` in this file, in tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """Runs of token ids, read by windows that never cross from one run to the next."""
+    """Token ids in one or several parts; a window never crosses from one part to the next."""
 
     parts: tuple[TokenPart, ...]
     vocab_size: int | None = None
-    """Every id is below it (guaranteed by the writer of the file); None: unknown."""
+    """Number above every id (guaranteed by the writer of the file); None if unknown."""
     tokenizer: Mapping[str, Any] | None = None
-    """`Tokenizer.to_dict` of the tokenizer that made the ids; None: unknown."""
+    """`Tokenizer.to_dict` of the tokenizer that made the ids; None if unknown."""
 
     @property
     def count(self) -> int:
@@ -78,20 +79,21 @@ class Tokens:
         return f"{self.parts[0].name}{more}" if self.parts else "no tokens"
 
     def windows_per_part(self, seq_len: int) -> np.ndarray:
-        """Returns how many windows of seq_len + 1 tokens each part has, int64 [parts].
+        """Returns the number of windows of seq_len + 1 tokens in each part, int64 [parts].
 
-        Neighbouring windows share one token: the last target of one is the first input of the next.
+        Neighbouring windows share one token: the last target of a window is the first input of the
+        next.
         """
         sizes = np.array([len(part.ids) for part in self.parts], np.int64)
         return np.maximum(sizes - 1, 0) // seq_len
 
     def split(self, fraction: float) -> tuple[Tokens, Tokens | None]:
-        """Splits tokens into the head for training and the tail (`fraction` of all) for validation.
+        """Splits tokens into a head for training and a tail (`fraction` of all) for validation.
 
-        Deterministic, without shared tokens or copies. Fraction 0: no validation.
+        Deterministic, without shared tokens or copies. Fraction 0 gives no validation tokens.
 
         Raises:
-          ValueError: a fraction outside [0, 1).
+          ValueError: the fraction is outside [0, 1).
         """
         if not 0 <= fraction < 1:
             raise ValueError(f"validation_fraction={fraction}: it must be at least 0 and below 1")
@@ -114,8 +116,8 @@ class Tokens:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Text of 16 hex digits from the sizes and a few ids of every part; reads at most 8 KB of
-        each."""
+        """Text of 16 hex digits, computed from the sizes and a few ids of every part; reads at most
+        8 KB of each."""
         digest = hashlib.sha256()
         for part in self.parts:
             digest.update(f"{len(part.ids)}:".encode())
@@ -130,8 +132,8 @@ def check_not_cut(array: np.ndarray, name: str) -> None:
     A read beyond the end of a mapped file kills the process (SIGBUS) without a message.
 
     Args:
-      array: memory-mapped or not.
-      name: of its file, for the message.
+      array: array, memory-mapped or not.
+      name: name of its file, for the message.
 
     Raises:
       ValueError: the file is shorter than its mapping.
@@ -147,16 +149,15 @@ def check_not_cut(array: np.ndarray, name: str) -> None:
 
 
 def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Returns an array of the windows `ids[start : start + length]` for every start, in one
-    indexing operation.
+    """Copies the windows `ids[start : start + length]` for all starts, in one indexing operation.
 
     Args:
-      ids: [n] any integer dtype, memory-mapped or not; only the windows are read.
+      ids: [n] of any integer dtype, memory-mapped or not; only the windows are read.
       starts: int64 [b] in [0, n - length].
-      length: tokens per window.
+      length: number of tokens per window.
 
     Returns:
-      [b, length], the dtype of `ids`, a new array.
+      A new array [b, length] with the dtype of `ids`.
     """
     return np.lib.stride_tricks.sliding_window_view(np.asarray(ids), length)[starts]
 
@@ -165,7 +166,8 @@ def tokens_of_array(ids: np.ndarray, *, name: str = "the token array") -> Tokens
     """Makes `Tokens` from an integer array [n] in memory.
 
     Raises:
-      TypeError: not integers. ValueError: not one-dimensional.
+      TypeError: the array does not contain integers.
+      ValueError: the array is not one-dimensional.
     """
     array = np.asarray(ids)
     _check_array(array.dtype, array.shape, name)
@@ -173,26 +175,26 @@ def tokens_of_array(ids: np.ndarray, *, name: str = "the token array") -> Tokens
 
 
 def is_token_path(path: Path) -> bool:
-    """Returns True if `path` is a token file or a folder that holds token files."""
+    """Returns whether `path` is a token file or a folder that contains token files."""
     if path.is_dir():
         return bool(find_files(path, TOKEN_SUFFIXES))
     return path.suffix.lower() in TOKEN_SUFFIXES
 
 
 def open_tokens(paths: Sequence[Path]) -> tuple[Tokens | None, Tokens | None]:
-    """Maps token files; reads only sidecars and file headers.
+    """Maps token files into memory; reads only sidecars and file headers.
 
     Args:
       paths: files, or folders whose token files are used in the order of their names.
 
     Returns:
-      `(train, validation)`: files whose name has a part "val", "valid" or "validation"
+      `(train, validation)`. Files whose name has a part "val", "valid" or "validation"
         (`validation.bin`, `corpus_val_000.npy`) are validation data, unless a single file is passed
         by its name.
 
     Raises:
-      ValueError: a `.bin` without a usable sidecar, a size that differs from the sidecar's count,
-        an array that is not one row of integers, shards made by different tokenizers.
+      ValueError: a `.bin` has no usable sidecar, a size differs from the sidecar's count, an array
+        is not one row of integers, or files were made by different tokenizers.
     """
     files: list[Path] = []
     for path in paths:
@@ -274,7 +276,7 @@ def _open_bin(file: Path) -> Tokens:
 
 
 def size_of(file: Path) -> int:
-    """Returns the bytes of a regular file."""
+    """Returns the size of a regular file in bytes."""
     status = file.stat()
     check_regular(status, file)
     return status.st_size
@@ -291,15 +293,15 @@ def _check_array(dtype: np.dtype, shape: Sequence[int], name: str) -> None:
 
 
 def sidecar_path(file: Path) -> Path:
-    """Returns the sidecar's path: `corpus.json` for `corpus.bin`."""
+    """Returns the path of a token file's sidecar: `corpus.json` for `corpus.bin`."""
     return file.with_suffix(".json")
 
 
 def read_sidecar(file: Path) -> dict[str, Any]:
-    """Reads and checks the `.json` file of a token file.
+    """Reads and checks the sidecar (`.json` file) of a token file.
 
     Raises:
-      ValueError: it is missing, not JSON, or a value in it is of the wrong type.
+      ValueError: it is missing or not JSON, or a value has the wrong type.
     """
     path = sidecar_path(file)
     minimal = '{"dtype": "uint16"}'
@@ -323,7 +325,7 @@ def read_sidecar(file: Path) -> dict[str, Any]:
         "tokenizer": (lambda x: x is None or isinstance(x, dict), "an object"),
     }
     if not isinstance(value, dict):
-        raise ValueError(f"{str(path)!r} holds {type(value).__name__}; write for example {minimal}")
+        raise ValueError(f"{str(path)!r} holds a {type(value).__name__}; write {minimal}")
     for key, (is_good, wanted) in checks.items():
         if not is_good(value.get(key)):
             raise ValueError(
@@ -333,33 +335,33 @@ def read_sidecar(file: Path) -> dict[str, Any]:
 
 
 def is_dtype_name(value: Any) -> bool:
-    """Returns True if a value is the name of a dtype that token files may have."""
+    """Returns whether a value is the name of a dtype that token files may have."""
     return isinstance(value, str) and value in DTYPES
 
 
 def is_count(value: Any, least: int) -> bool:
-    """Returns True if a value is an integer of at least `least` that fits into 64 bits."""
+    """Returns whether a value is an integer of at least `least` that fits into 64 bits."""
     return type(value) is int and least <= value < 2**63
 
 
 def is_vocab_size(value: Any) -> bool:
-    """Returns True if a value is a valid vocabulary size of a model."""
+    """Returns whether a value is a valid vocabulary size of a model."""
     return is_count(value, 1) and value <= MAX_SIZE
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
-    """Returns the narrowest dtype of a token file that holds ids below `vocab_size`."""
+    """Returns the narrowest dtype of a token file that can store ids below `vocab_size`."""
     return next(d for d in DTYPES.values() if vocab_size - 1 <= np.iinfo(d).max)
 
 
 def check_ids(tokens: Tokens, vocab_size: int) -> None:
-    """Raises for ids outside [0, vocab_size) before training: from the sidecar, else from the file.
+    """Checks before training that all ids are in [0, vocab_size): by the sidecar, else by the file.
 
-    Costs nothing if the dtype or the sidecar excludes them. Larger files than SCAN_BYTES are not
-    searched here; `TokenSource` checks each window as it is read.
+    Reads nothing if the dtype or the sidecar excludes larger ids. Files larger than SCAN_BYTES are
+    not searched here; `TokenSource` checks each window when it is read.
 
     Raises:
-      ValueError: names the file, the offset and the id.
+      ValueError: an id is outside; names the file, the offset and the id.
     """
     if tokens.vocab_size is not None:
         check_vocab_sizes(tokens.name, tokens.vocab_size, vocab_size)
@@ -371,10 +373,10 @@ def check_ids(tokens: Tokens, vocab_size: int) -> None:
 
 
 def check_vocab_sizes(name: str, of_data: int, of_model: int) -> None:
-    """Raises if the data's tokenizer has more entries than the model.
+    """Checks that the data's tokenizer does not have more entries than the model's vocabulary.
 
     Raises:
-      ValueError: names the data and both sizes.
+      ValueError: it has more; names the data and both sizes.
     """
     if of_data > of_model:
         raise ValueError(
@@ -385,10 +387,10 @@ def check_vocab_sizes(name: str, of_data: int, of_model: int) -> None:
 
 
 def check_block(block: np.ndarray, vocab_size: int, *, name: str, offset: int) -> None:
-    """Raises for ids outside [0, vocab_size) in a block [n] that begins at `offset` of a file.
+    """Checks that the ids in a block [n] that begins at `offset` of a file are in [0, vocab_size).
 
     Raises:
-      ValueError: the first id outside [0, vocab_size), with file and offset.
+      ValueError: an id is outside; names the first one, the file and the offset.
     """
     limits = np.iinfo(block.dtype)
     if not block.size or (limits.min >= 0 and limits.max < vocab_size):
@@ -408,7 +410,7 @@ def verify_tokens(file: str | Path) -> None:
     """Reads a whole `.bin` file and compares it with the sha256 of its sidecar.
 
     Raises:
-      ValueError: they differ, or the sidecar has none.
+      ValueError: they differ, or the sidecar has no sha256.
     """
     path = user_path(file)
     wanted = read_sidecar(path).get("sha256")
@@ -421,7 +423,7 @@ def verify_tokens(file: str | Path) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Returns the sha256 of a file, hex."""
+    """Computes the sha256 of a file, as hex digits."""
     with open(open_regular(path), "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

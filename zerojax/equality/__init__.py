@@ -1,7 +1,7 @@
-"""Defines `zerojax.check`, which compares a user's model on one device and on several.
+"""Defines `zerojax.check`, which compares training of a user's model on one and on several devices.
 
-Sends a request to a child process with CPU devices, and returns its result. The check itself is in
-`check_in_child`.
+Sends a request to a child process with CPU devices, and returns the child's result. The child runs
+the check by `check_in_child`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _JAX_SETTINGS = (
     "jax_default_prng_impl",
     "jax_default_matmul_precision",
 )
-"""JAX settings that change a model's results; passed on to the child process."""
+"""JAX settings that change a model's results; they are passed on to the child process."""
 
 
 @names_keywords()
@@ -63,38 +63,40 @@ def check(
     """Checks that a model, its loss and its optimizer train the same on any number of devices.
 
     Takes a few steps in float32 in plain JAX (`jax.value_and_grad` and optax) and with zerojax: on
-    one device, and on `devices` virtual ones at ZeRO stages 0 to 3, with one or two microbatches,
-    every parameter split and padded. Compares losses, gradient norms, parameters and the model's
-    own state. If they differ, experiments on the plain loss find the reason and the line.
+    one device, and on `devices` virtual devices at ZeRO stages 0 to 3, with one or two
+    microbatches and with every parameter split and padded. Compares losses, gradient norms,
+    parameters and the model's other arrays (its state). If they differ, experiments with the plain
+    loss search for the reason and the line of the user's code.
 
     The check runs in a child process with CPU devices, whatever devices this process uses.
-    Functions and classes of a script or a notebook are sent by value. If the model cannot be sent
-    (for example, it holds a lock or an open file), it is checked in this process, on its own CPU
-    devices, with a note. For a large model, check a small version: the same layers, fewer and
-    narrower.
+    Functions and classes of a script or a notebook are pickled by value. If the model cannot be
+    pickled (for example, because it holds a lock or an open file), the check runs in this process
+    on its CPU devices, and adds a note to the result. For a large model, check a small version with
+    the same kinds of layers, but fewer and narrower ones.
 
     Args:
-      model: as in `zerojax.train`.
-      batch: a global batch (tree of arrays, dimension 0 the rows) of real data, or a function
+      model: model, as for `zerojax.train`.
+      batch: global batch of real data (tree of arrays whose dimension 0 is the rows), or a function
         `step -> batch`. Rows beyond a multiple of devices x 2 are left out.
-      loss: `loss(model, batch)` as in `zerojax.train`; None: the model's method.
+      loss: function `loss(model, batch)` as for `zerojax.train`; None calls the model's method.
       optimizer: an optax transformation, an `OptimizerConfig`, or None for its defaults.
       freeze: regular expressions; parameters whose names match are not trained.
-      devices: number of virtual devices, at least 2; fewer are used if there are not enough rows.
-      steps: steps of each run.
-      seed: of new parameters.
-      thorough: runs every stage with each number of microbatches, ten runs instead of five.
+      devices: number of virtual devices, at least 2; a batch with too few rows uses fewer devices.
+      steps: number of training steps of each run.
+      seed: random seed for new parameters.
+      thorough: whether to run every ZeRO stage with each number of microbatches: ten runs instead
+        of five.
       strict: whether dropout and batch statistics, which differ between devices by design, count
         as disagreement.
-      timeout: seconds for the child process.
+      timeout: maximum seconds for the child process.
 
     Returns:
-      The result: see `print(result.table())`, `result.agrees`, `result.require()`.
+      The result; use `print(result.table())`, `result.agrees` or `result.require()`.
 
     Raises:
-      ValueError, TypeError: an invalid batch or number.
-      RuntimeError: the child failed or took longer than `timeout`; or the model could not be sent,
-        and this process has fewer than two CPU devices.
+      ValueError, TypeError: the batch or a number is invalid.
+      RuntimeError: the child process failed or took longer than `timeout`; or the model cannot be
+        pickled, and this process has fewer than two CPU devices.
     """
     request = make_request(
         model,
@@ -124,10 +126,10 @@ def make_request(
     thorough: bool = False,
     strict: bool = False,
 ) -> Request:
-    """Checks the arguments of `check` and returns a request with a batch for each step.
+    """Checks the arguments of `check`, and returns a request that holds a batch for each step.
 
     Raises:
-      ValueError, TypeError: an invalid batch or number.
+      ValueError, TypeError: the batch or a number is invalid.
     """
     check_whole_number("devices", devices, 2, MAX_CPU_DEVICES)
     check_whole_number("steps", steps, 1, MAX_SIZE)
@@ -148,7 +150,7 @@ def make_request(
 
 
 def run_request(request: Request, *, timeout: float) -> CheckResult:
-    """Runs the check in a child process, or in this process if the request cannot be sent."""
+    """Runs the check in a child process, or in this process if the request cannot be pickled."""
     try:
         data = dumps(request)
     except NotSendableError as error:
@@ -195,7 +197,7 @@ def _checked_here(request: Request, why: str) -> CheckResult:
             f"device; define model, loss and optimizer in a module or a script and call `zerojax "
             f"check FILE.py` ({why})"
         )
-    note = f"checked in this process, since the model could not be sent to another one ({why})"
+    note = f"the check ran in this process, because the model cannot be pickled ({why})"
     devices = min(request.devices, count)
     batches = [_cut(batch, devices) for batch in request.batches]
     notes = *request.notes, note
@@ -207,7 +209,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _environment(devices: int) -> dict[str, str]:
-    """Returns the environment of the child: only CPU devices, and a single process."""
+    """Returns environment variables for the child: CPU devices only, and a single process."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if "xla_force_host_platform_device_count" not in flag]
     return {
@@ -224,10 +226,10 @@ def _environment(devices: int) -> dict[str, str]:
 
 
 def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tuple[str, ...]]:
-    """Returns (a batch for each step, number of devices, notes); devices divide the rows evenly.
+    """Returns (a batch for each step, number of devices that divides its rows, notes).
 
     Raises:
-      ValueError: too few rows, or leaves with different numbers of rows.
+      ValueError: the batch has too few rows, or leaves with different numbers of rows.
     """
     made = [batch(step) if callable(batch) else batch for step in range(steps)]
     batches = [jax.tree.map(np.asarray, as_arrays(one)) for one in made]
@@ -245,7 +247,7 @@ def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tupl
     batches = [_cut(one, fitting) for one in batches]
     if (kept := _rows(batches[0])) < rows:
         notes.append(
-            f"{kept} of {rows} rows were used, a multiple of {fitting} devices x "
+            f"{kept} of {rows} rows were used, as rows must be a multiple of {fitting} devices x "
             f"{MICROBATCHES} microbatches"
         )
     return batches, fitting, tuple(notes)
@@ -256,7 +258,7 @@ def _rows(batch: Any) -> int:
     sizes = {name: leaf.shape[0] if leaf.shape else None for name, leaf in leaves.items()}
     if not sizes or len({*sizes.values()}) > 1 or None in sizes.values():
         raise ValueError(
-            f"the leaves of the batch have {sizes} rows; every leaf needs the same number in "
+            f"the arrays of the batch have {sizes} rows; every array needs the same number in "
             "dimension 0"
         )
     return next(iter(sizes.values()))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Runs the check inside the child process: runs, comparisons and reasons."""
+"""Runs an equality check inside the child process: training runs, comparisons and reasons."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MICROBATCHES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """The user's arguments of a check, with batches as NumPy arrays."""
+    """Arguments of `zerojax.check`, with batches as NumPy arrays."""
 
     model: Any
     loss: Any
@@ -72,11 +72,11 @@ class Request:
 def check_here(
     request: Request, progress: Callable[[str], None] = lambda text: None
 ) -> CheckResult:
-    """Runs the check in this process, on its CPU devices.
+    """Runs an equality check in this process, on its CPU devices.
 
     Args:
-      request: the arguments.
-      progress: called with the name of each run before it starts.
+      request: arguments of the check.
+      progress: function called with the name of each run before the run starts.
     """
     started = time.monotonic()
     check = _Check(request, progress)
@@ -95,10 +95,10 @@ def check_here(
 
 
 def configurations(devices: int, thorough: bool) -> list[Configuration]:
-    """Returns the runs of a check.
+    """Returns the configurations of the runs of a check.
 
-    They have every ZeRO stage, and one and several devices, each with one and several microbatches;
-    with `thorough`, every combination.
+    Together the runs cover every ZeRO stage, one and several devices, and one and several
+    microbatches; with `thorough`, every combination of them.
     """
     one = Configuration(1, 0, MICROBATCHES)
     many = [Configuration(devices, zero, n) for zero in range(4) for n in (1, MICROBATCHES)]
@@ -109,7 +109,7 @@ def configurations(devices: int, thorough: bool) -> list[Configuration]:
 
 
 class _Stop(Exception):
-    """Raised to end a check that cannot continue."""
+    """Ends a check that cannot continue."""
 
 
 class _Check:
@@ -120,7 +120,7 @@ class _Check:
         self.compared: list[ComparedRun] = []
         self.devices = min(request.devices, len(jax.devices("cpu")))
         self.runs: dict[Configuration, RunOutcome] = {}
-        self._noisy = False  # in evaluation mode, too
+        self._noisy = False  # whether the loss is random in evaluation mode, too
         self._references: dict[tuple[int, int], RunOutcome] = {}
 
     # --- the order of it ----------------------------------------------------------------------
@@ -137,10 +137,10 @@ class _Check:
         self._compare_metrics(experiments)
 
     def _read(self) -> None:
-        """Converts the request to zerojax's internal types.
+        """Converts the request's model, loss and optimizer to zerojax's internal types.
 
         Raises:
-          ValueError, TypeError: an argument that is not a model, loss or optimizer.
+          ValueError, TypeError: the model, loss or optimizer is invalid.
         """
         request = self.request
         model = as_model(request.model)
@@ -150,7 +150,7 @@ class _Check:
             if optimizer.warmup_steps != 0 or optimizer.schedule != "constant":
                 optimizer = dataclasses.replace(optimizer, warmup_steps=0, schedule="constant")
                 self.notes.append(
-                    "the check used a constant learning rate: a warm-up would change "
+                    "the check used a constant learning rate, because a warm-up would change "
                     "parameters too little for a comparison"
                 )
         built = optim.build_optimizer(optimizer, len(request.batches))
@@ -164,7 +164,7 @@ class _Check:
         )
 
     def _start(self) -> None:
-        """Runs the reference in plain JAX, and measures rounding noise."""
+        """Runs the reference training in plain JAX, and measures its rounding noise."""
         self.progress("plain JAX, 1 device")
         try:
             self.plan = plan_of(self.given, Configuration(1))
@@ -196,7 +196,7 @@ class _Check:
         self.noise = noise_of(self.plain, self.reference)
         if self.given.model.overwritten:
             self.noise = with_eight_bits(self.noise)
-            self.notes.append("tolerances are wider, since neighbouring 8-bit values are 6 % apart")
+            self.notes.append("tolerances are wider, as neighbouring 8-bit values are 6 % apart")
         if self.noise.chaotic:
             names = ", ".join(self.noise.chaotic[:3])
             self.notes.append(
@@ -205,15 +205,16 @@ class _Check:
             )
         if not any(np.any(self.reference.after[n] != x) for n, x in before.items()):
             self.notes.append(
-                f"no parameter moved in {len(self.given.batches)} steps (a learning rate that "
-                "starts at 0?), so updates were not compared"
+                f"updates were not compared, as no parameter changed in {len(self.given.batches)} "
+                "steps; does the learning rate start at 0?"
             )
 
     def _reference_of(self, configuration: Configuration) -> tuple[RunOutcome, str]:
-        """Returns (the run that a run is compared with, its name).
+        """Returns (the plain JAX run to compare a zerojax run with, the name of the plain JAX run).
 
-        A sum over the batch (`zerojax.batch_mean`) covers one microbatch. So a run with several
-        microbatches is compared with plain JAX that accumulates gradients of the same microbatches.
+        A sum over the batch (`zerojax.batch_mean`) covers one microbatch. A run with several
+        microbatches is therefore compared with plain JAX that accumulates the gradients of the same
+        microbatches.
         """
         if not self._over_batch or configuration.num_microbatches == 1:
             return self.reference, Configuration(0).name
@@ -250,7 +251,7 @@ class _Check:
         self._errors = [*getattr(self, "_errors", []), (configuration, error)]
 
     def _refused(self) -> None:
-        """Adds one reason for each error message of refused runs, ignoring numbers in it."""
+        """Adds a reason for each distinct error message of refused runs, ignoring numbers in it."""
         seen: dict[str, list[tuple[Configuration, Exception]]] = {}
         for configuration, error in getattr(self, "_errors", []):
             alike = re.sub(r"\d[\d.,e+-]*", "#", _sentence(error))
@@ -276,7 +277,8 @@ class _Check:
         return [name for name in names if name not in self.given.model.overwritten]
 
     def _refused_state(self) -> list[str]:
-        """Returns the names of the model's own integer arrays that a refusal's message contains."""
+        """Returns the names of the model's integer arrays that an error message of a run
+        contains."""
         sentences = [run.refusal for run in self.compared if run.refusal is not None]
         return [
             name
@@ -286,7 +288,8 @@ class _Check:
         ]
 
     def _compare_metrics(self, experiments: Experiments) -> None:
-        """Adds notes on the loss's own metrics that depend on the number of pieces."""
+        """Adds notes on metrics of the loss whose values depend on the number of parts of the
+        batch."""
         if self._noisy or not self.plan.traced.metric_names or hasattr(self, "_errors"):
             return
         for name, (whole, pieces) in experiments.metrics(train=False).items():
@@ -294,7 +297,7 @@ class _Check:
                 f"the metric {name!r} is {whole:.6g} for the whole batch and {pieces:.6g} for "
                 f"{self.devices} parts of the batch; training does not depend on it. Return the "
                 "metric as a pair "
-                "(sum, weight), or compute it from means after the step"
+                "(sum, weight), or compute it after the step from means"
             )
 
     def _explain(self, experiments: Experiments) -> None:
@@ -312,7 +315,7 @@ class _Check:
         statistics = any(reason.kind == "batch_statistics" for reason in self.reasons[before:])
         if not differing:
             if before and analysed.reason is not None:
-                self.reasons.append(analysed.reason)  # has the line of what the plan refused
+                self.reasons.append(analysed.reason)  # contains the line that the plan refused
             return
         if random or (statistics and analysed.reason is not None):
             self._control(experiments, possible=quiet or not random)
@@ -332,7 +335,7 @@ class _Check:
         self.reasons += found.values()
 
     def _explain_numbers(self, experiments: Experiments, forward: Forward, *, train: bool) -> None:
-        """Adds the reasons of differing losses, gradients or updates."""
+        """Adds the reasons for differing losses, gradients or updates."""
         found = [
             forward.reason,
             experiments.weight_gradient(train=train),
@@ -345,7 +348,8 @@ class _Check:
         self.reasons += found or [self._unknown()]
 
     def _passes(self, forward: Forward) -> Reason | None:
-        """Returns a reason if runs differ only because each microbatch updates the state."""
+        """Returns a reason if runs differ only because each microbatch updates the model's
+        state."""
         names = [x for x in self._state_differs() if forward.state.get(x) is Relation.SAME]
         differing = [
             configuration
@@ -364,7 +368,7 @@ class _Check:
     def _optimizer(self, *, train: bool) -> Reason | None:
         """Returns a reason if the user's optimizer alone makes runs differ.
 
-        Then runs on one and on several devices agree with SGD.
+        In that case runs on one and on several devices agree when SGD replaces the optimizer.
         """
         differing = [
             configuration
@@ -372,7 +376,7 @@ class _Check:
             if not self._agree(run, self._reference_of(configuration)[0])
             and not (self._over_batch and configuration.num_microbatches > 1)
         ]
-        # With zero=0 nothing is split, so the difference has another reason.
+        # With zero=0 no parameter is split, so the difference has another reason.
         if not differing or any(configuration.zero == 0 for configuration in differing):
             return None
         worst = max(differing, key=lambda c: (c.zero, -c.num_microbatches))
@@ -397,11 +401,11 @@ class _Check:
         return compare(run, reference, self.given.before, noise=self.noise).agrees
 
     def _control(self, experiments: Experiments, *, possible: bool) -> None:
-        """Runs controls: each ZeRO stage against stage 0, and training in evaluation mode."""
+        """Runs controls: compares each ZeRO stage with stage 0, and trains in evaluation mode."""
         self._stages_agree()
         if not possible:
             self.notes.append(
-                "the loss is random in evaluation mode too, so only the stages were compared with "
+                "the loss is random in evaluation mode too, so ZeRO stages were compared only with "
                 "each other"
             )
             return
@@ -431,7 +435,7 @@ class _Check:
             self._explain_numbers(experiments, forward, train=False)
 
     def _stages_agree(self) -> None:
-        """Compares each stage with stage 0 on the same devices and number of microbatches."""
+        """Compares each ZeRO stage with stage 0 on the same devices and number of microbatches."""
         noises: dict[Configuration, Noise | None] = {}
         bases: dict[Configuration, RunOutcome] = {}
         for configuration, run in self.runs.items():
@@ -442,7 +446,7 @@ class _Check:
                 self.progress(base.name)
                 prepared = prepare(self.given, base)
                 bases[base] = run_zerojax(self.given, base, prepared=prepared)
-                # The same pieces in reverse order, so that statistics of pieces do not change.
+                # The same parts in reverse order, so that statistics of each part do not change.
                 turned = [reversed_rows(batch) for batch in self.given.batches]
                 turned = dataclasses.replace(self.given, batches=turned)
                 again = (
@@ -452,14 +456,14 @@ class _Check:
                 noises[base] = largest_noise(bases[base], again, self.given.before)
             noise = noises[base]
             if noise is None:
-                # The loss is random. Changes from true gradients of 0 are only rounding.
+                # The loss is random. If the true gradient is 0, the change is only rounding.
                 changes = relative_changes(run, bases[base], self.given.before)
                 noise = Noise(0.0, 0.0, {n: 1.0 for n, x in changes.items() if x > CHAOTIC})
             found = compare(
                 run,
                 bases[base],
                 self.given.before,
-                name=f"{configuration.name}, against zero=0",
+                name=f"{configuration.name}, compared with zero=0",
                 against=base.name,
                 noise=noise,
             )
@@ -468,10 +472,10 @@ class _Check:
                 self.reasons.append(self._unknown(found))
 
     def _unknown(self, run: ComparedRun | None = None) -> Reason:
-        """Returns the reason of a difference for which no experiment found a cause.
+        """Returns the reason to report for a difference whose cause no experiment found.
 
         Args:
-          run: the differing run; None: the first differing run.
+          run: the differing run; None takes the first one.
         """
         differing = [run for run in self.compared if not run.agrees and run.refusal is None]
         first = run or next(iter(differing), None)
@@ -479,7 +483,7 @@ class _Check:
         which = "" if first is None else f" A run that differs: {first.name}{most}"
         return Reason(
             "unknown",
-            f"runs differ, and none of the known reasons was found.{which}",
+            f"runs differ, and no experiment found the reason.{which}",
             "look at the table; if the model is right, this is a defect of zerojax: please report "
             "it with the model",
         )

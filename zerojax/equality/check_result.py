@@ -1,4 +1,4 @@
-"""Holds the result of an equality check: runs and reasons, as a table and a dict.
+"""Result of an equality check: its runs and reasons, formatted as a table and a dict.
 
 This module does not import JAX.
 """
@@ -12,19 +12,19 @@ from typing import Any
 
 BY_DESIGN = frozenset(["dropout", "batch_statistics", "passes"])
 """Kinds of differences that data-parallel training has by design: each device draws its own dropout
-mask and normalises by its own rows, and each microbatch is a forward pass."""
+mask and normalises by its own rows, and each microbatch runs a separate forward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """One cause of a difference.
+    """One cause of a difference between runs.
 
     Attributes:
       kind: "refused", "failed", "not_finite", "sum", "uneven_mean", "coupled_rows",
         "auxiliary_loss", "weight_gradient", "nonlinear_backward", "integers", "counter",
         "optimizer", "batch_statistics", "dropout", "passes" or "unknown".
-      sentence: the cause, with its numbers.
-      remedy: what to change.
+      sentence: description of the cause, with its numbers.
+      remedy: advice on what to change.
       where: "file:line: source" of the user's code, if known.
     """
 
@@ -35,24 +35,25 @@ class Reason:
 
     @property
     def by_design(self) -> bool:
-        """Whether this difference is expected of data-parallel training."""
+        """Returns whether data-parallel training is expected to have this difference."""
         return self.kind in BY_DESIGN
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparedRun:
-    """One run, compared with the reference.
+    """One training run, compared with a reference run.
 
     Attributes:
-      name: "4 devices, zero=3, 2 microbatches".
-      against: name of the run that it is compared with.
+      name: name of the run, such as "4 devices, zero=3, 2 microbatches".
+      against: name of the reference run.
       agrees: whether every difference is within its tolerance.
-      loss, norm: largest differences of the loss and of the gradient norm over the steps, divided
-        by the size of the value (by 1 for losses below 1).
+      loss: largest difference of the loss over the steps, divided by the loss (by 1 if it is
+        below 1).
+      norm: largest relative difference of the gradient norm over the steps.
       params: largest difference of a parameter's change, divided by that change (L2 norms).
-      worst: name of that parameter.
+      worst: name of the parameter with the difference `params`.
       state: names of other arrays of the model that differ.
-      refusal: the error message if the run was refused or failed; all numbers are then None.
+      refusal: error message if the run was refused or failed; all numbers are then None.
       mode: "training", or "evaluation" for a control run without dropout and batch statistics.
     """
 
@@ -69,22 +70,22 @@ class ComparedRun:
 
 
 class DisagreementError(RuntimeError):
-    """Raised by `CheckResult.require`: the runs of a check do not agree."""
+    """Raised by `CheckResult.require` if the runs of a check do not agree."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckResult:
-    """The result of `zerojax.check`.
+    """Result of `zerojax.check`.
 
     Attributes:
       agrees: whether all runs agree. Differences that data-parallel training has by design
         (`BY_DESIGN`) do not count, unless `strict` is set; each is listed as a reason.
-      reasons: the causes of all differences.
-      runs: every compared run.
-      notes: what the check left out or changed.
-      tolerances: {"loss", "norm", "params"}: the limits of `ComparedRun`'s numbers before rounding
-        noise is added.
-      seconds: time that the check took.
+      reasons: causes of all differences.
+      runs: all compared runs.
+      notes: remarks about what the check left out or changed.
+      tolerances: {"loss", "norm", "params": maximum of this number in `ComparedRun`}; rounding
+        noise is added to each.
+      seconds: duration of the check.
     """
 
     agrees: bool
@@ -103,13 +104,13 @@ class CheckResult:
         """Raises `DisagreementError` if the runs of the check do not agree.
 
         Raises:
-          DisagreementError: with the table and the reasons.
+          DisagreementError: the runs do not agree; contains the table and the reasons.
         """
         if not self.agrees:
             raise DisagreementError(self.table())
 
     def table(self) -> str:
-        """Returns the result as readable text."""
+        """Formats the result as text: a table of runs, and the reasons."""
         rows = [("run", "loss", "gradient norm", "parameters", "")]
         for run in self.runs:
             name = run.name if run.mode == "training" else f"{run.name}, in evaluation mode"
@@ -149,7 +150,7 @@ class CheckResult:
             word = "REFUSED" if refused and not differing else "DIFFERS"
             what = ", ".join(found) or "not proven"
             return f"{word}: {what} (tolerances: {limits}; {self.seconds:.0f} s)"
-        but = " but for what differs by design" if any(r.by_design for r in self.reasons) else ""
+        but = ", except by design" if any(r.by_design for r in self.reasons) else ""
         return f"AGREES: all runs{but} (tolerances: {limits}; {self.seconds:.0f} s)"
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Runs a check in a child process: reads a request, checks, writes the result.
+"""Runs an equality check in a child process: reads a request, runs the check, writes the result.
 
-`python -m zerojax.equality.child REQUEST ANSWER`. Starts JAX with CPU devices only.
+Started as `python -m zerojax.equality.child REQUEST ANSWER`. Starts JAX with CPU devices only.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from zerojax.runtime.memory import keep_freed_memory
 
 
 def main(given: str, answer: str) -> None:
-    """Checks the request in file `given`; writes (kind, value) to file `answer`.
+    """Runs the check that file `given` requests, and writes (kind, value) to file `answer`.
 
-    Kinds: "result", "error" (an exception to raise), "unreadable" (the reason why the request
-    cannot be read here).
+    The kind is "result"; "error" (value: the exception to raise); or "unreadable" (value: why this
+    process cannot unpickle the request).
     """
     settings, path, data = pickle.loads(Path(given).read_bytes())
     sys.path[:] = path

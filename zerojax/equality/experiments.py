@@ -1,7 +1,7 @@
-"""Finds the reason of a difference between runs by controlled experiments.
+"""Finds the reason for a difference between runs by controlled experiments.
 
-Each experiment changes one thing of the plain loss on one device: its rows, its random key, its
-mode or the scale of its cotangent. Knows relations of traced values and the runs; never prints.
+Each experiment runs the plain loss on one device, and changes its rows, its random key, its mode or
+the scale of its cotangent. A "piece" is one of the equal parts of a batch, one per device.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ RETURN_A_MEAN = (
 )
 RETURN_A_PAIR = (
     "return the pair (sum, weight) = (dividend, divisor) of that division: zerojax divides "
-    "once, over "
+    "once, after adding both over "
     "all devices and microbatches"
 )
 PER_ROW = (
-    "compute each row from that row alone: take the statistic from the model's state or from the "
-    "batch's own columns, computed where the batch is made; or take a mean over rows with "
-    "zerojax.batch_mean(jnp.mean(x, axis=0)), which is that of the whole batch; or, where rows are "
-    "ranked or linked, make groups of them the rows of the batch, and take the mean of the loss of "
-    "each group by jax.vmap"
+    "compute each row from that row alone: take the statistic from the model's state or from a "
+    "column of the batch; or use "
+    "zerojax.batch_mean(jnp.mean(x, axis=0)), which is the mean over the whole batch; or, if rows "
+    "are ranked or linked, make each group of linked rows one row of the batch, and average the "
+    "loss of the groups by jax.vmap"
 )
 GROUPS = (
-    "compare rows in groups that the batch has as its rows: make arrays of shape [groups, rows of "
-    "a group, ...] and take the mean of the loss of each group, by jax.vmap; or give each row its "
-    "own negatives in the batch; or accept that a row is compared with those of its device and "
+    "make each group of compared rows one row of the batch: arrays of shape [groups, rows of "
+    "a group, ...], and average the loss of the groups by jax.vmap; or give each row its "
+    "own negatives in the batch; or accept that a row is compared only with rows of its device and "
     "microbatch, as is usual in data-parallel training"
 )
 _STATISTICS = ("mul", "dot_general", "integer_pow", "square", "pow")
-"""Primitives that multiply two means, each of which is correct on its own."""
+"""Primitives that multiply two means, each of which is correct by itself."""
 _ONE_ROW = ("slice", "dynamic_slice", "gather", "squeeze")
 _EXTREMES = ("reduce_max", "reduce_min", "argmax", "argmin", "sort", "cumsum", "reduce_prod")
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """The relation of a batch's forward pass to the forward passes of its pieces.
+    """Relation between the forward pass of a whole batch and the forward passes of its pieces.
 
     Attributes:
-      reason: why the loss of the pieces differs from that of the batch; None if it does not.
-      state: {name: relation} between the changes of the model's other arrays and those of pieces.
-      places: {name: line that computes it}.
+      reason: why the loss of the pieces differs from the loss of the batch; None if it does not.
+      state: {name of another array of the model: relation between its change for the batch and its
+        changes for the pieces}.
+      places: {name of the array: line of the user's code that computes it}.
     """
 
     reason: Reason | None
@@ -71,11 +72,11 @@ class Forward:
 
 
 class Experiments:
-    """The experiments on one model.
+    """Runs experiments on one model, each of which returns a reason for a difference or None.
 
     Args:
-      plain: the training in plain JAX.
-      pieces: number of pieces of the batch, the number of devices.
+      plain: training run in plain JAX.
+      pieces: number of equal parts to split the batch into, the number of devices.
     """
 
     def __init__(self, plain: PlainRun, pieces: int):
@@ -112,7 +113,8 @@ class Experiments:
         return self.losses(train=train, number=0) != self.losses(train=train, number=1)
 
     def forward(self, *, train: bool) -> Forward:
-        """Compares the forward pass of a batch with those of its pieces, equation by equation."""
+        """Compares the forward pass of a batch with the passes of its pieces, equation by
+        equation."""
         plain, key = self.plain, self.plain.key(0)
         has_weight = []
 
@@ -133,7 +135,7 @@ class Experiments:
 
     def _reason(self, found: Comparison, *, weighted: bool, train: bool) -> Reason | None:
         if takes_over_batch(self._program(train)):
-            count = 1 + weighted  # a single piece cannot compute a sum over the batch
+            count = 1 + weighted  # the number of batch sums, which a single piece cannot compute
             runs = zip(*found.values[:count], strict=True)
             whole, *parts = [_pair((x[0], x[1] if weighted else None)) for x in runs]
         else:
@@ -162,10 +164,10 @@ class Experiments:
         return _of_break(found.breaks[0], numbers)
 
     def metrics(self, *, train: bool) -> dict[str, tuple[float, float]]:
-        """Returns the loss's own metrics that differ between the batch and its pieces.
+        """Returns the loss's extra metrics that differ between the batch and its pieces.
 
         Returns:
-          {name: (value of the whole batch, value of the pieces combined as in a step)}.
+          {name: (value for the whole batch, value combined from the pieces as in a step)}.
         """
         if takes_over_batch(self._program(train)):
             return {}  # a single piece cannot compute a sum over the batch
@@ -183,7 +185,7 @@ class Experiments:
     def backward(self, *, train: bool) -> Reason | None:
         """Returns a reason if the backward pass is not linear in its cotangent.
 
-        An eighth of the cotangent has to give an eighth of the gradients.
+        In a linear backward pass an eighth of the cotangent gives an eighth of the gradients.
         """
         plain, key = self.plain, self.plain.key(0)
 
@@ -202,15 +204,15 @@ class Experiments:
         breaks = [found.breaks[i] for i in bad]
         where = next((x.where for x in breaks if x is not None), None)
         names = sorted(plain.params)
-        # In JAX, equations of a backward rule have the line of the call.
+        # In JAX, equations of a custom backward rule carry the source line of the call.
         rules = lines_of_rules(jax.make_jaxpr(mean)(plain.params).jaxpr)
         at = {rule for call, rule in rules if call == where} or {rule for _, rule in rules}
         rule = f" Its backward rule is {at.pop()}." if len(at) == 1 else ""
         return Reason(
             "nonlinear_backward",
             "the backward pass is not linear: an eighth of the loss does not give an eighth of the "
-            f"gradient of {names[bad[0]]}. A device computes with the gradient of its own rows, "
-            f"which is larger than that of the mean over all rows.{rule}",
+            f"gradient of {names[bad[0]]}. Each device computes the gradient of its own rows, "
+            f"which is larger than the gradient of the mean over all rows.{rule}",
             "make the custom backward pass linear in its incoming gradient, and clip or "
             "rescale in the optimizer (optax.clip, optax.clip_by_global_norm); or compute "
             "the loss's weight from the batch alone, so that custom rules get gradients of the "
@@ -219,7 +221,8 @@ class Experiments:
         )
 
     def weight_gradient(self, *, train: bool) -> Reason | None:
-        """Returns a reason if the weight of the loss depends on trained parameters."""
+        """Returns a reason if the weight of the loss, the second of a pair, depends on
+        parameters."""
         plain, key = self.plain, self.plain.key(0)
 
         def weight(params: Any, frozen: Any, extras: Any) -> Any:
@@ -232,8 +235,8 @@ class Experiments:
             return None
         return Reason(
             "weight_gradient",
-            "the weight of the loss, the second of the pair, depends on trained parameters, and "
-            "zerojax treats it as a constant: the gradient through it is left out",
+            "the weight of the loss, the second element of the pair, depends on trained "
+            "parameters, but zerojax treats it as a constant, so its gradient is missing",
             "return a weight that counts rows or tokens; to weight the loss by a computed number, "
             "multiply the sum by it, or put jax.lax.stop_gradient around the weight",
         )
@@ -251,7 +254,7 @@ def _change(before: Any, after: Any) -> Any:
 
 
 def _of_pair(found: Comparison, numbers: str) -> Reason:
-    """Returns the reason why (sum, weight) of the pieces differs from that of the batch."""
+    """Returns the reason why the pair (sum, weight) differs between the batch and its pieces."""
     loss, weight = found.outputs[:2]
     if weight is Relation.OTHER:
         reason = _of_break(found.breaks[1], numbers)
@@ -280,7 +283,7 @@ def _of_pair(found: Comparison, numbers: str) -> Reason:
 def _of_break(found: Break | None, numbers: str) -> Reason:
     """Returns the reason for a loss that depends on the number of pieces.
 
-    The reason follows from `found`, the first equation that mixes rows.
+    The reason depends on `found`, the first equation that mixes rows.
     """
     if found is None:
         return Reason(
@@ -308,7 +311,7 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
     elif found.primitive.startswith("psum") and statistics:
         remedy = "take zerojax.batch_mean of a mean, and zerojax.batch_sum of a sum over rows"
         sentence = (
-            "zerojax.batch_sum is taken of a mean over rows, so that it grows with the number of "
+            "zerojax.batch_sum is given a mean over rows, so that it grows with the number of "
             "devices"
         )
     elif found.has_pairs:
@@ -319,8 +322,8 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
     elif found.primitive == "div" and len(statistics) == 2:
         kind, remedy = "uneven_mean", RETURN_A_PAIR
         sentence = (
-            "a mean is divided by a number that differs between devices (as by a mask), so the "
-            "mean of the devices' means is another number"
+            "a mean is divided by a number that differs between devices (as with a mask), so the "
+            "mean of the devices' means is not the mean over all rows"
         )
     elif found.primitive in _ONE_ROW and Relation.ROWS in given:
         sentence = (
@@ -342,39 +345,39 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
         )
     else:
         remedy = (
-            f"take `{found.primitive}` of each row, or of the statistic of the whole batch, "
-            "zerojax.batch_mean(statistic) where it is a mean; or minimise the mean itself and log "
+            f"compute `{found.primitive}` per row, or from the statistic of the whole batch "
+            "(zerojax.batch_mean(statistic) if it is a mean); or minimise the mean itself and log "
             "the function of it"
         )
-        sentence = f"`{found.primitive}` is taken of a statistic of the whole batch"
+        sentence = f"`{found.primitive}` is computed from a statistic of the whole batch"
     return Reason(kind, f"{sentence}: {numbers}", remedy, found.where)
 
 
 def reason_of_state(name: str, relation: Relation, value: Any, place: str | None) -> Reason | None:
-    """Returns the reason of a difference in one of a model's own arrays.
+    """Returns the reason for a difference in one of a model's other arrays (its state).
 
     Args:
-      name: of the array.
-      relation: between its change and the changes of the pieces.
+      name: name of the array.
+      relation: relation between the array's change for the batch and its changes for the pieces.
       value: the array.
-      place: the line that computes it.
+      place: line of the user's code that computes the array.
     """
     if relation is Relation.SAME:
-        return None  # counts forward passes; each microbatch is one
+        return None  # the array counts forward passes, and each microbatch is one forward pass
     if not jnp.issubdtype(jnp.asarray(value).dtype, jnp.floating):
         return Reason(
             "integers",
             f"the integers {name} in the model's state depend on the data: each device counts its "
             "own rows, so the values differ from those on one device",
-            "return such a count as an own metric of the loss, or keep it in float32 as a mean",
+            "return such a count as a metric of the loss, or keep it in float32 as a mean",
             place,
         )
     if relation is Relation.SUM:
         return Reason(
             "counter",
             f"{name} in the model's state is a sum over rows; zerojax averages the "
-            "devices' changes, which is smaller by the number of devices",
-            "keep a mean over rows in the state, or return the count as an own metric of the loss",
+            "devices' changes, so the result is smaller by the number of devices",
+            "keep a mean over rows in the state, or return the count as a metric of the loss",
             place,
         )
     return Reason(
@@ -389,42 +392,42 @@ def reason_of_state(name: str, relation: Relation, value: Any, place: str | None
 
 
 def dropout_reason(*, quiet: bool) -> Reason:
-    """Returns the reason for random noise, which each device draws independently.
+    """Returns the reason for a loss with random noise, which each device draws independently.
 
     Args:
-      quiet: whether there is no noise in evaluation mode.
+      quiet: whether the loss has no noise in evaluation mode.
     """
     checked = (
-        "The rest was checked in evaluation mode, and the stages against each other on the same "
-        "devices"
+        "All else was checked in evaluation mode, and the ZeRO stages were compared with each "
+        "other on the same devices"
     )
     if not quiet:
         checked = (
-            "The stages were checked against each other on the same devices. The loss is random in "
-            "evaluation mode, too, so nothing else was checked: draw no random numbers in "
+            "The ZeRO stages were compared with each other on the same devices. The loss is random "
+            "in evaluation mode, too, so nothing else was checked: draw no random numbers in "
             "evaluation (an nnx "
-            "module does so where its attribute `deterministic` is True, a linen module where an "
+            "module draws none if its attribute `deterministic` is True, a linen module if an "
             "argument `train` is False or `deterministic` True), or make the noise an array of the "
             "batch"
         )
     return Reason(
         "dropout",
-        "the loss is random (dropout or noise): each device and microbatch draws its own, so that "
-        "losses differ from those of one device by chance",
+        "the loss is random (dropout or noise): each device and microbatch draws other numbers, so "
+        "losses differ by chance from losses on one device",
         f"none: this is expected. {checked}",
     )
 
 
 def passes_reason(names: Sequence[str]) -> Reason:
-    """Returns the reason for state that every forward pass, so every microbatch, updates.
+    """Returns the reason for state that every forward pass, and so every microbatch, updates.
 
     Args:
-      names: of the arrays.
+      names: names of the arrays.
     """
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return Reason(
         "passes",
-        f"each forward pass changes {shown} in the model's state and reads it again, "
+        f"each forward pass reads and changes {shown} in the model's state, "
         "independently of its rows"
         ". Each microbatch is a forward pass, so two microbatches change it twice in a step",
         "none, if this is intended: plain JAX that computes the same microbatches in sequence "
@@ -433,13 +436,14 @@ def passes_reason(names: Sequence[str]) -> Reason:
 
 
 def optimizer_reason(names: Sequence[str], worst: float, origin: str) -> Reason:
-    """Returns the reason for an optimizer whose update changes with split or padded parameters."""
+    """Returns the reason for an optimizer whose update changes if parameters are split or
+    padded."""
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return Reason(
         "optimizer",
         f"gradients agree, but the optimizer's update of {shown} has a relative difference of "
         f"{worst:.1e} "
-        f"where parameters are split over devices and padded to a multiple of them ({origin})",
+        f"if parameters are split over devices and padded to a multiple of them ({origin})",
         "use an optimizer that works element by element or by sums (zerojax.adamw, lion, lamb, "
         "sgd), raise persistence_threshold above the size of these parameters, or use zero=0",
     )

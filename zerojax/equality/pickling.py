@@ -1,8 +1,8 @@
 """Pickles models, losses and optimizers for a child process, functions and classes by value.
 
 Importable objects are pickled by name. Functions and classes of a script, of a notebook or inside a
-function are pickled by value: their code and the objects it refers to. Knows Python and arrays, not
-their meaning. Only for a child of the same interpreter, since code is written as bytecode.
+function are pickled by value: their code and the objects that the code uses. Works only between
+processes of the same interpreter, because code is written as bytecode.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import numpy as np
 
 _SKIPPED = frozenset(["__dict__", "__weakref__", "__module__", "__qualname__", "_abc_impl"])
 _SENTINELS = ("MISSING", "KW_ONLY", "_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR")
-"""Sentinels of `dataclasses`, which compares them by identity."""
+"""Sentinels of `dataclasses`; the library compares them by identity, so copies would not work."""
 _HEAP_TYPE = 1 << 9
-"""Flag of types that are defined in Python."""
+"""CPython's type flag `Py_TPFLAGS_HEAPTYPE`, set for types that are defined in Python."""
 _EMPTY = "zerojax: an empty cell"
 
 _modules: dict[str, dict[str, Any]] = {}
-"""In the child: globals of modules whose functions were sent by value."""
+"""{module name: globals} in the child, for modules whose functions were pickled by value."""
 
 
 class NotSendableError(TypeError):
-    """Raised if an object cannot be sent to another process."""
+    """Raised if an object cannot be pickled for another process."""
 
 
 def dumps(value: Any) -> bytes:
-    """Returns a pickle of `value` for `loads` in a child process of the same interpreter.
+    """Pickles `value` for `loads` in a child process of the same interpreter.
 
     Raises:
-      NotSendableError: it contains an object that cannot leave this process (a lock, an open file).
+      NotSendableError: it contains an object that cannot be pickled (a lock, an open file).
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
@@ -53,9 +53,9 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Returns the value that `dumps` wrote."""
+    """Unpickles a value that `dumps` wrote."""
     value, sources = pickle.loads(data)
-    for name, text in sources.items():  # notebook cells have no file
+    for name, text in sources.items():  # source of notebook cells, which have no file
         linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     return pickle.loads(value)
 
@@ -91,14 +91,15 @@ class _Pickler(pickle.Pickler):
         self.sources: dict[str, str] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """Returns how to rebuild an object that cannot be imported by name, else NotImplemented."""
+        """Returns the pickle reduction of an object that has no importable name, else
+        NotImplemented."""
         kind = type(obj)
-        if kind.__name__ == "PjitFunction":  # it would hold this process's compiled programs
+        if kind.__name__ == "PjitFunction":  # its default reduction would hold compiled programs
             return NotImplemented if _found_by_name(obj) else (_same, (obj.__wrapped__,))
         if isinstance(obj, types.FunctionType):
             return NotImplemented if _found_by_name(obj) else self._function(obj)
         if isinstance(obj, type):
-            written_in_c = not obj.__flags__ & _HEAP_TYPE  # type(None), which pickle knows
+            written_in_c = not obj.__flags__ & _HEAP_TYPE  # type(None): pickle supports it
             return NotImplemented if written_in_c or _found_by_name(obj) else _class(obj)
         if isinstance(obj, tuple) and getattr(obj, "__dict__", None):
             # A named tuple with additional attributes, whose __new__ may require keywords.
@@ -149,7 +150,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Returns global names and attributes in a function's code, including inner functions."""
+    """Returns global names and attribute names in a function's code, including inner functions."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return set(code.co_names).union(*map(_names_in, inner))
 
@@ -244,12 +245,14 @@ def _new_tuple(cls: type, items: tuple) -> tuple:
 
 
 def _of_tracer(tracer: Any) -> Any:
-    raise NotSendableError("an array that is being traced belongs to its trace")
+    raise NotSendableError("the model contains a traced array; create it outside of jit and grad")
 
 
 def _of_module(module: types.ModuleType) -> Any:
     if not is_importable(module.__name__):
-        raise NotSendableError(f"another process cannot import the module {module.__name__}")
+        raise NotSendableError(
+            f"another process cannot import the module {module.__name__}; make it importable"
+        )
     return importlib.import_module, (module.__name__,)
 
 
@@ -264,4 +267,4 @@ _REDUCERS: dict[Any, Callable[[Any], Any]] = {
     types.ClassMethodDescriptorType: lambda x: (_member, (x.__objclass__, x.__name__)),
     jax.custom_vjp: lambda x: (_new_custom_vjp, (x.fun, x.nondiff_argnums, x.fwd, x.bwd)),
 }
-"""{type: function that reduces its instances for pickle}; the first match is used."""
+"""{type: function that returns the pickle reduction of its instances}; the first match is used."""

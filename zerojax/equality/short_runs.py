@@ -32,13 +32,13 @@ from zerojax.tracing.protocol import Loss, Model
 
 Arrays = dict[str, Any]
 Prepared = tuple[Plan, Callable[..., Any]]
-"""(plan, its jitted step)."""
+"""Plan of a run and its jitted training step."""
 
 TOLERANCES = {"loss": 4e-6, "norm": 2e-5, "params": 2e-4}
-"""Relative tolerances in float32; the model's own rounding noise is added, see `compare`.
+"""Relative tolerances in float32; `compare` adds the model's own rounding noise.
 
-loss: from summing a batch's rows in another order over 20 steps. norm: of a sum of squares of all
-gradients. params: of a parameter's total change, in L2 norm."""
+loss: measured by summing a batch's rows in another order over 20 steps. norm: for a sum of squares
+of all gradients. params: for a parameter's total change, in L2 norm."""
 NOISE = 8.0
 """Maximum ratio of a difference to the measured noise."""
 QUICK_OPTIONS = {
@@ -47,22 +47,22 @@ QUICK_OPTIONS = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-"""XLA options for fast compilation of programs that run three times. The step of a Transformer of
-two layers on 4 devices compiles in 2.3 instead of 9.7 s of processor time. Newer versions of XLA
-know only some of them."""
+"""XLA options for fast compilation of programs that run only a few times. The step of a Transformer
+of two layers on 4 devices compiles in 2.3 instead of 9.7 s of processor time. Some versions of XLA
+know only some of these options."""
 CHAOTIC = 0.02
-"""A parameter is not compared if reordering rows changes its update by more than this."""
+"""A parameter is not compared if reordering rows changes its update by more than this fraction."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """The configuration of a run.
+    """Configuration of one run of a check.
 
     Attributes:
-      devices: on the axis `data`; 0: plain JAX on one device.
-      zero, num_microbatches: as in `make_plan`.
-      train: False runs the model in evaluation mode also during training.
-      optimizer: False uses SGD at rate 1 instead of the user's optimizer, so that parameters
+      devices: number of devices on the mesh axis `data`; 0: plain JAX on one device.
+      zero, num_microbatches: ZeRO stage and number of microbatches, as for `make_plan`.
+      train: whether the model trains in training mode; False trains in evaluation mode.
+      optimizer: whether to use the user's optimizer; False uses SGD at rate 1, so that parameters
         change by their gradients.
     """
 
@@ -83,7 +83,7 @@ class Configuration:
 
 @dataclasses.dataclass(frozen=True)
 class CheckInputs:
-    """The inputs of a check: the model in its internal form, loss, optimizer, NumPy batches."""
+    """Inputs of a check: the model in zerojax's internal form, loss, optimizer, NumPy batches."""
 
     model: Model
     loss: Loss
@@ -92,18 +92,20 @@ class CheckInputs:
     freeze: tuple[str, ...]
     seed: int
     before: Arrays = dataclasses.field(default_factory=dict)
-    """{name: initial parameter} of every run."""
+    """{name: initial parameter}, the same in every run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOutcome:
-    """The results of a run.
+    """Losses and final arrays of one training run.
 
     Attributes:
-      losses, norms: float64, per step.
+      losses: float64 loss of each step.
+      norms: float64 gradient norm of each step.
       after: {name: trained parameter}, with unpadded shapes.
       state: {name: [value on each device]} of the model's other arrays.
-      shares: {name: maximum over the steps of the gradient's norm / norm of all gradients}, of runs
+      shares: {name: maximum over the steps of the gradient's norm / norm of all gradients}; only
+        for runs in plain JAX.
         in plain JAX.
     """
 
@@ -115,14 +117,14 @@ class RunOutcome:
 
 
 def with_initial_arrays(model: Model, params: Arrays, extras: Arrays) -> Model:
-    """Returns the model with these initial arrays, so that no run has to initialise them."""
+    """Returns a copy of the model that holds initial arrays, so that no run has to create them."""
     changed: Any = copy.copy(model)
     changed.initial_arrays = lambda: (params, extras)
     return changed
 
 
 def evaluation_mode(model: Model) -> Model:
-    """Returns the model in a form that always runs in evaluation mode."""
+    """Returns a copy of the model that always runs in evaluation mode."""
     changed: Any = copy.copy(model)
     changed.run = lambda *args, train=True, **options: model.run(*args, train=False, **options)
     return changed
@@ -130,21 +132,21 @@ def evaluation_mode(model: Model) -> Model:
 
 @functools.cache
 def quick_options() -> dict[str, Any]:
-    """Returns `QUICK_OPTIONS` without options that this compiler does not know."""
+    """Returns `QUICK_OPTIONS` without options that the installed compiler does not know."""
     mesh = make_mesh(MeshConfig(data=1), devices=jax.devices("cpu")[:1])
     return keep_known_options(mesh, QUICK_OPTIONS)[0]
 
 
 def plan_of(given: CheckInputs, configuration: Configuration) -> Plan:
-    """Returns the plan of a run.
+    """Builds the plan of one run of a check.
 
     Raises:
-      ValueError, TypeError: as `make_plan`.
+      ValueError, TypeError: an argument is invalid, see `make_plan`.
     """
     devices = jax.devices("cpu")[: configuration.devices]
     model = given.model if configuration.train else evaluation_mode(given.model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the runs decide whether a plan's warnings are true
+        warnings.simplefilter("ignore")  # the check itself tests what a plan would warn about
         plan = make_plan(
             model,
             make_mesh(MeshConfig(data=len(devices)), devices=devices),
@@ -162,10 +164,10 @@ def plan_of(given: CheckInputs, configuration: Configuration) -> Plan:
 
 
 def prepare(given: CheckInputs, configuration: Configuration) -> Prepared:
-    """Returns the plan and the step of a run.
+    """Builds the plan and the jitted step of one run of a check.
 
     Raises:
-      ValueError, TypeError: as `make_plan`.
+      ValueError, TypeError: an argument is invalid, see `make_plan`.
     """
     plan = plan_of(given, configuration)
     return plan, build_step(plan)
@@ -178,13 +180,13 @@ def run_zerojax(
     prepared: Prepared | None = None,
     steps: int | None = None,
 ) -> RunOutcome:
-    """Trains on the batches of a check with zerojax, one step each.
+    """Trains with zerojax, one step on each batch of a check.
 
     Args:
-      given: the inputs of the check.
-      configuration: of the run.
-      prepared: result of `prepare`; a second run with it does not compile again.
-      steps: number of batches to use; None: all.
+      given: inputs of the check.
+      configuration: configuration of the run.
+      prepared: result of `prepare`; reusing it avoids a second compilation.
+      steps: number of batches to use; None uses all.
     """
     plan, step = prepared or prepare(given, configuration)
     state = init_state(plan, given.seed)
@@ -202,10 +204,11 @@ def run_zerojax(
 
 
 class PlainRun:
-    """The reference training of a check in plain JAX: `jax.value_and_grad`, then optax.
+    """Reference training of a check in plain JAX: `jax.value_and_grad`, then optax.
 
     Attributes:
-      params, frozen, extras: initial values, on one device.
+      params, frozen, extras: initial trained parameters, frozen parameters and other arrays of the
+        model, on one device.
     """
 
     def __init__(self, given: CheckInputs, plan: Plan, *, train: bool = True):
@@ -218,14 +221,14 @@ class PlainRun:
         self.extras = _on_host(portable["extras"])
         self._rng = np.asarray(portable["rng"])
         self._train = train
-        # On one device nothing is padded, so this is the user's optimizer, which may not accept
-        # extra arguments.
+        # On one device no parameter is padded, so this is the user's optimizer, which may not
+        # accept extra arguments.
         self._tx = optax.with_extra_args_support(plan.tx)
         self._layers = frozenset(stacks_of(plan))
         self._step = jax.jit(self._advance, compiler_options=quick_options())
 
     def key(self, step: int) -> jax.Array:
-        """Returns the random key of the first device in a step."""
+        """Returns the random key that the first device uses in a step."""
         return jax.random.fold_in(step_key(jnp.asarray(self._rng), jnp.int32(step)), 0)
 
     def loss(
@@ -238,15 +241,15 @@ class PlainRun:
         train: bool,
         frozen: Arrays | None = None,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Arrays]:
-        """Returns ((loss or sum, weight or None), extras afterwards); traceable.
+        """Computes ((loss or sum, weight or None), extras after the forward pass); traceable.
 
         Args:
-          params, extras: of the model.
+          params, extras: trained parameters and other arrays of the model.
           key: random key.
-          batch: the rows.
+          batch: rows to compute the loss of.
           train: whether to run in training mode.
-          frozen: frozen parameters, passed as arguments under `jit`: as constants, XLA would
-            constant-fold them for minutes. None: the run's own.
+          frozen: frozen parameters, passed as arguments under `jit`, because XLA would spend
+            minutes on folding constants of this size. None takes those of this object.
         """
         whole = {**params, **(self.frozen if frozen is None else frozen)}
         result, after = self.model.run(
@@ -259,7 +262,7 @@ class PlainRun:
         return split_loss(result), after
 
     def sums(self, key: jax.Array, batch: Any, *, train: bool) -> dict[str, Any]:
-        """Returns the sums (`as_sums`) of the loss for a batch with the initial parameters."""
+        """Computes the sums (`as_sums`) of the loss for a batch with the initial parameters."""
         if not hasattr(self, "_sums"):
 
             def sums(params: Arrays, extras: Arrays, key: Any, batch: Any, train: bool) -> Any:
@@ -287,7 +290,7 @@ class PlainRun:
                     params, extras, key, batch, train=self._train, frozen=frozen
                 )
                 total, weights = total + loss, weights + (1 if weight is None else weight)
-            # Scales of 8-bit products are computed from gradients of the sum, as in a step.
+            # Scales of 8-bit products are computed from gradients of the sum, as in a zerojax step.
             return total if overwritten else total / weights, (weights, extras)
 
         differentiate = model_state.value_and_grad(loss_of, overwritten)
@@ -308,12 +311,12 @@ class PlainRun:
         move: Callable[[Arrays], Arrays] = lambda params: params,
         cut: Callable[[Any], Sequence[Any]] = lambda batch: [batch],
     ) -> RunOutcome:
-        """Trains on the batches of a check in plain JAX, one step each.
+        """Trains in plain JAX, one step on each batch of a check.
 
         Args:
-          reorder: may reorder a batch's rows.
-          move: may change the initial parameters, trained and frozen ones.
-          cut: splits a batch into microbatches, whose gradients are added.
+          reorder: function that may reorder a batch's rows.
+          move: function that may change the initial parameters, trained and frozen ones.
+          cut: function that splits a batch into microbatches, whose gradients are added.
         """
         params, frozen, extras = move(self.params), move(self.frozen), self.extras
         opt_state = self._tx.init(jax.tree.map(jnp.asarray, params))
@@ -332,9 +335,9 @@ class PlainRun:
 
 
 def split_loss(result: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (float32 loss or sum, float32 weight or None) from the result of a loss."""
+    """Splits the result of a loss into (float32 loss or sum, float32 weight or None)."""
     parts = result if isinstance(result, tuple) else (result,)
-    if isinstance(parts[-1], Mapping):  # own metrics
+    if isinstance(parts[-1], Mapping):  # extra metrics
         parts = parts[:-1]
     loss = jnp.asarray(parts[0], jnp.float32)
     return loss, jnp.asarray(parts[1], jnp.float32) if len(parts) > 1 else None
@@ -346,13 +349,13 @@ def reversed_rows(batch: Any) -> Any:
 
 
 def cut_rows(batch: Any, number: int) -> list[Any]:
-    """Splits a batch into pieces of equal size, in order."""
+    """Splits a batch into `number` parts with equally many rows, in order."""
     pieces = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
     return [jax.tree.map(lambda x, i=i: x[i], pieces) for i in range(number)]
 
 
 def microbatches_of(batch: Any, configuration: Configuration) -> list[Any]:
-    """Returns the microbatches of a run: each has the same part of each device's rows."""
+    """Splits a batch into microbatches, each of which has the same part of each device's rows."""
     count, devices = configuration.num_microbatches, max(configuration.devices, 1)
 
     def rows(x: np.ndarray, number: int) -> np.ndarray:
@@ -364,11 +367,11 @@ def microbatches_of(batch: Any, configuration: Configuration) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Relative differences between equal runs that come from rounding alone (see `noise_of`).
+    """Relative differences between runs of the same training that come from rounding alone.
 
     Attributes:
-      loss, norm: of the loss and of the gradient norm.
-      params: {name: of the change of this parameter during the run}.
+      loss, norm: relative differences of the loss and of the gradient norm.
+      params: {name: relative difference of this parameter's change during the run}.
     """
 
     loss: float
@@ -377,21 +380,22 @@ class Noise:
 
     @property
     def chaotic(self) -> list[str]:
-        """Parameters whose change is rounding noise."""
+        """Names of parameters whose change is only rounding noise."""
         return [name for name, value in self.params.items() if value > CHAOTIC]
 
 
 NO_NOISE = Noise(0.0, 0.0, {})
 NEGLIGIBLE = 1e-6
-"""Share of the norm of all gradients below which a gradient may be rounding alone."""
+"""A gradient may be only rounding if its norm is below this fraction of all gradients' norm."""
 EIGHT_BITS = 1e-5, 1e-4, 1e-3
-"""Minimum noise of (loss, norm, params) of a model with 8-bit products. An operand between two
-8-bit values, which are 6 % apart, may be rounded either way, depending on the order of a sum. A
-GPT-2 of two layers on 4 devices differs by 1.1e-7, 1.7e-5 and 1.3e-3."""
+"""Minimum noise of (loss, norm, params) for a model with 8-bit products. Neighbouring 8-bit values
+are 6 % apart, and the order of a sum decides to which one an operand is rounded. A GPT-2 of two
+layers on 4 devices differs by 1.1e-7, 1.7e-5 and 1.3e-3."""
 
 
 def with_eight_bits(noise: Noise) -> Noise:
-    """Returns `noise`, raised where it is below the noise of 8-bit products (`EIGHT_BITS`)."""
+    """Returns `noise`, with values below the noise of 8-bit products (`EIGHT_BITS`) raised to
+    it."""
     loss, norm, params = EIGHT_BITS
     return Noise(
         max(noise.loss, loss),
@@ -403,7 +407,7 @@ def with_eight_bits(noise: Noise) -> Noise:
 def measure_noise(run: RunOutcome, reordered: RunOutcome, before: Arrays) -> Noise | None:
     """Returns the noise between two runs with different row orders.
 
-    None if the difference is more than rounding, since the model depends on the order of rows.
+    Returns None if the difference is more than rounding; the model then depends on the row order.
     """
     loss, norm = _differences(run, reordered)
     if not loss < 50 * TOLERANCES["loss"]:
@@ -412,18 +416,20 @@ def measure_noise(run: RunOutcome, reordered: RunOutcome, before: Arrays) -> Noi
 
 
 def noise_of(plain: PlainRun, reference: RunOutcome) -> Noise:
-    """Returns the rounding noise of training in plain JAX; `NO_NOISE` if it cannot be measured.
+    """Measures the rounding noise of training in plain JAX; returns `NO_NOISE` if that is
+    impossible.
 
-    Two additional runs measure it. Reversed rows change the rounding of sums over rows, but not
-    values computed per row. Initial parameters that are one unit in the last place away change
-    these, too, as much as a matrix product with half of the rows, or over half of the devices. This
-    matters for optimizers that divide by the size of the gradient, such as Adam, while a gradient
-    is still small, as in the first steps of LoRA. There all values come from frozen parameters, so
-    these are changed as well.
+    Two additional runs measure the noise. The first reverses the rows, which changes the rounding
+    of sums over rows, but not of values computed per row. The second changes initial parameters by
+    one unit in the last place; this changes values per row as well, about as much as a matrix
+    product with half of the rows, or over half of the devices. Such noise matters for optimizers
+    that divide by the size of the gradient, such as Adam, while a gradient is still small, as in
+    the first steps of LoRA. In LoRA all values come from frozen parameters, so the second run
+    changes frozen parameters, too.
 
-    If rows are alike, neither may change a gradient that is 0 but for rounding, which the halves of
-    a batch round differently. So gradients that are negligible beside the others are also compared
-    with those of halves.
+    If rows are alike, neither run may change a gradient that is 0 except for rounding, but the
+    halves of a batch round it differently. Negligible gradients are therefore also compared with
+    the gradients of the halves.
     """
     runs = plain.run(reversed_rows), plain.run(move=one_unit_away)
     noise = largest_noise(reference, runs, plain.params) or NO_NOISE
@@ -447,7 +453,7 @@ def _have_halves(batches: Sequence[Any]) -> bool:
 def largest_noise(run: RunOutcome, others: Sequence[RunOutcome], before: Arrays) -> Noise | None:
     """Returns the largest noise between a run and others; None if no difference is rounding.
 
-    With reordered rows, dropout draws other numbers, which is not rounding.
+    A run with dropout and reordered rows draws other random numbers, which is not rounding.
     """
     found = [noise for x in others if (noise := measure_noise(run, x, before)) is not None]
     if not found:
@@ -460,7 +466,7 @@ def largest_noise(run: RunOutcome, others: Sequence[RunOutcome], before: Arrays)
 
 
 def starting_one_unit_away(prepared: Prepared) -> Prepared:
-    """Returns the plan and step with initial parameters changed by `one_unit_away`."""
+    """Returns a copy of a plan and its step with initial parameters changed by `one_unit_away`."""
     plan, step = prepared
     arrays = plan.model.initial_arrays()
     assert arrays is not None, "use a model with initial arrays"
@@ -471,7 +477,7 @@ def starting_one_unit_away(prepared: Prepared) -> Prepared:
 def one_unit_away(params: Arrays) -> Arrays:
     """Returns parameters moved at random to the next larger or smaller number of their dtype.
 
-    Values of 0, and dtypes other than float32 and float64, stay.
+    Zeros, and arrays of dtypes other than float32 and float64, are unchanged.
     """
     random = np.random.default_rng(0)
 
@@ -495,15 +501,18 @@ def compare(
     noise: Noise,
     mode: str = "training",
 ) -> ComparedRun:
-    """Compares losses, gradient norms and parameters of a run with the reference.
+    """Compares losses, gradient norms and parameters of a run with a reference run.
 
-    The model's other arrays are compared by `differing_state`.
+    The function `differing_state` compares the model's other arrays.
 
     Args:
-      run, reference: the compared runs.
-      before: {name: initial parameter} of both.
-      name, against, mode: of the result.
-      noise: of rounding.
+      run: outcome of the run.
+      reference: outcome of the reference run.
+      before: {name: initial parameter}, the same for both runs.
+      name: name of the run, for the result.
+      against: name of the reference run, for the result.
+      noise: rounding noise, which is added to the tolerances.
+      mode: "training" or "evaluation", for the result.
     """
     loss, norm = _differences(run, reference)
     changes = relative_changes(run, reference, before)
@@ -532,13 +541,13 @@ def compare(
 
 
 def differing_state(run: RunOutcome, reference: RunOutcome) -> tuple[str, ...]:
-    """Returns names of a model's own arrays that differ from the reference on any device."""
+    """Returns names of the model's other arrays that differ from the reference on any device."""
     found = []
     for name, copies in run.state.items():
         (expected, *_) = reference.state[name]
         if jnp.issubdtype(expected.dtype, jnp.floating):
             expected, given = expected.astype(np.float64), [x.astype(np.float64) for x in copies]
-            finite = np.abs(expected[np.isfinite(expected)])  # a mask may hold infinities
+            finite = np.abs(expected[np.isfinite(expected)])  # a mask may contain infinities
             limit = 1e-4 * max(float(finite.max(initial=0.0)), 1e-6)
             same = all(np.allclose(x, expected, rtol=0, atol=limit, equal_nan=True) for x in given)
         else:
@@ -556,7 +565,7 @@ def _differences(run: RunOutcome, reference: RunOutcome) -> tuple[float, float]:
 
 
 def relative_changes(run: RunOutcome, reference: RunOutcome, before: Arrays) -> dict[str, float]:
-    """Returns {name: |difference| / |change|} in L2 norms, minus rounding to float32."""
+    """Computes {name: |difference| / |change|} in L2 norms, minus the rounding to float32."""
     found = {}
     for name, expected in reference.after.items():
         start = before[name].astype(np.float64)

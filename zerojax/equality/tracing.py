@@ -1,11 +1,13 @@
 """Compares two executions of one traced program, equation by equation.
 
-`compare_pieces` runs a program on a whole batch and on its pieces. Each value of the batch should
-be equal to those of the pieces, or their concatenation along the rows, or their mean or sum. The
-first equation whose inputs satisfy this and whose output does not is the one that mixes rows.
+`compare_pieces` runs a program on a whole batch and on its pieces, which are equal parts of its
+rows. A value of the whole batch should be equal to the values of the pieces, to their concatenation
+along the rows, or to their mean or sum. The first equation whose inputs satisfy this and whose
+output does not is the equation that mixes rows.
+
 `compare_scaled` runs a backward pass on a cotangent and on an eighth of it. The first equation with
-proportional inputs but another output is not linear. Equations and errors are named by lines of the
-user's code.
+proportional inputs and a non-proportional output is not linear. Equations and errors are reported
+with lines of the user's code.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from zerojax.tracing.jaxpr import holds_collectives
 from zerojax.tracing.source_lines import innermost_line, is_of_users, line_of_equation, source_line
 
 _RELATIVE = 1e-4
-"""Tolerance of a relation, relative to the largest element; rounding is about 1e-6."""
+"""Tolerance for a relation of values, relative to the largest element; rounding is about 1e-6."""
 _SCALE = 0.125
 _PIECES = "pieces of the batch"
 
@@ -38,7 +40,7 @@ _CHECK = str(Path(__file__).resolve().parent) + os.sep
 
 
 class Relation(enum.Enum):
-    """The relation of the whole batch's value to those of its pieces."""
+    """Relation between a value of the whole batch and the values of its pieces."""
 
     SAME = "same"
     ROWS = "rows"
@@ -47,18 +49,18 @@ class Relation(enum.Enum):
     SCALED = "scaled"
     OTHER = "other"
     UNKNOWN = "unknown"
-    """For integers that may be row numbers, for keys, and for values without a counterpart."""
+    """No relation: integers that may be row numbers, random keys, values that only one run has."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Break:
-    """The first equation at which a relation breaks.
+    """First equation at which the relation between two executions breaks.
 
     Attributes:
       primitive: name of the equation's JAX primitive.
-      inputs: relations of its inputs.
-      has_rows: whether its output has a dimension of rows.
-      has_pairs: whether its output has two dimensions of rows.
+      inputs: relations of the equation's inputs.
+      has_rows: whether a dimension of the equation's output indexes rows.
+      has_pairs: whether two dimensions of the output index rows.
       where: "file:line: source" of the user's code.
     """
 
@@ -71,13 +73,13 @@ class Break:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The result of comparing two executions.
+    """Result of comparing two executions of a program.
 
     Attributes:
-      outputs: the relation of each output.
+      outputs: relation of each output.
       breaks: for each output, the first break among its ancestors, if it could be located.
       origins: for each output, the line of the equation that introduced its relation.
-      values: for each output, its values for the whole batch and for each piece.
+      values: for each output, its value for the whole batch and for each piece.
     """
 
     outputs: tuple[Relation, ...]
@@ -89,13 +91,13 @@ class Comparison:
 def compare_pieces(
     function: Callable[..., Sequence[Any]], whole: Any, pieces: Sequence[Any]
 ) -> Comparison:
-    """Compares `function(whole)` with `function(piece)` of each piece.
+    """Compares `function(whole)` with `function(piece)` for each piece of a batch.
 
     Args:
-      function: returns a flat list of arrays; traceable.
-      whole: a tree of arrays with rows in dimension 0.
-      pieces: the pieces of `whole`, of equal size, in order. All pieces run together:
-        `zerojax.batch_sum` and `batch_mean` are over all of them.
+      function: traceable function that returns a flat list of arrays.
+      whole: batch, a tree of arrays with rows in dimension 0.
+      pieces: parts of `whole`, of equal size, in order. All pieces run together, so that
+        `zerojax.batch_sum` and `batch_mean` cover all of them.
     """
 
     def trace(batch: Any, number: int) -> ClosedJaxpr:
@@ -120,7 +122,7 @@ Relate = Callable[[Any, Sequence[Any]], Relation]
 def _compare(
     first: ClosedJaxpr, other: ClosedJaxpr, inputs: Sequence[Sequence[Any]], relate: Relate
 ) -> Comparison:
-    """Runs `first` on inputs[0] and `other` on each of the rest, and relates their values."""
+    """Runs `first` on inputs[0] and `other` on each further input, and relates their values."""
     same_form = _form(first.jaxpr) == _form(other.jaxpr)
     if not same_form:
         results = [*_run_together(first, inputs[:1]), *_run_together(other, inputs[1:])]
@@ -143,7 +145,7 @@ def _form(program: Jaxpr) -> list[str]:
 
 
 class _Walk:
-    """All values of two programs with the same equations, and their relations."""
+    """Computes all values of two programs with the same equations, and relates the values."""
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class _Walk:
         return needed
 
     def first_break(self, output: int) -> Break | None:
-        """Returns the first break among the equations that an output depends on."""
+        """Returns the first break among the equations that an output depends on, or None."""
         target = self.first.jaxpr.outvars[output]
         if isinstance(target, Literal) or self.relation(target) is not Relation.OTHER:
             return None
@@ -208,7 +210,7 @@ class _Walk:
         )
 
     def _inside(self, number: int, equation: Any) -> Break | None:
-        """Returns the break inside an equation with a subprogram, if it can be located."""
+        """Returns the break inside the subprogram of an equation (such as a scan), if located."""
         twin = self.other.jaxpr.eqns[number]
         kind = equation.primitive.name
         if kind not in _INSIDES or not _written_by_user(equation):
@@ -245,9 +247,9 @@ class _Walk:
         return self.values[run][self.number[atom]]
 
     def origin(self, output: int) -> str | None:
-        """Returns the user's line that first gave a value the relation of an output.
+        """Returns the line of the user's code that first gave a value the relation of an output.
 
-        It is found by following the output back through values with the same relation.
+        The search goes back from the output through values with the same relation.
         """
         atom = self.first.jaxpr.outvars[output]
         relation, where = self.relation(atom), None
@@ -269,7 +271,7 @@ def _variables(closed: ClosedJaxpr) -> list[Any]:
 
 
 def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Returns every value of a program for each set of inputs, on the host; keys as None."""
+    """Computes every value of a program for each set of inputs, on the host; keys become None."""
     program = closed.jaxpr
     kept, seen = [], set()
     for equation in program.eqns:
@@ -277,7 +279,7 @@ def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[li
             if type(var).__name__ != "DropVar" and _is_plain(var.aval) and var not in seen:
                 seen.add(var)
                 kept.append(var)
-    # Weights are constants of the program; as inputs they are not constant-folded by XLA.
+    # As program inputs, weights are not constant-folded by XLA.
     everything = program.replace(
         constvars=[], invars=[*program.constvars, *program.invars], outvars=kept
     )
@@ -294,15 +296,15 @@ def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[li
 
 
 def _run_together(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-    """Runs a program on all sets of inputs together, and returns the outputs of each.
+    """Runs a program on all sets of inputs together, and returns the outputs for each set.
 
-    Sums over the batch (`zerojax.batch_sum`) are sums over all sets.
+    Sums over the batch (`zerojax.batch_sum`) cover all sets.
     """
     function, options = jaxpr_as_fun(closed), quick_options()
     if not holds_collectives(closed):
         run = jax.jit(function, compiler_options=options)
         return [run(*given) for given in inputs]
-    # Inputs shared by all are not stacked: weights, and keys, which cannot be stacked.
+    # Inputs that all sets share are not stacked: weights, and keys, which cannot be stacked.
     columns = list(zip(*inputs, strict=True))
     common = [all(value is column[0] for value in column) for column in columns]
     axes = [None if same else 0 for same in common]
@@ -377,9 +379,10 @@ def _close(first: np.ndarray, second: np.ndarray, limit: float) -> bool:
 
 
 def _written_by_user(equation: Any) -> bool:
-    """Returns whether the lines inside an equation with a subprogram are the user's.
+    """Returns whether source lines inside an equation's subprogram belong to the user's code.
 
-    A jitted library function is traced at its first call, so its lines may belong to another call.
+    A jitted library function is traced only at its first call, so its lines may belong to another
+    call.
     """
     if equation.primitive.name not in ("jit", "pjit"):
         return True
@@ -410,7 +413,7 @@ def _branch(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]
 
 
 def _iteration(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
-    """Returns the body of a scan with the inputs of its first iteration."""
+    """Returns the body of a scan, and the inputs of its first iteration."""
     body = _closed(equation.params["jaxpr"])
     arguments = []
     variables: Sequence[Any] = body.jaxpr.invars
@@ -435,11 +438,12 @@ _INSIDES = {
     "cond": _branch,
     "scan": _iteration,
 }
-"""{primitive with a subprogram: function (equation, inputs) -> (subprogram, its inputs)}."""
+"""{primitive with a subprogram: function (equation, inputs) that returns (subprogram, its inputs)}.
+"""
 
 
 def line_of_error(error: BaseException) -> str | None:
-    """Returns the innermost user line below the check, as "file:line: source"."""
+    """Returns the innermost line of the user's code that raised, as "file:line: source"."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_CHECK)]
     called = frames[ours[-1] + 1 :] if ours else frames  # earlier frames called the check
@@ -447,9 +451,9 @@ def line_of_error(error: BaseException) -> str | None:
 
 
 def lines_of_rules(program: Jaxpr) -> list[tuple[str | None, str]]:
-    """Returns (line of the call, line of its backward rule) of each `jax.custom_vjp` of the user.
+    """Lists (line of the call, line of its backward rule) for each `jax.custom_vjp` of the user.
 
-    Includes subprograms. Lines have the form "file:line: source".
+    Includes calls in subprograms. Lines have the form "file:line: source".
     """
     found = []
     for equation in program.eqns:

@@ -1,6 +1,6 @@
-"""Any Flax module or function as one model with a loss.
+"""Converts any Flax module or function to one internal form of a model with a loss.
 
-Knows Flax and traced programs; never a mesh, a sharding or an optimizer.
+These modules depend on Flax and on traced programs, but not on meshes, shardings or optimizers.
 """
 
 from __future__ import annotations

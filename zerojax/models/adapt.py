@@ -1,6 +1,6 @@
-"""Conversion of a user's model and loss to the internal `Model` and `Loss`.
+"""Converts a user's model and loss to the internal types `Model` and `Loss`.
 
-Only this module tests the type of a user's model; all other modules use the protocol.
+Only this module tests the type of a user's model; all other modules use the protocol `Model`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def as_model(model: ModelLike) -> Model:
     """Returns the internal form of a user's model.
 
     Args:
-      model: an `nnx.Module` instance; a callable `rngs -> nnx.Module` (required for a model that
-        does not fit on one device, since each device then builds only its shards); a
-        `linen.Module`; or a pair `(init, apply)`, where `init(key)` or `init(key, batch)` returns
-        a tree of arrays and `apply(params, ...)` computes the output.
+      model: one of: an `nnx.Module` instance; a callable `rngs -> nnx.Module` (required for a model
+        that does not fit on one device, because each device then builds only its shards); a
+        `linen.Module`; or a pair `(init, apply)`, where `init(key)` or `init(key, batch)` returns a
+        tree of arrays and `apply(params, ...)` computes the output.
 
     Raises:
-      TypeError: `model` is none of these.
+      TypeError: `model` has another type.
     """
     if isinstance(model, (NnxModel, LinenModel, FunctionModel)):
         return model
@@ -61,7 +61,8 @@ def as_model(model: ModelLike) -> Model:
 
 
 def _check_not_torch(model: Any) -> None:
-    """Raises TypeError for a PyTorch module, which is also callable, or a pair that holds one."""
+    """Raises a TypeError for a PyTorch module (which is callable, too) or a pair that contains
+    one."""
     parts = model if isinstance(model, tuple) else (model,)
     torch_part = next((part for part in parts if is_of_torch(part)), None)
     if torch_part is not None:
@@ -74,14 +75,14 @@ def _check_not_torch(model: Any) -> None:
 
 
 def _check_factory(model: Any) -> None:
-    """Checks that a callable accepts one positional argument, as a model factory does.
+    """Checks that a callable accepts one positional argument, as a model factory must.
 
     Raises:
       TypeError: it does not; the message shows how to write a factory.
     """
     name, remedy = _name_of(model), "lambda rngs: MyModel(..., rngs=rngs)"
     function, arguments = model, [None]
-    if isinstance(model, type):  # a call of an nnx class goes through its metaclass
+    if isinstance(model, type):  # an nnx class: its metaclass handles the call
         function, arguments = model.__init__, [None, None]
         remedy = f"lambda rngs: {name}(..., rngs=rngs), or an instance: {name}(...)"
     try:
@@ -103,10 +104,12 @@ def _check_factory(model: Any) -> None:
 
 
 def as_loss(loss: Any, model: Model, batch: Any = None) -> Loss:
-    """Returns the user's loss, or the model's own loss for None.
+    """Checks and returns the user's loss; None returns the model's own loss.
 
     Args:
-      batch: an example batch; its keys appear in the remedies of error messages.
+      loss: function (model, batch), or None.
+      model: model in its internal form.
+      batch: an example batch, whose keys appear in error messages.
 
     Raises:
       ValueError: `loss` is None and the model has no method `loss(batch)`.
@@ -137,31 +140,33 @@ def as_loss(loss: Any, model: Model, batch: Any = None) -> Loss:
 
 
 def default_loss(model: Model, batch: Any = None) -> Loss:
-    """Returns a loss that calls the model's own method `loss(batch)`.
+    """Returns a loss function that calls the model's own method `loss(batch)`.
 
     Its unit is the model's attribute `loss_unit`, if it has one.
 
     Args:
-      batch: an example batch; its keys appear in the remedy of the error message.
+      model: model in its internal form.
+      batch: an example batch, whose keys appear in the error message.
 
     Raises:
-      ValueError: the model has no such method.
+      ValueError: the model has no method `loss(batch)`.
     """
     target = getattr(model, "template", None) or model.source
     if callable(getattr(target, "loss", None)):
         unit = bound_attribute(model, "loss_unit")
         return losses.LossWithUnit(lambda bound, batch: bound.loss(batch), unit)
     raise ValueError(
-        f"no loss: the {model.kind} {_name_of(model.source)} has no method loss(batch). Pass a "
-        f"loss that returns a scalar or (sum, weight), such as {_example(batch)}"
+        f"the {model.kind} {_name_of(model.source)} has no method loss(batch), and no loss "
+        f"is given; pass a loss that returns a scalar or (sum, weight), such as {_example(batch)}"
     )
 
 
 def _example(batch: Any, function: str | None = None) -> str:
-    """Returns the source text of an example `loss=` for batches with the keys of `batch`.
+    """Returns source text of an example `loss=` for batches with the keys of `batch`.
 
     Args:
-      function: full name of a function of (predictions, targets); None: chosen from the keys.
+      batch: an example batch.
+      function: full name of a function of (predictions, targets); None chooses one by the keys.
     """
     names = list(batch) if isinstance(batch, Mapping) else []
     if isinstance(batch, Sequence) and not isinstance(batch, str):
@@ -172,7 +177,7 @@ def _example(batch: Any, function: str | None = None) -> str:
     elif {"tokens", "targets"} <= set(names) or not names or names == ["tokens"]:
         suitable = "zerojax.losses.next_token"
         inputs, targets = "batch['tokens']", "batch['targets']"
-    else:  # a batch with a single key is its own target
+    else:  # a batch with a single key is both input and target
         inputs, targets = f"batch[{names[0]!r}]", f"batch[{names[:2][-1]!r}]"
     call = f"{function or suitable}(model({inputs}), {targets})"
     # Losses of optax return one value per row.

@@ -1,8 +1,8 @@
 """Computes the weight of a whole batch before the forward pass, if it does not depend on the model.
 
 An ordinary backward pass is linear, so the gradient may be divided by the weight before or after
-it. A `jax.custom_vjp` of the model may be nonlinear, for example clip its cotangent. Dividing
-before the backward pass gives it the cotangent that it has on one device, where the loss is a mean.
+it. A `jax.custom_vjp` of the model may be nonlinear, for example clip its cotangent. The division
+before the backward pass gives it the same cotangent as on one device, where the loss is a mean.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zerojax.tracing.trace import ModelTrace
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchWeight:
-    """Weight of a batch as a function of some of its leaves.
+    """Weight of a batch as a function of some of its arrays.
 
     Attributes:
-      program: traced program from these leaves of one piece to the piece's weight; None: each piece
-        has weight 1.
-      leaves: indices of the leaves in `jax.tree.leaves(batch)`.
+      program: traced program that computes the weight of one part of the batch from these arrays;
+        None if each part has weight 1.
+      leaves: indices of the arrays in `jax.tree.leaves(batch)`.
     """
 
     program: ClosedJaxpr | None = None
@@ -39,12 +39,12 @@ class BatchWeight:
         return bool(self.leaves)
 
     def __call__(self, batch: Any, num_pieces: int) -> jax.Array:
-        """Returns the sum of the weights of all parts of the batch, float32 []; call it inside a
+        """Computes the sum of the weights of all parts of the batch, float32 []; call it inside a
         traced program.
 
         Args:
-          batch: {key: [global batch, ...]}.
-          num_pieces: number of consecutive pieces with equally many rows.
+          batch: global batch, {key: [rows, ...]}.
+          num_pieces: number of consecutive parts with equally many rows.
         """
         if self.program is None:
             return jnp.float32(num_pieces)
@@ -61,10 +61,11 @@ def find_batch_weight(trace: ModelTrace, num_before: int) -> BatchWeight | None:
 
     Args:
       trace: trace of the loss.
-      num_before: number of inputs of its program before the leaves of the batch.
+      num_before: number of inputs of the traced program before the arrays of the batch.
 
     Returns:
-      None if the weight is random, depends on the model, or already sums over the whole batch.
+      The weight; None if it is random, depends on the model, or already sums over the whole
+      batch.
     """
     if split_result(trace.result).weight is None:
         return BatchWeight()
@@ -77,7 +78,7 @@ def find_batch_weight(trace: ModelTrace, num_before: int) -> BatchWeight | None:
 
 
 def _draws(program: Any) -> bool:
-    """Returns whether a program draws random numbers, which differ in each step and part of the
+    """Returns whether a program draws random numbers; they differ in each step and part of the
     batch.
     """
     atoms = [*program.constvars, *(atom for eqn in program.eqns for atom in eqn.invars)]

@@ -1,6 +1,6 @@
-"""A pair of functions `(init, apply)` as a `Model`.
+"""Adapts a pair of functions `(init, apply)` as a `Model`.
 
-All parameters are read before `apply` starts, not where it uses them.
+All parameters are read before `apply` starts, not at their first use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerojax.tracing.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
 
 
 class BoundFunction:
-    """`apply` with its parameters bound; `key` is the PRNG key of this call."""
+    """Function `apply` with bound parameters; `key` is the PRNG key of this call."""
 
     def __init__(self, apply: Callable, params: Any, key: jax.Array, *, training: bool):
         self._apply = apply
@@ -32,7 +32,7 @@ class BoundFunction:
 class FunctionModel:
     """Model of a pair `(init, apply)`; `init(key)` or `init(key, batch)` returns the parameters.
 
-    It has no extras.
+    It has no extras (arrays that are not parameters).
     """
 
     kind = "functions"
@@ -81,5 +81,5 @@ class FunctionModel:
         return function(BoundFunction(self.source[1], tree, key, training=train)), extras
 
     def to_source(self, params: Arrays, extras: Arrays) -> Any:
-        """Returns the tree of parameters that `apply` takes."""
+        """Returns the tree of parameters that `apply` accepts."""
         return trees.unflatten_like(self._template, params)

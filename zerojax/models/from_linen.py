@@ -1,4 +1,4 @@
-"""A `linen.Module` as a `Model`; collections other than "params" become extras."""
+"""Adapts a `linen.Module` as a `Model`; collections other than "params" become extras."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ARRAY_METHODS = (
     *("setitem", "array", "dlpack", "copy", "deepcopy", "format"),
     *(side + name for name in _BINARY for side in ("", "r")),
 )
-"""Special methods that Python looks up on the class, not the instance; without underscores."""
+"""Names, without underscores, of special methods that Python looks up on the class."""
 
 
 _SWITCHES = {
@@ -34,7 +34,7 @@ _SWITCHES = {
     "deterministic": False,
     "use_running_average": False,
 }
-"""{argument of a method: its value in training}; evaluation passes the opposite."""
+"""{argument of a method: its value in training}; the value in evaluation is the opposite."""
 
 
 def _method_of_value(name: str) -> Callable[..., Any]:
@@ -49,9 +49,9 @@ def _method_of_value(name: str) -> Callable[..., Any]:
 class _ReadBox(meta.AxisMetadata):
     """Linen metadata box whose `unbox`, called by linen at each use, reads the parameter.
 
-    A model that computes with `module.variables["params"]["kernel"]` holds the box itself.
-    Therefore the box forwards attributes, methods, operators and `jnp` functions to the array that
-    `read` returns. As a pytree it has one leaf, the stored value, which the trace of a plan uses.
+    A model that computes with `module.variables["params"]["kernel"]` uses the box itself. The box
+    therefore forwards attributes, methods, operators and `jnp` functions to the array that `read`
+    returns. As a pytree it has one leaf, the stored value, which the trace of a plan uses.
     Functions that accept only real JAX arrays (`jax.lax.sin`, the carry of a loop) fail in that
     trace; the trace is then repeated without a box for this parameter (`zerojax.tracing.trace`).
     """
@@ -64,7 +64,7 @@ class _ReadBox(meta.AxisMetadata):
         return self.read(self.value)
 
     def as_array(self) -> jax.Array:
-        """Returns `unbox()`, and records that the model used the box without unboxing it."""
+        """Returns `unbox()`, and records that the model used the box itself."""
         self._note_handed()
         return self.unbox()
 
@@ -74,7 +74,8 @@ class _ReadBox(meta.AxisMetadata):
 
     @property
     def __jax_array__(self) -> Callable[[], jax.Array]:
-        # A property, because functions that do not accept the box only test that it exists.
+        # A property, because functions that do not accept the box only test that the attribute
+        # exists.
         self._note_handed()
         return self.unbox
 
@@ -118,12 +119,12 @@ for _name in _ARRAY_METHODS:
 
 
 class BoundLinen:
-    """A `linen.Module` with bound variables; it and its methods are called like functions.
+    """A `linen.Module` with bound variables; the module and its methods are called like functions.
 
     Attributes:
       training: False during evaluation. The arguments `train`, `training`, `deterministic` and
-        `use_running_average` are set from it unless the call passes them; pass any other switch
-        yourself (`model(x, dropout=model.training)`).
+        `use_running_average` are set from it unless the call passes them. Pass any other switch
+        explicitly (`model(x, dropout=model.training)`).
       variables: the collections, updated by each call.
       switched: names of the arguments that were set from the mode.
     """
@@ -141,8 +142,8 @@ class BoundLinen:
         return {name: jax.random.fold_in(self._key, index) for index, name in enumerate(names)}
 
     def _switches(self, args: Any, kwargs: Mapping[str, Any], method: Any) -> dict[str, bool]:
-        """Returns the mode as keyword arguments that the method accepts and the call does not
-        pass.
+        """Returns the mode (training or evaluation) as keyword arguments that the method accepts
+        and the call does not pass.
         """
         kind = type(self._module)
         function = method if callable(method) else getattr(kind, method or "__call__", None)
@@ -151,7 +152,7 @@ class BoundLinen:
             passed = signature.bind_partial(self._module, *args, **kwargs).arguments
         except (TypeError, ValueError):  # the call itself will raise a clearer error
             return {}
-        # Not if the module has it as an attribute: linen.merge_param refuses both at once.
+        # Skips arguments that are module attributes: linen.merge_param refuses both at once.
         switches = {
             name: value == self.training
             for name, value in _SWITCHES.items()
@@ -184,16 +185,16 @@ class BoundLinen:
 
 
 class _InitialisingLinen(BoundLinen):
-    """Bound module that initializes its variables at the first call, from the inputs of that call.
+    """Bound module that initializes its variables at the first call, from the inputs of this call.
 
-    The user's loss makes this call.
+    The user's loss makes the call.
     """
 
     def _apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         if self.variables:
             return super()._apply(*args, method=method, **kwargs)
         kwargs |= self._switches(args, kwargs, method)
-        # As `module.init(key, ...)`, so that a seed gives the weights that it gives there.
+        # As `module.init(key, ...)` does, so that a seed gives the same weights.
         rngs = self._rngs() | {"params": self._key}
         result, variables = self._module.init_with_output(rngs, *args, method=method, **kwargs)
         self.variables = meta.unbox(unfreeze(variables))
@@ -204,7 +205,7 @@ class LinenModel:
     """Model of a `linen.Module`; collections other than "params" (batch statistics) are extras.
 
     Attributes:
-      switched: names of arguments that were set from the mode, known after a call; see
+      switched: names of arguments that were set from the mode; known after a call, see
         `BoundLinen`.
     """
 
@@ -273,5 +274,5 @@ class LinenModel:
         return result, {name: flat.get(name, extras[name]) for name in extras}
 
     def to_source(self, params: Arrays, extras: Arrays) -> dict:
-        """Returns the variables for `module.apply`."""
+        """Returns the variables that `module.apply` accepts."""
         return self._variables(params, extras)

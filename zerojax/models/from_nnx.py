@@ -1,4 +1,4 @@
-"""An `nnx.Module`, passed as an instance or a factory, as a `Model`."""
+"""Adapts an `nnx.Module`, passed as an instance or a factory, as a `Model`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerojax.models.step_count import find_step_rules
 from zerojax.tracing import trees
 from zerojax.tracing.protocol import Arrays, Loss, OnRead, StepRule
 
-# PRNG keys are stored in the state as uint32 arrays, so that every leaf is an ordinary array.
+# PRNG keys are stored as uint32 arrays, so that every array of the state is an ordinary array.
 
 
 def _is_key(value: Any) -> bool:
@@ -24,7 +24,7 @@ def _is_key(value: Any) -> bool:
 
 @functools.cache
 def _key_impl(dtype: Any) -> str:
-    """Returns the name of the generator of keys with this dtype, such as "threefry2x32"."""
+    """Returns the name of the random generator of keys with this dtype, such as "threefry2x32"."""
     names = ("threefry2x32", "rbg", "unsafe_rbg")
     for name in names:
         if jax.eval_shape(functools.partial(jax.random.key, 0, impl=name)).dtype == dtype:
@@ -33,7 +33,7 @@ def _key_impl(dtype: Any) -> str:
 
 
 def _fold_key(key_data: jax.Array, like: Any, bits: jax.Array) -> jax.Array:
-    """Returns typed keys from stored key data, each folded with the 32 random bits of this call."""
+    """Converts stored key data to typed keys, each folded with the 32 random bits of this call."""
     keys = jax.random.wrap_key_data(key_data, impl=_key_impl(like.dtype))
     fold = lambda key: jax.random.fold_in(key, bits)  # noqa: E731
     for _ in range(keys.ndim):
@@ -60,8 +60,8 @@ class _TracedStream(nnx.RngStream):
 class _ReadThrough:
     """Mixin for Variable classes whose value is `on_read(stored value)`.
 
-    The empty `__slots__` keeps the object layout, which permits assigning `__class__` of a
-    Variable.
+    The empty `__slots__` keeps the object layout, so that `__class__` of a Variable can be
+    assigned.
     """
 
     __slots__ = ()
@@ -71,7 +71,7 @@ class _ReadThrough:
         return _opened(self).get_value(**index)
 
     def set_value(self, value: Any, **index: Any) -> None:
-        """Stores a value that the model writes; the variable is an ordinary one from then on."""
+        """Stores a value that the model writes; the variable is an ordinary one afterwards."""
         opened = _opened(self)
         object.__setattr__(self, "__class__", type(opened))
         self.set_raw_value(opened.get_raw_value())
@@ -83,7 +83,8 @@ class _ReadThrough:
         return _abstract_value(self).shape
 
     def __getattr__(self, name: str) -> Any:
-        # `w.T`, `w.astype(...)`, `w.dtype` bypass get_value and would read the stored shard.
+        # Without this, `w.T`, `w.astype(...)`, `w.dtype` bypass get_value and read the stored
+        # shard.
         if self.has_metadata(name):
             return self.get_metadata(name)
         value = _abstract_value(self) if name in ("dtype", "ndim", "size") else self.get_value()
@@ -93,7 +94,7 @@ class _ReadThrough:
 def _opened(variable: Any) -> nnx.Variable:
     """Returns a variable of the user's class that holds the value after `on_read`.
 
-    A `get_value` or a hook of that class therefore still applies, to the whole value.
+    A `get_value` or a hook of this class therefore still applies, and gets the whole value.
     """
     metadata = variable.get_metadata()
     read = metadata.pop("on_read")
@@ -159,7 +160,7 @@ class NnxModel:
         return frozenset(n for n, path in paths if isinstance(self._templates[path], overwritten))
 
     def parameter_names(self) -> Any:
-        """Returns the tree of `nnx.to_pure_dict(nnx.state(model, nnx.Param))`."""
+        """Returns names in the tree of `nnx.to_pure_dict(nnx.state(model, nnx.Param))`."""
         nested: dict[Any, Any] = {}
         for name, path in self._param_paths.items():
             part = nested
@@ -204,7 +205,7 @@ class NnxModel:
         return self._arrays_of(self.source) if isinstance(self.source, nnx.Module) else None
 
     def abstract_arrays(self) -> tuple[Arrays, Arrays]:
-        """Returns the results of `init` as `ShapeDtypeStruct`s, without calling the factory."""
+        """Returns what `init` returns, as `ShapeDtypeStruct`s, without calling the factory."""
         return jax.eval_shape(self._arrays_in, self._state)
 
     def _arrays_of(self, module: nnx.Module) -> tuple[Arrays, Arrays]:
@@ -220,7 +221,7 @@ class NnxModel:
         return params, extras
 
     def _reading_graphdef(self, on_read: OnRead) -> tuple[Any, dict]:
-        """Returns (graphdef, templates) in which the read variables use a `_ReadThrough` class;
+        """Returns (graphdef, templates) in which variables to read have a `_ReadThrough` class;
         cached.
         """
         cache_key = frozenset(on_read.items())
@@ -269,7 +270,8 @@ class NnxModel:
         train: bool = True,
         on_read: OnRead | None = None,
     ) -> tuple[Any, Arrays]:
-        """Calls `function(model)` as `Model.run`; writes to parameters last for this call only."""
+        """Calls `function(model)`, see `Model.run`; written parameters keep their value in this
+        call only."""
         module = self._bind(params, extras, jax.random.bits(key, dtype=jnp.uint32), on_read or {})
         if not train:
             module.eval()
@@ -286,11 +288,11 @@ class NnxModel:
 
 
 def _paths_by_name(flat: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns ({parameter name: path}, {extra name: path}) of a module's flat state.
+    """Returns ({parameter name: path}, {extra name: path}) for a module's flat state.
 
     Raises:
       TypeError: a variable does not hold exactly one array.
-      ValueError: two leaves have the same name.
+      ValueError: two arrays have the same name.
     """
     params: dict[str, Any] = {}
     extras: dict[str, Any] = {}
@@ -303,8 +305,8 @@ def _paths_by_name(flat: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]
             )
         if name in params or name in extras:
             raise ValueError(
-                f"two variables are named {name!r}: a key contains {trees.SEPARATOR!r}; rename "
-                "this key"
+                f"two variables are named {name!r}, because a key contains {trees.SEPARATOR!r}; "
+                "rename this key"
             )
         (params if isinstance(leaf, nnx.Param) else extras)[name] = path
     return params, extras

@@ -1,7 +1,7 @@
 """Converts users' arrays, such as the leaves of a batch, to arrays that JAX accepts.
 
-Tensors of other libraries become NumPy arrays; leaves that are not numeric arrays are refused. The
-library is recognized by the module name of the type, so that none has to be imported.
+Tensors of other libraries become NumPy arrays; leaves that are not numeric arrays are refused. A
+type's module name identifies its library, so that no library has to be imported.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from zerojax.tracing.trees import PyTree
 
 
 def is_of_torch(thing: Any) -> bool:
-    """Returns whether a class, or the class of an object, is or derives from a class of PyTorch."""
+    """Returns whether an object or class is, or derives from, a class of PyTorch."""
     classes = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
     return any(base.__module__.partition(".")[0] == "torch" for base in classes)
 
 
 def as_arrays(batch: PyTree) -> PyTree:
-    """Returns a batch with other libraries' tensors replaced by NumPy arrays.
+    """Replaces other libraries' tensors in a batch by NumPy arrays.
 
-    A mapping that is no pytree for JAX, such as the result of a Hugging Face tokenizer, becomes a
-    dict. All other leaves stay unchanged. Memory is shared if the library permits it.
+    A mapping that is not a pytree for JAX, such as the result of a Hugging Face tokenizer, becomes
+    a dict. All other values are unchanged. Memory is shared if the library permits it.
 
     Raises:
       TypeError: a tensor is not on the CPU, or NumPy cannot read it.
@@ -56,6 +56,7 @@ def _of_torch(where: str, tensor: Any) -> np.ndarray:
 
     Args:
       where: Python expression of the tensor, for messages.
+      tensor: the tensor.
     """
     device, dtype = tensor.device, str(tensor.dtype).removeprefix("torch.")
     if device.type != "cpu":
@@ -69,7 +70,7 @@ def _of_torch(where: str, tensor: Any) -> np.ndarray:
         if (own := getattr(ml_dtypes, dtype, None)) is None:
             return tensor.numpy()
         bits = getattr(sys.modules["torch"], f"int{8 * tensor.element_size()}")
-        return tensor.view(bits).numpy().view(own)  # NumPy itself has no such dtype
+        return tensor.view(bits).numpy().view(own)  # NumPy has no such dtype, only ml_dtypes has
     except (TypeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         is_dense = str(tensor.layout) == "torch.strided"
@@ -87,7 +88,7 @@ def check_no_torch(params: Mapping[str, Any]) -> None:
       params: {name: value}.
 
     Raises:
-      TypeError: a parameter is one; the message names the first.
+      TypeError: a parameter is a torch tensor; the message names the first one.
     """
     for name, value in params.items():
         if is_of_torch(value):
@@ -98,10 +99,10 @@ def check_no_torch(params: Mapping[str, Any]) -> None:
 
 
 def check_arrays(batch: PyTree) -> None:
-    """Checks that all leaves of a batch are numeric arrays.
+    """Checks that all values of a batch are numeric arrays.
 
     Raises:
-      TypeError: a leaf is text, an object, a random key, or a row written as a Python list; the
+      TypeError: a value is text, an object, a random key, or a row written as a Python list; the
         message shows how to make an array of it.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
@@ -130,7 +131,7 @@ def check_arrays(batch: PyTree) -> None:
 
 
 def _path_of_list(tree: Any, path: Sequence[Any]) -> Sequence[Any] | None:
-    """Returns the path of the outermost list around a leaf, or None."""
+    """Returns the path of the outermost list that contains a leaf, or None."""
     for depth, part in enumerate(path):
         if isinstance(tree, list):
             return path[:depth]
@@ -142,7 +143,7 @@ def _path_of_list(tree: Any, path: Sequence[Any]) -> Sequence[Any] | None:
 
 
 def typed(path: Sequence[Any]) -> str:
-    """Returns the Python expression for a part of a batch, such as batch['x']."""
+    """Returns the Python expression of an element of a batch, such as batch['x']."""
     keys = (getattr(part, "key", getattr(part, "idx", None)) for part in path)
     names = (getattr(part, "name", None) for part in path)
     pairs = zip(keys, names, strict=True)

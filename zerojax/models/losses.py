@@ -1,4 +1,4 @@
-"""Losses as a sum and a weight, divided once over all devices and microbatches."""
+"""Losses as a pair (sum, weight), divided once over all devices and microbatches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NATS_PER_TOKEN = "nats per token"
 
 @dataclasses.dataclass(frozen=True)
 class LossWithUnit:
-    """A loss function whose unit is known.
+    """Loss function whose unit is known.
 
     Attributes:
-      function: `(model, batch) -> loss`.
-      unit: unit of the mean loss, such as `NATS_PER_TOKEN`; None: unknown.
+      function: loss function `(model, batch) -> loss`.
+      unit: unit of the mean loss, such as `NATS_PER_TOKEN`; None if unknown.
     """
 
     function: Callable[[Any, Any], Any]
@@ -62,7 +62,7 @@ BUILT_IN_METRICS = frozenset(
         "weight",
     ]
 )
-"""Names reserved for zerojax in steps, reports and logs; a loss's metrics use other names."""
+"""Names that zerojax uses in steps, reports and logs; metrics of a loss need other names."""
 
 BUILT_IN_PREFIXES = ("memory_", "spent_")
 """Prefixes of further reserved names."""
@@ -73,7 +73,7 @@ class LossParts(NamedTuple):
 
     Attributes:
       loss: the sum, or the mean if there is no weight.
-      weight: None if the loss returned none.
+      weight: weight of the sum; None if the loss returned none.
       metrics: {name: a mean, or a pair (sum, weight)}; {} if the loss returned none.
     """
 
@@ -95,9 +95,9 @@ def as_sums(result: Any) -> dict[str, Any]:
     """Converts a loss's result for one part of a batch to float32 sums that can be added over
     parts.
 
-    A loss without a weight is a mean of its piece; its weight is 1, since pieces have equally many
-    rows. A metric without its own weight is averaged with the weights of the loss; it does not
-    count in a piece where that weight is 0.
+    A loss without a weight is a mean over its part of the batch; its weight is 1, because parts
+    have equally many rows. A metric without its own weight is averaged with the weights of the
+    loss; a part in which that weight is 0 does not count.
 
     Returns:
       {"loss": sum, "weight": sum}; with metrics also "metrics": {name: {"sum", "weight"}}.
@@ -111,9 +111,7 @@ def as_sums(result: Any) -> dict[str, Any]:
 
 
 def no_sums(metrics: Sequence[str]) -> dict[str, Any]:
-    """Returns sums of 0 as the start for adding results of `as_sums`, with metrics of these
-    names.
-    """
+    """Returns sums of 0, the start for adding results of `as_sums` that have these metrics."""
     sums: dict[str, Any] = {"loss": jnp.float32(0), "weight": jnp.float32(0)}
     if metrics:
         zero = {"sum": jnp.float32(0), "weight": jnp.float32(0)}
@@ -122,7 +120,7 @@ def no_sums(metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def own_means(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: mean} of the loss's metrics from their sums over all parts; NaN at weight
+    """Computes {name: mean} of the loss's metrics from their sums over all parts; NaN for weight
     0.
     """
     return {name: x["sum"] / x["weight"] for name, x in sums.get("metrics", {}).items()}
@@ -146,10 +144,10 @@ def next_token(
     """Computes the cross-entropy of the target tokens, in float32.
 
     Args:
-      logits: [batch, seq, vocab], any float dtype; upcast to float32 before the softmax.
+      logits: [batch, seq, vocab], any float dtype; cast to float32 before the softmax.
       targets: integers [batch, seq], the token that follows each position. A target outside the
         vocabulary makes loss and gradient NaN, unless its weight is 0.
-      weights: [batch, seq]; positions with weight 0 are ignored. None: every weight is 1.
+      weights: [batch, seq], weights of the positions; weight 0 ignores a position. None uses 1.
 
     Returns:
       (sum over positions of weight x negative log-likelihood in nats, sum of weights), float32.
@@ -166,11 +164,11 @@ def next_token(
 
 
 def next_token_of_call(model: Callable[[jax.Array], jax.Array], batch: Mapping[str, Any]) -> Any:
-    """Computes `next_token` of `model(tokens)`, for a language model without its own loss.
+    """Computes the next-token loss of `model(tokens)`, for a language model without its own loss.
 
     Args:
-      model: maps integers [batch, seq] to logits [batch, seq, vocab].
-      batch: "tokens", "targets" and optionally "weights".
+      model: function from integers [batch, seq] to logits [batch, seq, vocab].
+      batch: dict with "tokens", "targets" and optionally "weights".
 
     Raises:
       ValueError: rows hold several texts ("segments"), which `model(tokens)` cannot separate.
@@ -190,9 +188,9 @@ def mean_squared_error(
     """Computes the squared error per element, in float32.
 
     Args:
-      predictions: any shape, any float dtype.
-      targets: the same shape.
-      weights: the same shape, or None for 1 everywhere.
+      predictions: predicted values, any shape, any float dtype.
+      targets: true values, the same shape.
+      weights: weights of the elements, the same shape; None uses weight 1.
 
     Returns:
       (sum of weight x (prediction - target)^2, sum of weights), float32.
@@ -209,7 +207,7 @@ def classification(
     Args:
       logits: [batch, classes], any float dtype.
       labels: integers [batch] in [0, classes).
-      weights: [batch]; None: every weight is 1.
+      weights: [batch], weights of the rows; None uses weight 1.
 
     Returns:
       (sum of weight x negative log-likelihood in nats, sum of weights), float32.
@@ -220,7 +218,7 @@ def classification(
 
 
 def weighted(values: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Returns (sum of values x weights, sum of weights) in float32; None: every weight is 1."""
+    """Computes (sum of values x weights, sum of weights) in float32; None uses weight 1."""
     values = values.astype(jnp.float32)
     if weights is None:
         return jnp.sum(values), jnp.float32(values.size)

@@ -1,6 +1,6 @@
 """State that changes once per optimizer step, from counts that the forward passes add up.
 
-Knows variables and their rules; other modules sum the counts over microbatches and devices.
+Handles variables and their rules; other modules sum the counts over microbatches and devices.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from zerojax.tracing.protocol import Arrays, Rule, StepRule
 class StepCount(nnx.Variable):
     """Integer counts of a step, from which another variable is updated once per optimizer step.
 
-    A forward pass adds counts over its own rows: `self.load[...] += counts`. The counts are summed
-    over all microbatches and devices. At the end of an optimizer step, the variable `changes` of
-    the same module becomes `rule(value, counts)` and the counts are reset to 0. The result does not
-    depend on the number of devices and microbatches if the counts of single rows do not. Skipped
-    steps and evaluation change neither variable. Neither is trained; both are checkpointed.
+    A forward pass adds the counts of its own rows: `self.load[...] += counts`. The counts are
+    summed over all microbatches and devices. At the end of an optimizer step, the variable
+    `changes` of the same module becomes `rule(value, counts)` and the counts are reset to 0. The
+    result does not depend on the number of devices and microbatches if the counts of single rows do
+    not. Skipped steps and evaluation change neither variable. Both variables are untrained and are
+    saved in checkpoints.
 
     >>> class Router(nnx.Module):
     ...     def __init__(self):
@@ -39,10 +40,12 @@ class StepCount(nnx.Variable):
 
         Args:
           value: initial counts, usually zeros; integers of any shape.
-          changes: name of an attribute of the same module: an `nnx.Variable`, not an `nnx.Param`.
-          rule: (value of that variable, counts of the step) -> next value of the same shape and
-            dtype. Arrays have the shapes of the single module; for stacked layers the rule is
-            vmapped. Stacked layers need equal rules: one function, or objects with `==`.
+          changes: name of an attribute of the same module that is an `nnx.Variable`, not an
+            `nnx.Param`.
+          rule: function (value of that variable, counts of the step) that returns the next value,
+            with the same shape and dtype. Arrays have the shapes of the single module; for stacked
+            layers the rule is vmapped. Stacked layers need equal rules: one function, or objects
+            with `==`.
 
         Raises:
           TypeError: `value` is not an integer array.
@@ -87,10 +90,12 @@ def find_step_rules(variables: Mapping[Any, Any], extra_paths: Mapping[str, Any]
 
 
 def after_step(extras: Arrays, rules: Mapping[str, StepRule]) -> Arrays:
-    """Returns the extras (state of the model) after a step: rules applied, counts reset to 0.
+    """Computes the extras (arrays that are not parameters) after a step: applies rules, resets
+    counts to 0.
 
     Args:
       extras: unsharded arrays; counts are summed over the whole batch.
+      rules: {name of the count: its rule}.
     """
     changed = dict(extras)
     for name, rule in rules.items():
@@ -103,6 +108,7 @@ def check_step_rules(rules: Mapping[str, StepRule], extras: Arrays) -> None:
     """Checks that each rule preserves the shape and dtype of its variable.
 
     Args:
+      rules: {name of the count: its rule}.
       extras: {name: `ShapeDtypeStruct`}.
 
     Raises:

@@ -1,7 +1,7 @@
 """Operators that models call: attention, routed experts, chunked losses, sums over the batch.
 
-Knows JAX; never Flax, a mesh's sharding or an optimizer. Sub-package: `context` (attention over a
-split sequence).
+They depend on JAX, but not on Flax, shardings or optimizers. The sub-package `context` has
+attention over a sequence that is split over devices.
 """
 
 from __future__ import annotations

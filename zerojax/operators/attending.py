@@ -1,6 +1,6 @@
-"""Attention for any model: `zerojax.attention`, its implementations and the choice among them.
+"""Attention for any model: `zerojax.attention`, its implementations and the choice between them.
 
-All implementations compute the same function of the same arguments, packed texts included. An
+All implementations compute the same function of the same arguments, including packed texts. An
 implementation that does not support the arguments raises an error.
 """
 
@@ -43,22 +43,25 @@ Both = jax.Array | tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Record of a call of `attention` while a model was traced.
+    """Record of one call of `attention` while a model was traced.
 
     Attributes:
-      implementation: the implementation that runs.
-      why: `SET_BY_CALL`, or the reason of the choice of "auto".
+      implementation: implementation that computes the call.
+      why: `SET_BY_CALL`, or the reason for the choice of "auto".
       queries, keys: numbers of tokens.
-      tile: queries and keys of the scores that "chunked" holds at a time.
+      tile: numbers of queries and keys whose scores "chunked" stores at a time.
       computed: fraction of the scores that is computed, if there is a layout or a window.
       layout: block table of the layout, if any.
-      heads, kv_heads, head_dim, itemsize: of query and key; itemsize in bytes.
+      heads, kv_heads: numbers of query heads and of key/value heads.
+      head_dim: number of features of a head.
+      itemsize: size of an element of the query in bytes.
       causal: argument of the call.
-      kind: description of its sizes (`attention_choice.kind_of`) if "auto" may use a measured
-        choice; None otherwise.
-      rows, dtype: of the query.
+      kind: description of the call's sizes (`attention_choice.kind_of`) if "auto" may use a
+        measured choice; None otherwise.
+      rows, dtype: number of sequences and dtype of the query.
       window: argument of the call.
-      layers: (layers that make this call, all layers) if the kind of a layer decides.
+      layers: (number of layers that make this call, number of all layers) if the window depends on
+        the layer.
       has_sinks: whether heads have attention sinks.
     """
 
@@ -82,7 +85,7 @@ class Call:
     has_sinks: bool = False
 
     def describe(self) -> str:
-        """Returns one sentence with the implementation and the reason for it."""
+        """Describes in one sentence the implementation and the reason for it."""
         if self.layers is None:
             return self._describe()
         seen = "all tokens" if self.window is None else f"a window of {self.window}"
@@ -118,7 +121,7 @@ _CALLS: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar("call
 def calls_of_attention() -> Iterator[list[Call]]:
     """Yields a list that collects the calls of `attention` inside this context, in order.
 
-    A cached trace makes no calls.
+    A cached trace does not call `attention` again, so its calls are missing.
     """
     calls: list[Call] = []
     token = _CALLS.set(calls)
@@ -136,10 +139,10 @@ _IN_FORCE = contextvars.ContextVar("layout in force", default=None)
 def layout_in_force(layout: BlockLayout) -> Iterator[list[BlockTable]]:
     """Applies a layout to the calls of `attention` inside this context.
 
-    A cached trace makes no calls, so no layout applies to it.
+    A cached trace does not call `attention` again, so the layout does not apply to it.
 
     Yields:
-      The block tables that calls have used so far.
+      A list of the block tables that calls have used so far.
     """
     taken: list[BlockTable] = []
     token = _IN_FORCE.set((layout, taken))
@@ -151,12 +154,12 @@ def layout_in_force(layout: BlockLayout) -> Iterator[list[BlockTable]]:
 
 @dataclasses.dataclass(frozen=True)
 class WindowOfLayer:
-    """Window that depends on the layer, chosen from a few static sizes.
+    """Attention window that depends on the layer, chosen from a few static sizes.
 
     Attributes:
-      windows: size for each kind of layer, at least two; None: all tokens.
+      windows: window size for each kind of layer, at least two kinds; None: all tokens.
       index: int32 [], kind of this layer.
-      layers: (layers of this kind, all layers) for each kind; (): not known.
+      layers: for each kind, (number of layers of this kind, number of all layers); () if unknown.
     """
 
     windows: tuple[int | None, ...]
@@ -164,7 +167,7 @@ class WindowOfLayer:
     layers: tuple[tuple[int, int], ...] = ()
 
     def limit(self) -> jax.Array:
-        """Returns the window as int32 []; above any distance if there is no window."""
+        """Returns the window as int32 []; a number above any distance if there is no window."""
         none = jnp.iinfo(jnp.int32).max
         sizes = [none if window is None else window for window in self.windows]
         return jnp.asarray(sizes, jnp.int32)[self.index]
@@ -188,35 +191,37 @@ def attention(
 ) -> jax.Array:
     """Computes softmax attention, `softmax(scale * query @ key^T) @ value`, over the visible keys.
 
-    A query sees the keys that `causal`, `window`, `segments` and `layout` all allow. A query that
-    sees no key gives 0. Scores and softmax are float32 in every implementation; their results
-    differ by rounding alone.
+    A query sees the keys that `causal`, `window`, `segments` and `layout` all allow. The output of
+    a query that sees no key is 0. Scores and softmax are float32 in every implementation, so
+    results differ only by rounding.
 
     Args:
       query: [batch, queries, heads, head_dim], any float dtype.
-      key, value: [batch, keys, kv_heads, head_dim] in the dtype of `query`; kv_heads divides heads,
-        and each serves heads / kv_heads neighbouring heads (arXiv:2305.13245).
-      causal: a query sees the keys at its own position and before.
-      segments: integers [batch, tokens], the text of each token: a query sees neither tokens of
-        other texts nor keys of negative segments (padding). A pair sets queries and keys apart.
-      positions: integers [batch, tokens] that `causal` and `window` compare. A pair sets queries
-        and keys apart. None: the indices. Packed texts need only `segments`.
-      window: a query sees keys less than `window` positions away, its own included.
+      key, value: [batch, keys, kv_heads, head_dim] in the dtype of `query`. kv_heads divides heads;
+        each key/value head serves heads / kv_heads neighbouring heads (arXiv:2305.13245).
+      causal: whether a query sees only keys at its own position and before.
+      segments: integers [batch, tokens], index of the text of each token. A query sees neither
+        tokens of other texts nor keys of negative segments (padding). A pair gives separate arrays
+        for queries and keys.
+      positions: integers [batch, tokens] that `causal` and `window` compare. A pair gives separate
+        arrays for queries and keys. None uses the token indices. Packed texts need only `segments`.
+      window: maximum distance plus 1: a query sees keys less than `window` positions away, and
+        itself.
       layout: block-sparse mask by token index: a layout of `zerojax.config`, such as
-        `BigBirdLayout`, or a `zerojax.operators.BlockTable` of at least as many tokens, which is
-        cut. "chunked" computes only the visible blocks, joined into tiles; "xla" computes all
-        scores.
-      scale: factor of the scores; None: head_dim^-0.5.
-      softcap: scores become cap * tanh(scores / cap), as in Gemma 2 (arXiv:2408.00118).
-      sinks: [heads], attention sinks as in gpt-oss: an extra score of each head that enters the
-        denominator of the softmax and has no value.
-      implementation: "xla" holds the scores of all queries and keys; "chunked" holds 512 by 512
-        scores at a time and recomputes them in the backward pass; "cudnn" is NVIDIA's fused
-        kernel, for bfloat16 and float16 without segments, positions, layout, softcap and sinks;
+        `BigBirdLayout`, or a `zerojax.operators.BlockTable`, which is cut to the number of tokens.
+        "chunked" computes only the visible blocks, joined into tiles; "xla" computes all scores.
+      scale: factor of the scores; None uses head_dim^-0.5.
+      softcap: limit of the scores, which become softcap * tanh(scores / softcap), as in Gemma 2
+        (arXiv:2408.00118).
+      sinks: attention sinks [heads], as in gpt-oss: an additional score per head that is part of
+        the softmax's denominator and has no value.
+      implementation: "xla" stores the scores of all queries and keys. "chunked" stores 512 by 512
+        scores at a time and recomputes them in the backward pass. "cudnn" is NVIDIA's fused kernel,
+        for bfloat16 and float16 without segments, positions, layout, softcap and sinks.
         "mosaic_gpu" is zerojax's own kernel for Hopper, which also supports segments, positions and
-        layout, and has not been timed on a GPU. "auto" is "cudnn" on GPUs if it supports the call,
-        else "chunked" above 4096 keys or with a layout, else "xla". On GPUs a run may replace it by
-        a faster, measured choice (`zerojax.tune`).
+        layout; it has not been timed on a GPU. "auto" chooses "cudnn" on GPUs if it supports the
+        call, else "chunked" above 4096 keys or with a layout, else "xla". On GPUs a run may replace
+        this choice by a faster, measured one (`zerojax.tune`).
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`.
@@ -265,7 +270,7 @@ def attend_with(
     sinks: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Computes `attention` with a window that may be a `WindowOfLayer`."""
+    """Computes `zerojax.attention` with a window that may depend on the layer (`WindowOfLayer`)."""
     by_layer = window if isinstance(window, WindowOfLayer) else None
     windows: tuple[Any, ...] = (window,) if by_layer is None else by_layer.windows
     _check(query, key, value, windows, implementation, softcap, sinks)
@@ -273,7 +278,7 @@ def attend_with(
     table = _table(layout, query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     split = current_split()
-    if split is not None:  # a plan has refused layouts
+    if split is not None:  # planning has already refused layouts for split sequences
         assert sinks is None, "planning refuses sinks"
         attend = functools.partial(attend_with, implementation=implementation)
         options: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
@@ -324,7 +329,7 @@ def _call(
     implementation: Implementation,
     device: Device,
 ) -> Call:
-    """Chooses the implementation of a call and returns the record of it."""
+    """Chooses the implementation of a call, and returns the record of the call."""
     chosen, why = choose(implementation, device, query, key, visibility, features, table)
     kind = kind_of(query, key, visibility, features) if implementation == "auto" else None
     call = Call(
@@ -357,7 +362,7 @@ def _run(
     softcap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Runs the chosen implementation; `rows` holds the segments and positions, if any."""
+    """Runs the chosen implementation; `rows` contains segments and positions, if given."""
     table, causal = calls[0].layout, calls[0].causal
     chosen = {call.implementation for call in calls}
     common: dict[str, Any] = {"scale": scale, "table": table}
@@ -403,10 +408,8 @@ def _in_order(
 
 
 def _branch(call: Call, where: str) -> Branch:
-    """Returns the `Branch` that computes this call for a layer, when other layers make other
-    calls.
-    """
-    if call.implementation == "xla":  # all scores as one tile
+    """Builds the `Branch` that computes this call in a model whose layers make different calls."""
+    if call.implementation == "xla":  # becomes "chunked" with all scores in one tile
         return Branch("chunked", call.window, max(call.queries, call.keys), call.layers)
     if where == "plan" or call.implementation == "chunked":
         block = _planned_block(call.implementation, call.keys, call.layout)
@@ -418,10 +421,10 @@ def _branch(call: Call, where: str) -> Branch:
 def _planned_block(
     implementation: Implementation, keys: int, table: BlockTable | None
 ) -> int | None:
-    """Returns the block size for tracing a plan, where "chunked" takes the place of a library call.
+    """Returns the block size with which "chunked" replaces a library call in the trace of a plan.
 
-    Its matrix products then equal those of the library call to within 1/64 for causal attention.
-    None: the default block size.
+    The matrix products of the trace then equal those of the library call to within 1/64 for causal
+    attention. None uses the default block size.
     """
     return -(-keys // 64) if implementation != "chunked" and table is None else None
 
@@ -438,20 +441,20 @@ def attend_to_cache(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes causal attention of new tokens to a cache of keys; not meant to be differentiated.
+    """Computes causal attention of new tokens to a cache of keys, for inference only.
 
     Args:
-      query, key, value: see `attention`; the keys are at positions 0, 1, 2, ...
-      positions: integers [queries] or [batch, queries], positions of the queries; may be traced.
-      window: see `attention`; may be a `WindowOfLayer`.
-      table: mask by blocks, for at least as many tokens; None: all visible.
-      scale, softcap, sinks: see `attention`.
+      query, key, value: arrays as for `attention`; the keys have positions 0, 1, 2, ...
+      positions: positions of the queries, integers [queries] or [batch, queries]; may be traced.
+      window: window as for `attention`, or a `WindowOfLayer`.
+      table: mask by blocks, for at least as many tokens; None makes all keys visible.
+      scale, softcap, sinks: options of the scores, as for `attention`.
     """
     limit: Any = window.limit() if isinstance(window, WindowOfLayer) else window
     visibility = Visibility(causal=True, window=limit)
     rows = positions if positions.ndim == 2 else positions[None]
     seen = visibility.is_visible(rows, jnp.arange(key.shape[1])[None])
-    assert seen is not None  # it is causal
+    assert seen is not None  # because the call is causal
     seen = seen[:, None]
     if table is not None:
         seen = seen & jnp.moveaxis(table.of_positions(rows, key.shape[1]), 1, 0)
@@ -461,7 +464,7 @@ def attend_to_cache(
 
 
 def _with_tiles(call: Call, visibility: Visibility, has_positions: bool, groups: int) -> Call:
-    """Returns the call with the tile of scores it holds and the fraction of scores it computes."""
+    """Adds to a call record the tile of scores it stores and the fraction of scores it computes."""
     if call.implementation in ("cudnn", "mosaic_gpu"):
         return call
     if call.implementation == "xla":
@@ -482,7 +485,7 @@ def _with_tiles(call: Call, visibility: Visibility, has_positions: bool, groups:
 
 
 def check_implementation(option: str, name: str) -> None:
-    """Raises ValueError if `name` is not an implementation of `attention`."""
+    """Raises a ValueError if `name` is not an implementation of `attention`."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"{option}={name!r} is not valid; use {', '.join(IMPLEMENTATIONS)}")
 
@@ -490,7 +493,7 @@ def check_implementation(option: str, name: str) -> None:
 def _in_float32_on_cpus(
     run: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
-    """Runs `run` in float32 for float16 inputs on CPUs; otherwise without a change.
+    """Runs `run`; for float16 inputs on CPUs, in float32.
 
     XLA:CPU does not compile float16 products with float32 accumulation, which "xla" and "chunked"
     use; seen with jax 0.10.2 and 0.12.
@@ -507,7 +510,8 @@ def _in_float32_on_cpus(
 def _cudnn_of_jax(
     query: jax.Array, key: jax.Array, value: jax.Array, *, visibility: Visibility, scale: float
 ) -> jax.Array:
-    """Calls cuDNN through JAX, which has a partitioning rule; for use without a mesh."""
+    """Calls cuDNN through JAX's function, which the compiler can partition; for use without a
+    mesh."""
     window = None if visibility.window is None else (visibility.window - 1, 0)
     return jax.nn.dot_product_attention(
         query,
@@ -572,7 +576,7 @@ def _check(
 def _table(
     layout: BlockLayout | BlockTable | None, query: jax.Array, key: jax.Array
 ) -> BlockTable | None:
-    """Returns the block table for these tokens and heads, of the call's or the run's layout."""
+    """Returns the block table of the call's or the run's layout, for these tokens and heads."""
     in_force = _IN_FORCE.get()
     if in_force is None:
         return _own_table(layout, query, key)
@@ -604,7 +608,7 @@ def _own_table(
         )
     if layout.seen.shape[0] not in (1, heads):
         raise ValueError(
-            f"the block table has {layout.seen.shape[0]} heads and query has {heads}; "
+            f"the block table has {layout.seen.shape[0]} heads, but query has {heads}; "
             f"make it for {heads} heads, or for 1 head, which all heads share"
         )
     return layout.cut(queries, keys)
@@ -613,7 +617,7 @@ def _own_table(
 def _pair(
     name: str, integers: Any, query: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Returns integers for queries and for keys, [batch, tokens] each; None if there are none."""
+    """Returns integers [batch, tokens] for queries and for keys; None if the argument is None."""
     if integers is None:
         return None
     pair = integers if isinstance(integers, tuple) else (integers, integers)

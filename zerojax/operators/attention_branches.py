@@ -1,9 +1,9 @@
-"""Attention with a data-dependent branch, or with sinks, as one operation with one derivative.
+"""Attention with a data-dependent branch or with sinks, as one operation with a custom derivative.
 
 The branch index is an integer array, such as the kind of a layer in a loop. The forward pass saves
-query, key, value, the result and the log-sum-exp of the scores, for all branches. If JAX
-differentiated the branches, it would save the residuals of each of them. A sink (a learned score
-without a value) only changes the log-sum-exp, which the backward pass takes as an input.
+query, key, value, the result and the log-sum-exp of the scores, independently of the branch. JAX's
+own derivative of a conditional would save the residuals of every branch. A sink (a learned score
+without a value) only changes the log-sum-exp, which is an input of the backward pass.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from zerojax.operators.marks import LINEAR_RULE, branch_scope
 from zerojax.operators.sparse_layouts import BlockTable
 
 Rows = dict[str, Any]
-"""Pairs of integer arrays for queries and keys, by the keyword ("segments", "positions")."""
+"""{"segments" or "positions": pair of integer arrays, for queries and for keys}."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """Static options of the attention of some layers, one case of a data-dependent branch.
+    """Static options of the attention of some layers: one case of a data-dependent branch.
 
     Attributes:
-      implementation: the implementation that computes it.
-      window: see `zerojax.attention`.
-      block: maximum number of queries and keys of a tile of "chunked"; None: its default.
-      layers: (layers that take this branch, all layers); None: not known.
+      implementation: implementation that computes the attention.
+      window: window as for `zerojax.attention`.
+      block: maximum number of queries and keys of a tile of "chunked"; None uses its default.
+      layers: (number of layers that take this branch, number of all layers); None if unknown.
     """
 
     implementation: Literal["chunked", "cudnn", "mosaic_gpu"]
@@ -82,16 +82,17 @@ def attention_of_branch(
     softcap: float | None = None,
     table: BlockTable | None = None,
 ) -> jax.Array:
-    """Computes softmax attention by the branch at `index`. Only first derivatives in reverse mode.
+    """Computes softmax attention by the branch at `index`; has only first reverse-mode derivatives.
 
     Args:
       query: [batch, queries, heads, head_dim].
       key, value: [batch, keys, kv_heads, head_dim].
-      index: int32 []; None if there is one branch.
-      rows: "segments" and "positions", if any; see `chunked_attention`.
-      sinks: float32 [heads], attention sinks; None: no sinks.
-      branches, causal, scale, softcap, table: see `zerojax.attention`. Only "chunked" supports a
-        softcap and a table; all but "cudnn" support sinks.
+      index: int32 [], index of the branch; None if there is only one branch.
+      rows: segments and positions, if any, by these names; see `chunked_attention`.
+      sinks: float32 [heads], attention sinks; None for no sinks.
+      branches: options of each branch.
+      causal, scale, softcap, table: options as for `zerojax.attention`. Only "chunked" supports a
+        softcap and a table; all implementations but "cudnn" support sinks.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.
@@ -132,13 +133,14 @@ _attend.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _as_one_operation(options: _Options, *operands: Any) -> tuple[jax.Array, jax.Array]:
-    """Wraps the branches, so that the policy of an outer `jax.checkpoint` cannot see into them."""
+    """Wraps the branches as one operation, whose interior an outer `jax.checkpoint` cannot save."""
     return _compute(options, *operands)
 
 
 def _refuse(*_: Any) -> Any:
     raise NotImplementedError(
-        "attention of branches has no second derivative; use implementation='xla'"
+        "this attention (with sinks, or windows that differ between layers) has no second "
+        "derivative; use implementation='xla'"
     )
 
 
@@ -157,8 +159,8 @@ def _compute(
     rows: Rows,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, float32 log-sum-exp [batch, queries, heads]; -inf if a query sees no key)."""
-    # Sinks rescale the result in float32; without them a branch returns it in its final dtype.
+    """Computes (out, float32 log-sum-exp [batch, queries, heads]; -inf if a query sees no key)."""
+    # Sinks rescale the result in float32; without sinks a branch returns its final dtype.
     dtype = query.dtype if sinks is None else jnp.float32
     runs = [functools.partial(_part, options, branch, dtype) for branch in options.branches]
     out, log_sum = _switch(options, index, runs, query, key, value, rows)
@@ -202,7 +204,7 @@ def _slopes(
     turned: jax.Array,
     slope: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Returns the gradients of query, key and value, in their dtypes."""
+    """Computes the gradients of query, key and value, in their dtypes."""
     ends = {"log_sum": log_sum, "turned": turned, "slope": slope}
     if branch.implementation == "chunked":
         gradients = chunked.part_backward(

@@ -1,7 +1,7 @@
-"""Choice of the implementation of attention, from the devices of a step and the arguments.
+"""Chooses the implementation of attention from the devices of a step and the arguments of a call.
 
-Inside a step the devices are those of the mesh under which the model is traced; a plan sets them
-for its own traces (`attention_planned_for`).
+Inside a step, the devices are those of the mesh under which the model is traced. A plan traces the
+model for other devices, and sets them by `attention_planned_for`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from zerojax.operators.sparse_layouts import BlockTable
 Implementation = Literal["auto", "xla", "chunked", "cudnn", "mosaic_gpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "chunked", "cudnn", "mosaic_gpu")
 SET_BY_CALL = "set by the call"
-"""The reason for an implementation that is not the choice of "auto"."""
+"""Reason for an implementation that the call names, in contrast to a choice by "auto"."""
 
 LONGEST_STORED = 4096
-"""Number of keys up to which "auto" stores all scores if cuDNN does not support the call. The
+"""Maximum number of keys for which "auto" stores all scores if cuDNN does not support the call. The
 scores of one sequence of 8192 tokens and 32 heads are 8 GiB in float32."""
 
 
@@ -38,10 +38,10 @@ class Device:
     """Device for which an implementation is chosen.
 
     Attributes:
-      kind: name by the driver; None: not known.
-      platform: "gpu", "cpu" and so on; None: not known.
+      kind: device kind that the driver reports; None if unknown.
+      platform: "gpu", "cpu" and so on; None if unknown.
       split: number of devices over which the compiler splits the heads.
-      where: "step" inside a mesh; "plan" if the trace is analysed and never run; else "alone".
+      where: "step" inside a mesh; "plan" if the trace is only analysed and never run; else "alone".
     """
 
     kind: str | None
@@ -54,7 +54,7 @@ class Device:
         return self.platform in ("gpu", "cuda")
 
     def why_no_gpu(self) -> str | None:
-        """Returns the reason why GPU code cannot run there; None if it can or may."""
+        """Returns the reason why GPU code cannot run on the device; None if it can or may."""
         if self.platform is None or self.is_gpu:
             return None
         return (
@@ -63,7 +63,7 @@ class Device:
 
     @property
     def capability(self) -> float:
-        """Compute capability; the minimum that cuDNN needs if the device is not known."""
+        """Compute capability; for an unknown device, the minimum that cuDNN needs."""
         here = [d for d in jax.devices() if d.device_kind == self.kind]
         if here:
             known = str(getattr(here[0], "compute_capability", ""))
@@ -84,14 +84,14 @@ _PLANNED: contextvars.ContextVar[Device | None] = contextvars.ContextVar("planne
 def attention_planned_for(
     mesh: Mesh | AbstractMesh, compiler_axes: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Sets the mesh for which models are traced inside this context.
+    """Sets the mesh for which models are traced inside this context, to analyse them for a plan.
 
-    Calls of attention choose for its devices. The traces are analysed and never run, so they hold
-    an implementation for any device in place of a library call.
+    Calls of attention choose implementations for the devices of this mesh. The traces are never
+    run, so a library call is replaced by an implementation that can be traced for any device.
 
     Args:
-      mesh: of the step.
-      compiler_axes: axes that the compiler partitions in the step.
+      mesh: mesh of the step.
+      compiler_axes: mesh axes over which the compiler partitions arrays in the step.
     """
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     split = math.prod(abstract.shape[name] for name in compiler_axes)
@@ -108,8 +108,8 @@ _MEASURED = contextvars.ContextVar("measured", default=None)
 
 @contextlib.contextmanager
 def attention_measured(choices: Mapping[str, str]) -> Iterator[None]:
-    """Sets, inside this context, the measured implementations that "auto" uses for calls of given
-    kinds.
+    """Sets, inside this context, measured implementations that "auto" uses for calls of certain
+    sizes.
 
     Args:
       choices: {kind of a call (`kind_of`): implementation}; other keys have no effect.
@@ -132,12 +132,12 @@ def measured_choice(kind: str | None) -> Implementation | None:
 def kind_of(
     query: jax.Array, key: jax.Array, visibility: Visibility, given: Collection[str]
 ) -> str | None:
-    """Returns a text with the sizes of a call, used as key of measured times.
+    """Describes the sizes of a call in a text, which is the key of measured times.
 
-    None if the time depends on data.
+    Returns None if the time depends on data.
 
     Args:
-      query, key, visibility, given: see `choose`.
+      query, key, visibility, given: arguments as for `choose`.
     """
     if given:
         return None
@@ -151,12 +151,12 @@ def kind_of(
 
 
 def _card(kind: str | None) -> Gpu | None:
-    """Returns the GPU with this device kind, or with this name (as in the mesh of a plan)."""
+    """Returns the GPU with this device kind, or with this name (which a plan's mesh contains)."""
     return None if kind is None else gpu_of_device(kind) or named_gpu(kind)
 
 
 def device_here() -> Device:
-    """Returns the planned device, else the device of the current mesh, else the default device."""
+    """Returns the planned device, else a device of the current mesh, else JAX's default device."""
     planned = _PLANNED.get()
     if planned is not None:
         return planned
@@ -169,7 +169,7 @@ def device_here() -> Device:
 
 def _device_of(mesh: AbstractMesh, split: int, where: Literal["step", "plan"]) -> Device:
     device = mesh.abstract_device
-    if device is None:  # nothing can run on such a mesh
+    if device is None:  # a mesh without devices, on which nothing can run
         return Device(None, None, split=split, where="plan")
     return Device(device.device_kind, device.platform, split=split, where=where)
 
@@ -193,13 +193,15 @@ def choose(
 
     Args:
       implementation: argument of the call.
-      device: device that will run it.
-      query, key, visibility: of the call.
-      given: those of "segments", "positions", "layout", "softcap" and "sinks" that the call sets.
+      device: device that will compute the call.
+      query, key: arrays of the call.
+      visibility: mask by positions.
+      given: names of the options among "segments", "positions", "layout", "softcap" and "sinks"
+        that the call sets.
       table: block table of the layout, if any.
 
     Raises:
-      ValueError: the argument is "cudnn" or "mosaic_gpu", which does not support this call.
+      ValueError: the call requests "cudnn" or "mosaic_gpu", which does not support its arguments.
     """
     if implementation in ("xla", "chunked"):
         return implementation, SET_BY_CALL
@@ -238,10 +240,10 @@ def choose(
 
 
 def on_each_device(run: Callable[..., jax.Array], *more: Any) -> Callable[..., jax.Array]:
-    """Returns a function in which each device computes its own heads.
+    """Wraps an attention function so that each device computes its own heads.
 
-    The compiler cannot partition a library call: for an axis over which it partitions arrays, it
-    would gather the operands. Therefore every such axis becomes manual here.
+    The compiler cannot partition a library call, and would gather the operands for an axis over
+    which it partitions arrays. Every such axis therefore becomes manual inside the wrapper.
 
     Args:
       run: function of query, key, value and `more`.

@@ -1,7 +1,7 @@
-"""Tiles of attention: the pairs of queries and keys that a loop over blocks has to compute.
+"""Tiles of attention: pairs of query blocks and key blocks that the loop over blocks computes.
 
-A tile is one block of queries and one or several blocks of keys, which need not be adjacent. Tiles
-that are fully masked are left out before tracing. NumPy only.
+A tile is one block of queries and one or several blocks of keys, which need not be adjacent. Fully
+masked tiles are left out before tracing. Uses only NumPy.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy as np
 from zerojax.operators.sparse_layouts import BlockTable
 
 LOOP_COST = 128 * 128
-"""Overhead of one iteration of the loop, in scores of one head; it limits how small tiles become.
-An estimate, not measured on a GPU."""
+"""Overhead of one iteration of the loop, expressed in scores of one head; it limits how small tiles
+become. An estimate, not measured on a GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """Static properties of a call of attention.
+    """Static properties of a call of attention that determine its tiles.
 
     Attributes:
       queries, keys: numbers of tokens.
       block: maximum number of queries, and of keys, of a tile, unless a block of the table is
         larger.
-      causal, window: see `zerojax.attention`.
+      causal, window: options as for `zerojax.attention`.
       has_positions: whether `causal` and `window` compare positions that are data, not the indices.
-      table: mask by blocks; None: all visible.
-      groups: query heads of a key/value head.
+      table: mask by blocks; None makes all keys visible.
+      groups: number of query heads per key/value head.
     """
 
     queries: int
@@ -42,11 +42,11 @@ class Extent:
     groups: int
 
     def may_see(self, size: int) -> np.ndarray:
-        """Returns the block mask that follows from token indices alone, for blocks of `size`
+        """Computes the block mask that follows from token indices alone, for blocks of `size`
         tokens.
 
         Returns:
-          Bool [query blocks, key blocks], False if no query of the block sees any key of the other.
+          Bool [query blocks, key blocks]; False if no query of a block sees any key of the other.
         """
         query = np.arange(-(-self.queries // size))[:, None] * size
         key = np.arange(-(-self.keys // size))[None, :] * size
@@ -64,17 +64,17 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tiles:
-    """Tiles in the order of the loop, one for each iteration.
+    """All tiles of an attention call, in the order of the loop, one per iteration.
 
     Attributes:
-      query_block: queries of a tile.
-      key_block: keys of a block of keys.
-      places: int32 [tiles, 1 + heads x blocks]: the block of queries, then the blocks of keys for
-        each key/value head, or for all heads together. Tiles of one block of queries are adjacent.
-        Unused places have distinct numbers beyond the last block.
-      heads: key/value heads with blocks of their own; 1: all heads have the same blocks.
-      seen: bool [tiles, heads or 1, groups or 1, query parts, blocks]: visibility of each block of
-        keys to each part of the queries by the table; None: all visible.
+      query_block: number of queries of a tile.
+      key_block: number of keys of a key block.
+      places: int32 [tiles, 1 + heads x blocks]: index of the query block, then indices of the key
+        blocks for each key/value head, or for all heads together. Tiles of one query block are
+        adjacent. Unused entries have distinct numbers beyond the last block.
+      heads: number of key/value heads with different key blocks; 1 if all heads use the same.
+      seen: bool [tiles, heads or 1, groups or 1, query parts, blocks]: whether the table makes a
+        key block visible to a part of the queries; None if all are visible.
     """
 
     query_block: int
@@ -85,27 +85,26 @@ class Tiles:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of keys of a tile."""
+        """Number of key blocks in a tile."""
         return (self.places.shape[1] - 1) // self.heads
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of queries and keys of a tile."""
+        """(number of queries, number of keys) of a tile."""
         return self.query_block, self.num_blocks * self.key_block
 
     @property
     def num_scores(self) -> int:
-        """Number of scores for each head of a sequence that the loop computes in one pass."""
+        """Number of scores per head and sequence that the loop computes in one pass."""
         return len(self.places) * self.shape[0] * self.shape[1]
 
 
 @functools.lru_cache(maxsize=64)
 def tiles_of(extent: Extent) -> Tiles:
-    """Returns the tiles that are not fully masked.
+    """Computes the tiles of a call, without those that are fully masked.
 
-    A tile of several blocks of queries lists every block of keys that any of them sees, and
-    computes it for all of them. The sizes minimise the number of scores plus `LOOP_COST` for each
-    iteration.
+    A tile of several query blocks lists every key block that any of them sees, and computes it for
+    all of them. The tile sizes minimise the number of scores plus `LOOP_COST` per iteration.
     """
     if extent.table is None:
         pairs = np.argwhere(extent.may_see(extent.block)).astype(np.int32)
@@ -127,7 +126,7 @@ def tiles_of(extent: Extent) -> Tiles:
 
 
 def _sizes(most: int, useful: int) -> list[int]:
-    """Returns the powers of two below min(most, useful), and this minimum."""
+    """Returns the powers of two below min(most, useful), then this minimum."""
     last = max(min(most, useful), 1)
     return sorted({last, *(2**n for n in range(last.bit_length()))})
 
@@ -142,12 +141,12 @@ def _by_tile(seen: np.ndarray, parts: int) -> np.ndarray:
 
 
 def _listed(seen: np.ndarray) -> np.ndarray:
-    """Returns bool [heads, tiles, key blocks]: True for blocks that any query of a tile sees."""
+    """Computes bool [heads, tiles, key blocks]: True for blocks that any query of a tile sees."""
     return np.asarray(np.any(seen, axis=(1, 3)))
 
 
 def _gathered(seen: np.ndarray, size: int, blocks: int) -> Tiles:
-    """Returns tiles with `blocks` key blocks each; `seen` is the result of `_by_tile`."""
+    """Builds tiles with `blocks` key blocks each; `seen` is the result of `_by_tile`."""
     heads, groups, tiles, parts, beyond = seen.shape
     listed = _listed(seen)
     places, shown = [], []

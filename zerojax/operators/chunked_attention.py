@@ -1,10 +1,10 @@
 """Attention in blocks of queries and keys, without an array of all scores.
 
-The loop visits only tiles that are not fully masked by the order of tokens, a window or a block
-table (`attention_tiles`). The softmax is computed online (arXiv:1805.02867, arXiv:2112.05682), and
+The loop visits only tiles (`attention_tiles`) that are not fully masked by the order of tokens, a
+window or a block table. The softmax is computed online (arXiv:1805.02867, arXiv:2112.05682), and
 the backward pass recomputes each block of scores from the log-sum-exp of its rows
-(arXiv:2205.14135). Plain XLA: any device, any float dtype. It saves memory, but no FLOPs inside the
-tiles; a fused kernel also keeps the scores of a tile on the chip.
+(arXiv:2205.14135). Plain XLA operations run on any device with any float dtype. They save memory,
+but no FLOPs inside the tiles; a fused kernel would also keep the scores of a tile on the chip.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from zerojax.operators.marks import LINEAR_RULE
 from zerojax.operators.sparse_layouts import BlockTable
 
 BLOCK = 512
-"""Queries and keys of a block. A block of float32 scores for 32 heads is 32 MiB."""
+"""Maximum number of queries and keys of a block. Float32 scores for 32 heads are then 32 MiB."""
 
 
 KEPT = "zerojax.attention"
-"""Name of the residuals of the forward pass beside query, key and value. A `jax.checkpoint` that
-saves this name recomputes scores only inside the backward pass of attention."""
+"""Name of the forward pass's residuals besides query, key and value. A `jax.checkpoint` that saves
+this name recomputes scores only inside the backward pass of attention."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """Attention mask by positions, as far as it is static.
+    """Static part of an attention mask by positions.
 
     Attributes:
       causal: whether a query sees only keys at its own position and before.
-      window: a query sees positions less than `window` away; None: no limit.
+      window: a query sees only keys less than `window` positions away; None for no limit.
     """
 
     causal: bool
     window: int | None
 
     def is_visible(self, query: jax.Array, key: jax.Array) -> jax.Array | None:
-        """Returns the mask, bool [..., queries, keys]; None if all keys are visible.
+        """Computes the mask, bool [..., queries, keys]; returns None if all keys are visible.
 
         Args:
           query: positions [..., queries].
@@ -64,13 +64,13 @@ class Visibility:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Static options of a call, and its division into tiles.
+    """Static options of a call of `chunked_attention`, and its division into tiles.
 
     Attributes:
       scale: factor of the scores.
       visibility: mask by positions.
-      extent: determines the tiles of the loop.
-      softcap: see `zerojax.attention`.
+      extent: static properties that determine the tiles of the loop.
+      softcap: soft limit of the scores, as for `zerojax.attention`.
     """
 
     scale: float
@@ -99,21 +99,21 @@ def chunked_attention(
     """Computes softmax attention, tile by tile.
 
     Products take operands in the dtype of the inputs and accumulate in float32; scores, softmax and
-    the sum over keys are float32. Only first derivatives in reverse mode.
+    the sum over keys are float32. Has only first derivatives in reverse mode.
 
     Args:
       query: [batch, queries, heads, head_dim].
       key, value: [batch, keys, kv_heads, head_dim]; kv_heads divides heads.
       visibility: mask by positions.
       scale: factor of the scores.
-      segments: integers ([batch, queries], [batch, keys]): a query sees keys of its own segment;
-        keys of negative segments are masked. None: one segment.
-      positions: integers ([batch, queries], [batch, keys]) that `visibility` compares; None: the
-        indices, and fully masked tiles are left out.
+      segments: integers ([batch, queries], [batch, keys]): a query sees only keys of its own
+        segment; keys of negative segments are masked. None means one segment.
+      positions: integers ([batch, queries], [batch, keys]) that `visibility` compares. None uses
+        the indices; fully masked tiles are then left out.
       table: mask by blocks of the indices, with as many blocks as the call has; masked blocks are
-        not computed. None: all visible.
-      block: maximum number of queries and keys of a tile; None: `BLOCK`.
-      softcap: see `zerojax.attention`.
+        not computed. None makes all keys visible.
+      block: maximum number of queries and keys of a tile; None uses `BLOCK`.
+      softcap: soft limit of the scores, as for `zerojax.attention`.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.
@@ -137,11 +137,11 @@ def part_forward(
     block: int | None = None,
     softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes attention over some of the keys, for a caller that merges parts and differentiates.
+    """Computes attention over a part of the keys, for callers that merge parts and differentiate.
 
     Args:
-      query, key, value, visibility, scale, segments, positions, table, block, softcap: see
-        `chunked_attention`; integers may be [1, tokens] if they are the same in all rows.
+      query, key, value, visibility, scale, segments, positions, table, block, softcap: arguments
+        as for `chunked_attention`; integers that are the same in all rows may be [1, tokens].
 
     Returns:
       (out, log-sum-exp of the scores). out is float32 [batch, queries, heads, head_dim], 0 for a
@@ -171,18 +171,18 @@ def part_backward(
     block: int | None = None,
     softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the contribution of some of the keys to the gradients of attention over all keys.
+    """Computes the contribution of a part of the keys to the gradients of attention over all keys.
 
     Args:
-      query, key, value, visibility, scale, segments, positions, table, block, softcap: see
-        `part_forward`.
+      query, key, value, visibility, scale, segments, positions, table, block, softcap: arguments
+        as for `part_forward`.
       log_sum: float32 [batch, queries, heads], log-sum-exp over all keys, not only over this part;
         -inf for a query that sees no key.
       turned: float32 [batch, queries, heads], sum over features of `slope` times the result.
       slope: [batch, queries, heads, head_dim], gradient with respect to the result.
 
     Returns:
-      float32 gradients of query, key and value.
+      Gradients of query, key and value, in float32.
     """
     more = {"table": table, "block": block, "softcap": softcap}
     cut = _cut_of(query, key, visibility, scale, positions, **more)
@@ -229,7 +229,7 @@ def _cut_of(
 def _operands(
     cut: _Cut, query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, positions: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any]]:
-    """Returns query, key, value and the integers of tokens, in blocks."""
+    """Splits query, key, value, segments and positions into blocks."""
     groups, tiles = query.shape[2] // key.shape[2], cut.tiles
     rows = {}
     if segments is not None:
@@ -267,7 +267,7 @@ def extent_of(
     groups: int,
     block: int | None = None,
 ) -> Extent:
-    """Returns the static properties of a call that determine its tiles; see `chunked_attention`."""
+    """Collects the static properties of a `chunked_attention` call that determine its tiles."""
     return Extent(
         queries=queries,
         keys=keys,
@@ -336,7 +336,7 @@ def _as_one_operation(cut: _Cut, *operands: Any) -> tuple[jax.Array, jax.Array]:
 
 def _refuse(*_: Any) -> Any:
     raise NotImplementedError(
-        "attention in chunks has no second derivative; use implementation='xla'"
+        "attention='chunked' has no second derivative; use implementation='xla'"
     )
 
 
@@ -349,7 +349,7 @@ _as_one_operation.defvjp(_refuse, _refuse)
 def _forward_pass(
     cut: _Cut, query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out in float32, log-sum-exp of each row of scores; inf if a query sees no key).
+    """Computes (float32 out, log-sum-exp of each row of scores; inf if a query sees no key).
 
     Args:
       query: [blocks, batch, kv_heads, groups, block, features].
@@ -362,11 +362,11 @@ def _forward_pass(
         scores = _scores(cut, query[i], taken(key), rows, tile)
         before = greatest[i]
         after = jnp.maximum(before, jnp.max(scores, axis=-1))
-        shift = jnp.where(after == -jnp.inf, 0, after)  # -inf: all keys so far are masked
+        shift = jnp.where(after == -jnp.inf, 0, after)  # -inf if all keys so far are masked
         weights = jnp.exp(scores - shift[..., None])
         shrink = jnp.exp(before - shift)
         mixed = _product("bkgqs,bksh->bkgqh", weights.astype(value.dtype), taken(value))
-        # Not a scatter: the analysis of a loss (`batch_rows`) traces rows through updates.
+        # No scatter, because the analysis of a loss (`batch_rows`) follows rows through updates.
         write = functools.partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
         sums = write(sums, sums[i] * shrink[..., None] + mixed)
         total = write(total, total[i] * shrink + jnp.sum(weights, axis=-1))
@@ -391,7 +391,7 @@ def _backward_pass(
     log_sum: jax.Array,
     slope: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the float32 gradients of query, key and value."""
+    """Computes the float32 gradients of query, key and value."""
 
     def step(carry: tuple[jax.Array, ...], tile: _Tile) -> tuple[tuple[jax.Array, ...], None]:
         of_query, of_key, of_value = carry
@@ -420,7 +420,7 @@ def _backward_pass(
 def _scores(
     cut: _Cut, query: jax.Array, key: jax.Array, rows: dict[str, Any], tile: _Tile
 ) -> jax.Array:
-    """Returns float32 scores of a tile, -inf where masked.
+    """Computes float32 scores of a tile, -inf for masked keys.
 
     The shape is [batch, kv_heads, groups, queries, keys].
     """
@@ -432,7 +432,7 @@ def _scores(
 
 
 def _bend(softcap: float, capped: jax.Array) -> jax.Array:
-    """Returns the derivative of soft-capped scores with respect to the raw scores; 0 for masked
+    """Computes the derivative of soft-capped scores with respect to the raw scores; 0 for masked
     keys.
     """
     flat = jnp.where(capped == -jnp.inf, softcap, capped) / softcap
@@ -440,7 +440,7 @@ def _bend(softcap: float, capped: jax.Array) -> jax.Array:
 
 
 def _seen(cut: _Cut, rows: dict[str, Any], tile: _Tile) -> jax.Array | None:
-    """Returns a bool mask that broadcasts to the scores of a tile; None if all keys are visible."""
+    """Computes a bool mask that broadcasts to a tile's scores; None if all keys are visible."""
     tiles, extent, taken = cut.tiles, cut.extent, _taken(cut, tile)
     query = (tile.place * tiles.query_block + jnp.arange(tiles.query_block))[None, None]
     blocks = tile.blocks[:, :, None] * tiles.key_block + jnp.arange(tiles.key_block)[None, None]
@@ -471,9 +471,9 @@ class _Tile(NamedTuple):
     """Tile of one iteration of the loop; see `Tiles`.
 
     Attributes:
-      place: int32 [], index of its block of queries.
-      blocks: int32 [heads or 1, blocks], indices of its blocks of keys.
-      seen: bool [heads or 1, groups or 1, query parts, blocks]; None: all visible.
+      place: int32 [], index of the tile's query block.
+      blocks: int32 [heads or 1, blocks], indices of the tile's key blocks.
+      seen: bool [heads or 1, groups or 1, query parts, blocks]; None if all are visible.
     """
 
     place: jax.Array
@@ -499,10 +499,10 @@ def _by_token(tiles: Tiles, seen: jax.Array) -> jax.Array:
 
 
 def _taken(cut: _Cut, tile: _Tile) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that gathers a tile's blocks of keys from an array.
+    """Returns a function that gathers a tile's key blocks from an array.
 
-    It maps [blocks, batch, kv_heads or 1, block, ...] to [batch, kv_heads, keys, ...]. A place
-    beyond the last block takes an arbitrary block, which is masked.
+    It maps [blocks, batch, kv_heads or 1, block, ...] to [batch, kv_heads, keys, ...]. An index
+    beyond the last block gives an arbitrary block, which is masked.
     """
     tiles = cut.tiles
 
@@ -525,9 +525,9 @@ def _at(array: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _added(cut: _Cut, tile: _Tile) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns a function that adds to a tile's key blocks: the transpose of `_taken`.
+    """Returns a function that adds values to a tile's key blocks: the transpose of `_taken`.
 
-    It adds [batch, kv_heads, keys, ...] to the tile's blocks of keys.
+    The values have shape [batch, kv_heads, keys, ...].
     """
     tiles = cut.tiles
 

@@ -1,9 +1,9 @@
 """Loss of a language model's head in chunks of tokens, without an array of all logits.
 
-Logits are computed for one chunk of tokens at a time. The gradients of the hidden states and of the
-head are computed at once from the logits of the chunk, for a cotangent of 1; the backward pass only
-scales them. So nothing is recomputed, unlike under `jax.checkpoint`, and the backward pass does not
-read the head. The method is that of Liger Kernel (arXiv:2410.10989), except that the head's
+Logits are computed for one chunk of tokens at a time. From the logits of a chunk, the gradients of
+the hidden states and of the head are computed at once, for a cotangent of 1. The backward pass only
+scales these gradients, so it recomputes nothing, unlike `jax.checkpoint`, and does not read the
+head. The method is that of Liger Kernel (arXiv:2410.10989), with two differences: the head's
 gradient is always summed in float32, and gradients that are not needed are not computed.
 """
 
@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from zerojax.operators.marks import LINEAR_RULE
 
 _FLOAT16_LIMIT = 2.0**15
-"""Largest power of two in float16; gradients of float16 logits are scaled up to it."""
+"""Largest power of two in float16; gradients of float16 logits are scaled up by at most it."""
 
 
 def head_next_token(
@@ -38,27 +38,28 @@ def head_next_token(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cross-entropy of targets under `softmax(hidden @ head)`, in chunks of tokens.
 
-    Equal to `models.losses.next_token` of the logits, up to float32 rounding. Products take
-    operands in the head's dtype and accumulate in float32. Logits are float32; a model that returns
-    logits rounds them to its dtype. Only first derivatives in reverse mode.
+    The result equals `models.losses.next_token` of the logits, up to float32 rounding. Products
+    take operands in the head's dtype and accumulate in float32. Logits are float32, whereas a model
+    that returns logits rounds them to its dtype. Has only first derivatives in reverse mode.
 
     Args:
-      hidden: [..., width], any float dtype; cast to the head's.
+      hidden: [..., width], any float dtype; cast to the head's dtype.
       head: [vocab, width] (`vocab_dim=0`) or [width, vocab] (`vocab_dim=1`). Read once, outside of
         the loop over chunks.
-      targets: [...] integers: the token that follows each position. A value outside of the
-        vocabulary gives NaN, also in the gradients, unless its weight is 0.
-      weights: [...]; positions of weight 0 are ignored. None: all weights are 1.
+      targets: integers [...], the token that follows each position. A value outside of the
+        vocabulary makes loss and gradients NaN, unless its weight is 0.
+      weights: [...], weights of the positions; weight 0 ignores a position. None uses weight 1.
       vocab_dim: dimension of `head` that is the vocabulary.
       chunk: maximum number of tokens whose logits exist at the same time.
       scale: factor of the logits.
-      softcap: scaled logits become cap * tanh(logits / cap); None: no cap.
+      softcap: limit of the scaled logits, which become softcap * tanh(logits / softcap); None for
+        no limit.
 
     Returns:
       (sum over positions of weight x negative log-likelihood in nats, sum of weights), float32.
 
     Raises:
-      ValueError: shapes do not match, or the chunk is below 1.
+      ValueError: shapes do not match, or `chunk` is below 1.
       NotImplementedError: the caller takes a second derivative.
     """
     _check(hidden, head, targets, weights, vocab_dim=vocab_dim, chunk=chunk)
@@ -105,12 +106,12 @@ def _check(
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Static options of a call, and its number of chunks.
+    """Static options of a call of `head_next_token`, and its number of chunks.
 
     Attributes:
       vocab_dim: dimension of the head that is the vocabulary.
       num_chunks: number of chunks of tokens.
-      scale, softcap: see `head_next_token`.
+      scale, softcap: options of the logits, as for `head_next_token`.
     """
 
     vocab_dim: int
@@ -121,7 +122,7 @@ class _Cut:
 
 @dataclasses.dataclass(frozen=True)
 class _Needed:
-    """Gradients that are computed beside the loss."""
+    """Choice of gradients that are computed together with the loss."""
 
     hidden: bool = False
     head: bool = False
@@ -135,7 +136,7 @@ class _Needed:
 def _loss_sum(
     cut: _Cut, hidden: jax.Array, head: jax.Array, targets: jax.Array, counted: jax.Array
 ) -> jax.Array:
-    """Returns the weighted sum over [tokens]; without differentiation, computes no gradient."""
+    """Computes the weighted sum over [tokens]; computes no gradient unless differentiated."""
     loss = _sums_of_chunks(cut, _Needed(), hidden, head, targets, counted)["loss"]
     return checkpoint_name(loss, LINEAR_RULE)
 
@@ -167,18 +168,18 @@ _loss_sum.defvjp(_forward, _backward, symbolic_zeros=True)
 def _as_one_operation(cut: _Cut, needed: _Needed, *arrays: jax.Array) -> dict[str, jax.Array]:
     """Wraps the loop over chunks as one operation for an outer `jax.checkpoint`.
 
-    A policy that saves products would otherwise save the products of every chunk of the loop: a
-    float32 copy of the head for each chunk.
+    Otherwise a policy that saves products would save the products of every chunk of the loop,
+    including a float32 copy of the head's gradient for each chunk.
 
-    The head's gradient stays in memory throughout the backward pass, so it has its final dtype. The
-    exception is float16, which stays in float32, because its loss scale is applied later.
+    The head's gradient stays in memory throughout the backward pass, so it is cast to its final
+    dtype. Only a float16 gradient stays in float32, because its loss scale is applied later.
     """
     made = _sums_of_chunks(cut, needed, *arrays)
     dtype = arrays[0].dtype
     if dtype != jnp.float16:
         made |= {name: made[name].astype(dtype) for name in ("hidden", "head") if name in made}
-    # The barrier forces the casts here; else the compiler delays them and holds float32 gradients
-    # through the backward pass of all layers.
+    # The barrier forces the casts here. Otherwise the compiler delays them and keeps float32
+    # gradients through the backward pass of all layers.
     return lax.optimization_barrier(made)
 
 
@@ -205,8 +206,8 @@ def _sums_of_chunks(
     """Computes the loss and the needed gradients in a loop over chunks.
 
     Returns:
-      "loss" f32[]; if needed "hidden" f32[tokens, width], "head" f32 in the shape of `head`,
-      "weights" f32[tokens].
+      "loss": float32 []. If needed: "hidden": float32 [tokens, width]; "head": float32 in the
+      shape of `head`; "weights": float32 [tokens].
     """
     count = targets.size
     upscale = _upscale(counted, head.dtype)
@@ -243,14 +244,14 @@ def _one_chunk(
     upscale: jax.Array | None,
     chunk: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns ({sums over chunks}, {values for the rows of this chunk})."""
+    """Computes ({name: sum to add over chunks}, {name: values for the rows of this chunk})."""
     hidden, targets, counted = chunk
     logits = _product(hidden, head, 1, 1 - cut.vocab_dim)
     if cut.scale != 1.0:
         logits = logits * cut.scale
     if cut.softcap is not None:
         logits = cut.softcap * jnp.tanh(logits / cut.softcap)
-    # A comparison in place of a gather: a vocabulary that is split over devices is not gathered.
+    # A comparison replaces a gather, so that a vocabulary split over devices stays split.
     hit = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     exponents = jnp.exp(shifted)
@@ -283,10 +284,11 @@ def _product(left: jax.Array, right: jax.Array, left_dim: int, right_dim: int) -
 
 
 def _upscale(counted: jax.Array, dtype: Any) -> jax.Array | None:
-    """Returns the factor of gradients of logits before they become an operand of a product.
+    """Computes a factor for gradients of logits before they become an operand of a product.
 
     The smallest positive float16 is 6e-8, and most of 128 thousand probabilities are smaller. A
-    loss scale cannot help, since it is known only in the backward pass. A power of two is exact.
+    loss scale cannot help, because it is known only in the backward pass. The factor is a power of
+    two, so that scaling is exact.
     """
     if dtype != jnp.float16:
         return None

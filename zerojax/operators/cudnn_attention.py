@@ -1,9 +1,9 @@
 """Fused attention of cuDNN: one kernel forward and one backward, which store no scores.
 
 The custom calls are those of `jax.nn.dot_product_attention(implementation="cudnn")`. That function
-asks libcudnn for its version and the default device for its capability, so it cannot be traced for
-absent GPUs. These calls can, and a step runs the program that was planned. They also return the
-log-sum-exp of the scores in float32.
+queries libcudnn's version and the default device's compute capability, so it cannot be traced for
+absent GPUs. The calls of this module can, and a step runs exactly the program that was planned.
+They also return the log-sum-exp of the scores in float32.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from zerojax.operators.chunked_attention import KEPT, Visibility
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 _FORWARD_COUNT, _BACKWARD_COUNT = 2, 5
-"""Number of products of [queries, keys] with head_dim; the backward pass recomputes the scores."""
+"""Numbers of products of [queries, keys] with head_dim; the backward pass recomputes the scores."""
 MIN_CAPABILITY = 8.0
 WIDE_HEADS = (9.0, 12.0)
-"""Capabilities [first, end) that support head_dim up to 256; the first is Hopper."""
+"""Compute capabilities [first, end) that support head_dim up to 256; the first is Hopper."""
 
 _DTYPES = {jnp.dtype(jnp.bfloat16): "BF16", jnp.dtype(jnp.float16): "F16"}
 _BY_HEADS = (0, 2, 1, 3)
@@ -46,8 +46,10 @@ def obstacle(
     """Returns the reason why cuDNN does not support a call; None if it does.
 
     Args:
-      query, key, visibility: of a call of `zerojax.attention`.
-      given: those of "segments", "positions", "layout", "softcap" and "sinks" that the call sets.
+      query, key: arrays of a call of `zerojax.attention`.
+      visibility: mask by positions.
+      given: names of the options among "segments", "positions", "layout", "softcap" and "sinks"
+        that the call sets.
       capability: compute capability of the GPU.
       split: number of devices over which the heads are split.
     """
@@ -88,13 +90,13 @@ def cudnn_attention(
     """Computes softmax attention by cuDNN; lowers only for CUDA.
 
     The compiler cannot partition the custom call, so every mesh axis that splits its operands must
-    be manual. Only first derivatives in reverse mode. The backward pass sums in no fixed order,
-    unless XLA has the option `--xla_gpu_deterministic_ops`.
+    be manual. Has only first derivatives in reverse mode. The order of sums in the backward pass
+    varies between runs, unless XLA has the option `--xla_gpu_deterministic_ops`.
 
     Args:
       query: [batch, queries, heads, head_dim], bfloat16 or float16.
       key, value: [batch, keys, kv_heads, head_dim].
-      visibility: causal or all; a window only with causal.
+      visibility: mask by positions; a window only together with `causal`.
       scale: factor of the scores.
 
     Returns:
@@ -117,7 +119,7 @@ def part_forward(
     The log-sum-exp is float32 [batch, queries, heads].
 
     Args:
-      query, key, value, visibility, scale: see `cudnn_attention`.
+      query, key, value, visibility, scale: arguments as for `cudnn_attention`.
     """
     mask = _Mask(scale=float(scale), causal=visibility.causal, window=visibility.window or 0)
     out, log_sum = _call_forward(mask, query, key, value)
@@ -135,11 +137,11 @@ def part_backward(
     visibility: Visibility,
     scale: float,
 ) -> tuple[jax.Array, ...]:
-    """Returns cuDNN's gradients of query, key and value.
+    """Computes the gradients of query, key and value by cuDNN.
 
     Args:
-      query, key, value, visibility, scale: see `cudnn_attention`.
-      out, log_sum: from `part_forward`.
+      query, key, value, visibility, scale: arguments as for `cudnn_attention`.
+      out, log_sum: results of `part_forward`.
       slope: [batch, queries, heads, head_dim], gradient with respect to `out`.
     """
     mask = _Mask(scale=float(scale), causal=visibility.causal, window=visibility.window or 0)
@@ -169,7 +171,7 @@ _attend.defvjp(_forward, _backward)
 def _call_forward(
     mask: _Mask, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, float32 log-sum-exp [batch, heads, queries])."""
+    """Calls cuDNN's forward kernel; returns (out, float32 log-sum-exp [batch, heads, queries])."""
     out = _by_heads(query)
     call = jax.ffi.ffi_call(
         FORWARD,
@@ -207,7 +209,7 @@ def _options(mask: _Mask, query: jax.Array, key: jax.Array, *, is_backward: bool
 def _config(
     mask: _Mask, sizes: tuple[int, ...], element_type: str, is_backward: bool
 ) -> dict[str, Any]:
-    """Returns the backend configuration; see `CudnnfMHABackendConfig` in XLA."""
+    """Builds the backend configuration; see `CudnnfMHABackendConfig` in XLA."""
     attention = {
         "algorithm": {
             "algo_id": "0",
@@ -248,7 +250,7 @@ def _config(
 
 
 def _product(left: int, right: int, left_batch: int, right_batch: int) -> dict[str, list[str]]:
-    """Returns the dimension numbers of a product of arrays whose first dimension is the batch."""
+    """Builds the dimension numbers of a product of arrays whose first dimension is the batch."""
     return {
         "lhs_contracting_dimensions": [str(left)],
         "rhs_contracting_dimensions": [str(right)],
@@ -262,10 +264,10 @@ _FORWARD_PRODUCTS = {
     "bmm2_dot_dimension_numbers": _product(3, 1, 1, 2),  # out = weights value
 }
 _BACKWARD_PRODUCTS = {
-    "bmm1_grad_gemm1_dot_dimension_numbers": _product(2, 1, 1, 2),  # of key
-    "bmm1_grad_gemm2_dot_dimension_numbers": _product(3, 1, 1, 2),  # of query
-    "bmm2_grad_gemm1_dot_dimension_numbers": _product(2, 1, 1, 2),  # of value
-    "bmm2_grad_gemm2_dot_dimension_numbers": _product(3, 3, 2, 2),  # of weights
+    "bmm1_grad_gemm1_dot_dimension_numbers": _product(2, 1, 1, 2),  # gradient of key
+    "bmm1_grad_gemm2_dot_dimension_numbers": _product(3, 1, 1, 2),  # gradient of query
+    "bmm2_grad_gemm1_dot_dimension_numbers": _product(2, 1, 1, 2),  # gradient of value
+    "bmm2_grad_gemm2_dot_dimension_numbers": _product(3, 3, 2, 2),  # gradient of weights
 }
 
 
@@ -273,11 +275,11 @@ _BACKWARD_PRODUCTS = {
 
 
 def call_flops(target: str, head_dim: int, config: Mapping[str, Any]) -> int:
-    """Returns the FLOPs of one call of cuDNN's attention: products over the scores inside its mask.
+    """Counts the FLOPs of one call of cuDNN's attention: products over the scores inside its mask.
 
     Args:
-      target: name of the custom call, any of cuDNN's attention.
-      head_dim: of the query.
+      target: name of the custom call, any of cuDNN's attention calls.
+      head_dim: number of features of a query head.
       config: backend configuration of the call.
     """
     attention = config["cudnn_fmha_backend_config"]
@@ -291,7 +293,7 @@ def call_flops(target: str, head_dim: int, config: Mapping[str, Any]) -> int:
 
 
 def _seen_pairs(queries: int, keys: int, *, is_causal: bool, window: int) -> int:
-    """Returns the number of visible (query, key) pairs; `window` 0 means no window."""
+    """Counts the visible (query, key) pairs; `window` 0 means no window."""
     if not is_causal:
         return queries * keys
     reach = min(window or keys, keys)

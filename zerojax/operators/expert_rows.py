@@ -1,8 +1,8 @@
-"""Rows of tokens sorted by expert into buffers of fixed size, and back, in rounds.
+"""Sorts rows of tokens by expert into buffers of fixed size, and back, in rounds.
 
-Knows rows, experts and places; neither the computation of an expert nor devices. Both directions
-are gathers, in the backward pass too, because a scatter-add would sum in a different order in each
-run.
+A "choice" is one of the k experts that a token is routed to; a "slot" is one row of a buffer. This
+module does not depend on the experts' computation or on devices. Both directions are gathers, in
+the backward pass too, because a scatter-add would sum in a different order in each run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from zerojax.operators.marks import LINEAR_RULE
 
 
 class Routes(NamedTuple):
-    """All choices of experts, sorted by expert. Choice j of token t has number t * k + j.
+    """All choices of experts, sorted by expert. Choice j of token t has index t * k + j.
 
     Attributes:
-      choices: int32 [T * k], numbers of the choices, sorted by expert.
-      start, count: int32 [E], first place in `choices` and number of choices of each expert.
+      choices: int32 [T * k], indices of the choices, sorted by expert.
+      start, count: int32 [E], for each expert its first position in `choices` and its number of
+        choices.
       expert: int32 [T, k], expert of each choice.
       rank: int32 [T, k], index of each choice among those of its expert; -1 if it has no expert.
     """
@@ -35,13 +36,13 @@ class Routes(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Buffer of one round, with E * C slots, and the choices in it.
+    """Buffer of one round, with E * C slots, and the choices that occupy the slots.
 
     Attributes:
-      choice: int32 [E * C], choice in each slot. A free slot holds a copy of another row: its
-        result is finite if those of real rows are, and is not used.
+      choice: int32 [E * C], choice in each slot. A free slot holds a copy of another row, so that
+        its unused result is finite if the results of real rows are.
       is_taken: bool [E * C], False for a free slot.
-      slot: int32 [T, k], slot of each choice; 0 if it is not in this round.
+      slot: int32 [T, k], slot of each choice; 0 if the choice is not in this round.
       is_here: bool [T, k], whether the choice is in this round.
     """
 
@@ -55,13 +56,13 @@ def sort_choices(ids: jax.Array, num_experts: int) -> Routes:
     """Sorts choices by expert; choices of one expert stay in the order of tokens.
 
     Args:
-      ids: int32 [T, k], each in [0, num_experts]; num_experts means no expert.
+      ids: int32 [T, k], expert of each choice in [0, num_experts); num_experts means no expert.
     """
     flat = ids.reshape(-1).astype(jnp.int32)
     index = jnp.arange(flat.size, dtype=jnp.int32)
     experts, choices = jax.lax.sort((flat, index), num_keys=1, is_stable=True)
     numbers = jnp.arange(num_experts + 1, dtype=jnp.int32)
-    # Not by bisection, which on a GPU is a loop of many small kernels.
+    # No bisection, which on a GPU is a loop of many small kernels.
     first = jnp.searchsorted(experts, numbers, method="compare_all")
     start = first.astype(jnp.int32)
     place = jnp.zeros_like(index).at[choices].set(index, unique_indices=True)
@@ -76,12 +77,12 @@ def sort_choices(ids: jax.Array, num_experts: int) -> Routes:
 
 
 def slots_of_round(routes: Routes, capacity: int, begin: jax.Array | int) -> Slots:
-    """Returns the slots of a round: for each expert `capacity` choices, from its `begin`-th on.
+    """Assigns the slots of a round: for each expert `capacity` choices, from its `begin`-th on.
 
     Args:
       routes: routing of all choices.
-      capacity: slots of an expert, C.
-      begin: rank of the first choice of each expert in this round.
+      capacity: number of slots per expert, C.
+      begin: rank of each expert's first choice in this round.
     """
     rank = begin + jnp.arange(capacity, dtype=jnp.int32)[None]
     taken = rank < routes.count[:, None]
@@ -93,7 +94,7 @@ def slots_of_round(routes: Routes, capacity: int, begin: jax.Array | int) -> Slo
 
 
 def all_slots(routes: Routes, size: int) -> Slots:
-    """Returns slots for all choices at once; those of one expert are adjacent, without gaps.
+    """Assigns slots to all choices at once; slots of one expert are adjacent, without gaps.
 
     Args:
       routes: routing of all choices.
@@ -124,7 +125,7 @@ def from_slots(values: jax.Array, slots: Slots, dtype: Any) -> jax.Array:
     return _from_slots(values, slots, jnp.dtype(dtype).name)
 
 
-# --- two functions, each the transpose of the other -----------------------------------------------
+# --- two functions: each is the transpose of the other --------------------------------------------
 
 
 def _spread(rows: jax.Array, slots: Slots) -> jax.Array:

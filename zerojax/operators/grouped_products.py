@@ -1,7 +1,7 @@
 """Grouped matrix products of `zerojax.experts`: availability of the kernel, and its tiles of rows.
 
-The kernel is `pallas_kernels.grouped`. A plan's trace is never run: in place of the kernel it holds
-one product of all rows, with the FLOPs of the kernel.
+The kernel is `pallas_kernels.grouped`. A plan only traces a program and never runs it. In place of
+the kernel its trace contains one product of all rows, with the FLOPs of the kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pallas_kernels.grouped import GroupedImpl, Segments
 from zerojax.operators.attention_choice import device_here
 
 Products = Literal["batched", "grouped", "loop"]
-"""Method of multiplication by experts: one batched product over all slots of all experts; a kernel
-over tiles of occupied rows; or an XLA loop over these tiles."""
+"""Method of multiplying rows by experts: one batched product over all slots of all experts; a
+kernel over tiles of occupied rows; or an XLA loop over these tiles."""
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""(rows [R, in], kernels [E, in, out]) -> [R, out], each row times the kernel of its expert."""
+"""Function (rows [R, in], kernels [E, in, out]) that returns [R, out]: each row is multiplied by
+the kernel of its expert."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +32,9 @@ class GroupedProducts:
     """Settings of the grouped products of one call of `zerojax.experts`.
 
     Attributes:
-      impl: argument of `pallas_kernels.grouped.grouped_product`.
+      impl: implementation, an argument of `pallas_kernels.grouped.grouped_product`.
       is_read: whether the trace is only analysed and never run.
-      capability: compute capability of the GPU; None: not known, or a CPU.
+      capability: compute capability of the GPU; None for an unknown device or a CPU.
     """
 
     impl: GroupedImpl
@@ -45,7 +46,7 @@ class GroupedProducts:
         """Returns the settings for the current devices; None if the method is "batched".
 
         Raises:
-          ValueError: the devices of the step, or this JAX, cannot run the kernel.
+          ValueError: the devices of the step, or the installed JAX, cannot run the kernel.
         """
         if products == "batched":
             return None
@@ -63,7 +64,7 @@ class GroupedProducts:
         return cls(impl, device.where == "plan", capability)
 
     def product(self, segments: Segments) -> Product:
-        """Returns the product for rows in these segments; other rows are undefined."""
+        """Returns the product function for rows in these segments; other rows are undefined."""
 
         def multiply(rows: jax.Array, matrices: jax.Array) -> jax.Array:
             if self.impl != "loop":
@@ -85,17 +86,17 @@ def _refusal(products: str, why: str) -> ValueError:
 
 
 def stand_in(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Computes a product of equal shape and FLOPs, for programs that are only traced."""
+    """Computes a product with the kernel's shape and FLOPs, for programs that are only traced."""
     return jnp.matmul(rows, matrices[0])
 
 
 def whole_tiles(rows: int) -> int:
-    """Returns `rows` rounded up to whole tiles of the kernel."""
+    """Rounds the number of rows up to whole tiles of the kernel."""
     return -(-rows // kernels.LARGE_TILE) * kernels.LARGE_TILE
 
 
 def whole_slots(capacity: int, num_experts: int, parts: int) -> int:
-    """Returns `capacity` rounded up, so that all slots, and 1 / `parts` of them, fill whole tiles.
+    """Rounds `capacity` up so that all slots, and 1 / `parts` of them, fill whole tiles.
 
     >>> whole_slots(10, 8, 4), whole_slots(640, 64, 4)
     (32, 640)
@@ -126,10 +127,11 @@ def most_rows(choices: int, num_experts: int, spacing: int | None) -> int:
 
 
 def segments_of_slots(taken: jax.Array, capacity: int) -> Segments:
-    """Returns the segments of occupied slots, which begin at the first slot of each buffer.
+    """Returns the segments of occupied slots; each segment begins at the first slot of a buffer.
 
     Args:
-      taken: int32 [E, devices], number of occupied slots of each device's `capacity` per expert.
+      taken: int32 [E, devices], number of occupied slots among each device's slots per expert.
+      capacity: number of slots per expert of each device.
     """
     count: Any = taken.reshape(-1).astype(jnp.int32)
     return Segments(jnp.arange(count.size, dtype=jnp.int32) * capacity, count)

@@ -1,7 +1,7 @@
 """Attention by zerojax's own kernels for Hopper: with packed texts, positions and block layouts.
 
-The kernels are `pallas_kernels.attention`. A layout is converted to blocks of 16 tokens, and only
-the visible blocks are computed.
+The kernels are in `pallas_kernels.attention`. A layout is converted to blocks of 16 tokens, and
+only the visible blocks are computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerojax.operators.chunked_attention import KEPT, Visibility
 from zerojax.operators.sparse_layouts import BlockTable
 
 KERNEL_BLOCK = 16
-"""Tokens of a block in the tables of the kernels."""
+"""Number of tokens of a block in the kernels' tables."""
 Pair = tuple[jax.Array, jax.Array]
 
 
@@ -34,8 +34,9 @@ def obstacle(
     """Returns the reason why the kernels do not support a call; None if they do.
 
     Args:
-      query, key, table: of a call of `zerojax.attention`.
-      capability: compute capability of the GPU; None: not known.
+      query, key: arrays of a call of `zerojax.attention`.
+      table: block table of the layout, if any.
+      capability: compute capability of the GPU; None if unknown.
       split: number of devices over which the heads are split.
     """
 
@@ -65,13 +66,13 @@ def kernel_attention(
     """Computes softmax attention by the kernels; lowers only for CUDA.
 
     The compiler cannot partition the kernel call, so every mesh axis that splits its operands must
-    be manual. Only first derivatives in reverse mode.
+    be manual. Has only first derivatives in reverse mode.
 
     Args:
       query: [batch, queries, heads, head_dim], bfloat16 or float16.
       key, value: [batch, keys, kv_heads, head_dim].
-      rows: "segments" and "positions", if any; see `chunked_attention`.
-      visibility, scale, table: see `chunked_attention`.
+      rows: segments and positions, if any, by these names; see `chunked_attention`.
+      visibility, scale, table: options as for `chunked_attention`.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`.
@@ -86,7 +87,7 @@ class _Options:
     table: BlockTable | None
 
     def of(self, queries: int, keys: int) -> dict[str, Any]:
-        """Returns the keyword arguments of the kernels."""
+        """Builds the keyword arguments of the kernels."""
         layout = None
         if self.table is not None:
             times = self.table.block // KERNEL_BLOCK
@@ -129,7 +130,7 @@ def part_backward(
     scale: float,
     table: BlockTable | None,
 ) -> tuple[jax.Array, ...]:
-    """Returns float32 gradients of query, key and value; see `chunked_attention.part_backward`."""
+    """Computes float32 gradients of query, key and value; see `chunked_attention.part_backward`."""
     options = _Options(visibility, scale, table)
     return kernels.part_gradients(
         *(query, key, value),

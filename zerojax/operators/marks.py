@@ -1,8 +1,7 @@
-"""Defines marks (named identity operations) in traced programs: operators write them, `tracing`
-reads them.
+"""Defines marks, which are named identity operations in traced programs.
 
-A mark is the name of a value (`checkpoint_name`) or of a scope (`jax.named_scope`). It has no
-effect on the computation.
+Operators write marks, and the package `tracing` reads them. A mark is the name of a value
+(`checkpoint_name`) or of a scope (`jax.named_scope`). It has no effect on the computation.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 BatchCall = typing.Literal["batch_sum", "batch_mean"]
-"""Reductions over the whole batch that a model can call, by the function's name in `zerojax`."""
+"""{name of a function in `zerojax` that reduces over the whole batch: its mark}."""
 
 _READ = "zerojax.read:"
 _OVER_BATCH = {f"zerojax.over_batch:{kind}": kind for kind in typing.get_args(BatchCall)}
@@ -29,51 +28,52 @@ _WHOLE_SEQUENCES = "zerojax.whole_sequences:"
 
 
 def mark_read(value: jax.Array, name: str, *, eight_bits: bool = False) -> jax.Array:
-    """Marks `value` in the traced program as read from parameter `name`, and returns it.
+    """Marks `value` in the traced program as read from parameter `name`, and returns `value`.
 
     The mark records the shape that the model sees, because under `jax.vmap` the value in the
-    program has the mapped dimensions as well. It also records if the model uses only 8 bits of the
-    value.
+    program has additional, mapped dimensions. It also records whether the model uses only 8 bits of
+    the value.
     """
     shape = "x".join(map(str, value.shape))
     return checkpoint_name(value, f"{_READ}{shape}{_EIGHT_BITS * eight_bits}:{name}")
 
 
 def read_name(equation: Any) -> str | None:
-    """Returns the parameter that an equation marks as read; None for other equations."""
+    """Returns the name of the parameter that an equation marks as read; None if it marks none."""
     if equation.primitive.name != "name" or not equation.params["name"].startswith(_READ):
         return None
     return equation.params["name"].removeprefix(_READ).partition(":")[2]
 
 
 def read_shape(equation: Any) -> tuple[int, ...]:
-    """Returns the shape that the model sees; the equation must mark a read."""
+    """Returns the shape that the model sees, from an equation that marks a read."""
     shape = equation.params["name"].removeprefix(_READ).partition(":")[0]
     return tuple(map(int, filter(None, shape.removesuffix(_EIGHT_BITS).split("x"))))
 
 
 def reads_eight_bits(equation: Any) -> bool:
-    """Returns whether the model uses only 8 bits of the value; the equation must mark a read."""
+    """Returns whether the model uses only 8 bits of the value, from an equation that marks a
+    read."""
     return equation.params["name"].removeprefix(_READ).partition(":")[0].endswith(_EIGHT_BITS)
 
 
 def mark_batch_call(value: jax.Array, kind: BatchCall) -> jax.Array:
-    """Marks `value` as to be reduced over the batch, and returns it."""
+    """Marks `value` as an operand of a reduction over the batch, and returns `value`."""
     return checkpoint_name(value, f"zerojax.over_batch:{kind}")
 
 
 def batch_call(equation: Any) -> BatchCall | None:
-    """Returns the reduction over the batch that an equation marks; None for other equations."""
+    """Returns the reduction over the batch that an equation marks; None if it marks none."""
     return _OVER_BATCH.get(equation.params["name"]) if equation.primitive.name == "name" else None
 
 
 def takes_over_batch(program: Jaxpr) -> bool:
-    """Returns whether a traced program marks a reduction over the batch, at any depth."""
+    """Returns whether a traced program marks a reduction over the batch, at any nesting depth."""
     return _has(program, lambda equation: batch_call(equation) is not None)
 
 
 def _has(program: Jaxpr, predicate: Callable[[Any], bool]) -> bool:
-    """Returns whether any equation of a program, at any depth, satisfies the predicate."""
+    """Returns whether any equation of a program satisfies the predicate, at any nesting depth."""
     return any(
         predicate(equation)
         or any(_has(inner, predicate) for inner in inner_programs(equation.params))
@@ -82,18 +82,19 @@ def _has(program: Jaxpr, predicate: Callable[[Any], bool]) -> bool:
 
 
 def mark_whole_sequences(value: jax.Array, why: str) -> jax.Array:
-    """Marks `value` as mixing the tokens of a sequence, and returns it.
+    """Marks `value` as mixing the tokens of a sequence, and returns `value`.
 
     Args:
-      why: the option or call that mixes tokens; an error about split sequences names it.
+      value: array to mark.
+      why: option or call that mixes tokens; an error about split sequences names it.
     """
     return checkpoint_name(value, _WHOLE_SEQUENCES + why)
 
 
 def what_takes_whole_sequences(program: Jaxpr) -> str | None:
-    """Returns the option or call of the first `mark_whole_sequences` in a program, at any depth.
+    """Returns the option or call named by the first `mark_whole_sequences` in a program, or None.
 
-    None if there is no such mark.
+    Subprograms are searched as well.
     """
     reasons: list[str] = []
 
@@ -107,7 +108,7 @@ def what_takes_whole_sequences(program: Jaxpr) -> str | None:
 
 
 def mark_expert_weights(value: jax.Array) -> jax.Array:
-    """Marks `value` as expert weights (one row per expert), and returns it."""
+    """Marks `value` as expert weights (one row per expert), and returns `value`."""
     return checkpoint_name(value, f"{_EXPERT_WEIGHTS}{value.ndim}")
 
 
@@ -123,14 +124,15 @@ def expert_weights_ndim(equation: Any) -> int | None:
 
 
 def mark_expert_call(gates: jax.Array, *numbers: int) -> jax.Array:
-    """Returns `gates`, marked as the gates of one call of `experts`; the mark has its sizes."""
+    """Marks `gates` as the gates of one call of `experts`, records sizes, and returns `gates`."""
     return checkpoint_name(gates, _EXPERT_CALL + "x".join(map(str, (gates.size, *numbers))))
 
 
 def expert_call(equation: Any) -> tuple[int, ...] | None:
-    """Returns the sizes that `mark_expert_call` recorded, the gates of one call first; else None.
+    """Returns the sizes that `mark_expert_call` recorded, or None; the first is the number of
+    gates.
 
-    Under `jax.vmap` the value in the program has more gates.
+    The number is that of one call; under `jax.vmap` the value in the program has more gates.
     """
     if equation.primitive.name != "name" or not equation.params["name"].startswith(_EXPERT_CALL):
         return None
@@ -144,10 +146,10 @@ def marks_experts(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class MarkedRead:
-    """Mark of a read in a program.
+    """Mark of a read of a parameter in a program.
 
     Attributes:
-      name: parameter.
+      name: name of the parameter.
       shape: shape that the model sees.
       loops: number of loops around the mark.
       mapped_dims: number of dimensions of the value that `jax.vmap` has added.
@@ -160,7 +162,7 @@ class MarkedRead:
 
 
 def marked_reads(program: Jaxpr) -> list[MarkedRead]:
-    """Returns every mark of a read in a program, in program order."""
+    """Finds every mark of a read in a program, in program order."""
     reads: list[MarkedRead] = []
 
     def walk(program: Jaxpr, loops: int) -> None:
@@ -181,13 +183,13 @@ def marked_reads(program: Jaxpr) -> list[MarkedRead]:
 
 LINEAR_RULE = "zerojax.linear_rule"
 """Name of the result of a function with a custom derivative (`jax.custom_vjp`) whose backward pass
-is linear in its cotangent. Without this name the scale of the cotangent may matter."""
+is linear in its cotangent. Without this name the scale of the cotangent is assumed to matter."""
 
 FURTHER_ROUNDS = "further_rounds_of_experts"
-"""Scope (`jax.named_scope`) of a loop that does no iterations if experts have equal loads."""
+"""Scope (`jax.named_scope`) of a loop that runs zero iterations if experts have equal loads."""
 
 _BRANCH = "taken_by_{}_of_{}_layers"
-"""Scope (`jax.named_scope`) of a branch that is chosen by a table of the model."""
+"""Scope (`jax.named_scope`) of a branch that is chosen by a constant table of the model."""
 _SCOPE = re.compile(r"(?:/branch_\d+_fun/)?" + _BRANCH.format(r"(\d+)", r"(\d+)"))
 
 
@@ -197,10 +199,12 @@ def branch_scope(count: int, layers: int) -> str:
 
 
 def share_of_branch(scopes: Iterable[str], around: str = "") -> float | None:
-    """Returns the fraction of layers that take a branch; None if no scope records it.
+    """Returns the fraction of layers that take a branch, from the name of its scope; None if no
+    scope records it.
 
     Args:
-      scopes: of the operations in the branch, including those that the compiler moved there.
+      scopes: scopes of the operations in the branch, including operations that the compiler moved
+        into it.
       around: scope of the conditional; the scopes of its branches begin with it.
 
     >>> inner = "jit(step)/while/cond/branch_0_fun/" + branch_scope(1, 4) + "/dot_general"
@@ -214,7 +218,7 @@ def share_of_branch(scopes: Iterable[str], around: str = "") -> float | None:
 
 
 def cost_of_branches(costs: Sequence[int], shares: Sequence[float | None]) -> int:
-    """Returns the mean cost of branches over layers; the maximum if the shares are not known.
+    """Returns the mean cost of branches over layers; the maximum cost if shares are unknown.
 
     Args:
       costs: cost of each branch.
@@ -233,7 +237,7 @@ def cost_of_branches(costs: Sequence[int], shares: Sequence[float | None]) -> in
 
 
 def inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-    """Yields the programs among the parameters of an equation."""
+    """Yields the jaxprs among the parameters of an equation."""
     return _programs(params.values())
 
 

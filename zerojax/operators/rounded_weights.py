@@ -1,7 +1,7 @@
 """Rounds kernels to 8- or 4-bit integers with one scale per output, or per 32 inputs of an output.
 
-Used by quantization-aware training (`rounded_dot`) and by exports of codes, with the same bits: a
-weight's value is code x scale, rounded to the dtype of the kernel, as a server computes it.
+Quantization-aware training (`rounded_dot`) and exports of codes use this module, with the same
+bits: a weight's value is code x scale, rounded to the dtype of the kernel, as a server computes it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class IntegerFormat:
-    """Integers that represent the weights of a kernel.
+    """Format of the integers (codes) that represent the weights of a kernel.
 
     Attributes:
-      bits: of a code.
-      group: number of consecutive inputs that share a scale; None: all inputs of an output.
+      bits: number of bits of a code.
+      group: number of consecutive inputs that share a scale; None if all inputs of an output do.
     """
 
     bits: int
@@ -31,7 +31,7 @@ class IntegerFormat:
 
     @property
     def largest(self) -> int:
-        """The largest magnitude of a code; the smallest integer of the range is not used."""
+        """Largest magnitude of a code; the most negative integer of the range is not used."""
         return 2 ** (self.bits - 1) - 1
 
 
@@ -39,7 +39,7 @@ FORMATS = {"int8": IntegerFormat(bits=8), "int4": IntegerFormat(bits=4, group=32
 
 
 def check_inputs(name: str, num_inputs: int) -> None:
-    """Raises ValueError if a kernel with this number of inputs has no whole groups."""
+    """Raises a ValueError if a kernel's number of inputs is not a multiple of the group size."""
     group = FORMATS[name].group
     if group is not None and num_inputs % group:
         raise ValueError(
@@ -49,12 +49,12 @@ def check_inputs(name: str, num_inputs: int) -> None:
 
 
 def codes_and_scales(xp: Any, weights: Any, name: str) -> tuple[Any, Any]:
-    """Quantizes a kernel, with NumPy or JAX and equal bits.
+    """Quantizes a kernel; NumPy and JAX give the same bits.
 
     Args:
-      xp: numpy or jax.numpy.
-      weights: [inputs, outputs]; float32, bfloat16 or float16. Scales have the same dtype.
-      name: "int8" or "int4".
+      xp: module to compute with, numpy or jax.numpy.
+      weights: [inputs, outputs]; float32, bfloat16 or float16. Scales are rounded to this dtype.
+      name: format of the codes, "int8" or "int4".
 
     Returns:
       Codes as float32 [groups, inputs of a group, outputs], and scales as float32 [groups, 1,
@@ -70,9 +70,10 @@ def codes_and_scales(xp: Any, weights: Any, name: str) -> tuple[Any, Any]:
 
 
 def _nearest(xp: Any, values: Any, scales: Any, largest: int) -> Any:
-    """Returns the nearest codes by comparing products; a tie gives the smaller magnitude.
+    """Finds the nearest codes by comparing products; a tie gives the smaller magnitude.
 
-    A quotient has other bits where a compiler multiplies by the inverse; so it is only a guess.
+    A quotient is only a first guess, because a compiler may multiply by the inverse, which gives
+    other bits.
     """
     size, half = xp.abs(values), np.float32(0.5)
     guess = xp.rint(size * (np.float32(1) / scales))
@@ -83,19 +84,19 @@ def _nearest(xp: Any, values: Any, scales: Any, largest: int) -> Any:
 
 
 def rounded(xp: Any, weights: Any, name: str) -> Any:
-    """Returns the kernel [inputs, outputs] that codes and scales mean, in its own dtype."""
+    """Returns the kernel [inputs, outputs] that codes and scales represent, in its own dtype."""
     codes, scales = codes_and_scales(xp, weights, name)
     values = _rounded(xp, codes * scales, weights.dtype)
     return values.astype(weights.dtype).reshape(weights.shape)
 
 
 def _exact(xp: Any, values: Any) -> Any:
-    """Casts to float32 such that XLA cannot remove the earlier rounding of `values`."""
+    """Casts to float32 in a way that keeps XLA from removing the earlier rounding of `values`."""
     return _rounded(xp, values.astype(np.float32), values.dtype)
 
 
 def _rounded(xp: Any, values: Any, dtype: Any) -> Any:
-    """Rounds float32 values to the precision of `dtype`, and keeps float32."""
+    """Rounds float32 values to the precision of `dtype`; the result is still float32."""
     kind = jnp.finfo(dtype)
     if kind.bits >= 32:
         return values
@@ -108,14 +109,14 @@ def _rounded(xp: Any, values: Any, dtype: Any) -> Any:
 def rounded_dot(x: jax.Array, kernel: jax.Array, name: str, num_inputs: int) -> jax.Array:
     """Contracts the last dimensions of `x` with the first ones of a rounded kernel.
 
-    The gradient of the kernel is that of the rounded kernel, unchanged (the straight-through
+    The kernel receives the gradient of the rounded kernel unchanged (the straight-through
     estimator, arXiv:1308.3432). The backward pass rounds the kernel again, so that ZeRO stage 3
     stores no rounded copy.
 
     Args:
       x: [..., *inputs], in the dtype of `kernel`.
       kernel: [*inputs, *outputs]; float32, bfloat16 or float16.
-      name: "int8" or "int4".
+      name: format of the codes, "int8" or "int4".
       num_inputs: number of contracted dimensions.
 
     Returns:

@@ -1,10 +1,10 @@
 """Mixture-of-experts layers for any model: `zerojax.experts`, without dropped rows or dynamic
 shapes.
 
-Rows go to experts in rounds of at most C rows per expert, as many rounds as the fullest expert
-needs. The first round is straight-line code; a balanced batch needs no other. The result is a sum
-over rounds, so the backward pass is the same loop over the derivative of one round. If experts are
-split over devices, each round sends rows to their experts and results back.
+Rows are sent to experts in rounds of at most C rows per expert. The number of rounds depends on the
+expert with the most rows; a balanced batch needs only the first one, which is not in a loop. The
+result is a sum over rounds, so the backward pass is the same loop over the derivative of one round.
+If experts are split over devices, each round sends rows to their experts and results back.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ from zerojax.operators.marks import (
 )
 
 FEWEST_SLOTS = 8
-"""Minimum slots of an expert in a round: with few tokens, as in generation, loads are uneven."""
+"""Minimum number of slots per expert in a round; with few tokens, as in generation, loads are
+uneven."""
 
 SLACK = 1.25
-"""Slots of an expert in the first round, relative to the mean load."""
+"""Default number of slots per expert in the first round, relative to the mean load."""
 
 PARTS = 4
-"""Ratio of the slots of the first round to those of further rounds: an expert slightly above
-capacity adds a quarter of a round, and the loop's buffers are small beside those of the first
-round."""
+"""Ratio of the slots of the first round to those of further rounds. An expert slightly above
+capacity costs only a quarter of a round, and the loop's buffers are small compared with those of
+the first round."""
 
 Apply = Callable[..., jax.Array]
 
@@ -71,11 +72,11 @@ _AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("expert_axis"
 def experts_split_over(axis: str | None) -> Iterator[None]:
     """Sets the mesh axis over which experts are split while a model is traced.
 
-    Inside this context the weights of experts are those of this device's experts.
+    Inside this context each array of expert weights contains only this device's experts.
 
     Args:
-      axis: manual axis of the mesh over which experts are split, in order; None: each device has
-        all.
+      axis: manual mesh axis over which experts are split, in order; None if each device has all
+        experts.
     """
     token = _AXIS.set(axis)
     try:
@@ -98,30 +99,31 @@ def experts(
 ) -> jax.Array:
     """Computes the sum of gate * expert(row) over the k choices of every token; drops no row.
 
-    Rows are sorted by expert into buffers of C = ceil(slack * tokens * k / E) slots for each expert
-    (at least 8), and `apply` runs once on all of them. If an expert has more rows, further rounds
-    of C / 4 slots run in a loop: `slack` changes the time, not the result. `apply` determines the
-    precision of products; gates are multiplied and choices summed in float32 (float64 for float64
-    rows). Only first derivatives in reverse mode.
+    Rows are sorted by expert into buffers of C = ceil(slack * tokens * k / E) slots per expert (at
+    least 8), and `apply` runs once on all of them. If an expert has more rows, further rounds of
+    C / 4 slots run in a loop, so `slack` changes the time, not the result. `apply` determines the
+    precision of products. Gates are multiplied and choices are summed in float32 (float64 for
+    float64 rows). Has only first derivatives in reverse mode.
 
     Args:
-      x: [..., D], floating point: one row for each token.
-      gates: [..., k], floating point, preferably float32: factor of the output of each choice. A
-        NaN makes the token's output NaN.
+      x: [..., D], floating point; one row per token.
+      gates: [..., k], floating point, preferably float32: factor of each choice's output. A NaN
+        makes the token's output NaN.
       ids: [..., k], integers in [0, E): expert of each choice. Concrete values are checked; a
         traced value out of range makes the token's output NaN, so that no choice is lost silently.
-      weights: tree of arrays whose first dimension is E, the number of experts; in the dtype that
+      weights: tree of arrays whose first dimension is E, the number of experts, in the dtype that
         `apply` computes in.
-      apply: (weights, rows [E, C, D]) -> [E, C, D_out], applies each expert to its rows; rows must
-        not depend on each other. It must not close over traced arrays.
-      slack: C relative to the mean load; more memory, and fewer batches that need a second round.
-      keep: bool [..., k], False for choices to skip, which occupy no slot and contribute 0; None:
-        all choices are computed.
-      products: "batched": see above. "grouped": a kernel for Hopper multiplies only tiles of
-        occupied rows, and `apply` is (weights, rows [R, D], product) -> [R, D_out], where
-        product(rows, kernels [E, in, out]) multiplies each row by the kernel of its expert; without
-        the axis `expert` there is a single round. "loop": the same tiles in an XLA loop, on any
-        device.
+      apply: function (weights, rows [E, C, D]) that returns [E, C, D_out], applying each expert to
+        its rows; rows must not depend on each other. It must not close over traced arrays.
+      slack: value of C relative to the mean load; a larger value needs more memory, and fewer
+        batches need a second round.
+      keep: bool [..., k], False for choices to skip, which occupy no slot and contribute 0; None
+        computes all choices.
+      products: method of the matrix products. "batched": one product over all slots. "grouped": a
+        kernel for Hopper multiplies only tiles of occupied rows, and `apply` is a function
+        (weights, rows [R, D], product) that returns [R, D_out], where product(rows, kernels [E, in,
+        out]) multiplies each row by the kernel of its expert; without the mesh axis `expert` there
+        is a single round. "loop": the same tiles in an XLA loop, on any device.
 
     Returns:
       [..., D_out] in the dtype of the result of `apply`.
@@ -159,7 +161,7 @@ def experts(
 
 
 def slots_per_expert(tokens: int, k: int, num_experts: int, slack: float) -> int:
-    """Returns C, the number of rows that one expert takes in the first round.
+    """Returns C, the number of slots per expert in the first round.
 
     >>> slots_per_expert(4096, 8, 64, 1.25), slots_per_expert(2, 2, 8, 1.25)
     (640, 4)
@@ -169,7 +171,8 @@ def slots_per_expert(tokens: int, k: int, num_experts: int, slack: float) -> int
 
 
 def _capacity(tokens: int, k: int, num_experts: int, slack: float, is_grouped: bool) -> int:
-    """Returns `slots_per_expert`, in whole tiles if the kernel multiplies rows of other devices."""
+    """Returns `slots_per_expert`, rounded to whole tiles if the kernel gets rows of other
+    devices."""
     capacity = slots_per_expert(tokens, k, num_experts, slack)
     if not is_grouped or _AXIS.get() is None:
         return capacity
@@ -179,13 +182,14 @@ def _capacity(tokens: int, k: int, num_experts: int, slack: float, is_grouped: b
 def rounds_needed(
     ids: jax.Array, num_experts: int, slack: float = SLACK, *, products: Products = "batched"
 ) -> jax.Array:
-    """Returns the number of rounds, int32 [], that `experts` needs for these choices of one device.
+    """Computes the number of rounds, int32 [], that `experts` needs for one device's choices.
 
-    If experts are split over devices, all devices of a group take the maximum of their numbers.
+    If experts are split over devices, all devices of a group run the maximum of their numbers.
 
     Args:
-      ids: [..., k]; num_experts for skipped choices.
-      num_experts, slack, products: see `experts`.
+      ids: integers [..., k], expert of each choice; num_experts for skipped choices.
+      num_experts: number of experts.
+      slack, products: arguments as for `experts`.
 
     >>> rounds_needed(jnp.zeros((16, 1), jnp.int32), 2).item()  # 10 slots, and then 3 each
     3
@@ -200,7 +204,7 @@ def rounds_needed(
 
 
 def slots_of_further_rounds(capacity: int) -> int:
-    """Returns the rows that one expert takes in each round after the first."""
+    """Returns the number of slots per expert in each round after the first."""
     return -(-capacity // PARTS)
 
 
@@ -209,12 +213,12 @@ class _Call:
     """Static properties of a call of `experts`.
 
     Attributes:
-      apply: argument of `experts`.
-      num_experts, capacity: E and C.
+      apply: function that applies the experts, an argument of `experts`.
+      num_experts, capacity: numbers E (experts) and C (slots per expert).
       dtype: name of the dtype of the result of `apply`.
       wide: name of the dtype in which choices are summed.
-      axis: mesh axis over which experts are split; None: not split.
-      grouped: settings of the kernel; None: batched products.
+      axis: mesh axis over which experts are split; None if not split.
+      grouped: settings of the kernel; None for batched products.
     """
 
     apply: Apply
@@ -235,18 +239,19 @@ class _Call:
 
     @property
     def takes_all(self) -> bool:
-        """Whether one round has a slot for every choice, so that no further round is needed."""
+        """Returns whether one round has a slot for every choice, so that no further round is
+        needed."""
         return self.grouped is not None and self.axis is None
 
     def segments(self, routes: Routes, begin: Any) -> Segments:
-        """Returns the segments of rows that a round brings to this device's experts."""
+        """Returns the segments of rows that this device's experts receive in a round."""
         if self.takes_all:
             return Segments(routes.start, routes.count)
         taken = jnp.clip(routes.count - begin, 0, self.capacity)
         return segments_of_slots(self.to_experts(taken[:, None]), self.capacity)
 
     def results(self, weights: Any, rows: jax.Array, segments: Segments | None) -> jax.Array:
-        """Applies the experts to their rows [experts, slots of each, D]."""
+        """Applies the experts to their rows [experts, slots per expert, D]."""
         if self.grouped is None:
             return self.apply(weights, rows)
         assert segments is not None
@@ -275,14 +280,14 @@ logistic lt max min mul name ne neg not or pow reduce_precision rem reshape roun
 sign sin slice sqrt square squeeze stop_gradient sub tan tanh transpose
 """
 _CHEAP = frozenset(_ELEMENT_BY_ELEMENT.split())
-"""Primitives that read and write each number a few times."""
+"""Primitives that read and write each element a few times."""
 
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     """Returns whether a checkpoint around a round saves the results of a primitive.
 
-    Results of products, kernels and exchanges are saved for the backward pass; rows in their slots
-    and element-wise results are recomputed.
+    It saves results of products, kernels and exchanges for the backward pass. It recomputes rows
+    in their slots and element-wise results.
     """
     if primitive.name in _CALLS:
         return any(
@@ -296,9 +301,9 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 def _one_round(
     call: _Call, routes: Routes, begin: Any, rows: jax.Array, gates: jax.Array, weights: Any
 ) -> jax.Array:
-    """Returns the contribution of one round to the output of `experts`, [T, D_out] in `call.wide`.
+    """Computes the contribution of one round to the output of `experts`: [T, D_out] in `call.wide`.
 
-    A round takes `call.capacity` rows of each expert, from rank `begin` on.
+    A round computes `call.capacity` rows of each expert, from rank `begin` on.
     """
     slots, size = call.slots_of(routes, begin)
     segments = None if call.grouped is None else call.segments(routes, begin)
@@ -308,20 +313,20 @@ def _one_round(
         return call.results(weights, brought, segments)
 
     def summed(out: jax.Array, gates: jax.Array) -> jax.Array:
-        # Gates travel with their rows, so that their gradient is computed beside the result.
+        # Gates are sent with their rows, so that their gradient is computed next to the result.
         gate = call.to_experts(gates_to_slots(gates, slots).reshape(size))
         out = (out.astype(call.wide) * gate.astype(call.wide)).astype(call.dtype)
         out = call.from_experts(out)
         return from_slots(out.reshape(-1, out.shape[-1]), slots, call.wide)
 
-    # Two checkpoints: the backward pass copies rows to their slots again only after it has computed
-    # the gradient of `out` and freed its operands.
+    # Two checkpoints, so that the backward pass first computes the gradient of `out` and frees its
+    # operands, and only then copies rows to their slots again.
     out = jax.checkpoint(results, policy=_is_kept)(rows, weights)
     return jax.checkpoint(summed, policy=_is_kept)(out, gates)
 
 
 def _fullest(call: _Call, routes: Routes) -> jax.Array:
-    """Returns the largest number of rows of any expert over all devices that exchange rows, int32
+    """Returns the largest number of rows of any expert, over all devices that exchange rows: int32
     [].
     """
     most = jnp.max(routes.count)
@@ -332,10 +337,10 @@ def _further(call: _Call, routes: Routes, add: Callable[[_Call, Any, Any], Any],
     """Runs `add(call, begin, total)` for each round after the first; these rounds have fewer slots.
 
     Args:
-      call: call of `experts`, with the capacity of the first round.
+      call: properties of the call, with the capacity of the first round.
       routes: routing of all choices.
-      add: adds one round to the total.
-      first: total of the first round.
+      add: function that adds one round to the total.
+      first: total after the first round.
     """
     if call.takes_all:
         return first
@@ -371,8 +376,8 @@ def _rest_of(
 def _forward(
     call: _Call, rows: jax.Array, gates: jax.Array, weights: Any, routes: Routes
 ) -> tuple[jax.Array, Any]:
-    # Residuals of the first round are saved like those of any layer (see `_is_kept`), and
-    # recomputed under a `jax.checkpoint` around the model.
+    # Residuals of the first round are saved like those of any layer (see `_is_kept`). A
+    # `jax.checkpoint` around the model recomputes them.
     first, pull = jax.vjp(functools.partial(_one_round, call, routes, 0), rows, gates, weights)
     out = _rest_of(call, rows, gates, weights, routes, first)
     return out, (pull, rows, gates, weights, routes)
@@ -394,7 +399,7 @@ _in_rounds.defvjp(_forward, _backward)
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    """Casts to float32 or wider, the dtype in which rounds are summed."""
+    """Casts to float32 or a wider dtype, in which rounds are summed."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -404,7 +409,7 @@ def _widened(x: jax.Array) -> jax.Array:
 def _result(
     apply: Apply, weights: Any, shape: tuple[int, ...], dtype: Any
 ) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns (shape, dtype) of the result of `apply` for rows of a shape, [E, C, D] or [R, D]."""
+    """Returns (shape, dtype) of the result of `apply` for rows of shape [E, C, D] or [R, D]."""
     run = apply if len(shape) == 3 else functools.partial(_with_stand_in, apply)
     closed, result = jax.make_jaxpr(run, return_shape=True)(
         weights, jax.ShapeDtypeStruct(shape, dtype)
@@ -412,8 +417,8 @@ def _result(
     for value in closed.consts:
         if isinstance(value, jax.core.Tracer):
             raise ValueError(
-                f"apply uses an array of shape {list(value.shape)} that is computed outside of it; "
-                "pass it as a part of weights, with the experts as its first dimension"
+                f"apply uses an array of shape {list(value.shape)} that is computed outside of "
+                "apply; pass it as a part of weights, with the experts as its first dimension"
             )
     result_shape = getattr(result, "shape", None)
     if result_shape is None or len(result_shape) != len(shape) or result_shape[:-1] != shape[:-1]:
@@ -433,10 +438,10 @@ def _with_stand_in(apply: Apply, weights: Any, rows: jax.Array) -> jax.Array:
 
 
 def _check(x: Any, gates: Any, ids: Any, weights: Any, slack: float, devices: int) -> int:
-    """Checks the arguments of `experts`; returns the number of experts of all devices.
+    """Checks the arguments of `experts`; returns the number of experts on all devices together.
 
     Raises:
-      TypeError, ValueError: see `experts`.
+      TypeError, ValueError: an argument is invalid, see `experts`.
     """
     for name, value in (("x", x), ("gates", gates)):
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
@@ -479,7 +484,7 @@ def _number_of_experts(weights: Any) -> int:
 
 
 def _check_ids(ids: Any, num_experts: int) -> None:
-    """Raises ValueError for concrete ids outside of [0, num_experts)."""
+    """Raises a ValueError for concrete ids outside of [0, num_experts)."""
     if isinstance(ids, jax.core.Tracer):
         return
     held = np.asarray(ids)

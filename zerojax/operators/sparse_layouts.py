@@ -1,7 +1,7 @@
-"""Tables of block layouts: the blocks of keys that each block of queries sees.
+"""Tables of block layouts: which blocks of keys each block of queries sees.
 
-They equal the tables that DeepSpeed's code makes from the same parameters (`tests/golden` has some
-of them). NumPy arrays; independent of devices.
+The tables equal those that DeepSpeed's code makes from the same parameters (`tests/golden` has some
+of them). They are NumPy arrays, independent of devices.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ class BlockTable:
     Two tables are equal if their block sizes, entries and names are equal.
 
     Attributes:
-      block: tokens of a block, of queries and of keys.
-      seen: bool [heads or 1, query blocks, key blocks]; read-only.
+      block: number of tokens of a block of queries or keys.
+      seen: bool [heads or 1, query blocks, key blocks], True for visible blocks; read-only.
       name: name of the layout, for messages.
 
     Raises:
-      ValueError: entries are not bool, `seen` has not three dimensions, or the block is below 1.
+      ValueError: entries are not bool, `seen` does not have three dimensions, or `block` is below
+        1.
     """
 
     block: int
@@ -54,7 +55,7 @@ class BlockTable:
             )
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
             raise ValueError(f"block={self.block!r} must be an integer of at least 1")
-        seen = np.array(seen)  # a copy, so that the caller's array stays writable
+        seen = np.array(seen)  # a copy is made read-only, so that the caller's array stays writable
         seen.setflags(write=False)
         object.__setattr__(self, "seen", seen)
 
@@ -71,7 +72,7 @@ class BlockTable:
 
     @property
     def share(self) -> float:
-        """Fraction of the blocks that is visible, over all heads."""
+        """Fraction of visible blocks, over all heads."""
         return float(self.seen.mean()) if self.seen.size else 0.0
 
     def cut(self, queries: int, keys: int) -> BlockTable:
@@ -81,7 +82,7 @@ class BlockTable:
           queries, keys: numbers of tokens; the last block may be partial.
 
         Raises:
-          ValueError: the table has fewer blocks.
+          ValueError: the table has fewer blocks than these tokens need.
         """
         blocks = -(-queries // self.block), -(-keys // self.block)
         if blocks == self.seen.shape[1:]:
@@ -95,7 +96,7 @@ class BlockTable:
         return dataclasses.replace(self, seen=self.seen[:, : blocks[0], : blocks[1]])
 
     def of_tokens(self, queries: int, keys: int) -> jax.Array:
-        """Returns the mask by tokens, bool [heads or 1, queries, keys]."""
+        """Expands the table to a mask by tokens, bool [heads or 1, queries, keys]."""
         size, (heads, rows, columns) = self.block, self.seen.shape
         # Repeated by JAX: an array repeated by NumPy would be a large constant of the program.
         shape = heads, rows, size, columns, size
@@ -103,14 +104,15 @@ class BlockTable:
         return seen.reshape(heads, rows * size, columns * size)[:, :queries, :keys]
 
     def of_positions(self, queries: jax.Array, keys: int) -> jax.Array:
-        """Returns the mask, bool [heads or 1, ..., queries, keys], for queries at these positions.
+        """Expands the table to a mask, bool [heads or 1, ..., queries, keys], for queries at
+        positions.
 
         Args:
           queries: integers [..., queries], positions.
           keys: number of keys, at positions 0, 1, ..., keys - 1.
 
         Raises:
-          ValueError: the table has fewer keys.
+          ValueError: the table is for fewer keys.
         """
         table = self.cut(self.seen.shape[1] * self.block, keys)
         rows = jnp.take(jnp.asarray(table.seen), queries // self.block, axis=1, mode="clip")
@@ -119,18 +121,18 @@ class BlockTable:
 
 @functools.lru_cache(maxsize=64)
 def layout_table(layout: BlockLayout, *, num_heads: int, num_tokens: int) -> BlockTable:
-    """Returns the block table of a layout for `num_tokens` tokens.
+    """Builds the block table of a layout for `num_tokens` tokens.
 
-    A random layout equals DeepSpeed's after `random.seed(layout.seed)`. DeepSpeed makes the table
+    A random layout equals DeepSpeed's after `random.seed(layout.seed)`. DeepSpeed builds the table
     of the longest sequence and cuts it for shorter ones, as `BlockTable.cut` does.
 
     Args:
       layout: parameters of the layout.
-      num_heads: query heads; the table has as many if heads differ, else 1.
-      num_tokens: tokens of a row; the last block may be partial.
+      num_heads: number of query heads; the table has as many heads if heads differ, else 1.
+      num_tokens: number of tokens of a sequence; the last block may be partial.
 
     Raises:
-      ValueError: the layout needs more blocks than there are.
+      ValueError: the layout needs more blocks than these tokens have.
 
     Example:
       >>> from zerojax.config import FixedLayout
@@ -236,14 +238,14 @@ _MARKERS: dict[type[BlockLayout], Callable[..., None]] = {
 
 
 def _windows(seen: np.ndarray, starts: range | list[int], size: int, is_causal: bool) -> None:
-    """Marks square windows of blocks; causal windows up to the diagonal."""
+    """Marks square windows of blocks as visible; causal windows only up to the diagonal."""
     for start in starts:
         window = seen[start : start + size, start : start + size]
         window |= np.tri(len(window), dtype=bool) if is_causal else True
 
 
 def _slide(seen: np.ndarray, width: int) -> None:
-    """Marks blocks that are at most width // 2 blocks away."""
+    """Marks blocks as visible that are at most width // 2 blocks away from the diagonal."""
     at = np.arange(len(seen))
     seen |= np.abs(at[:, None] - at[None, :]) <= width // 2
 
@@ -251,7 +253,7 @@ def _slide(seen: np.ndarray, width: int) -> None:
 def _global_ranges(
     layout: VariableLayout | BSLongformerLayout, blocks: int
 ) -> list[tuple[int, int]]:
-    """Returns [first, end) of the global blocks, cut to the sequence."""
+    """Returns the ranges [first, end) of the global blocks, cut to the sequence."""
     starts = layout.global_block_indices
     ends = layout.global_block_end_indices or [start + 1 for start in starts]
     return [(a, min(b, blocks)) for a, b in zip(starts, ends, strict=True) if a < blocks]

@@ -1,4 +1,4 @@
-"""Attention that stores all scores, in plain XLA; uses `jax.nn`'s function if that suffices."""
+"""Attention that stores all scores, in plain XLA; uses `jax.nn`'s function where possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerojax.operators.chunked_attention import Visibility
 from zerojax.operators.sparse_layouts import BlockTable
 
 _NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Masked score: its softmax is 0, and its differences from other scores are finite."""
+"""Value of a masked score: its softmax is 0, and its difference from other scores is finite."""
 
 
 def stored_attention(
@@ -27,10 +27,14 @@ def stored_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes softmax attention with an array of all scores; see `zerojax.attention`.
+    """Computes softmax attention with an array of all scores.
 
     Args:
-      visibility: its window may be a traced integer, because all scores are computed.
+      query, key, value: arrays as for `zerojax.attention`.
+      visibility: mask by positions; its window may be a traced integer, because all scores are
+        computed.
+      scale, segments, positions, softcap, sinks: options as for `zerojax.attention`.
+      table: mask by blocks; None makes all keys visible.
     """
     run = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation="xla")
     plain = positions is None and visibility.window is None and table is None
@@ -65,10 +69,11 @@ def masked_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `stored_attention` with an explicit mask.
+    """Computes softmax attention with an explicit mask and an array of all scores.
 
     Args:
-      seen: bool [batch or 1, heads or 1, queries, keys]; None: all keys are visible.
+      query, key, value, scale, softcap, sinks: arguments as for `zerojax.attention`.
+      seen: mask, bool [batch or 1, heads or 1, queries, keys]; None makes all keys visible.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.

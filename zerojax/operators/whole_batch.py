@@ -1,14 +1,14 @@
 """Sums and means over the whole global batch, for models that couple rows.
 
-A step runs a model on the rows of one device. A statistic of these rows (the mean of router
-probabilities, the mean and the mean square of a batch norm) differs between devices, and a
-nonlinear function of it, such as a product of two means, differs from that of the whole batch.
-`batch_sum` and `batch_mean` compute the statistic over all devices.
+A step runs a model on the rows of one device. A statistic of these rows differs between devices:
+for example, the mean of router probabilities, or the mean and the mean square of a batch norm. A
+nonlinear function of it, such as a product of two means, then differs from the function of the
+whole batch. `batch_sum` and `batch_mean` compute the statistic over all devices.
 
-The step's loss is the sum of the losses of all devices, divided once, and the gradients of all
-devices are summed. Let every device receive y = sum over devices d of x_d. Then the gradient of the
-summed loss with respect to x_d is the sum over all devices of their gradients with respect to y:
-again a sum. Gradients therefore need no factor of the number of devices.
+The step's loss is the sum of the losses of all devices, divided once by the weight, and the
+gradients of all devices are summed. Let every device receive y = sum over devices d of x_d. The
+gradient of the summed loss with respect to x_d is then the sum, over all devices, of their
+gradients with respect to y. Gradients therefore need no factor for the number of devices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IN_TURN = (
     "row from that "
     "row only"
 )
-"""Reason why sums over the batch are refused while its pieces are computed one after the other."""
+"""Reason for refusing sums over the batch while its parts are computed one after the other."""
 _AXES: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
     "batch_axes", default=()
 )
@@ -41,12 +41,12 @@ _AXES: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
 def batch_split_over(axes: tuple[str, ...] | None) -> Iterator[None]:
     """Sets the mesh axes over which the batch is split while a model is traced.
 
-    All tracing with these manual axes must happen inside this context: JAX caches traces by mesh
-    and manual axes, and does not know this setting.
+    All tracing with these manual axes must happen inside this context, because JAX caches traces by
+    mesh and manual axes, and does not know this setting.
 
     Args:
-      axes: manual axes whose devices hold different rows. None: pieces of the batch are computed
-        one after the other, and sums over the batch are refused (`IN_TURN`).
+      axes: manual mesh axes whose devices hold different rows. None: parts of the batch are
+        computed one after the other, and sums over the batch are refused (`IN_TURN`).
     """
     token = _AXES.set(axes)
     try:
@@ -56,33 +56,33 @@ def batch_split_over(axes: tuple[str, ...] | None) -> Iterator[None]:
 
 
 def batch_axes() -> tuple[str, ...] | None:
-    """Returns the axes that split the batch in the current trace.
+    """Returns the mesh axes that split the batch in the current trace.
 
-    None if pieces of the batch are computed one after the other.
+    None if parts of the batch are computed one after the other.
     """
     return _AXES.get()
 
 
 def batch_sum(x: Any) -> jax.Array:
-    """Returns the sum of `x` over all devices that hold other rows of the same batch.
+    """Returns the sum of `x` over all devices that hold different rows of the same batch.
 
-    In a step of zerojax, and in its evaluation, `x` is already summed over the rows of this device
-    in one microbatch. The result is the sum over all rows of the microbatch, the same on every
-    device, and its gradients are those of one device with all rows. If rows have different weights
+    In a training or evaluation step of zerojax, `x` is already summed over this device's rows of
+    one microbatch. The result is the sum over all rows of the microbatch, the same on every device,
+    and its gradients equal those of one device with all rows. If rows have different weights
     (padding), the mean over the batch is `batch_sum(jnp.sum(x * w, 0)) / batch_sum(jnp.sum(w))`.
 
-    Anywhere else (plain JAX, one device) the result is `x`.
+    Outside of a step (plain JAX, one device) the result is `x`.
 
     Args:
-      x: any shape, the same on every device; integers, floating-point or complex. Sums of 16-bit
-        floats are accumulated in float32.
+      x: array of any shape, the same on every device; integers, floating-point or complex. Sums of
+        16-bit floats are accumulated in float32.
 
     Returns:
-      The shape and dtype of `x`.
+      The sum, with the shape and dtype of `x`.
 
     Raises:
       TypeError: `x` is boolean; a sum of booleans has another dtype.
-      ValueError: under `deterministic: mesh`.
+      ValueError: the step runs with `deterministic: mesh`.
 
     >>> batch_sum(jnp.arange(3.0))
     Array([0., 1., 2.], dtype=float32)
@@ -91,28 +91,28 @@ def batch_sum(x: Any) -> jax.Array:
 
 
 def batch_mean(x: Any) -> jax.Array:
-    """Returns the mean of `x` over all devices that hold other rows of the same batch.
+    """Returns the mean of `x` over all devices that hold different rows of the same batch.
 
     This is `batch_sum` divided by the number of these devices. Each device has equally many rows,
     so the mean of means over rows is the mean over all rows of a microbatch. The load-balancing
-    loss of a mixture of experts, `E * jnp.sum(batch_mean(f) * batch_mean(p))`, is then that of one
-    device.
+    loss of a mixture of experts, `E * jnp.sum(batch_mean(f) * batch_mean(p))`, then equals that of
+    one device.
 
     Args:
-      x: any shape, the same on every device, floating-point or complex.
+      x: array of any shape, the same on every device, floating-point or complex.
 
     Returns:
-      The shape and dtype of `x`.
+      The mean, with the shape and dtype of `x`.
 
     Raises:
       TypeError: `x` has integers or booleans, whose mean has another dtype.
-      ValueError: under `deterministic: mesh`.
+      ValueError: the step runs with `deterministic: mesh`.
     """
     return _over_batch(x, "batch_mean")
 
 
 def batch_max(x: Any) -> jax.Array:
-    """Returns the maximum of `x` over all devices with other rows of the batch; no gradient."""
+    """Returns the maximum of `x` over all devices that hold different rows; it has no gradient."""
     x, axes = lax.stop_gradient(jnp.asarray(x)), _AXES.get()
     if axes is None:
         raise ValueError(f"batch_max {IN_TURN}")

@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules, dtypes and the loss scale."""
+"""Optimizers, learning-rate schedules, precision (dtypes) and the loss scale."""
 
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.building import (

@@ -1,4 +1,4 @@
-"""AdamW with one-byte moments, in place on shards and as an optax transformation."""
+"""AdamW with one-byte moments, as an in-place update of shards and as an optax transformation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zerojax.tracing import trees
 
 Tree = Any
 
-_WHOLE = Choice("xla", "an update of whole arrays, which cannot be split for a kernel")
+_WHOLE = Choice("xla", "the update gets whole arrays, which cannot be split for a kernel")
 
 
 @names_keywords()
@@ -57,20 +57,20 @@ def adam8bit(
     Checkpoints store the moments decoded to float32, in the format of `adamw`, so each optimizer
     restores the other's checkpoints.
 
-    The kernel reads and writes a parameter and its moments once. Outside the step, `update` returns
-    new minus old parameters in float32, as optax expects; adding them to the old parameters rounds
-    once more (by 2^-24 of the larger of the two). There the random bits depend only on the count,
-    and blocks are cut from whole parameters, so the codes equal those of the step on one device
-    with the same bits.
+    In a training step a kernel reads and writes a parameter and its moments once. Outside the step,
+    `update` returns new minus old parameters in float32, as optax expects; adding them to the old
+    parameters rounds once more (by 2^-24 of the larger of the two). The random bits of `update`
+    depend only on the update count, and its blocks are cut from whole parameters, so the codes
+    equal those of a step on one device with the same bits.
 
     Args:
-      learning_rate, b1, b2, eps, weight_decay, mask, clip_norm, groups: as in `adamw`, with the
-        same defaults.
-      impl: "auto", "xla", "mosaic_gpu" or "interpret", see `pallas_kernels.choice.choose`. Applies
-        to the step only: `update` always uses plain XLA.
+      learning_rate, b1, b2, eps, weight_decay, mask, clip_norm, groups: the same arguments and
+        defaults as for `zerojax.adamw`.
+      impl: implementation of the step's update: "auto", "xla", "mosaic_gpu" or "interpret", see
+        `pallas_kernels.choice.choose`. Outside the step, `update` always uses plain XLA.
 
     Raises:
-      ValueError, TypeError: as `adamw`.
+      ValueError, TypeError: an argument is invalid, as for `zerojax.adamw`.
     """
     decay = {"weight_decay": weight_decay, "mask": mask}
     more = {"clip_norm": clip_norm, "impl": impl}
@@ -99,7 +99,7 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
         return states.abstract_state(jax.eval_shape(portable_init, bare), params, sizes)
 
     def init(params: Tree) -> Tree:
-        options.decay.settings(params)  # raises for a mask or groups that do not fit
+        options.decay.settings(params)  # raises if the mask or a group does not fit the parameters
         whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         sizes = {name: x.size for name, x in trees.flatten_names(whole).items()}
         return states.new_state(abstract(whole, sizes))
@@ -197,10 +197,14 @@ def _update_coded(
     grads: Arrays,
     numbers: Numbers,
 ) -> dict[str, tuple[jax.Array, Moments8bit, Any]]:
-    """Updates the parameters with coded moments: all in one kernel, or each with the XLA reference.
+    """Updates parameters with 8-bit moments: all in one kernel, or each by plain XLA.
 
     Args:
-      updated: parameters, followed by their average if there is one.
+      names: names of the parameters to update.
+      updated: parameters, then their average (EMA) if there is one.
+      moments: pairs ({name: codes}, {name: scales}).
+      grads: gradients.
+      numbers: scalars of the update.
     """
     params, *averages = updated
     scalars = {name: numbers.scalars[name] for name in names}
@@ -210,7 +214,8 @@ def _update_coded(
     coded = {n: Moments8bit(mu[n], nu[n], mu_scale[n], nu_scale[n]) for n in names}
     context = numbers.context
     if context.choice.implementation == "xla":
-        # One seed per call: with one array of seeds, XLA 0.12 copies the arrays that it updates.
+        # One seed per call: XLA 0.12 copies the updated arrays if all calls share an array of
+        # seeds.
         leaves = [
             update_adam8bit(
                 params[name],
@@ -255,7 +260,7 @@ def _update_small(
 def _update_whole(
     method: Method, options: Options, arrays: tuple[Tree, Tree, Tree], grad_norm: Any
 ) -> tuple[Tree, Tree]:
-    """Returns (updates, state) of whole arrays in any tree, for optax."""
+    """Computes (updates, new state) from whole arrays in any tree, as optax's `update` does."""
     grads, state, params = arrays
     names = list(trees.flatten_names(params))
     structure = jax.tree.structure(params)
@@ -270,7 +275,7 @@ def _update_whole(
         axes=dict.fromkeys(names, ()),
         choice=_WHOLE,
     )
-    settings = options.decay.settings(params)  # a mask gets the tree that it was written for
+    settings = options.decay.settings(params)  # a mask function expects the user's tree
     mask = {name: _decays(leaf.weight_decay) for name, leaf in settings.items()}
     decay = dataclasses.replace(options.decay, mask=mask)
     inner = make_optimizer(method, dataclasses.replace(options, decay=decay))
@@ -286,7 +291,8 @@ def _update_whole(
 
 
 def _clipping(grads: Tree, norm: Any, limit: float | None) -> jax.Array:
-    """Returns the factor that clips gradients to `limit`, float32 []; `norm`: theirs, if known."""
+    """Computes the factor that clips gradients to norm `limit`, float32 []. `norm` is their norm,
+    if known."""
     if limit is None:
         return jnp.ones((), jnp.float32)
     norm = optax.tree.norm(grads) if norm is None else norm

@@ -26,20 +26,21 @@ from zerojax.tracing import trees
 Tree = Any
 
 SMALLEST_CODED = 4096
-"""Elements of the smallest parameter with 8-bit moments. Smaller ones keep float32 moments, as in
-bitsandbytes (`min_8bit_size`): norms and biases cost little memory. The size of the whole parameter
-counts, not of a shard, so the result does not depend on the mesh."""
+"""Minimum number of elements of a parameter with 8-bit moments. Smaller parameters keep float32
+moments, as in bitsandbytes (`min_8bit_size`), because norms and biases cost little memory. The size
+of the whole parameter counts, not of its shard, so the result does not depend on the mesh."""
 
 
 class ScaleByAdam8bitState(NamedTuple):
-    """`optax.ScaleByAdamState` with 8-bit codes. All four trees have the structure of the
-    parameters.
+    """Counterpart of `optax.ScaleByAdamState` with 8-bit codes; its four trees have the structure
+    of the parameters.
 
     Attributes:
-      count: int32 []; updates applied.
-      mu, nu: int8 of the parameter's shape (see `Moments8bit`); float32 for small parameters.
-      mu_scale, nu_scale: float32 [number of blocks], concatenated over shards, because blocks are
-        cut within shards; `optax.MaskedNode()` for small parameters.
+      count: int32 []; number of updates applied.
+      mu, nu: codes of the first and second moment, int8 with the parameter's shape (see
+        `Moments8bit`); float32 moments for small parameters.
+      mu_scale, nu_scale: float32 [number of blocks]. Blocks do not cross shards, so the scales of
+        all shards are concatenated. `optax.MaskedNode()` for small parameters.
     """
 
     count: Any
@@ -50,12 +51,12 @@ class ScaleByAdam8bitState(NamedTuple):
 
 
 def abstract_state(portable: Tree, params: Tree, sizes: Mapping[str, int]) -> Tree:
-    """Returns a state with 8-bit moments as structs, each with the sharding of its parameter.
+    """Returns the structs of a state with 8-bit moments, sharded like the parameters.
 
     Args:
-      portable: optax's state, as structs.
-      params: structs in any tree, each with a `NamedSharding` or all without sharding.
-      sizes: {name: number of elements that decides whether a parameter is small}.
+      portable: structs of optax's state.
+      params: structs of the parameters in any tree, all with a `NamedSharding` or all without.
+      sizes: {name: number of elements of the whole parameter, which decides if it is small}.
     """
     names = trees.flatten_names(params)
     shardings = [x.sharding for x in names.values() if x.sharding is not None]
@@ -84,7 +85,7 @@ def abstract_state(portable: Tree, params: Tree, sizes: Mapping[str, int]) -> Tr
 
 
 def _scale_struct(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the struct of one moment's scales, concatenated over shards."""
+    """Returns the struct of the scales of one parameter's moment, concatenated over shards."""
     if param.sharding is None:
         return jax.ShapeDtypeStruct((num_blocks(param.size),), jnp.float32)
     mesh, spec = param.sharding.mesh, param.sharding.spec
@@ -97,7 +98,7 @@ def _scale_struct(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def new_state(structs: Tree) -> Tree:
-    """Returns the state before the first update: all counts and moments are 0."""
+    """Builds the state before the first update: the count and all moments are 0."""
 
     def full(tree: Tree, value: float) -> Tree:
         return jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), tree)
@@ -118,7 +119,7 @@ def new_state(structs: Tree) -> Tree:
 
 
 def to_portable_state(state: Tree) -> Tree:
-    """Decodes to optax's state with float32 moments, from one shard or from whole arrays."""
+    """Decodes a state (whole or one device's shards) to optax's state with float32 moments."""
 
     def decoded(part: ScaleByAdam8bitState) -> optax.ScaleByAdamState:
         def leaf(*moments: Any) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +133,7 @@ def to_portable_state(state: Tree) -> Tree:
 
 
 def from_portable_state(portable: Tree, structs: Tree) -> Tree:
-    """Encodes the moments of optax's state where `structs`, from `abstract_state`, has codes."""
+    """Encodes optax's moments as 8-bit codes wherever `structs` (of `abstract_state`) has codes."""
     target = part_of(structs)
     none: Any = optax.MaskedNode()
 
@@ -160,7 +161,8 @@ def _map_parts(
     is_part: Callable[[Any], bool],
     others: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> Tree:
-    """Maps `change` over Adam's part of `state`, and `others` over all other leaves."""
+    """Maps `change` over the parts of `state` for which `is_part` is true, `others` over the
+    rest."""
     return jax.tree.map(lambda x: change(x) if is_part(x) else others(x), state, is_leaf=is_part)
 
 
@@ -175,13 +177,13 @@ def _map_leaves(
 
 
 def part_of(state: Tree) -> ScaleByAdam8bitState:
-    """Returns the only `ScaleByAdam8bitState` in an optimizer's state."""
+    """Returns the `ScaleByAdam8bitState` in an optimizer's state, which has exactly one."""
     (part,) = (x for x in jax.tree.leaves(state, is_leaf=_is_coded) if _is_coded(x))
     return part
 
 
 def map_trees(state: Tree, change: Callable[[Tree], Tree]) -> Tree:
-    """Maps a function over the trees of codes and scales in `state`."""
+    """Maps a function over each tree of codes and each tree of scales in `state`."""
     return _map_parts(
         state,
         lambda part: ScaleByAdam8bitState(part.count, *(change(tree) for tree in part[1:])),
@@ -190,7 +192,7 @@ def map_trees(state: Tree, change: Callable[[Tree], Tree]) -> Tree:
 
 
 def paired(state: Tree) -> Tree:
-    """Returns optax's state type with (codes, scales) pairs as moments, as `fused` expects."""
+    """Converts to optax's state type with (codes, scales) pairs as moments, as `fused` expects."""
     return _map_parts(
         state,
         lambda part: optax.ScaleByAdamState(

@@ -1,6 +1,6 @@
-"""Builds the optimizer of a run: explains its defaults, sets its dtypes and chooses its kernels.
+"""Builds the optimizer of a run, with dtypes, kernels, and a reason for each default.
 
-Any `optax.GradientTransformation` works as well.
+Any `optax.GradientTransformation` can be used as well.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class BuiltOptimizer:
     """Optimizer with its learning-rate schedule and the reasons for its defaults.
 
     Attributes:
-      tx: the transformation.
-      learning_rate: the schedule, for reports; None if the user's transformation does not expose
-        it.
-      reasons: the reasons for the defaults.
+      tx: optax transformation that computes the updates.
+      learning_rate: schedule, used for reports; None if the user's transformation does not expose
+        its schedule.
+      reasons: one line for each default that was chosen.
     """
 
     tx: optax.GradientTransformation
@@ -45,7 +45,8 @@ class BuiltOptimizer:
     reasons: tuple[str, ...] = ()
 
     def on_tree_of(self, model: Model) -> BuiltOptimizer:
-        """Adapts the optimizer to parameters by name; optax and masks see the model's tree."""
+        """Adapts the optimizer to a dict of parameters by name; masks still see the model's
+        tree."""
         tree = ParameterTree(model.parameter_names())
         if tree.is_flat:
             return self
@@ -62,11 +63,11 @@ def build_optimizer(
     Args:
       optimizer: a transformation, used unchanged; an `OptimizerConfig`; or None for the default
         `OptimizerConfig`.
-      steps: length of the run, which cosine, linear and wsd schedules need; with None the rate is
-        constant after the warm-up.
+      steps: number of steps of the run, which the schedules cosine, linear and wsd need; with None
+        the rate is constant after the warm-up.
 
     Raises:
-      TypeError: for any other type.
+      TypeError: the optimizer is of any other type.
     """
     check_optimizer(optimizer)
     if isinstance(optimizer, optax.GradientTransformation):
@@ -81,11 +82,11 @@ def build_optimizer(
 
 
 def with_rate(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
-    """Returns the configured optimizer with another learning rate; its state has the same form.
+    """Returns the configured optimizer with another learning rate; the form of its state is equal.
 
     Args:
-      config: its `learning_rate`, `schedule` and `warmup_steps` are not used.
-      schedule: updates applied so far -> learning rate.
+      config: configuration, of which `learning_rate`, `schedule` and `warmup_steps` are ignored.
+      schedule: function from the number of updates applied so far to the learning rate.
     """
     tx = _configured(config, schedule)
     if config.ema_decay is None:
@@ -94,7 +95,7 @@ def with_rate(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTran
 
 
 def describe_numbers(config: OptimizerConfig) -> str:
-    """Returns one line with the configured numbers that this optimizer reads."""
+    """Formats in one line the configured numbers that this optimizer uses."""
     unread = {"sgd": ("beta2", "eps"), "lion": ("eps",)}.get(config.name, ())
     names = (name for name in ("beta1", "beta2", "eps") if name not in unread)
     numbers = ", ".join(f"{name} {getattr(config, name):g}" for name in names)
@@ -109,10 +110,10 @@ def _describe_ema(tx: optax.GradientTransformation) -> tuple[str, ...]:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises if the argument is not a transformation, an `OptimizerConfig` or None.
+    """Checks that the argument is a transformation, an `OptimizerConfig` or None.
 
     Raises:
-      TypeError: the message says what to pass.
+      TypeError: it is something else; the message says what to pass.
     """
     if isinstance(optimizer, optax.MultiSteps):
         raise TypeError(
@@ -126,9 +127,9 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def _not_taken(optimizer: Any) -> str:
-    """Returns the error message for an optimizer of another type, with what to pass."""
+    """Returns the error message for an optimizer of an unsupported type, with what to pass."""
     if isinstance(getattr(optimizer, "tx", None), optax.GradientTransformation):
-        kind = type(optimizer)  # of Flax: nnx.Optimizer, TrainState
+        kind = type(optimizer)  # a class of Flax: nnx.Optimizer, TrainState
         return (
             f"optimizer is a {kind.__module__.partition('.')[0]} {kind.__name__}, which stores its "
             "own state; pass its transformation, optimizer.tx"
@@ -148,12 +149,13 @@ def _not_taken(optimizer: Any) -> str:
 def fit_optimizer(
     tx: optax.GradientTransformation, precision: Precision
 ) -> optax.GradientTransformation:
-    """Returns the optimizer with moments in `precision.moments_dtype`; it can do without masters.
+    """Returns the optimizer adapted to a precision: to its moments' dtype and missing masters.
 
-    bfloat16 parameters (no master weights) and moments are rounded stochastically.
+    Without master weights, bfloat16 parameters are rounded stochastically, as are bfloat16 moments.
 
     Raises:
-      ValueError: an optax transformation supports neither.
+      ValueError: the precision needs stochastic rounding, but the optimizer is a plain optax
+        transformation, which does not support it.
     """
     if precision.has_masters and precision.moments_dtype == jnp.float32:
         return tx
@@ -171,12 +173,15 @@ def fit_optimizer(
 def choose_update(
     tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh, kernels: Impl = "auto"
 ) -> Mapping[str, Choice]:
-    """Chooses XLA or a kernel for "update" and for "statistics" of gradients: {name: choice}.
+    """Chooses XLA or a kernel for the optimizer's update and for statistics of gradients.
 
     Args:
-      tx: the optimizer; its own `impl`, unless "auto", takes precedence over `kernels`.
-      mesh: of the plan.
-      kernels: as `MeshConfig.kernels`.
+      tx: optimizer; its own `impl`, unless "auto", takes precedence over `kernels`.
+      mesh: mesh of the plan.
+      kernels: value of `MeshConfig.kernels`.
+
+    Returns:
+      {"update": choice, "statistics": choice}, each with its reason.
 
     Raises:
       KernelUnavailable: a kernel was requested that cannot run on these devices.
@@ -217,22 +222,23 @@ def _configured(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
 def with_ema(
     optimizer: optax.GradientTransformation, decay: float = 0.999, *, warmup: bool = True
 ) -> optax.GradientTransformation:
-    """Returns the optimizer with an exponential moving average (EMA) of the weights.
+    """Adds an exponential moving average (EMA) of the weights to an optimizer.
 
     After each update the average becomes average + (1 - decay) (parameter - average), in float32,
     with the parameter as it is stored (Polyak and Juditsky, 1992; arXiv:1803.05407). A skipped step
-    does not change it. It is sharded like the parameter's moments: 4 bytes per parameter, read and
-    written in the pass that updates the parameter. Frozen parameters and the model's non-trainable
-    state have none.
+    does not change the average. It is sharded like the parameter's moments, costs 4 bytes per
+    parameter, and is updated in the same pass as the parameter. Frozen parameters and the model's
+    other arrays have no average.
 
-    `weights="ema"` of `evaluate`, `to_model`, `load_run` and `to_hugging_face` uses it instead of
-    the trained weights.
+    With `weights="ema"`, the functions `evaluate`, `to_model`, `load_run` and `to_hugging_face` use
+    the average instead of the trained weights.
 
     Args:
-      optimizer: of zerojax or of optax, chains included; the average is taken after the whole
-        chain.
-      decay: fraction of the average that is kept; it covers about 1 / (1 - decay) updates.
-      warmup: limits the decay of update t, counted from 0, to (1 + t) / (10 + t).
+      optimizer: optimizer of zerojax or optax; for a chain, the average follows the update of the
+        whole chain.
+      decay: fraction of the average that each update keeps; the average covers about
+        1 / (1 - decay) updates.
+      warmup: whether to limit the decay of update t, counted from 0, to (1 + t) / (10 + t).
 
     Raises:
       ValueError: the decay is out of range, or the optimizer already has an average.
@@ -241,8 +247,8 @@ def with_ema(
     ema = Ema(decay=decay, warmup=warmup)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
-            f"with_ema takes an optimizer, not a {type(optimizer).__name__}; pass a transformation "
-            "such as zerojax.adamw(3e-4), or set OptimizerConfig(ema_decay=...)"
+            f"with_ema takes an optimizer, but got a {type(optimizer).__name__}; pass a "
+            "transformation such as zerojax.adamw(3e-4), or set OptimizerConfig(ema_decay=...)"
         )
     if getattr(optimizer, "ema", None) is not None:
         raise ValueError("the optimizer already has an ema; use with_ema once")

@@ -1,8 +1,9 @@
 """Exponential moving average (EMA) of the weights, stored in the optimizer's state.
 
-average + (1 - decay) (parameter - average) after every applied update, in float32 (Polyak and
-Juditsky, SIAM J. Control Optim. 30, 1992; arXiv:1803.05407, section 3 for neural networks). It
-starts equal to the weights. Knows optimizer states, not how arrays are sharded.
+After every applied update the average becomes average + (1 - decay) (parameter - average), in
+float32 (Polyak and Juditsky, SIAM J. Control Optim. 30, 1992; arXiv:1803.05407, section 3 for
+neural networks). It starts equal to the weights. This module does not depend on how arrays are
+sharded.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from zerojax.tracing.trees import Unnamed
 
 Tree = Any
 Weights = Literal["trained", "ema"]
-"""Which weights of a run: the trained weights or their average."""
+"""Choice between the trained weights of a run and their average."""
 EMA = "ema"
-"""Name of the average among an optimizer's moments and in checkpoints: "opt_state/ema/NAME"."""
+"""Name of the average in an optimizer's state and in checkpoints: "opt_state/ema/NAME"."""
 COUNT = "ema_count"
-"""Name of the number of updates in the average, beside `EMA` in the optimizer state."""
+"""Name of the count of averaged updates, next to `EMA` in the optimizer state."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,9 @@ class Ema:
     """Decay and warm-up of an average of the weights.
 
     Attributes:
-      decay: fraction of the average that is kept, in [0, 1).
-      warmup: limits the decay of update t, counted from 0, to (1 + t) / (10 + t), so that the
-        average soon forgets the initial weights.
+      decay: fraction of the average that each update keeps, in [0, 1).
+      warmup: whether to limit the decay of update t, counted from 0, to (1 + t) / (10 + t), so that
+        the average soon forgets the initial weights.
     """
 
     decay: float
@@ -49,7 +50,7 @@ class Ema:
             )
 
     def rate(self, count: Any) -> jax.Array:
-        """Returns 1 - decay of the next update, float32 []; `count`: updates averaged so far."""
+        """Computes 1 - decay of the next update, float32 []; `count`: number of updates so far."""
         rate = jnp.float32(1 - self.decay)  # computed in double precision
         if not self.warmup:
             return rate
@@ -67,15 +68,15 @@ class Ema:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class EmaState:
-    """Optimizer state with an average of the parameters.
+    """State of an optimizer together with an average of the parameters.
 
-    `inner` adds nothing to the names of arrays, so the optimizer's arrays have the same names with
-    and without an average.
+    The key `inner` does not appear in names of arrays, so the optimizer's own arrays have the same
+    names with and without an average.
 
     Attributes:
-      inner: the state of the optimizer.
-      count: int32 []; updates averaged.
-      ema: float32 arrays in the tree of the parameters.
+      inner: state of the optimizer.
+      count: int32 []; number of updates averaged.
+      ema: averages, float32 arrays in the tree of the parameters.
     """
 
     inner: Any
@@ -99,7 +100,8 @@ def new_ema_state(inner: Tree, params: Tree) -> EmaState:
 
 
 def as_average(param: jax.Array) -> jax.Array:
-    """Copies a parameter to float32: a step donates both, so they must not share memory."""
+    """Copies a parameter to float32; a step donates parameter and average, so memory must
+    differ."""
     return jnp.array(param, jnp.float32, copy=True)
 
 
@@ -109,10 +111,12 @@ def ema_of(opt_state: Tree) -> Mapping[str, Any] | None:
 
 
 def is_average(weights: Weights, opt_state: Tree) -> bool:
-    """Returns True if `weights` is "ema".
+    """Checks a user's `weights` argument, and returns True if it is "ema".
 
     Args:
-      weights: as a user passes them; opt_state: of the run.
+      weights: argument that the user passed.
+      opt_state: optimizer state of the run.
+
     Raises:
       ValueError: `weights` is not valid, or it is "ema" and the state has no average.
     """
@@ -127,7 +131,7 @@ def is_average(weights: Weights, opt_state: Tree) -> bool:
 
 
 def check_weights(weights: Any) -> None:
-    """Raises ValueError if `weights` is neither "trained" nor "ema"."""
+    """Raises a ValueError if `weights` is neither "trained" nor "ema"."""
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} is not valid; use 'trained' or 'ema'")
 
@@ -135,7 +139,7 @@ def check_weights(weights: Any) -> None:
 def around(
     init: Callable[..., Tree], update: Callable[..., tuple[Tree, Tree]], ema: Ema | None
 ) -> tuple[Callable[..., Tree], Callable[..., tuple[Tree, Tree]]]:
-    """Adds an average of the parameters to an `init` and `update` pair; None: adds nothing."""
+    """Extends a pair (init, update) with an average of the parameters; None returns the pair."""
     if ema is None:
         return init, update
 
@@ -160,7 +164,7 @@ def around(
 
 
 class WithEma(optax.GradientTransformationExtraArgs):
-    """Optax transformation with an average of the parameters in its state.
+    """Optax transformation that also keeps an average of the parameters in its state.
 
     Attributes:
       ema: decay and warm-up of the average.

@@ -1,4 +1,4 @@
-"""Optimizers that are an optax transformation and a fused in-place update."""
+"""Builds optimizers that are both an optax transformation and a fused in-place update."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PARTS = (
     optax.TraceState,
     optax.ScaleByScheduleState,
 )
-"""The optax states that hold arrays; the other states of these optimizers are empty."""
+"""Optax states that hold arrays; the other states of these optimizers are empty."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,11 @@ class Numbers:
     """Scalars and context of one update step.
 
     Attributes:
-      scalars: {name: the rule's scalars}.
+      scalars: {name of a parameter: scalars of the update rule}.
       stochastic: whether bfloat16 arrays are rounded stochastically.
-      context: of the step.
-      average_rate: float32 []; 1 - decay of the average of the parameters; None without an average.
+      context: context of the step.
+      average_rate: float32 []; 1 - decay of the average (EMA) of the parameters; None without an
+        average.
     """
 
     scalars: Mapping[str, Any]
@@ -59,9 +60,9 @@ class Numbers:
         read: tuple[Arrays, ...],
         **more: Any,
     ) -> tuple[Arrays, ...]:
-        """Runs one pass of a rule; returns the new (parameters, *others).
+        """Runs one pass of an update rule over parameters; returns the new (parameters, *others).
 
-        The average, if there is one, is last in `others` and updated in the same pass.
+        If there is an average (EMA), it is the last of `others` and is updated in the same pass.
         """
         if self.average_rate is None:
             return self.update(rule, (params, *others), read, **more).updated
@@ -70,7 +71,8 @@ class Numbers:
         return numbers.update(rule, (params, *others), read, **more).updated
 
     def with_rate(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds `average_rate` to scalars, for an `averaging` rule; shared scalars stay shared."""
+        """Adds `average_rate` to scalars, for an `averaging` rule; equal objects stay one
+        object."""
         rate = self.average_rate
         made = {id(one): averaging_scalars(type(one))(*one, rate) for one in scalars.values()}
         return {name: made[id(one)] for name, one in scalars.items()}
@@ -85,10 +87,12 @@ class Numbers:
         by_row: Container[str] = (),
         out_dtypes: Sequence[Any] = (),
     ) -> Any:
-        """Runs one pass of a rule over all leaves; returns an `Updated` of {name: array}.
+        """Runs one pass of an update rule over all parameters; returns an `Updated` of {name:
+        array}.
 
-        Passes that round need different salts. `by_row`: names of leaves with separate scalars and
-        sums for each row. `out_dtypes`: dtypes of the requested outputs.
+        Passes that round stochastically need different values of `salt`. `by_row` names the
+        parameters with separate scalars and sums for each row. `out_dtypes` are the dtypes of the
+        requested outputs.
         """
         names = sorted(self.scalars)
         if self._is_for_one_kernel(names):
@@ -102,8 +106,9 @@ class Numbers:
 
         def leaf(arrays: Sequence[Any], also_read: Sequence[Any], name: str) -> Updated:
             if is_piece:
-                # A kernel reads memory by its address. Without a barrier XLA 0.12 passes it a slice
-                # that is still in host memory, and then rejects the program that it made.
+                # A kernel reads memory by its address. Without a barrier XLA 0.12 passes a slice
+                # that is still in host memory to the kernel, and then rejects the resulting
+                # program.
                 arrays, also_read = lax.optimization_barrier((arrays, also_read))
             return update(
                 rule,
@@ -119,12 +124,12 @@ class Numbers:
         return update_trees(leaf, updated, read, {name: name for name in self.scalars})
 
     def _rounds(self, updated: tuple[Arrays, ...], name: str) -> bool:
-        """Returns True if the updated values of a leaf are rounded stochastically."""
+        """Returns whether the updated values of a parameter are rounded stochastically."""
         return self.stochastic and any(tree[name].dtype == jnp.bfloat16 for tree in updated)
 
     def _is_for_one_kernel(self, names: Sequence[str]) -> bool:
-        """Returns True if one kernel launch should update all leaves, which is faster than one
-        launch per leaf.
+        """Returns whether one kernel launch should update all parameters, which is faster than one
+        launch per parameter.
         """
         context = self.context
         return context.choice.implementation != "xla" and context.piece is None and len(names) > 1
@@ -159,7 +164,8 @@ class Numbers:
 
 
 def _by_name(sums: jax.Array, rows: Mapping[str, int]) -> Arrays:
-    """Splits concatenated sums of leaves: {name: float32 [] if `rows` is 0, else [rows]}."""
+    """Splits concatenated sums into {name: float32 [], or [rows] if `rows` of the name is above
+    0}."""
     ends = itertools.accumulate(max(1, count) for count in rows.values())
     return {
         name: sums[end - count : end] if count else sums[end - 1]
@@ -168,7 +174,7 @@ def _by_name(sums: jax.Array, rows: Mapping[str, int]) -> Arrays:
 
 
 Run = Callable[[Arrays, tuple[Arrays, ...], Arrays, Numbers], tuple[Arrays, tuple[Arrays, ...]]]
-"""(parameters, moments, gradients, numbers) -> (parameters, moments).
+"""Function (parameters, moments, gradients, numbers) that returns (parameters, moments).
 
 If `numbers` has an `average_rate`, the average of the parameters comes after the moments.
 """
@@ -176,19 +182,21 @@ If `numbers` has an `average_rate`, the average of the parameters comes after th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """Definition of an optimizer: its parts of optax, and the equal fused rule.
+    """Definition of an optimizer, as parts of optax and as an equivalent fused update rule.
 
     Attributes:
       kernel: name of the kernel.
-      chain: (decay, learning rate) -> the optax transformation built from these two parts.
-      moments: fields of optax's state that hold moments, in the order of the rule.
-      scalars: (learning_rate, weight_decay=, count=, gradient_scale=, skip=) -> the rule's scalars.
-      run: updates all leaves.
+      chain: function (decay, learning rate) that builds the optax transformation from these two
+        transformations.
+      moments: fields of optax's state that hold moments, in the order of the update rule.
+      scalars: function (learning_rate, weight_decay=, count=, gradient_scale=, skip=) that returns
+        the scalars of the update rule.
+      run: function that updates all parameters.
       elementwise: whether each element is updated independently, so that a shard may be updated in
         slices.
-      per_layer: see `Optimizer`.
-      one_bit: (this method, options) -> the part that makes it an optimizer with 1-bit
-        communication, see `zerojax.optim.one_bit`; None for all others.
+      per_layer: whether layers stacked in one array are updated as separate arrays.
+      one_bit: function (this method, options) that returns the `OneBit` of an optimizer with 1-bit
+        communication, see `zerojax.optim.one_bit`; None for all other optimizers.
     """
 
     kernel: str
@@ -207,12 +215,12 @@ class Options:
 
     Attributes:
       learning_rate: a number or a schedule.
-      decay: weight decay and groups.
-      clip_norm: limit of the global gradient norm; None does not clip.
-      impl: see `pallas_kernels.choice.choose`.
+      decay: weight decay and parameter groups.
+      clip_norm: maximum of the global gradient norm; None does not clip.
+      impl: requested implementation, see `pallas_kernels.choice.choose`.
       moments_dtype: dtype of the moments; None uses optax's default, the dtype of the parameters.
       stochastic: whether `apply` rounds bfloat16 parameters and moments stochastically.
-      ema: the average of the parameters, stored in an `EmaState`; None for no average.
+      ema: settings of the average of the parameters, stored in an `EmaState`; None for no average.
     """
 
     learning_rate: float | Schedule
@@ -225,17 +233,17 @@ class Options:
 
 
 def make_optimizer(method: Method, options: Options) -> Optimizer:
-    """Builds the optimizer of a method."""
+    """Builds an optimizer from its definition (method) and options."""
     core, dtype, ema = _transformation(method, options), options.moments_dtype, options.ema
 
     def init(params: Tree) -> Tree:
-        options.decay.settings(params)  # raises for a mask or groups that do not fit
+        options.decay.settings(params)  # raises if the mask or a group does not fit the parameters
         state = core.init(params)
         return state if dtype is None else cast_floats(state, dtype)
 
     def apart(layers: Iterable[str]) -> list[str]:
-        # Rolled layers are separate arrays to the user, so they are separate whatever per_layer
-        # says.
+        # To the user, rolled layers (stacked for a loop) are separate arrays, so the update treats
+        # them separately even without per_layer.
         return [name for name in layers if method.per_layer or name in options.decay.stacks]
 
     def update(
@@ -243,9 +251,9 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
     ) -> tuple[Tree, Tree]:
         if method.one_bit is not None:
             raise ValueError(
-                "an optimizer with 1-bit communication has no update outside of the step, because "
-                "each device computes momentum from its own gradients; pass it to zerojax.train "
-                "by itself, not in an optax chain"
+                "this optimizer uses 1-bit communication, so it has no update outside of a "
+                "training step: each device computes momentum from its own gradients; pass it to "
+                "zerojax.train by itself, not in an optax chain"
             )
         extra["layers"] = apart(layers)
         if dtype is None:
@@ -309,7 +317,7 @@ def cast_floats(tree: Tree, dtype: Any) -> Tree:
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
 
-# The optax side
+# The optax transformation
 
 
 def _transformation(method: Method, options: Options) -> Any:
@@ -324,7 +332,7 @@ def _transformation(method: Method, options: Options) -> Any:
 
 
 def _grouped_decay(plain: Any, decay: Decay) -> optax.GradientTransformation:
-    """Builds a weight decay with a factor for each parameter; its state is that of `plain`."""
+    """Builds a weight decay with a factor per parameter; the state's form is that of `plain`."""
 
     def add(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         if params is None:
@@ -336,7 +344,7 @@ def _grouped_decay(plain: Any, decay: Decay) -> optax.GradientTransformation:
 
 
 def _factors_after(rate: Any, decay: Decay) -> optax.GradientTransformation:
-    """Builds a transformation that scales by `rate`, then by each parameter's own factor."""
+    """Builds a transformation that scales updates by `rate`, then by each parameter's factor."""
 
     def scale(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         settings = decay.settings(updates)
@@ -348,11 +356,11 @@ def _factors_after(rate: Any, decay: Decay) -> optax.GradientTransformation:
 
 
 def _spread(like: Tree, by_name: Mapping[str, Any]) -> Tree:
-    # Settings are in the order of the leaves.
+    # Settings have the order of the leaves.
     return jax.tree.unflatten(jax.tree.structure(like), list(by_name.values()))
 
 
-# The fused side
+# The fused update
 
 
 def _apply(
@@ -371,7 +379,7 @@ def begin_update(
     whole: Mapping[str, jax.ShapeDtypeStruct],
     context: UpdateContext,
 ) -> BegunUpdate:
-    """Implements `Optimizer.begin` for a method, including methods that are not elementwise."""
+    """Implements `Optimizer.begin` for any method, including methods that are not elementwise."""
     average, average_rate = None, None
     if options.ema is not None:
         average, average_rate, state = state, options.ema.rate(state.count), state.inner
@@ -397,7 +405,7 @@ def begin_update(
     def run(
         params: Arrays, before: tuple[Arrays, ...], grads: Arrays, piece: jax.Array | None
     ) -> tuple[Arrays, tuple[Arrays, ...]]:
-        if not params:  # possible if all parameters are updated in slices
+        if not params:  # happens if all parameters are updated in slices
             return params, before
         numbers = Numbers(
             scalars={name: by_settings[settings[name]] for name in params},
@@ -411,7 +419,7 @@ def begin_update(
         def advance(part: Any) -> Any:
             changed: dict[str, Any] = {}
             if part is moments:
-                changed |= zip(method.moments, after, strict=False)  # the average may come last
+                changed |= zip(method.moments, after, strict=False)  # the average may be last
             if "count" in part._fields:
                 changed["count"] = next_count(part.count, context)
             return part._replace(**changed)
@@ -428,7 +436,7 @@ def begin_update(
 
 
 def next_count(count: jax.Array, context: UpdateContext) -> jax.Array:
-    """Returns the number of updates applied after this step, int32 []."""
+    """Returns the number of updates applied including this step, int32 []."""
     return jnp.where(context.skip, count, optax.safe_increment(count))
 
 
@@ -437,7 +445,7 @@ def _is_part(node: Any) -> bool:
 
 
 def one_pass(rule: Rule) -> Run:
-    """Returns the `Run` of a rule that updates (parameter, *moments) and reads the gradient."""
+    """Builds the `Run` of a rule that updates (parameter, *moments) and reads the gradient."""
 
     def run(
         params: Arrays, moments: tuple[Arrays, ...], grads: Arrays, numbers: Numbers

@@ -1,4 +1,4 @@
-"""Parameter groups by name, with their own weight decay and learning rate."""
+"""Groups of parameters, chosen by name, with their own weight decay and learning rate."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _VECTOR_NAMES = ("bias", "scale")
 
 
 def is_matrix(name: str, ndim: int) -> bool:
-    """Returns True if weight decay applies: two or more dimensions, and not a bias or scale by
-    name.
+    """Returns whether weight decay applies to a parameter: it has two or more dimensions, and its
+    name is not that of a bias or scale.
 
-    The name is needed for stacked layers, whose biases have two dimensions as well.
+    The name is needed because biases of stacked layers have two dimensions as well.
     """
     return ndim >= 2 and name.rsplit(trees.SEPARATOR, 1)[-1] not in _VECTOR_NAMES
 
@@ -40,8 +40,8 @@ class LeafSettings(NamedTuple):
     """Settings of one parameter.
 
     Attributes:
-      learning_rate_factor: multiplies the optimizer's learning rate.
-      weight_decay: 0 where the mask excludes it.
+      learning_rate_factor: factor of the optimizer's learning rate.
+      weight_decay: weight decay; 0 for parameters that the mask excludes.
     """
 
     learning_rate_factor: float
@@ -53,13 +53,13 @@ class Decay:
     """Rules that give each parameter its weight decay and learning rate.
 
     Attributes:
-      weight_decay: of parameters whose group sets no other.
-      mask: which parameters decay, as in optax: a tree of booleans or a prefix of one, a function
-        of the parameters that returns one, or None for all. It applies in groups as well.
-      groups: (regular expression on names, settings); a parameter belongs to the first that
+      weight_decay: weight decay of parameters whose group sets no other value.
+      mask: mask of decaying parameters, as in optax: a tree of booleans, a prefix of such a tree, a
+        function from the parameters to either, or None for all. It applies within groups as well.
+      groups: pairs (regular expression on names, settings); a parameter belongs to the first that
         matches.
       stacks: {stack of layers: names of its rows}; mask and groups see each row as a separate
-        parameter, and treat all rows of a stack alike.
+        parameter, and all rows of a stack get the same settings.
     """
 
     weight_decay: Any
@@ -69,7 +69,7 @@ class Decay:
 
     @property
     def stored_mask(self) -> Any:
-        """Weight-decay mask for stored parameters, in which layers are stacked."""
+        """Weight-decay mask for the stored parameters, in which layers are stacked in one array."""
         if not self.stacks or self.mask is None:
             return self.mask
         return lambda params: _of_stored(params, self._decaying(self._as_rows(params)), self.stacks)
@@ -78,7 +78,7 @@ class Decay:
         """Returns {name: `LeafSettings`} for a tree of parameters, arrays or structs.
 
         Raises:
-          ValueError: a mask that does not fit the parameters, or a group that changes none.
+          ValueError: the mask does not fit the parameters, or a group changes no parameter.
         """
         if not jax.tree.leaves(params):  # optax calls this on a state without parameters
             return {}
@@ -87,7 +87,7 @@ class Decay:
         return _of_stored(params, self._settings(self._as_rows(params)), self.stacks)
 
     def _as_rows(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns structs of parameters, with each stack replaced by its rows."""
+        """Returns structs of parameters in which the rows of each stack are separate parameters."""
         rows: dict[str, Any] = {}
         for name, x in params.items():
             shape = x.shape[1:] if name in self.stacks else x.shape
@@ -116,7 +116,7 @@ class Decay:
         return {name: settings_of(name) for name in decays}
 
     def _decaying(self, params: Tree) -> dict[str, bool]:
-        """Returns {name: whether it decays}: the mask, broadcast to the leaves."""
+        """Broadcasts the mask to all parameters: {name: whether it decays}."""
         if self.mask is None:
             return dict.fromkeys(trees.flatten_names(params), True)
         mask = self.mask(params) if callable(self.mask) else self.mask
@@ -128,15 +128,15 @@ class Decay:
             raise ValueError(
                 f"mask: its entries ({', '.join(given[:4])}) match neither the parameter names "
                 f"({', '.join(wanted[:4])}) nor a prefix of their tree; pass a function of the "
-                "parameters, such as zerojax.optim.decay_mask, or None for all"
+                "parameters, such as zerojax.optim.decay_mask, or None to let all parameters decay"
             ) from None
 
 
 def _of_stored(
     params: Mapping[str, Any], of_rows: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """Converts values per row to values per stored name, sorted; a stack takes the value of its
-    first row.
+    """Converts {name of a row: value} to {stored name: value}, sorted by name; a stack takes the
+    value of its first row.
     """
     return {name: of_rows[stacks.get(name, (name,))[0]] for name in sorted(params)}
 
@@ -145,8 +145,8 @@ def as_groups(groups: Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> G
     """Builds groups from {regular expression: {"learning_rate_factor": 0.1, "weight_decay": 0.0}}.
 
     Raises:
-      ValueError: an unknown setting (the message names the nearest known one), a wrong value, or a
-        pattern that is not a regular expression.
+      ValueError: a setting is unknown (the message names the nearest one), a value is wrong, or a
+        pattern is not a regular expression.
     """
     pairs: Any = groups.items() if isinstance(groups, Mapping) else groups or ()
     checked = []
@@ -163,10 +163,10 @@ def as_groups(groups: Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> G
 
 
 def assign_groups(names: Iterable[str], patterns: Iterable[str]) -> dict[str, str]:
-    """Returns {name: first pattern that matches it (`re.search`)}, without unmatched names.
+    """Returns {name: first pattern that `re.search` finds in it}, without unmatched names.
 
     Raises:
-      ValueError: a pattern matches nothing, or only names that an earlier pattern already took.
+      ValueError: a pattern matches no name, or only names that an earlier pattern matches.
     """
     names = tuple(names)
     pattern_of: dict[str, str] = {}
@@ -183,7 +183,7 @@ def assign_groups(names: Iterable[str], patterns: Iterable[str]) -> dict[str, st
             raise ValueError(
                 f"groups: the {len(matched)} parameters that {pattern!r} matches already belong "
                 "to earlier "
-                f"groups ({matched[0]!r} to {pattern_of[matched[0]]!r}); put this group before them"
+                f"groups ({matched[0]!r} to {pattern_of[matched[0]]!r}); put this group first"
             )
         pattern_of |= dict.fromkeys(left, pattern)
     return pattern_of

@@ -7,11 +7,11 @@ and increases after many steps without overflow (Micikevicius et al. 2018, arXiv
 
 The rules are those of DeepSpeed at stages 1 to 3 (`DynamicLossScaler.update_scale` in
 `deepspeed/runtime/fp16/loss_scaler.py`, defaults of `deepspeed/runtime/precision_config.py`).
-Differences: these rules also hold at stage 0, where DeepSpeed's `FP16_Optimizer` has neither
-hysteresis nor an error at the minimum; the scale has a maximum; and where DeepSpeed raises,
-`update` returns `at_floor` and the caller stops the run. DeepSpeed's ZeRO optimizers update the
-scale before they divide by it, so gradients are half as large in a step that doubles the scale;
-here, divide by the scale in the state before the update.
+Differences: the rules also apply at stage 0, where DeepSpeed's `FP16_Optimizer` has neither
+hysteresis nor an error at the minimum; the scale has a maximum; and in place of DeepSpeed's error,
+`update` returns `at_floor`, and the caller stops the run. DeepSpeed's ZeRO optimizers update the
+scale before they divide by it, so gradients are half as large in a step that doubles the scale.
+With this module, divide by the scale in the state before the update.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ State = dict[str, jax.Array]
 
 
 def init(config: LossScale) -> State:
-    """Returns the state of the loss scale before the first step.
+    """Builds the state of the loss scale before the first step.
 
     Returns:
-      "scale" float32 []; "good_steps" int32 [], finite steps since the last overflow; "hysteresis"
-      int32 [], number of overflows from now until the scale decreases.
+      "scale": float32 []. "good_steps": int32 [], number of finite steps since the last overflow.
+      "hysteresis": int32 [], number of further overflows after which the scale decreases.
     """
     scale = config.initial if config.static is None else config.static
     return {
@@ -45,13 +45,14 @@ def update(config: LossScale, state: State, finite: Any) -> tuple[State, jax.Arr
     """Updates the state of the loss scale after a step, skipped or not. Works under `jax.jit`.
 
     Args:
-      state: from `init` or `update`; its scale is the one that the step's loss was multiplied by.
+      config: settings of the loss scale.
+      state: state from `init` or `update`; the step's loss was multiplied by its scale.
       finite: bool []; whether the loss and all gradients were finite.
 
     Returns:
-      (the next state, at_floor bool []). `at_floor`: the scale is at its minimum and this overflow
-        would have decreased it, so no scale avoids the overflow; DeepSpeed raises here. If the
-        caller continues, the scale stays at the minimum. Always False for a static scale.
+      (next state, at_floor bool []). `at_floor` is True if this overflow would decrease the scale
+      below its minimum, so that no scale avoids the overflow; DeepSpeed raises an error then. If
+      the caller continues, the scale stays at the minimum. Always False for a static scale.
     """
     if config.static is not None:
         return init(config), jnp.asarray(False)

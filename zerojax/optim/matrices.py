@@ -1,9 +1,9 @@
 """Runs functions of whole matrices on sharded arrays, and Newton-Schulz orthogonalization.
 
-Knows shapes and mesh axes; never an optimizer. Each matrix is gathered from its shards on one
-device and split again afterwards. Matrices of equal size are distributed over the devices that
-shard them, so each device computes its part of them. A replicated matrix is computed on every
-device.
+Independent of any optimizer: works with shapes and mesh axes. Each matrix is gathered from its
+shards on one device, and the result is split again. Matrices of equal size are distributed over the
+devices that shard them, so each device computes a part of them. Every device computes all
+replicated matrices.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from optax.contrib import MuonDimensionNumbers
 
 Dims = Sequence[tuple[str, ...]]
 SCOPE = "whole_matrices"
-"""Named scope of the operations that gather and split matrices; compiled programs contain it."""
+"""Named scope, visible in compiled programs, of the operations that gather and split matrices."""
 
 
 @jax.named_scope("newton_schulz")
 def newton_schulz(x: jax.Array, coefficients: jax.Array, *, steps: int, eps: float) -> jax.Array:
-    """Returns nearly orthogonal matrices with the singular vectors of the input, as optax does.
+    """Computes nearly orthogonal matrices with the input's singular vectors, as optax does.
 
     Args:
-      x: float32 [matrices, rows, columns].
-      coefficients: float32 [3], of X, (XX')X and (XX')^2 X.
+      x: matrices, float32 [matrices, rows, columns].
+      coefficients: float32 [3], factors of X, (XX')X and (XX')^2 X in one iteration.
       steps: number of iterations.
-      eps: added to the Frobenius norm, by which each matrix is divided first.
+      eps: number added to the Frobenius norm, by which each matrix is divided first.
     """
-    turned = x.shape[1] > x.shape[2]  # XX' of the shorter side costs less
+    turned = x.shape[1] > x.shape[2]  # the product XX' of the shorter side costs less
     x = x.swapaxes(1, 2) if turned else x
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + eps)
     first, second, third = coefficients
@@ -45,23 +45,23 @@ def newton_schulz(x: jax.Array, coefficients: jax.Array, *, steps: int, eps: flo
 
 
 def newton_schulz_flops(rows: int, columns: int, *, steps: int) -> int:
-    """Returns the floating-point operations of the matrix products for one matrix."""
+    """Returns the number of floating-point operations of the matrix products for one matrix."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixStack:
-    """Layout of an array as a stack of matrices, and of their parts in a shard.
+    """Layout of an array as a stack of matrices, and of the part that a shard holds.
 
     Attributes:
-      order: permutation of the dimensions: those that count matrices, then one side, then the
-        other. Within a side, split dimensions come first, which permutes rows or columns.
-        Newton-Schulz commutes with permutations and with the transpose, so the result is the same.
-        This gives `up` and `down` of an MLP the same order of sides.
-      count: matrices of which a device has parts.
-      size: of the device's part of a matrix, one number per side.
-      splits: (side, mesh axes) of each dimension that is split, in the order of their exchange.
+      order: permutation of the dimensions: first those that count matrices, then those of one
+        side, then those of the other side. Within a side, split dimensions come first, which
+        permutes rows or columns. Newton-Schulz commutes with permutations and with the transpose,
+        so the result is the same. `up` and `down` of an MLP get the same order of sides.
+      count: number of matrices of which a device holds parts.
+      size: size of the device's part of a matrix, one number per side.
+      splits: (side, mesh axes) of each split dimension, in the order in which they are gathered.
     """
 
     order: tuple[int, ...]
@@ -71,7 +71,8 @@ class MatrixStack:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Class of the stack: matrices of stacks with equal classes are distributed together."""
+        """Key of the stack's layout; matrices of stacks with equal keys are distributed
+        together."""
         return self.size, self.splits
 
     def to_matrices(self, shard: jax.Array) -> jax.Array:
@@ -88,9 +89,9 @@ def as_stack(shape: Sequence[int], dims: Dims, matrix: MuonDimensionNumbers) -> 
     """Returns the layout of the matrices in an array.
 
     Args:
-      shape: of a shard.
-      dims: for each dimension the mesh axes that split it.
-      matrix: the dimensions of rows and of columns; the others count matrices.
+      shape: shape of a shard.
+      dims: for each dimension, the mesh axes that split it.
+      matrix: dimensions of rows and of columns; the other dimensions count matrices.
     """
     sides = []
     for side in (matrix.reduction_axis, matrix.output_axis):
@@ -110,7 +111,7 @@ def as_stack(shape: Sequence[int], dims: Dims, matrix: MuonDimensionNumbers) -> 
 
 
 def classes_of(stacks: Mapping[str, MatrixStack]) -> list[list[str]]:
-    """Groups names of stacks by `MatrixStack.kind`, groups in order of their first stack."""
+    """Groups stacks with equal `MatrixStack.kind` by name, in order of each group's first stack."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for name, stack in stacks.items():
         found.setdefault(stack.kind, []).append(name)
@@ -119,12 +120,12 @@ def classes_of(stacks: Mapping[str, MatrixStack]) -> list[list[str]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixExchange:
-    """All-to-all that gathers the matrices of a class along one split side, or splits them again.
+    """All-to-all that gathers matrices along one split side, or splits them again.
 
     Attributes:
       axes: mesh axes of the devices that take part.
       size: number of these devices.
-      elements: of one device's part, padded to a multiple of `size` matrices.
+      elements: number of elements that one device holds, padded to a multiple of `size` matrices.
     """
 
     axes: tuple[str, ...]
@@ -135,11 +136,11 @@ class MatrixExchange:
 def exchanges_of(
     stacks: Sequence[MatrixStack], axis_sizes: Mapping[str, int]
 ) -> tuple[list[MatrixExchange], int]:
-    """Returns (the all-to-alls of a class, number of whole matrices that one device computes).
+    """Returns (all-to-alls of a class of stacks, number of whole matrices that a device computes).
 
     Args:
-      stacks: of one class.
-      axis_sizes: mesh axis -> size.
+      stacks: stacks of one class, that is with equal `MatrixStack.kind`.
+      axis_sizes: {mesh axis: size}.
     """
     count, (rows, columns) = sum(stack.count for stack in stacks), stacks[0].size
     sides, made = [rows, columns], []
@@ -158,15 +159,16 @@ def on_whole_matrices(
 ) -> dict[str, jax.Array]:
     """Applies a function of whole matrices to shards; call it inside `shard_map`.
 
-    Uses two all-to-alls for each class and each split dimension: the first turns parts of all
-    matrices into whole matrices, some on each device; the second reverses this.
+    Uses two all-to-alls for each class (`classes_of`) and each split dimension. The first one turns
+    parts of all matrices on each device into some whole matrices on each device; the second one
+    reverses this.
 
     Args:
-      function: [matrices, rows, columns] -> the same shape, each matrix independently. It must
-        commute with permutations of rows or columns and with the transpose, and return zero for
-        zero.
-      shards: {name: an array of any dimensions}.
-      stacks: of the same names.
+      function: function from [matrices, rows, columns] to the same shape that treats each matrix
+        independently. It must commute with permutations of rows or columns and with the transpose,
+        and return zero for zero.
+      shards: {name: this device's shard, an array with any number of dimensions}.
+      stacks: {name: layout of its matrices}.
 
     Returns:
       {name: this device's shard of the result}.
@@ -193,7 +195,7 @@ def _on_one_class(
         with jax.named_scope(SCOPE):
             x = jnp.pad(x, ((0, -len(x) % lax.axis_size(axes)), (0, 0), (0, 0)))
             # Without a barrier XLA for CPUs (jax 0.10.2) gives the padding and stacks of one layer
-            # their own layouts, and then rejects its own all-to-all of them.
+            # different layouts, and then rejects the all-to-all that it built from them.
             x = lax.optimization_barrier(x)
             x = lax.all_to_all(x, axes, split_axis=0, concat_axis=1 + side, tiled=True)
     x = function(x)
@@ -204,7 +206,7 @@ def _on_one_class(
 
 
 def fans(shape: Sequence[int], matrix: MuonDimensionNumbers) -> tuple[int, int]:
-    """Returns (rows, columns) of the matrices in an array of this shape."""
+    """Returns (number of rows, number of columns) of the matrices in an array of this shape."""
     sides = (_as_tuple(matrix.reduction_axis), _as_tuple(matrix.output_axis))
     rows, columns = (math.prod(shape[dim] for dim in side) for side in sides)
     return rows, columns

@@ -39,7 +39,7 @@ def adamw(
 ) -> Optimizer:
     """Builds AdamW (arXiv:1711.05101), with the defaults and the state of `optax.adamw`.
 
-    With clipping the state is inside that of an `optax.chain`. The usual recipe of language models
+    With clipping, the state has the form of an `optax.chain`. The usual recipe for language models
     is the default of `zerojax.OptimizerConfig`: b2 0.95, weight_decay 0.1 with mask
     `zerojax.optim.decay_mask`, clip_norm 1.
 
@@ -47,16 +47,17 @@ def adamw(
       learning_rate: a number, or a function of the number of updates applied.
       b1, b2: decay of the first and second moment. b1 may also be a function of the number of
         updates applied.
-      eps: added to the root of the second moment.
-      weight_decay: per unit of learning rate.
-      mask: which parameters decay, as in optax; None: all. `zerojax.optim.decay_mask`: matrices,
-        not biases, norms and scales.
-      clip_norm: limit of the global gradient norm; None does not clip.
+      eps: number added to the root of the second moment.
+      weight_decay: weight decay per unit of learning rate.
+      mask: mask of decaying parameters, as in optax; None decays all parameters.
+        `zerojax.optim.decay_mask` decays matrices, but not biases, norms and scales.
+      clip_norm: maximum of the global gradient norm; None does not clip.
       groups: {regular expression on names: {"learning_rate_factor": 0.1, "weight_decay": 0.0}}; a
-        parameter belongs to the first that matches. A group's learning rate is the optimizer's
-        times the factor. Settings that a group omits keep the optimizer's values, and the mask
-        applies in groups as well.
-      impl: "auto", "xla", "mosaic_gpu" or "interpret", see `pallas_kernels.choice.choose`.
+        parameter belongs to the first group that matches. A group's learning rate is the
+        optimizer's learning rate times the factor. Omitted settings keep the optimizer's values,
+        and the mask applies within groups as well.
+      impl: implementation of the update: "auto", "xla", "mosaic_gpu" or "interpret", see
+        `pallas_kernels.choice.choose`.
 
     Raises:
       ValueError, TypeError: a number is out of range, or a setting is unknown. `init` raises for a
@@ -89,11 +90,12 @@ def lion(
 ) -> Optimizer:
     """Builds Lion (arXiv:2302.06675): one moment, and updates by the sign of an average.
 
-    Defaults and state are those of `optax.lion`, other arguments and errors those of `adamw`. The
-    paper recommends AdamW's learning rate divided by 3 to 10, and its decay times as much.
+    Defaults and state are those of `optax.lion`; further arguments and errors are those of
+    `adamw`. The paper recommends a learning rate 3 to 10 times smaller than AdamW's, and a weight
+    decay larger by the same factor.
 
     Args:
-      b1: weight of the moment in the sign.
+      b1: weight of the moment in the average whose sign is the update.
       b2: decay of the moment.
     """
     check_numbers(b1=b1, b2=b2)
@@ -131,18 +133,18 @@ def lamb(
 ) -> Optimizer:
     """Builds LAMB (arXiv:1904.00962): AdamW with each array's update scaled to the array's norm.
 
-    Defaults and state are those of `optax.lamb`, other arguments and errors those of `adamw`.
-    There is one ratio of norms per array, over all of its shards, as in optax. Layers stacked in
-    arrays [layers, ...] for a loop get one ratio per layer within the step, as in the paper and as
-    `optax.lamb` has for layers in separate arrays; the plan lists these arrays. Outside of the
-    step, `update` does not know the layers: pass their names, `update(gradients, state, params,
-    layers={"blocks/kernel"})`.
+    Defaults and state are those of `optax.lamb`; further arguments and errors are those of `adamw`.
+    Each array has one trust ratio (ratio of norms) over all of its shards, as in optax. If layers
+    are stacked in an array [layers, ...] for a loop, each layer has its own ratio within the step,
+    as in the paper and in `optax.lamb` with one array per layer; the plan lists these arrays.
+    Outside of the step, `update` does not know which arrays are stacks; pass their names:
+    `update(gradients, state, params, layers={"blocks/kernel"})`.
 
     Parameters are updated after the ratios are known, from the moments as stored: bfloat16 moments
     are rounded before the update uses them.
 
     Args:
-      per_layer: False: one ratio for all layers that are stacked in an array.
+      per_layer: whether each layer of a stack has its own ratio; False uses one for the array.
     """
     check_numbers(b1=b1, b2=b2, eps=eps)
     return make_optimizer(
@@ -179,9 +181,9 @@ def sgd(
     `optax.chain(add_decayed_weights, sgd)`. Other arguments and errors are those of `adamw`.
 
     Args:
-      momentum: decay of the sum of gradients; None keeps no sum.
-      nesterov: use Nesterov momentum (Sutskever et al., ICML 2013).
-      weight_decay: times the parameter, added to the gradient before the momentum.
+      momentum: decay of the running sum of gradients; None keeps no sum.
+      nesterov: whether to use Nesterov momentum (Sutskever et al., ICML 2013).
+      weight_decay: factor of the parameter that is added to the gradient before the momentum.
     """
     if momentum is None and nesterov:
         raise ValueError("nesterov=True needs momentum, which is None; 0.9 is usual")
@@ -211,12 +213,12 @@ def sgd(
 
 
 def scale_by_adam(b1: float | Schedule, b2: float, eps: float) -> optax.GradientTransformation:
-    """Returns `optax.scale_by_adam` with a `b1` that may be a schedule; the state is the same."""
+    """Builds `optax.scale_by_adam` for a `b1` that may be a schedule; the state is the same."""
     return _scheduled(lambda b1: optax.scale_by_adam(b1, b2, eps), b1)
 
 
 def adam_scalars(b1: float | Schedule, b2: float, eps: float) -> Callable[..., Any]:
-    """Returns the function `Method.scalars` of AdamW and LAMB."""
+    """Builds the function `Method.scalars` of AdamW and LAMB."""
 
     def scalars(rate: Any, *, count: Any, **step: Any) -> optimizers.AdamScalars:
         now = _at(b1, count)
@@ -226,14 +228,14 @@ def adam_scalars(b1: float | Schedule, b2: float, eps: float) -> Callable[..., A
 
 
 def _at(b1: float | Schedule, count: Any) -> Any:
-    """Returns b1 for update `count`, counted from 1; a plain number keeps double precision."""
+    """Evaluates b1 for update `count`, counted from 1; a constant keeps double precision."""
     return jnp.asarray(b1(count - 1), jnp.float32) if callable(b1) else b1
 
 
 def _scheduled(
     make: Callable[[Any], optax.GradientTransformation], b1: float | Schedule
 ) -> optax.GradientTransformation:
-    """Returns `make(b1)`, or for a schedule a transformation that calls `make` for each update."""
+    """Returns `make(b1)`; for a schedule, a transformation that calls `make` at each update."""
     if not callable(b1):
         return make(b1)
 
@@ -245,7 +247,7 @@ def _scheduled(
 
 
 def _scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
-    """Returns `optax.scale_by_trust_ratio`, mapped over layers for the parameters in `layers`."""
+    """Builds `optax.scale_by_trust_ratio`, applied per layer to the parameters in `layers`."""
     plain = optax.scale_by_trust_ratio()
 
     def update(
@@ -273,8 +275,8 @@ def lamb_passes(
     """Runs LAMB's two passes: new moments and their norms, then new parameters.
 
     Args:
-      params, moments, grads, numbers: as in `Run`.
-      taken: {name: ratio of norms} -> the ratios that updates are multiplied by.
+      params, moments, grads, numbers: arguments of a `Run`.
+      taken: function from {name: ratio of norms} to the ratios that multiply the updates.
     """
     layers = numbers.context.layers
     moments, average = moments[:2], moments[2:]
@@ -287,7 +289,7 @@ def lamb_passes(
             for name, scalars in numbers.scalars.items()
         },
     )
-    # The salt gives other bits than the first moment's, which used the first bits of the seed.
+    # With another salt the random bits differ from those that rounded the first moment.
     new = second.update_params(
         optimizers.LAMB_APPLY, params, average, half.updated, salt=0x5BD1E995, by_row=layers
     )
@@ -297,10 +299,10 @@ def lamb_passes(
 def trust_ratios(
     sums: tuple[Arrays, ...], context: UpdateContext, layers: Mapping[str, tuple[str, ...]]
 ) -> dict[str, jax.Array]:
-    """Returns LAMB's trust ratios over all shards, {name: float32 [] or [layers of this shard]}.
+    """Computes LAMB's trust ratios over all shards: {name: float32 [] or [layers of this shard]}.
 
-    Uses one collective for all leaves with the same sharding. Sums of layers are over the shards of
-    these layers.
+    Uses one collective for all parameters with the same sharding. A layer's sums cover all shards
+    of this layer.
     """
     split_alike: dict[tuple[str, ...], list[str]] = {}
     for name in sums[0]:
@@ -334,7 +336,7 @@ def _options(
             "zerojax supports as well"
         )
     if impl not in get_args(Impl):
-        choose(impl, kernel=kernel)  # raises and lists the valid values
+        choose(impl, kernel=kernel)  # raises an error that lists the valid values
     check_numbers(weight_decay=weight_decay, clip_norm=clip_norm)
     if not callable(learning_rate):
         check_numbers(learning_rate=learning_rate)
@@ -363,9 +365,9 @@ _RANGES["ns_eps"] = _RANGES["eps"]
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Raises if a hyperparameter is out of its range; does not check arrays.
+    """Checks that hyperparameters are in their ranges; raises a ValueError if not.
 
-    `optax.inject_hyperparams` passes arrays.
+    Arrays, which `optax.inject_hyperparams` passes, are not checked.
     """
     for name, value in numbers.items():
         holds, limit = _RANGES[name]

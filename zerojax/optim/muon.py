@@ -1,4 +1,4 @@
-"""Muon: in place on shards, and as `optax.contrib.muon` with the same state."""
+"""Muon, as an in-place update of shards and as `optax.contrib.muon` with the same state."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Tree = Any
 Dimensions = Callable[[Tree], Tree] | None
 
 _PARTS = (MuonState, optax.ScaleByAdamState, optax.ScaleByScheduleState)
-"""The optax states that change; the other states of these transformations are empty."""
+"""Optax states that change; the other states of these transformations are empty."""
 _LATE = 2**30
-"""Number of updates after which the bias correction of a momentum is 1."""
+"""Number of updates after which the bias correction of a momentum equals 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
-    """The arguments of `muon`, and four further settings.
+    """Arguments of `muon`, and four further settings.
 
     Attributes:
-      rule: `rule_of` the argument `dimensions`.
+      rule: result of `rule_of` for the argument `dimensions`.
       moments_dtype: dtype of the moments; None uses optax's default, the dtype of the parameters.
       stochastic: whether bfloat16 parameters and moments are rounded stochastically.
-      ema: as in `fused.Options`.
+      ema: settings of the average of the parameters; None for no average.
     """
 
     learning_rate: float | Schedule
@@ -92,36 +92,39 @@ def muon(
     """Builds Muon (arXiv:2502.16982): orthogonalized updates for matrices, Adam for other
     parameters.
 
-    Defaults and state are those of `optax.contrib.muon`, but for `dimensions`; with clipping the
-    state is inside that of an `optax.chain`.
-    Elements are updated in place on shards. For the matrix products (Newton-Schulz) each matrix is
-    gathered on one device: matrices of equal size, of all stacks of layers, are distributed over
-    the devices that shard them, in float32. Replicated matrices are computed on every device. The
+    Defaults and state are those of `optax.contrib.muon`, except for `dimensions`; with clipping the
+    state has the form of an `optax.chain`.
+    Elements are updated in place on shards. For the matrix products (Newton-Schulz), each matrix is
+    gathered on one device in float32: matrices of equal size, from all stacks of layers, are
+    distributed over the devices that shard them. Every device computes all replicated matrices. The
     plan's reasons list both groups.
 
     Args:
-      learning_rate: of matrices.
-      adam_learning_rate: of other parameters; None: that of matrices.
+      learning_rate: learning rate of matrices.
+      adam_learning_rate: learning rate of other parameters; None uses that of matrices.
       beta: decay of the momentum.
       nesterov: whether to use Nesterov momentum.
-      ns_steps: iterations of Newton-Schulz.
-      weight_decay, adam_weight_decay: of matrices and of other parameters, per unit of learning
-        rate.
+      ns_steps: number of Newton-Schulz iterations.
+      weight_decay: weight decay of matrices per unit of learning rate.
       adam_b1, adam_b2: decay of Adam's moments.
-      eps: added to the root of Adam's second moment; ns_eps: added to norms of matrices, None:
-        `eps`.
+      adam_weight_decay: weight decay of other parameters per unit of learning rate.
+      eps: number added to the root of Adam's second moment.
       consistent_rms: None multiplies an orthogonal matrix by sqrt(columns / rows), at least 1. A
         number (0.2 is usual) multiplies it by this number times sqrt(max(rows, columns)), so that
         AdamW's learning rates can be used.
-      dimensions: parameters -> tree with the `optax.contrib.MuonDimensionNumbers` of matrices and
-        None elsewhere; None: every 2-D array is a matrix. With the default, a plan reads the
-        products in the loss: experts' matrices count one by one, routers are Adam's, and a model
-        without names like those of zerojax's has as matrices what the loss only multiplies, except
-        its head.
-      clip_norm, impl: as in `adamw`.
-      bias_correction: whether the momentum's bias toward its start at 0 is corrected, as in optax.
+      dimensions: function from the parameters to a tree with an
+        `optax.contrib.MuonDimensionNumbers` for each matrix and None elsewhere. None treats every
+        2-D array as a matrix. With the default, a plan reads the matrix products in the loss: each
+        expert's matrix is a separate matrix, and Adam updates routers. In a model without names
+        like those of zerojax's models, a parameter that the loss uses only in matrix products is a
+        matrix, except the head.
+      clip_norm: maximum of the global gradient norm; None does not clip.
+      impl: implementation of the update, as for `zerojax.adamw`.
+      ns_eps: number added to norms of matrices; None uses `eps`.
+      bias_correction: whether to correct the momentum's bias toward its start at 0, as in optax.
         Muon's author (https://kellerjordan.github.io/posts/muon/) and DeepSpeed do not correct it.
-      adam_nesterov: whether Adam uses Nesterov momentum, too; None: as `nesterov`, as in optax.
+      adam_nesterov: whether Adam uses Nesterov momentum, too; None uses the value of `nesterov`,
+        as in optax.
 
     Raises:
       ValueError, TypeError: a number is out of range.
@@ -144,7 +147,7 @@ def muon(
         clip_norm=clip_norm,
     )
     if impl not in get_args(Impl):
-        choose(impl, kernel="muon")  # raises and lists the valid values
+        choose(impl, kernel="muon")  # raises an error that lists the valid values
     return _make(
         _Options(
             learning_rate=learning_rate,
@@ -219,7 +222,7 @@ def _make(options: _Options) -> Optimizer:
 
 
 def _with_uses(options: _Options, uses: Uses) -> Optimizer:
-    """Returns Muon for the matrices that its rule chooses by the uses of parameters in a loss."""
+    """Returns Muon with matrices chosen by its rule from the uses of parameters in a loss."""
     if options.rule is None:
         return _make(options)
     chosen, stated = options.rule(uses), options.dimensions
@@ -227,13 +230,13 @@ def _with_uses(options: _Options, uses: Uses) -> Optimizer:
     def dimensions(params: Tree) -> Tree:
         if isinstance(params, Mapping):
             return {name: chosen.get(name) for name in params}
-        return None if stated is None else stated(params)  # placeholders of optax
+        return None if stated is None else stated(params)  # params may be optax's placeholders
 
     return _make(dataclasses.replace(options, dimensions=dimensions))
 
 
 def _plain(options: _Options) -> Any:
-    """Builds Muon as an optax transformation, without an update in place."""
+    """Builds Muon as a plain optax transformation, without an in-place update."""
     core = _as_optax_has_it(options, options.eps, options.nesterov)
     changed = (options.ns_eps, options.adam_nesterov) != (options.eps, options.nesterov)
     if changed or not options.bias_correction:
@@ -244,7 +247,7 @@ def _plain(options: _Options) -> Any:
 
 
 def _apart(options: _Options) -> optax.GradientTransformation:
-    """Combines two of optax's Muon transformations with different settings: for matrices, and for
+    """Combines two Muon transformations of optax with different settings: one for matrices, one for
     other parameters.
     """
     of_matrices = _as_optax_has_it(options, options.ns_eps, options.nesterov)
@@ -268,7 +271,7 @@ def _with_counts(state: Tree, count_of: Callable[[jax.Array], Any]) -> Tree:
 
 
 def _numbers(options: _Options, params: Tree) -> Tree:
-    """Returns a tree with `MuonDimensionNumbers` for matrices and None for other parameters."""
+    """Builds a tree with `MuonDimensionNumbers` for matrices and None for other parameters."""
     if options.dimensions is not None:
         return options.dimensions(params)
     return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
@@ -306,7 +309,7 @@ def _is_part(node: Any) -> bool:
     return isinstance(node, _PARTS)
 
 
-# The fused side
+# The fused update
 
 
 def _apply(
@@ -330,7 +333,7 @@ def _apply(
         new, momentum, *moved = _update_matrices(options, given, kinds, numbers)
         averages = {name: x for each in moved for name, x in each.items()}
     if others:
-        # Both parts have applied the same number of updates.
+        # Matrices and other parameters have the same number of applied updates.
         state_of_others = of_others._replace(count=of_matrices.count)
         given = (others, grads, state_of_others, own(others))
         changed, *moved = _update_others(options, given, numbers)
@@ -360,7 +363,7 @@ def _apply(
 def _matrices(
     options: _Options, whole: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, tuple[MuonDimensionNumbers, float]]:
-    """Returns {name: (dimensions, factor of the orthogonal matrix)} of the matrices."""
+    """Returns {name of a matrix: (dimensions, factor of the orthogonal matrix)}."""
     kinds = {}
     for name, dims in _numbers(options, dict(whole)).items():
         if dims is None:
@@ -382,8 +385,9 @@ def _update_matrices(
     """Updates the matrices; returns (matrices, momentum, and the average if there is one).
 
     Args:
-      arrays: (matrices, gradients, the state of their momentum, () or their average).
-      numbers: without scalars.
+      arrays: (matrices, gradients, state of their momentum, () or a tuple with their average).
+      kinds: {name: (dimensions, factor of the orthogonal matrix)}.
+      numbers: context of the update, without scalars.
     """
     params, grads, state, averages = arrays
     context = numbers.context
@@ -418,7 +422,7 @@ def _update_matrices(
     descent = dataclasses.replace(
         numbers, scalars={name: by_scale[kinds[name][1]] for name in params}
     )
-    # The salt gives other bits than the momentum's, which used the first bits of the seed.
+    # With another salt the random bits differ from those that rounded the momentum.
     new = descent.update_params(
         rules.MUON_DESCENT, params, averages, (directions,), salt=0x5BD1E995
     )
@@ -430,7 +434,11 @@ def _update_others(
     arrays: tuple[Arrays, Arrays, Any, tuple[Arrays, ...]],
     numbers: Numbers,
 ) -> tuple[Arrays, ...]:
-    """Updates all other parameters with Adam; arguments are as in `_update_matrices`.
+    """Updates all parameters that are not matrices with Adam.
+
+    Args:
+      arrays: (parameters, gradients, Adam's state, () or a tuple with the parameters' average).
+      numbers: context of the update, without scalars.
 
     Returns:
       (parameters, first moments, second moments, and the average if there is one).

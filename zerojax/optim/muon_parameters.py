@@ -1,7 +1,7 @@
-"""Parameters that Muon treats as matrices: by their names, or by their products in a traced loss.
+"""Finds the parameters that Muon treats as matrices: by name, or by products in a traced loss.
 
-Experts' matrices count one by one. Adam updates routers, embeddings and heads, as Muon's authors
-recommend for embeddings and heads.
+Each expert's matrix is a separate matrix. Adam updates routers, embeddings and heads; Muon's
+authors recommend this for embeddings and heads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Dimensions = dict[str, MuonDimensionNumbers | None]
 LAYER_KERNELS = r"^blocks/.*kernel$"
 """Regular expression on the names of layers' matrices in zerojax's models."""
 _EXPERTS = r"^blocks/.*experts/(gate|up|down)$"
-"""Regular expression on the names of experts, [layers, experts, inputs, outputs]."""
+"""Regular expression on the names of experts' arrays, [layers, experts, inputs, outputs]."""
 _ROUTERS = r"(^|/)router/kernel$"
 _JOINS_HEADS = ("output", "out")
 
@@ -35,27 +35,28 @@ _JOINS_HEADS = ("output", "out")
 def muon_dimensions(params: Tree, *, kernels: str = LAYER_KERNELS) -> Tree:
     """Returns the `muon_weight_dimension_numbers` of `optax.contrib.muon` for stacked layers.
 
-    By default, Optax's Muon treats every 2-D array as a matrix and gives all others to Adam. For
-    stacked layers this is wrong: it takes biases [layers, width] and leaves out kernels [layers,
-    inputs, outputs]. With this function each layer's kernel is a matrix, and so is that of each
-    expert of `zerojax.zoo.MoE`. Adam updates embeddings, the head, routers, biases and scales.
+    By default, optax's Muon treats every 2-D array as a matrix and gives all others to Adam. For
+    stacked layers this is wrong: it includes biases [layers, width] and excludes kernels [layers,
+    inputs, outputs]. With this function each layer's kernel is a matrix, and so is the kernel of
+    each expert of `zerojax.zoo.MoE`. Adam updates embeddings, the head, routers, biases and scales.
 
         optax.contrib.muon(0.02, muon_weight_dimension_numbers=zerojax.optim.muon_dimensions)
 
-    The function knows names and shapes only. A plan with `zerojax.muon` reads the products in the
-    loss instead, so that it knows the experts and routers of any model with `zerojax.experts`.
+    This function uses only names and shapes. A plan with `zerojax.muon` reads the products in the
+    loss instead, and so finds the experts and routers of any model with `zerojax.experts`.
 
     Args:
-      params: a tree of arrays; dimension 0 of a kernel counts layers.
-      kernels: regular expression on their names. Shapes are [layers, inputs, outputs], or with
-        attention heads [layers, inputs, heads, size]; a layer named "output" or "out" has its heads
-        first, [layers, heads, size, outputs].
+      params: tree of arrays; dimension 0 of a kernel counts layers.
+      kernels: regular expression on the kernels' names. Their shapes are [layers, inputs, outputs],
+        or with attention heads [layers, inputs, heads, size]; for a layer named "output" or "out",
+        [layers, heads, size, outputs].
 
     Returns:
-      The tree with `MuonDimensionNumbers` where a parameter is a matrix and None elsewhere.
+      The tree with a `MuonDimensionNumbers` for each parameter that is a matrix, and None
+      elsewhere.
 
     Raises:
-      ValueError: no parameter has such a name, or one does not have 3 or 4 dimensions.
+      ValueError: no name matches `kernels`, or a matching array does not have 3 or 4 dimensions.
     """
     arrays = trees.flatten_names(params)
     found = [name for name in arrays if re.search(kernels, name)]
@@ -94,13 +95,13 @@ def _dimensions(name: str, ndim: int) -> MuonDimensionNumbers:
 def matrices_by_shape(params: Tree) -> Tree:
     """Returns the parameters that DeepSpeed's Muon treats as matrices (`set_optimizer_flags`).
 
-    These are all with two or more dimensions, except those with "embed" or "lm_head" in their
-    names. In stacked layers, each layer's kernel counts (`muon_dimensions`), and stacked biases and
-    scales do not.
+    These are all parameters with two or more dimensions, except those with "embed" or "lm_head" in
+    their names. In stacked layers, each layer's kernel is a matrix (`muon_dimensions`), and stacked
+    biases and scales are not.
 
     Raises:
-      ValueError: an array outside of stacks has more than two dimensions, and its name does not say
-        which of them are rows.
+      ValueError: an array outside of stacks has more than two dimensions, and its name does not
+        tell which of them are rows.
     """
     arrays = trees.flatten_names(params)
     found = {name: _by_shape(name, jnp.ndim(array)) for name, array in arrays.items()}
@@ -125,21 +126,22 @@ def _by_shape(name: str, ndim: int) -> MuonDimensionNumbers | None:
     )
 
 
-# By the products of a traced loss
+# Matrices found by the products of a traced loss
 
 Rule = Callable[[Uses], Dimensions]
-"""Uses of all trained parameters -> {name: dimensions of its matrices, or None for Adam}."""
+"""Function from the uses of all trained parameters to {name: dimensions of its matrices, or None
+for Adam}."""
 
 
 def rule_of(dimensions: Any) -> Rule | None:
-    """Returns the rule that chooses Muon's matrices by a traced loss; None to keep `dimensions`.
+    """Returns the rule that chooses Muon's matrices from a traced loss; None to keep `dimensions`.
 
     Args:
       dimensions: the argument of `muon`.
 
     Returns:
-      The rule for `muon_dimensions`, also as a `functools.partial` with `kernels`, and for
-      `matrices_by_shape`. None for other functions: what a user states is not changed.
+      The rule, if `dimensions` is `muon_dimensions` (also as a `functools.partial` with `kernels`)
+      or `matrices_by_shape`. None for other functions: a user's own choice is not changed.
     """
     if dimensions is matrices_by_shape:
         return _by_shape_and_use
@@ -154,8 +156,8 @@ def rule_of(dimensions: Any) -> Rule | None:
 def _by_use(uses: Uses, *, kernels: str) -> Dimensions:
     """Chooses Muon's matrices: experts by their products, others by name if `kernels` matches any.
 
-    If it matches none, as in a user's own model, the matrices are the parameters that the loss
-    only multiplies, except routers and heads.
+    If `kernels` matches no name, as in a user's own model, the matrices are the parameters that the
+    loss uses only in matrix products, except routers and heads.
     """
     others = {n: use for n, use in uses.items() if use.role not in ("expert", "router")}
     matched = [name for name in others if re.search(kernels, name)]
@@ -178,16 +180,16 @@ def _by_shape_and_use(uses: Uses) -> Dimensions:
 
 
 def _of_kernel(name: str, use: ParameterUse) -> MuonDimensionNumbers | None:
-    """Returns which dimensions of a kernel are rows and columns.
+    """Returns the dimensions of a kernel's rows and columns.
 
-    The only matrix product that uses the kernel shows it; without one, its name and number of
-    dimensions decide.
+    They are taken from the matrix product that uses the kernel, if there is exactly one; otherwise
+    from the kernel's name and number of dimensions.
     """
     return _dimensions(name, len(use.shape)) if use.product is None else _numbers(use.product)
 
 
 def _of_experts(name: str, use: ParameterUse) -> MuonDimensionNumbers | None:
-    """Returns the dimensions of the matrix of one expert; None for vectors of experts.
+    """Returns the dimensions of one expert's matrix; None for arrays with a vector per expert.
 
     Raises:
       ValueError: an expert's array has more than two dimensions and no product shows its rows.
@@ -213,11 +215,11 @@ def _numbers(product: MatrixDims | None) -> MuonDimensionNumbers | None:
     return MuonDimensionNumbers(one(product.rows), one(product.columns))
 
 
-# For the plan
+# Descriptions for the plan
 
 
 def muon_names(opt_state: Tree) -> list[frozenset[str]]:
-    """Returns the names that each Muon in an optimizer's state treats as matrices."""
+    """For each Muon in an optimizer's state, returns the names that it treats as matrices."""
     is_muon = lambda node: isinstance(node, MuonState)  # noqa: E731
     parts = [x for x in jax.tree.leaves(opt_state, is_leaf=is_muon) if is_muon(x)]
     return [
@@ -232,13 +234,13 @@ def describe_muon(
     uses: Uses,
     stated: Mapping[str, MuonDimensionNumbers] | None = None,
 ) -> list[str]:
-    """Describes which parameters Muon treats as matrices, and where the loss disagrees.
+    """Describes which parameters Muon treats as matrices, and conflicts with their use in the loss.
 
     Args:
-      opt_state: as it is stored; without a Muon the result is [].
-      stacks: stacks of layers that a loop slices.
-      uses: of the trained parameters.
-      stated: {name: dimensions of its matrices}; None for optax's Muon, which hides them.
+      opt_state: optimizer state as stored; without a Muon the result is [].
+      stacks: names of stacks of layers that a loop slices.
+      uses: uses of the trained parameters in the loss.
+      stated: {name: dimensions of its matrices}; None for optax's Muon, which does not expose them.
     """
     lines = []
     for names in muon_names(opt_state):
@@ -271,7 +273,7 @@ def _describe_split(taken: Collection[str], uses: Uses) -> str:
 def _describe_doubts(
     taken: frozenset[str], uses: Uses, stated: Mapping[str, MuonDimensionNumbers]
 ) -> list[str]:
-    """Returns a line for each kind of parameter whose products do not fit its update."""
+    """Returns a line for each kind of parameter whose use in the loss does not fit its update."""
     lines = []
     left = [n for n in uses if n not in taken]
     matrices = [name for name in left if uses[name].role == "matrix"]
@@ -284,8 +286,8 @@ def _describe_doubts(
     unclear = [n for n in unclear if all(map(all, uses[n].products))]
     if unclear:
         lines.append(
-            f"muon leaves {_short(unclear)} to Adam, since the loss does not use them "
-            "consistently as one matrix each; to orthogonalize them pass dimensions="
+            f"muon leaves {_short(unclear)} to Adam, since the loss does not always use each of "
+            "them as the same matrix; to orthogonalize them pass dimensions="
         )
     other = [n for n, use in uses.items() if n in stated and not _agree(use, stated[n])]
     if other:
@@ -308,7 +310,7 @@ def _describe_doubts(
 
 
 def _describe_mixtures(taken: Collection[str], uses: Uses) -> list[str]:
-    """Returns lines about experts that Adam updates, and about routers that Muon updates."""
+    """Describes experts that Adam updates, and routers that Muon updates, one line each."""
     lines = []
     is_left = lambda use: use.role == "expert" and use.expert_ndim > 1  # noqa: E731
     experts = [n for n, use in uses.items() if n not in taken and is_left(use)]
@@ -326,7 +328,7 @@ def _describe_mixtures(taken: Collection[str], uses: Uses) -> list[str]:
 
 
 def _agree(use: ParameterUse, stated: MuonDimensionNumbers) -> bool:
-    """Returns whether the product in the loss uses the stated matrices or their transposes."""
+    """Returns whether a product in the loss uses the stated matrices or their transposes."""
     if use.product is None:
         return True
     axes = (stated.reduction_axis, stated.output_axis)
@@ -337,7 +339,8 @@ def _agree(use: ParameterUse, stated: MuonDimensionNumbers) -> bool:
 
 
 def _short(names: Iterable[str], uses: Uses | None = None) -> str:
-    """Returns names in order, with layer numbers replaced by `*` and with the role, if any."""
+    """Lists names in order, with layer numbers replaced by `*`, and with roles if `uses` is
+    given."""
     found: dict[str, None] = {}
     for name in sorted(names):
         role = uses[name].role if uses is not None else "other"

@@ -1,8 +1,8 @@
 """1-bit Adam: after a warm-up the second moment is frozen, and devices send signs of momentum.
 
-Tang et al. 2021 (arXiv:2102.02888), algorithm 1. The error of each compressed message is kept where
-it was made and added to the next message (error feedback). Knows the shards and messages of one
-device, not how messages are sent.
+Tang et al. 2021 (arXiv:2102.02888), algorithm 1. A device keeps the error of each compressed
+message and adds it to its next message (error feedback). This module computes the shards and
+messages of one device; it does not send messages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SCALE_BYTES = 2
 
 
 def message_bytes(elements: int) -> int:
-    """Returns the bytes of a message: one bit per value, and a bfloat16 scale for each block.
+    """Returns the size of a message in bytes: one bit per value, and a bfloat16 scale per block.
 
     >>> message_bytes(256), message_bytes(1000)
     (34, 133)
@@ -58,8 +58,8 @@ def encode_signs(values: jax.Array) -> jax.Array:
     counts = np.minimum(elements - BLOCK * np.arange(blocks), BLOCK).astype(np.float32)
     sums = jnp.sum(padded, axis=-1)
     means = sums / jnp.broadcast_to(counts, sums.shape)
-    # Rounded explicitly: XLA may remove a cast and the cast back, and the error feedback would then
-    # use another scale than the one that was sent.
+    # Rounded explicitly, because XLA may remove a cast and its inverse. The error feedback would
+    # then use another scale than the one sent.
     scales = lax.reduce_precision(means, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
     size = math.ceil(elements / 8)
     bits = _padded((values >= 0).astype(jnp.uint8), size * 8).reshape(*lead, size, 8)
@@ -69,8 +69,8 @@ def encode_signs(values: jax.Array) -> jax.Array:
 
 
 def decode_signs(message: jax.Array, elements: int) -> jax.Array:
-    """Decodes uint8 [..., message_bytes] to float32 [..., elements]: plus or minus the block's
-    scale."""
+    """Decodes uint8 [..., message_bytes] to float32 [..., elements]; each value is plus or minus
+    the scale of its block."""
     lead, size = message.shape[:-1], math.ceil(elements / 8)
     each_byte = jnp.broadcast_to(message[..., :size, None], (*lead, size, 8))
     bits = (each_byte >> _places(each_byte.shape)) & np.uint8(1)
@@ -82,7 +82,7 @@ def decode_signs(message: jax.Array, elements: int) -> jax.Array:
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """Returns the shift of each bit in its byte, uint8 [..., 8]."""
+    """Returns the shift of each bit within its byte, uint8 [..., 8]."""
     return lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 1)
 
 
@@ -99,10 +99,10 @@ class OneBit:
     """Settings of an optimizer with 1-bit communication, and its update after the warm-up.
 
     Attributes:
-      freeze_step: number of warm-up steps, which run AdamW (in the subclass LAMB).
+      freeze_step: number of warm-up steps, which run AdamW (LAMB in the subclass).
       b1: decay of the momentum.
-      method, options: of AdamW.
-      name, warm_up_name: names for messages of a plan.
+      method, options: definition and options of the warm-up optimizer.
+      name, warm_up_name: names of this optimizer and of the warm-up optimizer, for messages.
       errors_name: prefix of the names of compression errors in a state.
       per_layer: whether the state also keeps values for each layer.
     """
@@ -118,7 +118,7 @@ class OneBit:
     options: Options
 
     def frozen_at(self, state: Tree) -> jax.Array:
-        """Returns the number of updates in the second moment when it is frozen, int32 [], at least
+        """Returns the number of updates in the second moment when it is frozen: int32 [], at least
         1."""
         return jnp.maximum(adam_part(state).count, 1)
 
@@ -136,15 +136,15 @@ class OneBit:
     ) -> tuple[Arrays, Tree, dict[str, Arrays]]:
         """Applies one update with all-reduced momentum to this device's shards.
 
-        Parameters with an entry in the momentum are updated with it and the frozen second moment.
-        An element whose second moment is 0 had no gradient during the warm-up, so only weight decay
-        changes it. AdamW updates the other parameters and their second moment.
+        Parameters with an entry in the new momentum are updated with it and the frozen second
+        moment. An element whose second moment is 0 had no gradient during the warm-up, so only
+        weight decay changes it. AdamW updates the other parameters and their second moment.
 
         Args:
           arrays: (parameters, {name: gradient} of those that AdamW updates, {name: float32 new
             momentum} of the others, the optimizer's state).
-          context: as in `Optimizer.apply`; its scale applies to the gradients only.
-          frozen_at: from the method of this name.
+          context: context of the update; its gradient scale applies to the gradients only.
+          frozen_at: result of the method `frozen_at`.
           layers: values kept for each layer; None if there are none.
 
         Returns:
@@ -173,11 +173,13 @@ class OneBit:
         context: UpdateContext,
         layers: Mapping[str, Arrays] | None,
     ) -> tuple[Arrays, dict[str, Arrays]]:
-        """Returns (updated parameters for these momenta, changed entries of `layers`).
+        """Computes (updated parameters, changed entries of `layers`) from all-reduced momenta.
 
         Args:
           arrays: (parameters, all-reduced momentum, the previous momentum, frozen second moments).
-          scalars: from `scalars_of`; context, layers: as in `apply`.
+          scalars: result of `scalars_of`.
+          context: context of the update.
+          layers: values kept for each layer; None if there are none.
         """
         params, momentum, _, nu = arrays
         moved = {}
@@ -195,7 +197,7 @@ class OneBit:
         whole: Mapping[str, jax.ShapeDtypeStruct],
         counts: tuple[jax.Array, jax.Array],
     ) -> dict[str, TwoScalars]:
-        """Returns {name: the parameter's scalars at each of two update counts}."""
+        """Returns {name: scalars of the parameter at each of the two update counts}."""
         is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
         parts = jax.tree.leaves(state, is_leaf=is_schedule)
         count = next((part.count for part in parts if is_schedule(part)), 0)
@@ -215,12 +217,12 @@ class OneBit:
 
 
 def unless(skip: jax.Array, new: Arrays, old: Arrays) -> Arrays:
-    """Returns the new arrays, or the old ones if the step is skipped."""
+    """Selects the new arrays, or the old ones if the step is skipped."""
     return {name: jnp.where(skip, old[name], x) for name, x in new.items()}
 
 
 def adam_part(state: Tree) -> optax.ScaleByAdamState:
-    """Returns the part of an optimizer's state with Adam's count and moments."""
+    """Returns the part of an optimizer's state that holds Adam's count and moments."""
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
     (found,) = (part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part))
     return found
@@ -233,24 +235,24 @@ def one_bit_of(tx: Any) -> OneBit | None:
 
 
 def check_one_bit_numbers(maker: str, *, freeze_step: Any, b1: Any) -> None:
-    """Raises if `freeze_step` or `b1` is not valid for 1-bit communication.
+    """Checks that `freeze_step` and `b1` are valid for 1-bit communication.
 
     Raises:
-      ValueError, TypeError: with value and limit.
+      ValueError, TypeError: a value is not valid; the message states its limit.
     """
     if isinstance(freeze_step, bool) or not isinstance(freeze_step, int):
         raise TypeError(f"freeze_step={freeze_step!r} is not an integer; pass a number of steps")
     if freeze_step < 1:
         raise ValueError(
-            f"freeze_step={freeze_step} must be at least 1: without a warm-up there is no second "
-            "moment to divide by; a few times 1 / (1 - b2) is usual"
+            f"freeze_step={freeze_step} must be at least 1, because without a warm-up there is no "
+            "second moment to divide by; a few times 1 / (1 - b2) is usual"
         )
     if callable(b1):
         raise TypeError(f"{maker}: b1 must be a number, such as 0.9, not a function")
 
 
 def scalars_with(corrected: Callable[..., Any], bias_correction: bool) -> Callable[..., Any]:
-    """Returns `Method.scalars` of AdamW or LAMB, with or without bias correction of the moments."""
+    """Builds `Method.scalars` of AdamW or LAMB, with or without bias correction of the moments."""
 
     def scalars(rate: Any, **step: Any) -> optimizers.AdamScalars:
         made = corrected(rate, **step)
@@ -281,26 +283,24 @@ def one_bit_adam(
 
     The first `freeze_step` steps run AdamW. After them the second moment is frozen. Instead of
     gradients each device then sends its own momentum as signs with one scale per 256 values, 0.13
-    bytes per parameter; the mean is sent back in the same format. The compression error is kept and
-    added to the next message. Parameters that `wire.exact` names are updated by AdamW throughout.
-    The warm-up and the steps after it run different compiled programs; the step number decides
-    which.
-
-    Its state is that of `adamw`, so a run can start from a checkpoint of `adamw` and continue.
-    Compression errors are stored next to it, for each device. It cannot be part of an optax chain:
-    `update` raises, because each device computes momentum from its own gradients.
+    bytes per parameter; the mean is sent back in the same format. Each device keeps its compression
+    error and adds it to the next message. AdamW always updates the parameters that `wire.exact`
+    names. The warm-up and the later steps run different compiled programs; the step number
+    decides which one.
+    The state has the form of `adamw`, so a run can start from a checkpoint of `adamw` and continue.
+    The state also stores each device's compression errors. The optimizer cannot be part of an optax
+    chain: `update` raises, because each device computes momentum from its own gradients.
 
     Args:
-      learning_rate, b1, b2, eps, weight_decay, mask, groups, impl: as in `zerojax.adamw`; b1 has to
-        be a number.
+      learning_rate, b1, b2, eps, weight_decay, mask, groups, impl: the same arguments as for
+        `zerojax.adamw`, but b1 must be a number.
       freeze_step: number of warm-up steps. The paper uses 15 to 25 % of a run. The second moment
-        has to be stable by then, so use at least a few times 1 / (1 - b2).
-      clip_norm: limit of the gradient norm; None does not clip. After the warm-up the norm of the
-        mean gradient is not known. The root mean square over devices of each device's gradient norm
-        is used instead, which is not smaller.
-      bias_correction: False applies no bias correction to either moment, as in the paper and
-        DeepSpeed: the first steps are then larger, by (1 - b1) / sqrt(1 - b2).
-
+        must be stable by then, so use at least a few times 1 / (1 - b2).
+      clip_norm: maximum of the gradient norm; None does not clip. After the warm-up the norm of the
+        mean gradient is unknown; the root mean square of all devices' gradient norms replaces it,
+        which is not smaller.
+      bias_correction: whether to correct the bias of both moments; False as in the paper and
+        DeepSpeed, where the first steps are larger by (1 - b1) / sqrt(1 - b2).
     Raises:
       ValueError, TypeError: a number is out of range.
     """
@@ -308,7 +308,7 @@ def one_bit_adam(
     check_numbers(weight_decay=weight_decay, clip_norm=clip_norm)
     check_one_bit_numbers("one_bit_adam", freeze_step=freeze_step, b1=b1)
     if impl not in get_args(Impl):
-        choose(impl, kernel="adamw")  # raises and lists the valid values
+        choose(impl, kernel="adamw")  # raises an error that lists the valid values
     method = Method(
         kernel="adamw",
         chain=lambda decay, rate: optax.chain(scale_by_adam(b1, b2, eps), decay, rate),

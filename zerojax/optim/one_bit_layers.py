@@ -1,8 +1,9 @@
 """1-bit LAMB: after a warm-up each layer's frozen trust ratio is scaled by a factor.
 
 Li et al. 2021 (arXiv:2104.06069), algorithm 1. Norms of a momentum that was sent as signs carry no
-information. So the average of a layer's trust ratios during the warm-up is multiplied by a factor:
-the change of a second moment that is reconstructed from momentum. Knows shards, as `one_bit` does.
+information. The trust ratio is therefore the layer's average ratio during the warm-up times a
+factor: the change of a second moment that is reconstructed from the received momentum. This module
+computes the shards of one device, as `one_bit` does.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ Tree = Any
 Layers = Mapping[str, Arrays]
 
 COEFFICIENTS, FACTORS, SCALES, FRESH = "coefficients", "factors", "scales", "fresh"
-"""State of each parameter whose momentum is sent as signs, float32. coefficients: average of its
-trust ratios during the warm-up. factors: multipliers of the coefficients (0: none yet). scales:
-multipliers of the momentum before its signs are taken. All three are [], or [layers] for a stack.
-fresh: the reconstructed second moment, a shard like the frozen one."""
+"""Keys of the state of each parameter whose momentum is sent as signs; values are float32.
+coefficients: average of its trust ratios during the warm-up. factors: multipliers of the
+coefficients (0: none yet). scales: multipliers of the momentum before its signs are taken. All
+three have shape [], or [layers] for a stack. fresh: the reconstructed second moment, a shard like
+the frozen one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +59,11 @@ class OneBitLamb(OneBit):
     """Settings of 1-bit LAMB, and its updates during and after the warm-up.
 
     Attributes:
-      b2: decay of the second moment, and of the reconstructed one.
-      bounds: smallest and largest trust ratio during the warm-up.
+      b2: decay of the second moment and of the reconstructed second moment.
+      bounds: minimum and maximum trust ratio during the warm-up.
       coeff_beta: decay of the average of these ratios.
-      factor_bounds: smallest and largest factor of the average.
-      factor_threshold: largest relative change of a factor in one step.
+      factor_bounds: minimum and maximum factor of the average.
+      factor_threshold: maximum relative change of a factor in one step.
     """
 
     name: ClassVar[str] = "1-bit LAMB"
@@ -82,8 +84,8 @@ class OneBitLamb(OneBit):
 
         Args:
           arrays: (parameters, gradients, the optimizer's state).
-          context: as in `Optimizer.apply`.
-          coefficients: {name: average so far}.
+          context: context of the update.
+          coefficients: {name: average of its trust ratios so far}.
 
         Returns:
           (parameters, the optimizer's state, the averages after this update).
@@ -97,7 +99,8 @@ class OneBitLamb(OneBit):
         return new, begun.end(after), unless(context.skip, averages, coefficients)
 
     def _average(self, old: jax.Array, ratio: jax.Array) -> jax.Array:
-        """Averages trust ratios: starts at the first one, and ignores those of 1 (zero norms)."""
+        """Averages trust ratios: starts at the first ratio, and ignores ratios of 1 (zero
+        norms)."""
         mean = self.coeff_beta * old + (1 - self.coeff_beta) * ratio
         return jnp.where(ratio == 1, old, jnp.where(old == 0, ratio, mean))
 
@@ -108,14 +111,16 @@ class OneBitLamb(OneBit):
         frozen_at: jax.Array,
         layers: Layers,
     ) -> dict[str, Arrays]:
-        """Returns the values per layer before the first step that sends signs, or after a restart.
+        """Computes the values per layer before the first step that sends signs, or after a restart.
 
         A layer without an average uses the current trust ratio. A second moment that has to be
         reconstructed again starts at the size given by its layer's factor.
 
         Args:
-          arrays: (parameters, the optimizer's state); context, frozen_at: as in `apply`.
-          layers: coefficients and factors.
+          arrays: (parameters, the optimizer's state).
+          context: context of the update.
+          frozen_at: result of the method `frozen_at`.
+          layers: coefficients and factors of the layers.
         """
         params, state = arrays
         names, adam = list(layers[COEFFICIENTS]), adam_part(state)
@@ -149,8 +154,8 @@ class OneBitLamb(OneBit):
         context: UpdateContext,
         layers: Layers | None,
     ) -> tuple[Arrays, dict[str, Arrays]]:
-        """Updates parameters as `OneBit.move`, with each layer's coefficient times its new
-        factor."""
+        """Updates parameters like `OneBit.move`, with each layer's coefficient times its new factor
+        as trust ratio."""
         assert layers is not None
         params, momentum, mu, nu = arrays
         fresh, updates, squares, largest = {}, {}, ({}, {}), {}
@@ -175,12 +180,13 @@ class OneBitLamb(OneBit):
     def _factors(
         self, squares: tuple[Arrays, Arrays], largest: Arrays, last: Arrays, context: UpdateContext
     ) -> Arrays:
-        """Returns the factors of the trust ratios in this step, {name: [] or [layers]}.
+        """Computes the factors of the trust ratios in this step: {name: [] or [layers]}.
 
         Args:
-          squares: sums of squares of this shard: of updates without weight decay, and with it.
-          largest: maximum over this shard of the frozen root divided by the reconstructed root.
+          squares: sums of squares over this shard, of updates without and with weight decay.
+          largest: maximum over this shard of (frozen root / reconstructed root).
           last: factors of the previous step.
+          context: context of the update.
         """
         factors = {}
         for over, names in _split_alike(last, context).items():
@@ -188,7 +194,7 @@ class OneBitLamb(OneBit):
             of_step, of_update = context.sum_over(over, sums)
             shrunk = _joined(largest, names)
             shrunk = lax.pmax(shrunk, over) if over else shrunk
-            shrunk = jnp.where(shrunk > 0, shrunk, 1.0)  # for layers without an update
+            shrunk = jnp.where(shrunk > 0, shrunk, 1.0)  # avoids 0 / 0 for layers without an update
             is_zero = of_update == 0
             part = jnp.sqrt(of_step) / jnp.sqrt(jnp.where(is_zero, 1.0, of_update))
             part = jnp.where(is_zero, 1.0, jnp.minimum(part, 1.0))
@@ -202,12 +208,12 @@ class OneBitLamb(OneBit):
 def over_layers(
     operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, of_layers: jax.Array
 ) -> jax.Array:
-    """Applies an operation to `x` and `of_layers`, which has one value, or one for each layer."""
+    """Applies an operation to `x` and `of_layers`, which holds one value, or one per layer."""
     return operation(x, of_layers.reshape(*of_layers.shape, *(1,) * (x.ndim - of_layers.ndim)))
 
 
 def _of_layers(reduce: Callable[..., jax.Array], x: jax.Array, like: jax.Array) -> jax.Array:
-    """Reduces `x` to the shape of `like`: [], or [layers] for each layer separately."""
+    """Reduces `x` to the shape of `like`: to [], or to [layers], for each layer separately."""
     return reduce(x, axis=tuple(range(like.ndim, x.ndim)))
 
 
@@ -217,7 +223,7 @@ def _step(
     now: optimizers.AdamScalars,
     frozen: optimizers.AdamScalars,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (the update without weight decay, the divisor of the momentum)."""
+    """Computes (the update without weight decay, the divisor of the momentum)."""
     root = jnp.sqrt(nu / frozen.correction2) + now.eps
     return jnp.where(nu > 0, (momentum / now.correction1) / root, 0.0), root
 
@@ -225,11 +231,13 @@ def _step(
 def _united(
     squares: Arrays, whole: Mapping[str, jax.ShapeDtypeStruct], context: UpdateContext
 ) -> Arrays:
-    """Returns {name: factor that makes each layer's momentum RMS equal to the mean RMS of all
+    """Computes {name: factor that makes each layer's momentum RMS equal to the mean RMS of all
     layers}.
 
     Args:
-      squares: sums over this shard; whole: shapes of whole parameters.
+      squares: sums of squares over this shard.
+      whole: shapes of whole parameters.
+      context: context of the update.
     """
     sizes: Arrays = {}
     for over, names in _split_alike(squares, context).items():
@@ -248,7 +256,7 @@ def _united(
 
 
 def _split_alike(names: Mapping[str, Any], context: UpdateContext) -> dict[tuple[str, ...], list]:
-    """Groups names that are split over the same mesh axes, to use one collective per group."""
+    """Groups names that are split over the same mesh axes, so that a group uses one collective."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         found.setdefault(tuple(context.axes[name]), []).append(name)
@@ -269,14 +277,14 @@ def _apart(joined: jax.Array, names: list[str], like: Arrays) -> Arrays:
 
 
 def _bounded(ratios: Arrays, bounds: tuple[float, float]) -> Arrays:
-    """Clips trust ratios to the bounds, except ratios that are 1 because an array or update is
+    """Clips trust ratios to the bounds, except a ratio that is 1 because an array or its update is
     zero.
     """
     return {name: jnp.where(x == 1, x, jnp.clip(x, *bounds)) for name, x in ratios.items()}
 
 
 def _bounded_run(bounds: tuple[float, float], seen: Arrays | None = None) -> Any:
-    """Returns LAMB's `Run` with clipped trust ratios, which it writes to `seen`."""
+    """Builds LAMB's `Run` with clipped trust ratios, which it writes to `seen`."""
 
     def taken(ratios: Arrays) -> Arrays:
         found = _bounded(ratios, bounds)
@@ -317,20 +325,20 @@ def one_bit_lamb(
     are taken, momentum is scaled so that all layers have the same root mean square.
 
     There is one ratio per array, and one for each layer of an array in which layers are stacked, as
-    in `zerojax.lamb`. Parameters that `wire.exact` names are updated by LAMB throughout. The
-    optimizer's state is that of `lamb`; a run that continues from a `lamb` state after
-    `freeze_step` uses the current ratios instead of averages. Compression errors and the
-    reconstructed second moment are stored next to it.
+    in `zerojax.lamb`. LAMB always updates the parameters that `wire.exact` names. The state has the
+    form of `lamb`; a run that continues from a `lamb` state after `freeze_step` uses the current
+    ratios instead of averages. The state also stores compression errors and the reconstructed
+    second moment.
 
     Args:
-      learning_rate, freeze_step, b1, b2, eps, weight_decay, mask, clip_norm, groups, impl: as in
-        `one_bit_adam`.
-      bias_correction: False applies no bias correction to either moment, as in DeepSpeed.
+      learning_rate, freeze_step, b1, b2, eps, weight_decay, mask, clip_norm, groups, impl: the same
+        arguments as for `one_bit_adam`.
+      bias_correction: whether to correct the bias of both moments; False as in DeepSpeed.
       min_coeff, max_coeff: bounds of a trust ratio during the warm-up.
       coeff_beta: decay of the average of these ratios; 1 / (1 - coeff_beta) updates should not
         exceed `freeze_step`. The average starts at the first ratio.
       factor_min, factor_max: bounds of the factor.
-      factor_threshold: largest relative change of a factor from one step to the next.
+      factor_threshold: maximum relative change of a factor from one step to the next.
 
     Raises:
       ValueError, TypeError: a number is out of range.
@@ -345,7 +353,7 @@ def one_bit_lamb(
     _check_bounds(min_coeff=min_coeff, max_coeff=max_coeff)
     _check_bounds(factor_min=factor_min, factor_max=factor_max)
     if impl not in get_args(Impl):
-        choose(impl, kernel="lamb")  # raises and lists the valid values
+        choose(impl, kernel="lamb")  # raises an error that lists the valid values
     numbers = {
         "freeze_step": freeze_step,
         "b1": b1,
@@ -357,8 +365,8 @@ def one_bit_lamb(
     }
 
     def chain(decay: Any, rate: Any) -> optax.GradientTransformation:
-        # The step computes the updates itself; the chain defines the state, which is that of
-        # `lamb`.
+        # The step computes the updates itself; the chain only defines the state, which has the form
+        # of `lamb`.
         ratio = optax.scale_by_trust_ratio()
         return optax.chain(scale_by_adam(b1, b2, eps), decay, ratio, rate)
 
@@ -382,7 +390,8 @@ def one_bit_lamb(
 
 
 def _check_bounds(**bounds: float) -> None:
-    """Raises unless the bounds, passed as (smallest, largest), are positive and in order."""
+    """Raises a ValueError unless the bounds, a pair (smallest, largest), are positive and in
+    order."""
     (low_name, low), (high_name, high) = bounds.items()
     if not 0 < low <= high:
         raise ValueError(

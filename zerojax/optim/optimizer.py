@@ -1,7 +1,7 @@
 """Optimizer of zerojax: an optax transformation with an in-place update on shards.
 
-Also converts its state between the form used in training and optax's form in checkpoints, and maps
-functions over the leaves that belong to each parameter.
+Also converts the optimizer's state between the form used in training and optax's form in
+checkpoints, and maps functions over the arrays that belong to each parameter.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ class StateCoding:
     sharded. Checkpoints and transfers between meshes use it.
 
     Attributes:
-      portable_init: parameters -> the portable state before the first update, for
-        `jax.eval_shape` and `optax.tree.map_params`.
-      abstract_state: ({name: `ShapeDtypeStruct` of the stored parameter with its `NamedSharding`},
-        {name: elements of the parameter without padding}) -> the state used in training, as
-        `ShapeDtypeStruct`s with `NamedSharding`s.
-      new_state: (that tree, parameters) -> the state before the first update, to be traced.
-      to_portable_state: state -> portable state of the same shards, inside `shard_map`.
-      from_portable_state: (portable state, the tree of `plan.abstract_state`) -> state of the same
-        shards, inside `shard_map`. After `to_portable_state` on these shards it restores every bit.
+      portable_init: function (parameters) that returns the portable state before the first update,
+        for `jax.eval_shape` and `optax.tree.map_params`.
+      abstract_state: function ({name: `ShapeDtypeStruct` of the stored parameter with its
+        `NamedSharding`}, {name: number of elements without padding}) that returns the state used in
+        training, as `ShapeDtypeStruct`s with `NamedSharding`s.
+      new_state: traceable function (result of `abstract_state`, parameters) that returns the state
+        before the first update.
+      to_portable_state: function (state) that returns the portable state of the same shards; called
+        inside `shard_map`.
+      from_portable_state: function (portable state, tree of `plan.abstract_state`) that returns the
+        state of the same shards; called inside `shard_map`. It inverts `to_portable_state` exactly,
+        bit for bit.
     """
 
     portable_init: Callable[[Tree], Tree]
@@ -56,7 +59,7 @@ class StateCoding:
 
 
 def coding_around(coding: StateCoding, ema: Ema | None) -> StateCoding:
-    """Extends a coding to a state with an average of the parameters, which it does not convert."""
+    """Extends a coding to a state with an average (EMA), which is the same in both forms."""
     if ema is None:
         return coding
 
@@ -94,22 +97,22 @@ class UpdateContext:
     """Inputs of an optimizer's update besides gradients, state and parameters.
 
     Attributes:
-      gradient_scale: float32 []; gradients are multiplied by it: loss weight, loss scale and
-        clipping in one number.
-      skip: bool []; True changes nothing, whatever the gradients contain.
-      key: the typed PRNG key of this step, the same on every device.
-      axes: {name: mesh axes of more than one device that a parameter is split over}; a norm over a
-        whole parameter is summed over them.
-      choice: the implementation to run, with the reason.
+      gradient_scale: float32 []; factor of the gradients: loss weight, loss scale and clipping in
+        one number.
+      skip: bool []; True leaves parameters and state unchanged, whatever the gradients contain.
+      key: typed PRNG key of this step, the same on every device.
+      axes: {name: mesh axes of more than one device that split the parameter}; a norm over a whole
+        parameter is summed over them.
+      choice: implementation to run, with the reason.
       shapes: {name: shape of the whole parameter}, for weight-decay masks that read shapes; {} if
         no parameter is split.
       piece: int32 []; index of the slice of a shard, if the shard is updated in slices.
-      layers: {name: mesh axes among its `axes` that split dimension 0} of the parameters whose
-        dimension 0 counts layers; LAMB has a ratio for each.
-      dims: {name: for each dimension the mesh axes among its `axes` that split it} of parameters
-        that are split; Muon needs it to gather matrices.
-      all_params: {name: the whole parameter's shape and dtype} of all parameters if only some are
-        updated, because masks and groups see all; {} if all are updated.
+      layers: {name: mesh axes, among its `axes`, that split dimension 0} for parameters whose
+        dimension 0 counts layers; LAMB has a trust ratio per layer.
+      dims: {name: for each dimension, the mesh axes, among its `axes`, that split it} for
+        parameters that are split; Muon needs it to gather matrices.
+      all_params: {name: shape and dtype of the whole parameter} for all parameters, if the update
+        covers only some of them; masks and groups see all. {} if the update covers all.
     """
 
     gradient_scale: jax.Array
@@ -124,7 +127,7 @@ class UpdateContext:
     all_params: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
 
     def seed(self, name: str) -> jax.Array:
-        """Returns random bits for a parameter's shard, uint32 [2]; copies of one shard get equal
+        """Returns random bits for a parameter's shard, uint32 [2]; replicas of a shard get equal
         bits."""
         key = jax.random.fold_in(self.key, sorted(self.axes).index(name))
         if self.piece is not None:
@@ -134,8 +137,8 @@ class UpdateContext:
         return seed_of(key)
 
     def seeds(self, names: Sequence[str]) -> jax.Array:
-        """Returns `seed` of each name, uint32 [names, 2], in few operations for any number of
-        names."""
+        """Returns `seed` of each name, uint32 [names, 2]; the number of operations does not grow
+        with the number of names."""
         number_of = {name: number for number, name in enumerate(sorted(self.axes))}
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in names:
@@ -178,13 +181,14 @@ Apply = Callable[[Arrays, Tree, Arrays, UpdateContext], tuple[Arrays, Tree]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BegunUpdate:
-    """Update whose scalars are computed and whose arrays come later, whole or in slices.
+    """Update whose scalars are computed; arrays are passed later, whole or in slices.
 
     Attributes:
-      moments: for each moment its entries in the state, {name: value}, in the order of the rule.
-      run: (parameters, moments, gradients, piece) -> (parameters, moments). Each argument, and each
-        moment, is {name: array} of some parameters; `piece` as in `UpdateContext`, or None.
-      end: moments of all parameters -> the state after this step.
+      moments: for each moment, its entries in the state {name: value}, in the order of the rule.
+      run: function (parameters, moments, gradients, piece) that returns (parameters, moments). Each
+        argument, and each moment, is {name: array} of some parameters; `piece` is the index of the
+        slice, or None.
+      end: function (moments of all parameters) that returns the state after this step.
     """
 
     moments: tuple[dict[str, Any], ...]
@@ -203,35 +207,38 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     updates. Both give equal results up to float32 rounding.
 
     Attributes:
-      apply: (gradients, state, parameters, context) -> (parameters, state): {name: this device's
-        shard}; called inside `shard_map` over the whole mesh. Gradients are not yet scaled; the
-        clipping of `update` is already part of `context.gradient_scale`.
+      apply: function (gradients, state, parameters, context) that returns (parameters, state),
+        called inside `shard_map` over the whole mesh. Arrays are {name: this device's shard}.
+        Gradients are not scaled yet; `context.gradient_scale` includes the clipping.
       kernel: name of its kernel, for `pallas_kernels.choice.choose`.
-      impl: "auto", "xla", "mosaic_gpu" or "interpret".
-      clip_norm: limit of the global gradient norm; None does not clip.
-      with_dtypes: (moments dtype, whether to round stochastically) -> the same optimizer with these
-        moments. By default moments are as in optax: in the parameters' dtype, rounded to nearest.
-      coding: conversion between the state and its stored form; None if they are the same.
-      learning_rate: its schedule over updates applied, for reports; None if unknown.
-      begin: (state, {name: the whole parameter's shape and dtype}, context) -> `BegunUpdate`, for
-        shards that are updated in slices; None if an element's update depends on other elements.
-        The state may hold any object in place of a moment.
+      impl: requested implementation: "auto", "xla", "mosaic_gpu" or "interpret".
+      clip_norm: maximum of the global gradient norm; None does not clip.
+      with_dtypes: function (moments dtype, whether to round stochastically) that returns the same
+        optimizer with these moments. By default moments are as in optax: in the parameters' dtype,
+        rounded to nearest.
+      coding: conversion between the state and its stored form; None if both are the same.
+      learning_rate: schedule over updates applied, for reports; None if unknown.
+      begin: function (state, {name: shape and dtype of the whole parameter}, context) that returns
+        a `BegunUpdate`, for shards that are updated in slices; None if an element's update depends
+        on other elements. The state may hold any object in place of a moment.
       moments: optax's names of the moments in the state, in the order of the rule; () if `begin` is
         None.
       per_layer: whether layers that are stacked in one array are updated as separate arrays.
-      with_stacks: {stack: names of its rows} -> the same optimizer for parameters of which some are
-        stacks; None if its state depends on how arrays are stacked.
-      with_tree: `ParameterTree` -> the same optimizer for parameters by name. Its mask, and other
-        arguments that are functions of the parameters, see the user's tree.
-      with_uses: {trained parameter: `matrix_uses.ParameterUse`} -> the same optimizer, which finds
-        its matrices by the products of a traced loss; None if it has none.
-      settings: parameters -> {name: the parameter's settings}; None if unknown.
-      matrices: {name: a whole parameter's shape and dtype} -> {name: its dimensions} of parameters
-        that it needs as whole matrices (`zerojax.optim.matrices`); None if there are none.
-      ema: the average of the parameters in the state; None without an average.
-      with_ema: `Ema` -> the same optimizer with an average, whose state is an `EmaState` around its
-        own.
-      with_clip_norm: limit -> the same optimizer with this `clip_norm`.
+      with_stacks: function ({stack: names of its rows}) that returns the same optimizer for
+        parameters that include these stacks; None if its state depends on how arrays are stacked.
+      with_tree: function (`ParameterTree`) that returns the same optimizer for parameters by name.
+        Its mask, and other arguments that are functions of the parameters, see the user's tree.
+      with_uses: function ({trained parameter: `matrix_uses.ParameterUse`}) that returns the same
+        optimizer with matrices chosen by the products of a traced loss; None if it has none.
+      settings: function (parameters) that returns {name: settings of the parameter}; None if
+        unknown.
+      matrices: function ({name: shape and dtype of the whole parameter}) that returns {name: its
+        dimensions} of parameters that the update needs as whole matrices
+        (`zerojax.optim.matrices`); None if it needs none.
+      ema: settings of the average of the parameters in the state; None without an average.
+      with_ema: function (`Ema`) that returns the same optimizer with an average; its state is an
+        `EmaState` around the optimizer's state.
+      with_clip_norm: function (maximum) that returns the same optimizer with this `clip_norm`.
       one_bit: `zerojax.optim.one_bit.OneBit`, which sends signs of momentum instead of gradients;
         None if gradients are summed.
     """
@@ -293,7 +300,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
 
 
 def coding_of(tx: optax.GradientTransformation) -> StateCoding | None:
-    """Returns the coding of an optimizer's state, or None if both forms are the same."""
+    """Returns the coding of an optimizer's state; None if training and checkpoints use one form."""
     return tx.coding if isinstance(tx, Optimizer) else None
 
 
@@ -305,16 +312,17 @@ def map_state(
     *,
     others: Callable[[Any], Any] = lambda _: "",
 ) -> Tree:
-    """Maps a function over the leaves that belong to a parameter, with a value of that parameter.
+    """Maps a function over the state's arrays that belong to a parameter, with a value of the
+    parameter.
 
-    A part of an optimizer has no leaf for parameters that another part updates.
+    A part of an optimizer has no array for parameters that another part updates.
 
     Args:
-      tx: the optimizer.
-      function: (leaf, value of `of_params`) -> the new leaf.
-      state: in its portable form, or a tree of the same structure.
+      tx: optimizer.
+      function: function (array, value in `of_params`) that returns the new array.
+      state: state in its portable form, or a tree of the same structure.
       of_params: {name of a parameter: any value}.
-      others: function of the leaves that belong to no parameter.
+      others: function applied to the arrays that belong to no parameter.
     """
     coding = coding_of(tx)
     init = tx.init if coding is None else coding.portable_init
@@ -328,8 +336,8 @@ def map_state(
             is_leaf=_is_masked,
         )
     except Exception:
-        # optax calls `init` with placeholders, and an `init` that reads their shapes fails
-        # (`optax.sm3`). In such a state, dicts with parameters' names are searched.
+        # optax calls `init` with placeholders; an `init` that reads their shapes fails (such as
+        # `optax.sm3`). In its state, dicts with names of parameters are searched instead.
         return _map_by_names(function, state, of_params, others)
 
 

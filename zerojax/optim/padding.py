@@ -1,13 +1,15 @@
 """Proves that an optimizer's update does not depend on padding, or runs it on the true shapes.
 
 An array is padded with zeros at the end of a dimension, or stored with its rows in another order.
-An elementwise update does not depend on either, nor does an update that sums values which are zero
-in the padding. Other updates do: a mean divides by the number of elements, noise depends on the
-shape, and a matrix of another shape is another matrix. Such an update gets arrays of the true shape
-(`OnTrueShapes`). For the proof the update is traced twice, on true and on stored shapes. Both
-programs must have the same operations and constants. The second program is then walked: for each
-value, the proof tracks which dimensions are padded, for which parameter, and the value in the
-padding if it is a constant.
+An elementwise update does not depend on padding or order, nor does an update that sums values which
+are zero in the padding. Other updates do: a mean divides by the number of elements, noise depends
+on the shape, and a padded matrix is another matrix. Such an update gets arrays of the true shape
+(`OnTrueShapes`).
+
+For the proof the update is traced twice, on true and on stored (padded) shapes. Both programs must
+have the same operations and constants. The proof then follows the second program, and tracks for
+each value which dimensions are padded, for which parameter, and the value in the padding if it is
+constant.
 """
 
 from __future__ import annotations
@@ -29,29 +31,30 @@ Structs = Mapping[str, jax.ShapeDtypeStruct]
 Tree = Any
 
 UNIFORM = "uniform"
-"""Marks a dimension along which all elements of an array are equal."""
+"""Marker of a dimension along which all elements of an array are equal."""
 PLAIN = "plain"
-"""Marks a dimension that is not padded."""
+"""Marker of a dimension that is not padded."""
 _ZERO = np.float32(0)
 _NOTHING = {"reduce_sum": 0, "reduce_or": 0, "reduce_and": 1, "reduce_prod": 1}
-"""{reduction: padding value that does not change its result}."""
+"""{primitive of a reduction: padding value that does not change its result}."""
 _REDUCTIONS = {*_NOTHING, "reduce_max", "reduce_min"}
 _PASSED_ON = {"optimization_barrier"}
 Convert = Callable[[str, jax.Array], jax.Array]
-"""(name of a parameter, an array of one of its shapes) -> the array in the other shape."""
+"""Function (name of a parameter, array with its true or stored shape) that returns the array in the
+other shape."""
 
 
 class NotProven(Exception):
-    """Raised when an update may depend on padding; the message names the operation."""
+    """Raised if an update may depend on padding; the message names the operation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """Facts that are known about one array of a program.
+    """Known facts about the padding of one array in a traced program.
 
     Attributes:
-      dims: for each dimension `UNIFORM`, `PLAIN`, or (name, dimension) of a padded one.
-      padding: the value in all padding, or of every element if the array is uniform; None if
+      dims: for each dimension: `UNIFORM`, `PLAIN`, or (name, dimension) of the padded parameter.
+      padding: value of all padding, or of every element if the array is uniform; None if
         unknown.
     """
 
@@ -84,15 +87,16 @@ def why_padding_shows(
     """Returns why an optimizer's update may depend on padding; None if it is proven not to.
 
     Args:
-      tx: the optimizer.
-      true, stored: {name: struct}: the trained parameters with true and with stored shapes.
-      dims: {name: the dimensions in which the two differ, in size or in the order of their rows}.
-      layers: see `zerojax.optim.extra_arguments`.
-      stays_zero: whether parameters have to stay zero in their padding.
-      traced: `trace_update` on the true shapes, if already computed.
+      tx: optimizer.
+      true, stored: {name: struct} of the trained parameters, with true (unpadded) shapes and with
+        stored (padded) shapes.
+      dims: {name: dimensions in which the two shapes differ, in size or in the order of rows}.
+      layers: names of parameters whose dimension 0 counts layers.
+      stays_zero: whether parameters must stay zero in their padding.
+      traced: result of `trace_update` on the true shapes, if already computed.
 
     Returns:
-      None if the update of padded arrays equals that of arrays of true shapes. Otherwise the
+      None if the update of padded arrays equals the update of arrays of true shapes. Otherwise the
       operation that prevents the proof, as a short phrase such as "reduce_max of padded arrays".
     """
     try:
@@ -103,7 +107,7 @@ def why_padding_shows(
 
 
 class _Proof:
-    """`init` and `update` of one optimizer, each traced on true and on stored shapes."""
+    """Traces `init` and `update` of an optimizer on true and on stored shapes, for the proof."""
 
     def __init__(
         self,
@@ -136,8 +140,8 @@ class _Proof:
         return _Value(dims, _ZERO if padded else None)
 
     def run(self, *, stays_zero: bool) -> None:
-        """Assumes that all padding is zero, and drops assumptions that fail, until the remaining
-        ones hold.
+        """Runs the proof: assumes that all padding is zero, and drops assumptions that fail, until
+        the remaining ones hold.
         """
         num_params, expected = len(self._params), [*self._params, *self._state]
         zero = [True] * len(expected)
@@ -188,15 +192,15 @@ def _check_follows(value: _Value, wanted: _Value) -> None:
             raise NotProven("a result whose dimensions differ from its parameter's")
 
 
-# Walking both programs
+# Following both programs
 
 
 def _walk(programs: Sequence[Any], inputs: Sequence[_Value]) -> list[_Value]:
     """Returns the known facts about the results of a program.
 
     Args:
-      programs: the program traced on true shapes, and the one traced on stored shapes.
-      inputs: of the second.
+      programs: the program traced on true shapes, and the program traced on stored shapes.
+      inputs: known facts about the inputs of the second program.
     """
     true, stored = programs
     if len(true.consts) != len(stored.consts):
@@ -291,9 +295,9 @@ def _same(one: Any, other: Any, setting: str) -> Any:
 
 
 def _inner(equation: Any) -> Any:
-    """Returns the closed program that an equation calls with exactly its operands, or None.
+    """Returns the closed jaxpr that an equation calls with exactly its operands, or None.
 
-    The program of a loop gets parts of the operands, or runs again on its results.
+    None for a loop: its jaxpr gets slices of the operands, or runs again on its results.
     """
     if equation.primitive.name in ("scan", "while"):
         return None
@@ -313,7 +317,7 @@ def _of_cond(one: Any, other: Any, operands: list[_Value]) -> list[_Value]:
 
 
 def _choose(values: list[_Value]) -> _Value:
-    """Returns the facts that are true of all values from which a branch returns one."""
+    """Returns the facts that all values of a selection or of branches have in common."""
     dims = _join([value.dims for value in values])
     known = [value.padding for value in values]
     same = all(x is not None and x == known[0] for x in known)
@@ -321,7 +325,8 @@ def _choose(values: list[_Value]) -> _Value:
 
 
 def _join(dims: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Returns the dimensions of an elementwise combination of arrays; scalars fit any array."""
+    """Combines the padded dimensions of the operands of an elementwise operation; scalars fit any
+    array."""
     longest = max(map(len, dims), default=0)
     result = []
     for each in zip(*(d for d in dims if len(d) == longest), strict=True):
@@ -339,7 +344,7 @@ def _of_elements(equation: Any, operands: list[_Value]) -> _Value:
     if all(x is not None for x in known):
         return _Value(dims, _evaluate(equation, known))
     first, last = operands[0], operands[-1]
-    # An operand without padding that makes these infinite or NaN does so in all elements.
+    # A constant operand for which the result is infinite or NaN makes it so in all elements.
     if name == "mul" and any(x.is_zero and not y.padded for x, y in ((first, last), (last, first))):
         return _Value(dims, _zero_of(equation))
     if name == "div" and first.is_zero and not last.padded:
@@ -354,7 +359,7 @@ def _zero_of(equation: Any) -> Any:
 
 
 def _evaluate(equation: Any, known: list[Any]) -> Any:
-    """Evaluates an elementwise operation on known numbers; None if it is not supported here."""
+    """Evaluates an elementwise operation on known numbers; None for an unsupported operation."""
     name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
     if name == "integer_pow":
         known = [*known, equation.params["y"]]
@@ -465,14 +470,15 @@ _ELEMENTWISE = {*_NUMPY} | {
 
 
 class OnTrueShapes(optax.GradientTransformationExtraArgs):
-    """Transformation on stored arrays that computes on arrays of the true shapes.
+    """Transformation on stored (padded) arrays that computes on arrays of the true shapes.
 
-    Leaves of the state with a parameter's shape are stored as the parameter is; all others keep the
-    shape that the transformation gives them.
+    Arrays of the state that have a parameter's shape are stored like the parameter; all others keep
+    the shape that the transformation gives them.
 
     Attributes:
-      inner: the transformation.
-      owners: the state's tree; the name of a parameter for leaves with its shape, else "".
+      inner: transformation that computes on true shapes.
+      owners: tree of the state's structure: the name of a parameter for each array with its shape,
+        else "".
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -487,14 +493,15 @@ class OnTrueShapes(optax.GradientTransformationExtraArgs):
         cut: Convert,
         pad: Convert,
     ) -> OnTrueShapes:
-        """Wraps a transformation of true shapes for arrays of stored shapes.
+        """Wraps a transformation for true (unpadded) shapes to accept arrays of stored (padded)
+        shapes.
 
         Args:
-          tx: the transformation.
-          true: {name: the true shape and dtype} of all trained parameters.
-          stored: {name: the stored shape}.
-          cut: converts from the stored shape to the true one, traced.
-          pad: converts back, padding with zeros.
+          tx: transformation to wrap.
+          true: {name: true shape and dtype} of all trained parameters.
+          stored: {name: stored shape}.
+          cut: traceable function that converts from the stored shape to the true shape.
+          pad: traceable function that converts back, padding with zeros.
         """
         inner = optax.with_extra_args_support(tx)
         state = jax.eval_shape(inner.init, dict(true))
@@ -512,7 +519,7 @@ class OnTrueShapes(optax.GradientTransformationExtraArgs):
 
         def init(params: Any) -> Tree:
             shapes = {name: getattr(x, "shape", None) for name, x in params.items()}
-            if shapes != dict(stored):  # the portable form, or optax's placeholders
+            if shapes != dict(stored):  # true shapes (the portable form), or optax's placeholders
                 return inner.init(params)
             return pad_state(inner.init(cut_all(params)))
 

@@ -1,8 +1,8 @@
 """Converts between parameters by name and the user's own tree, for optimizers.
 
-zerojax keeps parameters in one dict by name ("backbone/kernel"). Optimizers of optax read paths:
-masks, labels and learning rates are functions of a nested tree. So optimizers get the model's own
-tree, and their states are stored by name again. Knows names, never arrays or meshes.
+zerojax keeps parameters in one dict by name ("backbone/kernel"). Optimizers of optax use nested
+trees: masks, labels and learning rates are functions of such a tree. Optimizers therefore receive
+the model's own tree, and their states are converted back to dicts by name for storage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ParameterTree:
 
     Attributes:
       names: the user's tree, with the name of the parameter at each leaf.
-      is_flat: whether the tree is the dict by name itself, so that both forms are the same.
+      is_flat: whether the user's tree is itself a dict by name, so that both forms are the same.
     """
 
     def __init__(self, names: Tree):
@@ -31,7 +31,7 @@ class ParameterTree:
         self.is_flat = isinstance(names, str) or names == {name: name for name in self._all}
 
     def holds(self, arrays: Any) -> bool:
-        """Returns whether `arrays` is a dict by name of parameters of this tree."""
+        """Returns whether `arrays` is a dict by name whose names all belong to this tree."""
         return isinstance(arrays, Mapping) and bool(arrays) and arrays.keys() <= self._all
 
     def nest(self, by_name: Mapping[str, Any]) -> Tree:
@@ -45,8 +45,7 @@ class ParameterTree:
     def by_name(self, tree: Tree, names: Collection[str]) -> dict[str, Any]:
         """Converts a tree of values like the user's, or a prefix of it, to {name: value}.
 
-        A value above several parameters, as in a mask `{"backbone": True}`, applies to each of
-        them.
+        A value above several parameters, as in a mask `{"backbone": True}`, applies to all of them.
 
         Raises:
           ValueError: the entries of the tree do not match the parameters.
@@ -55,11 +54,11 @@ class ParameterTree:
         return {name: values[name] for name in names}
 
     def choice_by_name(self, choice: Any) -> Any:
-        """Converts a mask, or other choice, of the user's tree to a function of parameters by name.
+        """Converts a mask or similar argument for the user's tree to a function of a dict by name.
 
         Args:
-          choice: a function of the user's tree that returns one, such as a mask; such a tree; or
-            None, which is returned.
+          choice: a tree such as a mask; a function from the user's tree to such a tree; or None,
+            which is returned unchanged.
         """
         if choice is None:
             return None
@@ -71,14 +70,13 @@ class ParameterTree:
                 return chosen
             try:
                 return self.by_name(chosen, params)
-            except (ValueError, KeyError):  # the caller raises an error for it
+            except (ValueError, KeyError):  # the caller raises an error for the unconverted result
                 return chosen
 
         return of_names
 
     def state_by_name(self, state: Tree) -> Tree:
-        """Returns an optimizer's state with each tree of parameters in it converted to a dict by
-        name."""
+        """Converts each tree of parameters in an optimizer's state to a dict by name."""
         if _is_part(state, self.names):
             return dict(_values(state, self.names))
         children, structure = _children(state)
@@ -87,16 +85,16 @@ class ParameterTree:
         return jax.tree.unflatten(structure, [self.state_by_name(child) for child in children])
 
     def nest_state(self, state: Tree) -> Tree:
-        """Returns an optimizer's state with the user's tree instead of dicts by name."""
+        """Converts each dict by name in an optimizer's state to the user's tree."""
         nest = lambda part: self.nest(part) if self.holds(part) else part  # noqa: E731
         return jax.tree.map(nest, state, is_leaf=self.holds)
 
 
 class OnParameterTree(optax.GradientTransformationExtraArgs):
-    """Transformation of dicts by name that calls another one with the user's tree.
+    """Transformation of dicts by name that calls another transformation with the user's tree.
 
     Attributes:
-      ema: of the transformation, if it has one (`zerojax.with_ema`).
+      ema: average settings of the inner transformation, if it has one (`zerojax.with_ema`).
     """
 
     ema: Any
@@ -113,7 +111,7 @@ class OnParameterTree(optax.GradientTransformationExtraArgs):
             return nesters[key](state)
 
         def init(params: Any) -> Tree:
-            if not tree.holds(params):  # placeholders of optax
+            if not tree.holds(params):  # optax's placeholders
                 return inner.init(params)
             return tree.state_by_name(inner.init(tree.nest(params)))
 
@@ -133,7 +131,7 @@ class OnParameterTree(optax.GradientTransformationExtraArgs):
 
 
 def _nester(nested: Tree, tree: ParameterTree) -> Callable[[Tree], Tree]:
-    """Returns the inverse of `state_by_name` for states of `nested`'s structure."""
+    """Builds the inverse of `state_by_name` for states with the structure of `nested`."""
     structure = jax.tree.structure(nested)
     numbers = tree.state_by_name(structure.unflatten(range(structure.num_leaves)))
     place_of = {number: place for place, number in enumerate(jax.tree.leaves(numbers))}
@@ -172,10 +170,10 @@ def _nest(node: Any, by_name: Mapping[str, Any]) -> Any:
 
 
 def _is_container_like(tree: Any, node: Any) -> bool:
-    """Returns whether `tree` has the structure of `node`, one level deep; a dict may lack keys.
+    """Returns whether `tree` has the same structure as `node`, one level deep.
 
-    A dict matches a dict of names that has all of its keys. Other containers match if they have
-    the same type and number of children, which is not 0. A leaf matches nothing.
+    A dict matches a dict of names that has all of its keys (keys may be missing in `tree`). Other
+    containers match if they have the same type and number of children, not 0. A leaf never matches.
     """
     if isinstance(node, dict):
         return isinstance(tree, Mapping) and tree.keys() <= node.keys()
@@ -184,7 +182,7 @@ def _is_container_like(tree: Any, node: Any) -> bool:
 
 
 def _is_part(state: Any, node: Any) -> bool:
-    """Returns whether a part of an optimizer's state is a tree of all or some parameters."""
+    """Returns whether a part of an optimizer's state is a tree of all or of some parameters."""
     if isinstance(node, str) or not _is_container_like(state, node) or not _children(state)[0]:
         return False
 
@@ -210,7 +208,7 @@ def _values(tree: Any, node: Any) -> Iterator[tuple[str, Any]]:
             yield from _values(*pair)
     elif isinstance(tree, Mapping | list | tuple) and not hasattr(tree, "_fields"):
         raise ValueError(
-            f"{tree!r:.100} is not a part of the tree of the parameters {node!r:.100}; use the "
+            f"{tree!r:.100} does not match the tree of the parameters {node!r:.100}; use the "
             "same containers and keys, or one value in place of a whole subtree"
         )
     else:

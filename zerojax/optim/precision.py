@@ -1,4 +1,4 @@
-"""Precision: the dtypes of storage, computation, communication and accumulation."""
+"""Precision of a run: the dtypes of storage, computation, communication and accumulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerojax.optim.weight_codes import KINDS
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 STORED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
-"""Dtypes allowed for parameters and moments: those with the range of float32."""
+"""Dtypes allowed for parameters and moments: those with the exponent range of float32."""
 
 
 @names_keywords()
@@ -23,18 +23,19 @@ class Precision:
     """Dtypes of one training run.
 
     Attributes:
-      param_dtype: the stored parameters that the optimizer updates. float32: master weights.
-        bfloat16: no masters; updates are rounded stochastically, so that updates far below one unit
-        in the last place still change a parameter on average.
-      compute_dtype: parameters as the model reads them, and the floating-point leaves of a batch.
-      reduce_dtype: gradients in collectives.
-      accumulate_dtype: gradients summed over microbatches. float32 costs 4 bytes per parameter at
-        stages 0 and 1, where gradients are not sharded.
-      moments_dtype: the optimizer's moments as they are stored; its arithmetic is float32.
-      freeze_dtype: stored frozen parameters. None: `frozen_dtype`.
-      freeze_codes: "nf4" or "int8" stores the kernels among frozen parameters, as chosen by
-        `zerojax.plan.frozen_codes`, as codes of 4 or 8 bits. None: no codes.
-      loss_scale: how the loss is scaled so that small float16 gradients are not lost. None uses
+      param_dtype: dtype of the stored parameters that the optimizer updates. float32: master
+        weights. bfloat16: no master weights; updates are rounded stochastically, so that an update
+        far below one unit in the last place still changes a parameter on average.
+      compute_dtype: dtype in which the model reads parameters and the floating-point arrays of a
+        batch.
+      reduce_dtype: dtype of gradients in collectives.
+      accumulate_dtype: dtype of gradients summed over microbatches. float32 costs 4 bytes per
+        parameter at stages 0 and 1, where gradients are not sharded.
+      moments_dtype: dtype of the optimizer's stored moments; its arithmetic is float32.
+      freeze_dtype: dtype of stored frozen parameters; None uses the property `frozen_dtype`.
+      freeze_codes: "nf4" or "int8" stores kernels among frozen parameters, as chosen by
+        `zerojax.plan.frozen_codes`, in codes of 4 or 8 bits. None stores no codes.
+      loss_scale: scale of the loss, so that small float16 gradients are not lost. None uses
         `LossScale()` if the compute or reduce dtype is float16, and otherwise no scale.
     """
 
@@ -89,19 +90,19 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Whether parameters are stored in float32 (master weights)."""
+        """Returns whether parameters are stored in float32 (master weights)."""
         return self.param_dtype == np.dtype(jnp.float32)
 
     @property
     def frozen_dtype(self) -> np.dtype:
-        """Dtype of frozen parameters. They get no small updates, so the compute dtype is enough.
-        With a 16-bit `param_dtype` it is that one."""
+        """Dtype of frozen parameters. They receive no small updates, so the compute dtype is
+        enough; a 16-bit `param_dtype` is used instead if set."""
         if self.freeze_dtype is not None:
             return np.dtype(self.freeze_dtype)
         return np.dtype(self.compute_dtype if self.has_masters else self.param_dtype)
 
     def describe(self) -> str:
-        """Returns a one-line description for the log."""
+        """Formats the dtypes in one line for the log."""
         masters = "master weights" if self.has_masters else "parameters without masters"
         parts = [
             f"{self.compute_dtype.name} compute",
@@ -129,10 +130,10 @@ _DTYPE_FIELDS = (
 
 
 def default_precision(platform: str | None) -> tuple[str, str]:
-    """Returns (default precision of a run, the reason for the plan).
+    """Returns (default precision of a run, reason that the plan prints).
 
     Args:
-      platform: of the devices, as JAX names it; None if this process has no devices.
+      platform: JAX's name of the devices' platform; None if this process has no devices.
     """
     if platform == "cpu":
         return "fp32", "precision='fp32': CPUs have no fast bf16"
@@ -153,15 +154,14 @@ def as_precision(
 
     Args:
       precision: "fp32", "bf16", "fp16" or a `Precision`.
-      reduce_dtype, accumulate_dtype, param_dtype, moments_dtype, freeze_dtype: "fp32", "bf16" or
-        (for reductions, and for frozen parameters under fp16) "fp16". None keeps the default:
-        reductions and frozen parameters in the compute dtype, all else float32. freeze_dtype can
-        also be "nf4" or "int8": codes for the kernels among frozen parameters, the default for the
-        rest.
-      loss_scale: of float16; None keeps the default.
+      reduce_dtype: dtype of reductions: "fp32", "bf16" or "fp16"; None uses the compute dtype.
+      accumulate_dtype, param_dtype, moments_dtype: "fp32" or "bf16"; None uses float32.
+      freeze_dtype: dtype of frozen parameters: "fp32", "bf16" or (under fp16) "fp16"; None uses the
+        compute dtype. "nf4" or "int8" stores their kernels as codes, the rest in the default.
+      loss_scale: loss scale for float16; None keeps the default.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: a name is unknown.
     """
     if isinstance(precision, str):
         compute = _dtype(precision, "precision")

@@ -1,10 +1,10 @@
 """Learning-rate schedules over applied updates: warm-up with a decay, and DeepSpeed's schedules.
 
-DeepSpeed's schedules have equal values at each update. The formulas are those of
+DeepSpeed's schedules have the same value as in DeepSpeed at each update. The formulas are those of
 `deepspeed/runtime/lr_schedules.py` (0.19.8). DeepSpeed evaluates a schedule once when it is created
-and then after every applied update. So update `count`, from 0, has the value that DeepSpeed's class
-computes for `last_batch_iteration = count - 1`. Counts are exact integers; other values are float32
-here and double precision in DeepSpeed.
+and then after every applied update. Update `count`, counted from 0, therefore uses the value that
+DeepSpeed's class computes for `last_batch_iteration = count - 1`. Counts are exact integers; other
+values are float32 here and double precision in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from zerojax.config.checks import (
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict
 
 Schedule = Callable[[Any], Any]
-"""Updates applied so far -> learning rate, as in optax."""
+"""Function from the number of updates applied so far to the learning rate, as in optax."""
 _ONE_CYCLE_B2 = 0.99
 WarmupType = Literal["log", "linear"]
 
 
 def as_schedule(learning_rate: float | Schedule) -> Schedule:
-    """Returns the rate as a function of updates applied; a number becomes a constant schedule."""
+    """Returns the rate as a function of updates applied; a number gives a constant schedule."""
     if callable(learning_rate):
         return learning_rate
     return optax.constant_schedule(learning_rate)
 
 
 def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule, str]:
-    """Returns (learning rate as a function of updates applied, one line that explains it)."""
+    """Builds (learning rate as a function of updates applied, one line that explains it)."""
     check_whole_number("steps", steps, 0, MAX_SIZE)
     peak, final = config.learning_rate, config.learning_rate * config.final_lr_fraction
     if config.warmup_steps is not None:
@@ -69,7 +69,7 @@ def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule
 
 
 def _with_warmup(after: Schedule, peak: float, warmup: int) -> Schedule:
-    """Returns a linear rise from peak/warmup at the first update to `peak`, followed by `after`."""
+    """Builds a linear rise from peak/warmup at the first update to `peak`, followed by `after`."""
     if warmup == 0:
         return after
 
@@ -86,13 +86,14 @@ class LRRangeTest:
     (arXiv:1803.09820)."""
 
     lr_range_test_min_lr: float = 1e-3
-    """Rate of the first update."""
+    """Learning rate of the first update."""
     lr_range_test_step_size: int = 2000
     """Number of updates in which the rate grows by `lr_range_test_step_rate` times the first
     rate."""
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
-    """Whether the rate grows after every `lr_range_test_step_size` updates, not continuously."""
+    """Whether the rate grows only after every `lr_range_test_step_size` updates, not
+    continuously."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -100,7 +101,7 @@ class LRRangeTest:
         check_positive(self, "lr_range_test_step_size")
 
     def rate(self, count: jax.Array) -> jax.Array:
-        """Returns the learning rate of an update, float32 []."""
+        """Computes the learning rate of an update, float32 []."""
         size = self.lr_range_test_step_size
         passed = count // size if self.lr_range_test_staircase else count / size
         return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * passed)
@@ -108,35 +109,35 @@ class LRRangeTest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneCycle:
-    """Rate that rises and falls once, then decays; Adam's beta1 moves oppositely
-    (arXiv:1803.09820)."""
+    """Learning rate that rises and falls once, then decays; Adam's beta1 moves in the opposite
+    direction (arXiv:1803.09820)."""
 
     cycle_min_lr: float
-    """Rate of the first update and of the last update of the cycle."""
+    """Learning rate of the first update and of the last update of the cycle."""
     cycle_max_lr: float
-    """Rate at the middle of the cycle, between its two halves."""
+    """Learning rate at the middle of the cycle, between its two halves."""
     decay_lr_rate: float = 0.0
-    """After the cycle the rate is `cycle_min_lr` / (1 + this * number of `decay_step_size`
-    intervals)."""
+    """Decay after the cycle: the rate is `cycle_min_lr` / (1 + this value * number of completed
+    intervals of `decay_step_size` updates)."""
     cycle_first_step_size: int = 2000
-    """Updates of the rising half."""
+    """Number of updates in the rising half."""
     cycle_second_step_size: int | None = None
-    """Updates of the falling half; None: as many as in the rising half."""
+    """Number of updates in the falling half; None uses that of the rising half."""
     cycle_first_stair_count: int = 0
     """Number of stair steps in the rising half; 0 changes the rate at every update."""
     cycle_second_stair_count: int | None = None
-    """Number of stair steps in the falling half; None: as in the rising half."""
+    """Number of stair steps in the falling half; None uses that of the rising half."""
     decay_step_size: int = 0
-    """Updates per decay interval after the cycle; 0: no decay."""
+    """Number of updates per decay interval after the cycle; 0 does not decay."""
     cycle_momentum: bool = True
-    """Whether betas change too: beta1 as below, beta2 to 0.99."""
+    """Whether Adam's betas change too: beta1 within the limits below; beta2 is set to 0.99."""
     cycle_min_mom: float = 0.8
     """beta1 of the first update and at the middle of the cycle."""
     cycle_max_mom: float = 0.9
     """beta1 of the second update and at the end of the cycle."""
     decay_mom_rate: float = 0.0
-    """After the cycle beta1 is `cycle_max_mom` * (1 + this * number of `decay_step_size`
-    intervals)."""
+    """Growth of beta1 after the cycle: it is `cycle_max_mom` * (1 + this value * number of
+    completed intervals of `decay_step_size` updates)."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -159,18 +160,18 @@ class OneCycle:
 
     @property
     def _halves(self) -> tuple[int, int]:
-        """Updates of the rising and of the falling half."""
+        """Numbers of updates in the rising and in the falling half."""
         first, second = self.cycle_first_step_size, self.cycle_second_step_size
         return first, first if second is None else second
 
     @property
     def _stairs(self) -> tuple[int, int]:
-        """Stair steps of the rising and of the falling half."""
+        """Numbers of stair steps in the rising and in the falling half."""
         first, second = self.cycle_first_stair_count, self.cycle_second_stair_count
         return first, first if second is None else second
 
     def _height(self, count: jax.Array) -> jax.Array:
-        """Returns the position in the cycle: 0 at its ends, 1 in the middle."""
+        """Computes the position in the cycle: 0 at its ends, 1 in the middle."""
         first, second = self._halves
         up, down = self._stairs
         rising = _climb(count, first, up)
@@ -178,11 +179,11 @@ class OneCycle:
         return jnp.where(count <= first, rising, falling)
 
     def _passed(self, count: jax.Array) -> jax.Array:
-        """Returns the number of decay intervals after the end of the cycle."""
+        """Computes the number of decay intervals since the end of the cycle."""
         return (count - sum(self._halves)) / self.decay_step_size
 
     def rate(self, count: jax.Array) -> jax.Array:
-        """Returns the learning rate of an update, float32 []."""
+        """Computes the learning rate of an update, float32 []."""
         low, high = self.cycle_min_lr, self.cycle_max_lr
         after: Any = low
         if self.decay_step_size:
@@ -191,7 +192,7 @@ class OneCycle:
         return jnp.where(count < sum(self._halves), cycle, after)
 
     def b1(self, count: Any) -> jax.Array:
-        """Returns beta1 of an update, float32 []."""
+        """Computes beta1 of an update, float32 []."""
         count = jnp.asarray(count, jnp.int32)
         low, high = self.cycle_min_mom, self.cycle_max_mom
         after: Any = high
@@ -199,12 +200,12 @@ class OneCycle:
             after = high * (1 + self.decay_mom_rate * self._passed(count))
         cycle = high - (high - low) * self._height(count)
         later = jnp.where(count < sum(self._halves), cycle, after)
-        # DeepSpeed starts at the minimum, and uses the maximum from its first step on.
+        # DeepSpeed starts at the minimum, and uses the maximum from its first step.
         return jnp.where(count == 0, low, later).astype(jnp.float32)
 
     @property
     def first_update_with_b1_of_one(self) -> int | None:
-        """First update whose beta1 is 1 or more; None if there is none."""
+        """Index of the first update whose beta1 is 1 or more; None if there is none."""
         growth = self.cycle_max_mom * self.decay_mom_rate
         if not (self.cycle_momentum and self.decay_step_size and growth):
             return None
@@ -217,13 +218,14 @@ class WarmupLR:
     """Learning rate with a warm-up, constant afterwards."""
 
     warmup_min_lr: float = 0.0
-    """Rate of the first two updates."""
+    """Learning rate of the first two updates."""
     warmup_max_lr: float | None = None
-    """Rate after the warm-up; None: the optimizer's."""
+    """Learning rate after the warm-up; None uses the optimizer's."""
     warmup_num_steps: int = 1000
-    """Updates until `warmup_max_lr` is reached; 1 is treated as 2."""
+    """Number of updates until `warmup_max_lr` is reached; 1 is treated as 2."""
     warmup_type: WarmupType = "log"
-    """"log" completes two thirds of the rise after a tenth of 1000 updates; "linear" is even."""
+    """Shape of the rise: "log" reaches two thirds of it after 100 of 1000 updates; "linear" is
+    even."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -231,11 +233,12 @@ class WarmupLR:
         check_positive(self, "warmup_num_steps")
 
     def _after(self, count: jax.Array) -> Any:
-        """Returns the rate after the warm-up, as a fraction of the rise from minimum to maximum."""
+        """Computes the rate after the warm-up, as a fraction of the rise from minimum to
+        maximum."""
         return 1.0
 
     def rate(self, count: jax.Array) -> jax.Array:
-        """Returns the learning rate of an update, float32 []."""
+        """Computes the learning rate of an update, float32 []."""
         assert self.warmup_max_lr is not None
         risen = _warm_up(count, self.warmup_num_steps, self.warmup_type)
         part = jnp.where(count <= max(2, self.warmup_num_steps), risen, self._after(count))
@@ -248,7 +251,7 @@ class WarmupDecayLR(WarmupLR):
     run."""
 
     total_num_steps: int
-    """Updates of the whole run."""
+    """Number of updates in the whole run."""
     warmup_max_lr: float | None = 1e-3
 
     def __post_init__(self) -> None:
@@ -263,14 +266,15 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupCosineLR:
-    """The optimizer's rate times a ratio that rises in the warm-up and falls as a cosine."""
+    """Learning rate that is the optimizer's rate times a ratio, which rises in the warm-up and then
+    falls as a cosine."""
 
     total_num_steps: int
-    """Updates of the whole run."""
+    """Number of updates in the whole run."""
     warmup_min_ratio: float = 0.0
     """Ratio at the second update; at the first update it is always 0."""
     warmup_num_steps: int = 1000
-    """Updates until the ratio is 1; 1 is treated as 2."""
+    """Number of updates until the ratio is 1; 1 is treated as 2."""
     cos_min_ratio: float = 1e-4
     """Ratio at the end of the run and after it."""
     warmup_type: WarmupType = "log"
@@ -281,7 +285,7 @@ class WarmupCosineLR:
         check_positive(self, "total_num_steps", "warmup_num_steps")
 
     def part(self, count: jax.Array) -> jax.Array:
-        """Returns the multiplier of the optimizer's rate at an update, float32 []."""
+        """Computes the multiplier of the optimizer's rate at an update, float32 []."""
         warmup, low = max(2, self.warmup_num_steps), self.cos_min_ratio
         risen = _warm_up(count, self.warmup_num_steps, self.warmup_type)
         rising = self.warmup_min_ratio + (1 - self.warmup_min_ratio) * risen
@@ -295,18 +299,18 @@ _Settings = LRRangeTest | OneCycle | WarmupLR | WarmupDecayLR | WarmupCosineLR
 DEEPSPEED_SCHEDULES: Mapping[str, type[_Settings]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""{scheduler.type: a dataclass whose fields are its scheduler.params}."""
+"""{`type` of a scheduler section: dataclass whose fields are the section's `params`}."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSpeedSchedule:
-    """DeepSpeed schedule in the form that zerojax and optax optimizers take.
+    """Schedule of DeepSpeed as functions that zerojax's and optax's optimizers accept.
 
     Attributes:
-      settings: its parameters, with DeepSpeed's defaults.
-      learning_rate: of an update, by the number of updates applied before it.
-      b1: beta1 in the same form; None: the optimizer's own.
-      b2: beta2; None: the optimizer's own.
+      settings: parameters of the schedule, with DeepSpeed's defaults.
+      learning_rate: function from the number of updates applied to the learning rate.
+      b1: function from the number of updates applied to beta1; None keeps the optimizer's.
+      b2: value of beta2; None keeps the optimizer's.
       notes: surprising properties of the schedule, one sentence each.
     """
 
@@ -320,17 +324,18 @@ class DeepSpeedSchedule:
 def build_deepspeed_schedule(
     kind: str, params: Mapping[str, Any], *, learning_rate: float
 ) -> DeepSpeedSchedule:
-    """Builds the schedule of a `scheduler` section.
+    """Builds the schedule of a `scheduler` section of a DeepSpeed configuration.
 
     Args:
-      kind: its `type`: one of `DEEPSPEED_SCHEDULES`.
-      params: its `params`; a list of one number counts as that number.
-      learning_rate: the optimizer's own, which `WarmupLR` without `warmup_max_lr` and
+      kind: value of `type` in the section: a key of `DEEPSPEED_SCHEDULES`.
+      params: value of `params` in the section; a list of one number counts as that number.
+      learning_rate: learning rate of the optimizer, which `WarmupLR` without `warmup_max_lr` and
         `WarmupCosineLR` use.
 
     Raises:
-      ConfigError: an unknown type or setting, with the nearest known one; a number out of range;
-        rates per parameter group; or `last_batch_iteration`, a start in the middle of the schedule.
+      ConfigError: a type or setting is unknown (the message names the nearest one); a number is out
+        of range; there is a rate per parameter group; or `last_batch_iteration` is set, which would
+        start in the middle of the schedule.
     """
     if kind not in DEEPSPEED_SCHEDULES:
         known = ", ".join(DEEPSPEED_SCHEDULES)
@@ -344,8 +349,8 @@ def build_deepspeed_schedule(
     given = {name: _single(name, value) for name, value in params.items()}
     if given.pop("last_batch_iteration", -1) != -1:
         raise ConfigError(
-            "a schedule starts at the first step and continues from a checkpoint; leave this key "
-            "out and load the checkpoint",
+            "last_batch_iteration is not supported: a schedule starts at the first step and "
+            "continues from a checkpoint; leave this key out and load the checkpoint",
             ("last_batch_iteration",),
         )
     if kind == "WarmupLR" and given.get("warmup_max_lr") is None:
@@ -408,14 +413,14 @@ def _notes(settings: _Settings) -> list[str]:
 
 
 def _climb(passed: jax.Array, size: int, stairs: int) -> jax.Array:
-    """Returns the completed fraction of `size` updates; in stair steps if `stairs` is above 0."""
+    """Computes the completed fraction of `size` updates; in stair steps if `stairs` is above 0."""
     if stairs > 0:
         return jnp.clip(passed, 0, size) * stairs // size / stairs
     return passed / size
 
 
 def _warm_up(count: jax.Array, num_steps: int, kind: WarmupType) -> jax.Array:
-    """Returns the completed fraction of the warm-up; it is 0 at the first two updates."""
+    """Computes the completed fraction of the warm-up; it is 0 at the first two updates."""
     num_steps, done = max(2, num_steps), jnp.maximum(count - 1, 0)
     if kind == "linear":
         return done / num_steps

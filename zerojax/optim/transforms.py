@@ -1,4 +1,4 @@
-"""Parts of optax transformations: clipping, stacked layers, random keys, extra arguments."""
+"""Helpers for optax transformations: clipping, stacked layers, random keys, extra arguments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zerojax.tracing import trees
 
 Tree = Any
 EXTRA_ARGUMENTS = ("value", "grad", "grad_norm", "layers")
-"""Keywords that `extra_arguments` returns."""
+"""Keyword arguments that `extra_arguments` returns."""
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Returns `optax.clip_by_global_norm`, which uses the norm that the step has computed.
+    """Builds `optax.clip_by_global_norm` that uses the gradient norm already computed by the step.
 
-    It has to be first in a chain, because the step passes the norm of the gradients. In other
-    places use optax's own.
+    It must be the first part of a chain, because the step passes the norm of the gradients.
+    Elsewhere in a chain use optax's own function.
     """
 
     def update(
@@ -36,8 +36,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 def map_layers(
     function: Callable[..., Any], layers: Container[str], first: Tree, *others: Tree
 ) -> Tree:
-    """Maps a function over trees like `jax.tree.map`; leaves named in `layers` are mapped row by
-    row."""
+    """Maps a function over trees like `jax.tree.map`; for arrays named in `layers`, over each row
+    (layer) separately."""
     named = {name: name in layers for name in trees.flatten_names(first)}
 
     def leaf(is_stack: bool, *arrays: jax.Array) -> Any:
@@ -47,11 +47,11 @@ def map_layers(
 
 
 def with_raw_keys(tx: optax.GradientTransformation, params: Tree) -> optax.GradientTransformation:
-    """Returns the transformation with uint32 arrays instead of typed PRNG keys in its state.
+    """Returns a transformation that stores PRNG keys in its state as uint32 arrays, not typed keys.
 
     Args:
-      tx: returned unchanged if its state has no typed key.
-      params: structs.
+      tx: transformation, returned unchanged if its state has no typed key.
+      params: structs of the parameters.
     """
     impls: list[Any] = []
 
@@ -88,16 +88,16 @@ def _is_key(x: Any) -> bool:
 def extra_arguments(
     grads: Mapping[str, Any], grad_norm: jax.Array, loss: jax.Array, layers: frozenset[str]
 ) -> dict[str, Any]:
-    """Returns the keywords of `update` for a `GradientTransformationExtraArgs`.
+    """Returns the keyword arguments for `update` of a `GradientTransformationExtraArgs`.
 
     Args:
-      grads: of the mean loss, with the shapes of the parameters.
-      grad_norm: float32 []; their l2 norm before clipping.
-      loss: float32 []; the mean loss of the global batch.
+      grads: gradients of the mean loss, with the shapes of the parameters.
+      grad_norm: float32 []; l2 norm of the gradients before clipping.
+      loss: float32 []; mean loss of the global batch.
       layers: names of parameters whose dimension 0 counts layers.
 
     Returns:
-      "value" and "grad" as optax names them (`optax.polyak_sgd`, `optax.contrib.momo`), and
+      "value" and "grad", the names that optax uses (`optax.polyak_sgd`, `optax.contrib.momo`), and
       "grad_norm" and "layers" for zerojax's own optimizers.
     """
     return {"value": loss, "grad": grads, "grad_norm": grad_norm, "layers": layers}

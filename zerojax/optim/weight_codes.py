@@ -1,13 +1,14 @@
 """Quantizes frozen weights to 4 or 8 bits: blocks of codes with one scale each, as bytes.
 
 A block is 64 consecutive values along one dimension. It is stored as consecutive bytes along the
-same dimension: the codes of its values, then its scale, a little-endian bfloat16. So an array of
-codes has as many dimensions as the weights, can be sharded like them at block boundaries, and is
-one array in a checkpoint and in a collective.
+same dimension: the codes of its values, then its scale, a little-endian bfloat16. An array of codes
+therefore has as many dimensions as the weights, can be sharded like them at block boundaries, and
+is one array in a checkpoint and in a collective.
 
-nf4: 32 bytes, each with the code of value i in its lower and of value i + 32 in its upper 4 bits;
-the code is the nearest of `NF4_LEVELS` times the scale, which is the largest magnitude.
-int8: 64 bytes, the nearest multiple of the scale, which is the largest magnitude / 127.
+nf4: 32 bytes per block; each byte has the code of value i in its lower 4 bits and the code of value
+i + 32 in its upper 4 bits. A code is the index of the nearest of `NF4_LEVELS` times the scale; the
+scale is the largest magnitude. int8: 64 bytes per block, each the nearest multiple of the scale,
+which is the largest magnitude / 127.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ NF4_LEVELS = np.array(
     ],
     np.float32,
 )
-"""The 4-bit NormalFloat, QLoRA (Dettmers et al. 2023, arXiv:2305.14314), appendix E: means of
-neighbouring quantiles of the normal distribution, 8 from -1 to 0 and 9 from 0 to 1."""
+"""Levels of the 4-bit NormalFloat of QLoRA (Dettmers et al. 2023, arXiv:2305.14314), appendix E:
+means of neighbouring quantiles of the normal distribution, 8 from -1 to 0 and 9 from 0 to 1."""
 
 _BOUNDARIES = ((NF4_LEVELS[1:].astype(np.float64) + NF4_LEVELS[:-1]) / 2).astype(np.float32)
 _CODE_BYTES = {"nf4": BLOCK // 2, "int8": BLOCK}
@@ -45,27 +46,27 @@ _SCALE_BYTES = 2
 KINDS = tuple(_CODE_BYTES)
 _LARGEST_INT8 = 127
 _IN_CACHE = 1 << 16
-"""Values that the host encodes at a time: 7 ns each on one core, instead of 11 ns for many at
-once."""
+"""Number of values that the host encodes at a time: 7 ns per value on one core, compared with 11 ns
+if all are encoded at once."""
 
 
 FROZEN_CODES = "frozen_codes"
-"""Key of a plan in a checkpoint: {parameter: fields of its `WeightCodes`}."""
+"""Key in a checkpoint's plan of {parameter: fields of its `WeightCodes`}."""
 
 
 def codes_of_plan(plan: Mapping[str, Any]) -> dict[str, WeightCodes]:
-    """Returns {parameter: its `WeightCodes`} of the plan in a checkpoint."""
+    """Returns {parameter: its `WeightCodes`} from the plan stored in a checkpoint."""
     return {name: WeightCodes(**fields) for name, fields in plan.get(FROZEN_CODES, {}).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightCodes:
-    """Quantization of one parameter: static and hashable, so that a traced program may hold it.
+    """Quantization of one parameter; static and hashable, so that a traced program may hold it.
 
     Attributes:
-      kind: "nf4" or "int8".
-      dim: the dimension of the blocks, counted from the end (negative, so that it stays valid when
-        leading dimensions are sliced); its size is a multiple of 64.
+      kind: kind of codes, "nf4" or "int8".
+      dim: dimension along which blocks run, counted from the end (negative, so that it stays valid
+        when leading dimensions are sliced); its size is a multiple of 64.
     """
 
     kind: str
@@ -73,11 +74,11 @@ class WeightCodes:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: 34 or 66."""
+        """Number of bytes of one block: 34 or 66."""
         return _CODE_BYTES[self.kind] + _SCALE_BYTES
 
     def coded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the uint8 array for values of this shape."""
+        """Returns the shape of the uint8 codes for values of this shape."""
         sizes = list(shape)
         assert sizes[self.dim] % BLOCK == 0, (shape, self.dim)
         sizes[self.dim] = sizes[self.dim] // BLOCK * self.block_bytes
@@ -93,9 +94,9 @@ class WeightCodes:
     def encode(self, values: Any) -> Any:
         """Quantizes values to uint8 blocks: the codes of 64 values, then their scale.
 
-        The values are cast to float32. The result has `coded_shape(values.shape)`. For a NumPy
-        array it is a NumPy array, else a traced array, with equal bits: codes depend on comparisons
-        with products, which both round equally.
+        The values are cast to float32. The result has `coded_shape(values.shape)`. It is a NumPy
+        array for a NumPy array, else a traced array. The bits are equal, because codes depend only
+        on comparisons with products, which NumPy and XLA round equally.
         """
         blocked = self._in_blocks(values.shape, BLOCK)
         if not isinstance(values, np.ndarray):
@@ -111,7 +112,8 @@ class WeightCodes:
         return result.reshape(self.coded_shape(values.shape))
 
     def _encode_blocks(self, xp: Any, values: Any, axis: int) -> Any:
-        """Quantizes blocks to uint8: `axis` has 64 values of a block, in the result its bytes."""
+        """Quantizes blocks: `axis` holds the 64 values of a block, and in the result its uint8
+        bytes."""
         blocks = values.astype(np.float32)
         largest = xp.max(xp.abs(blocks), axis=axis, keepdims=True)
         exact = largest if self.kind == "nf4" else largest * np.float32(1 / _LARGEST_INT8)
@@ -130,8 +132,8 @@ class WeightCodes:
         return xp.concatenate(parts, axis=axis)
 
     def decode(self, codes: jax.Array, dtype: Any) -> jax.Array:
-        """Decodes traced codes: level times scale in float32, rounded once to `dtype`; float16
-        subnormals become 0."""
+        """Decodes traced codes: level times scale in float32, rounded once to `dtype`. Values that
+        are subnormal in float16 become 0."""
         size, axis = self.block_bytes, self._axis(codes.ndim)
         blocks = codes.reshape(self._in_blocks(codes.shape, size))
         body, low, high = (
@@ -152,7 +154,7 @@ class WeightCodes:
         return values.reshape(self.true_shape(codes.shape))
 
     def decode_on_host(self, codes: np.ndarray) -> np.ndarray:
-        """Decodes on the host to float32 values with the same bits as `decode`."""
+        """Decodes on the host to float32 values, with the same bits as `decode`."""
         size, axis = self.block_bytes, self._axis(codes.ndim)
         blocks = codes.reshape(self._in_blocks(codes.shape, size))
         body, low, high = np.split(blocks, [size - 2, size - 1], axis=axis)
@@ -162,12 +164,12 @@ class WeightCodes:
             units = NF4_LEVELS[np.concatenate([body & 15, body >> 4], axis=axis)]
         else:
             units = body.view(np.int8).astype(np.float32)
-        with np.errstate(invalid="ignore"):  # 0 x infinity
+        with np.errstate(invalid="ignore"):  # 0 x infinity is NaN
             return (units * scale).reshape(self.true_shape(codes.shape))
 
     def _axis(self, ndim: int) -> int:
-        """Returns the axis of a block's elements after splitting the dimension into blocks and
-        elements."""
+        """Returns the axis of the values within a block, after the dimension is split into (blocks,
+        values per block)."""
         return ndim + self.dim + 1
 
     def _in_blocks(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -176,11 +178,11 @@ class WeightCodes:
 
 
 class CodedArray:
-    """Codes of a `LazyArray`, itself lazy: a part is encoded when it is read.
+    """Codes of a `LazyArray`; a part is encoded when it is read.
 
     Attributes:
-      shape, dtype: of the whole array of codes, uint8.
-      is_stacked: as of the `LazyArray` of values.
+      shape, dtype: shape and dtype (uint8) of the whole array of codes.
+      is_stacked: value of `is_stacked` of the encoded `LazyArray`.
     """
 
     def __init__(self, values: LazyArray, codes: WeightCodes) -> None:
@@ -189,7 +191,7 @@ class CodedArray:
         self._values, self._codes = values, codes
 
     def read(self, index: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Reads a box of whole blocks, see `LazyArray.read`."""
+        """Reads and encodes a box of whole blocks, as `LazyArray.read` does for values."""
         own, size = list(index), self._codes.block_bytes
         first, last = own[self._codes.dim]
         assert first % size == last % size == 0, (index, self._codes)
@@ -198,13 +200,16 @@ class CodedArray:
 
 
 def codes_for(kind: str, shape: Sequence[int], stack_dims: int) -> WeightCodes | None:
-    """Returns the `WeightCodes` for a parameter of this shape, or None if 64 divides no dimension.
+    """Returns the `WeightCodes` for a parameter, or None if no dimension is divisible by 64.
 
-    Blocks lie along the smallest dimension that 64 divides, the last one of equal sizes. This does
-    not depend on the mesh; ZeRO splits the largest dimension, so the two are rarely the same.
+    Blocks run along the smallest dimension divisible by 64; of equal sizes, the last one. The
+    choice does not depend on the mesh. ZeRO splits the largest dimension, so the two dimensions are
+    rarely the same.
 
     Args:
-      stack_dims: leading dimensions that count layers.
+      kind: kind of codes, "nf4" or "int8".
+      shape: shape of the parameter.
+      stack_dims: number of leading dimensions that count layers.
     """
     free = [i for i in range(stack_dims, len(shape)) if shape[i] and shape[i] % BLOCK == 0]
     if not free:
@@ -213,15 +218,15 @@ def codes_for(kind: str, shape: Sequence[int], stack_dims: int) -> WeightCodes |
 
 
 def bytes_per_parameter(kind: str) -> float:
-    """Returns the bytes of codes and scales per parameter: 0.53125 or 1.03125."""
+    """Returns the number of bytes of codes and scales per parameter: 0.53125 or 1.03125."""
     return (_CODE_BYTES[kind] + _SCALE_BYTES) / BLOCK
 
 
 def _nearest_nf4(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
     """Returns the codes of the nf4 levels nearest to `blocks / scale`, the lower one in a tie.
 
-    A byte has a value of the first half of `axis` in its low four bits, and the value at the same
-    place of the second half in its high four bits.
+    Each byte holds two codes: in its low four bits for a value of the first half of `axis`, in its
+    high four bits for the value at the same position in the second half.
     """
     code = xp.zeros(blocks.shape, np.uint8)
     for boundary in _BOUNDARIES:
@@ -234,9 +239,9 @@ def _nearest_nf4(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
 def _level(code: jax.Array) -> jax.Array:
     """Returns the level of each 4-bit code, float32, selected with bit operations.
 
-    A table would be an extra input of the traced program. Selections with `jnp.where` between
-    constant arrays are no better: JAX hoists them out of a loop over layers and keeps them (16
-    float32 copies of a kernel, compiled for an H100).
+    A lookup table would be an extra input of the traced program. `jnp.where` with constant arrays
+    is no better: JAX hoists the constants out of a loop over layers and stores them (16 float32
+    copies of a kernel, compiled for an H100).
     """
     chosen: list[Any] = [int(level) for level in NF4_LEVELS.view(np.int32)]
     code = code.astype(jnp.int32)
@@ -250,15 +255,15 @@ def _level(code: jax.Array) -> jax.Array:
 def _nearest_int8(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
     units = xp.rint(blocks / xp.where(scale == 0, np.float32(1), scale))
     units = xp.clip(units, -_LARGEST_INT8, _LARGEST_INT8)
-    code = xp.where(units == units, units, 0).astype(np.int8)  # NaN shows in the scale
+    code = xp.where(units == units, units, 0).astype(np.int8)  # the scale already carries a NaN
     return code.view(np.uint8) if xp is np else lax.bitcast_convert_type(code, jnp.uint8)
 
 
 def _rounded(values: jax.Array, precision: Any, dtype: Any) -> jax.Array:
-    """Rounds to `precision` and casts to `dtype`, such that the compiler keeps the rounding.
+    """Rounds to `precision` and casts to `dtype`, in a way that the compiler cannot remove.
 
     XLA may remove a cast to 16 bits and back, and then compute with more precision than the stored
-    values have. On GPUs it did so between a scale and the codes that depend on it.
+    values have. On GPUs it did so between a scale and the codes that depend on the scale.
     """
     kind = jnp.finfo(precision)
     if kind.bits < 32:

@@ -1,8 +1,8 @@
 """Quantizes gradients in collectives to 8 or 4 bits: blocks of codes with one scale each, as bytes.
 
-A block of values v is stored as the nearest integers to v / scale, with magnitude at most 127 or 7.
-The scale is largest magnitude / 127 or / 7, bfloat16, rounded up, so the error of a value is at
-most half a scale. A block with a NaN or an infinity decodes to no finite value.
+Each value of a block is stored as the integer nearest to value / scale, of magnitude at most 127 or
+7. The scale is the block's largest magnitude / 127 or / 7, as bfloat16, rounded up, so the error of
+a value is at most half a scale. A block with a NaN or an infinity decodes to no finite value.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jax import lax
 
 BLOCKS = {8: 256, 4: 64}
-"""{bits: values that share a scale}. With 4-bit codes, blocks of 256 cost a small GPT 0.05 to 0.09
-of its loss, blocks of 64 less than 0.01 (three seeds)."""
+"""{bits of a code: number of values that share a scale}. With 4-bit codes, blocks of 256 increase
+the loss of a small GPT by 0.05 to 0.09, blocks of 64 by less than 0.01 (three seeds)."""
 _LARGEST = {8: 127, 4: 7}
 _SCALE_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientCodes:
-    """Quantization and summation of one parameter's gradient: static and hashable.
+    """Quantization and summation of one parameter's gradient; static and hashable.
 
     Attributes:
-      bits: of a code, 8 or 4.
-      in_node: number of consecutive shards on one node: they are summed first, and the result is
-        encoded again to be sent between nodes. 1: all devices exchange their parts at once.
+      bits: number of bits of a code, 8 or 4.
+      in_node: number of consecutive shards on one node. Gradients are summed within the node first,
+        and the sum is encoded again and sent between nodes. 1: all devices exchange directly.
     """
 
     bits: int
@@ -40,7 +40,7 @@ class GradientCodes:
         return -(-elements // block) * block
 
     def num_bytes(self, elements: int) -> int:
-        """Returns the bytes of `elements` values after encoding, with their scales.
+        """Returns the number of bytes of `elements` values after encoding, with their scales.
 
         >>> GradientCodes(8).num_bytes(1000), GradientCodes(4).num_bytes(128)
         (1032, 68)
@@ -81,7 +81,7 @@ class GradientCodes:
 
     @property
     def bits_each(self) -> float:
-        """Bits per value in a long row, including its part of the scale.
+        """Number of bits per value in a long row, including the scales.
 
         >>> GradientCodes(8).bits_each, GradientCodes(4).bits_each
         (8.0625, 4.25)
@@ -90,10 +90,10 @@ class GradientCodes:
 
 
 def bytes_sent(codes: GradientCodes, elements: int, shards: int) -> int:
-    """Returns the bytes sent by one of the devices that reduce-scatter a gradient of this size.
+    """Returns the bytes that one device sends in a reduce-scatter of a gradient of this size.
 
-    Each shard is a row. In two levels, m devices of each of n nodes, n rows go to each of the m - 1
-    neighbours, and one row of their sum to each of the n - 1 other nodes.
+    Each shard is one row. With two levels (n nodes of m devices) the device sends n rows to each of
+    the m - 1 other devices of its node, and one row of their sum to each of the n - 1 other nodes.
     """
     row = codes.num_bytes(math.ceil(elements / shards))
     nodes, members = shards // codes.in_node, codes.in_node
@@ -105,7 +105,7 @@ def bytes_sent(codes: GradientCodes, elements: int, shards: int) -> int:
 def _rounded_up(scales: jax.Array) -> jax.Array:
     """Rounds scales up to bfloat16, except within a few units in float32's last place.
 
-    This way the compiled form of the division does not change scales that bfloat16 represents
+    The compiled form of the division therefore does not change a scale that bfloat16 represents
     exactly.
     """
     bits = lax.bitcast_convert_type(scales, jnp.uint32)
@@ -114,8 +114,8 @@ def _rounded_up(scales: jax.Array) -> jax.Array:
 
 
 def _as_bytes(codes: jax.Array, bits: int) -> jax.Array:
-    """Packs int8 [..., block] into uint8 [..., block * bits / 8]; with 4 bits, the two halves of a
-    block share bytes."""
+    """Packs int8 [..., block] into uint8 [..., block * bits / 8]. With 4 bits, each byte holds one
+    value of each half of a block."""
     if bits == 8:
         return lax.bitcast_convert_type(codes, jnp.uint8)
     half = codes.shape[-1] // 2

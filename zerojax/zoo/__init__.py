@@ -1,4 +1,4 @@
-"""Reference models in plain Flax NNX, LoRA, generation, and weights of Hugging Face."""
+"""Reference models in plain Flax NNX, with LoRA, generation, and Hugging Face weights."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ MODELS: Mapping[str, tuple[type, Callable[..., nnx.Module]]] = {
     "t5": (T5Config, T5),
     "decoder": (DecoderConfig, Decoder),
 }
-"""{name in a run's record: (config class, model class)}."""
+"""{model name in the record of a run: (config class, model class)}."""
 
 _RULES: dict[str, TensorParallelRules] = {"gpt2": MEGATRON_RULES, "llama": MEGATRON_RULES}
 
 
 def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | LlamaConfig:
-    """Returns the configuration of the model with every size resolved.
+    """Returns a decoder's configuration with every size resolved.
 
     Args:
       config: model section of the run; its `vocab_size`, if set, overrides the tokenizer's.
       vocab_size: number of tokens of the tokenizer.
 
     Raises:
-      ValueError: inconsistent sizes, a `vocab_size` below the tokenizer's, an unknown name, or an
-        option that the architecture does not support.
+      ValueError: sizes are inconsistent, `vocab_size` is below the tokenizer's, the name is
+        unknown, or the architecture does not support an option.
     """
     if config.vocab_size is not None and config.vocab_size < vocab_size:
         raise ValueError(
@@ -150,7 +150,10 @@ def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], De
 
 
 def tensor_parallel_rules(name: str) -> TensorParallelRules:
-    """Returns a model's Megatron-style rules: (regex, mesh axis of each trailing dimension)."""
+    """Returns a model's Megatron-style rules: pairs (regex, mesh axis of each trailing
+    dimension)."""
     if name not in _RULES:
-        raise ValueError(f"no tensor-parallel rules for {name!r}; known: {', '.join(_RULES)}")
+        raise ValueError(
+            f"name={name!r} has no tensor-parallel rules; use one of {', '.join(_RULES)}"
+        )
     return _RULES[name]

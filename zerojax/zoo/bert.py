@@ -32,25 +32,29 @@ INIT_STDDEV = 0.02
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """Sizes of a BERT (arXiv:1810.04805); the defaults are the base model, uncased.
+    """Sizes of a BERT (arXiv:1810.04805); the defaults are those of the base model, uncased.
 
     Attributes:
       vocab_size: number of token ids.
-      max_seq_len: tokens; rows of the position table.
-      num_types: rows of the table of token types (first and second sentence).
+      max_seq_len: maximum number of tokens; number of rows of the position table.
+      num_types: number of rows of the table of token types (first and second sentence).
       num_layers, num_heads, embed_dim: depth, attention heads, width of the residual stream.
-      mlp_dim: width of the MLP; None: 4 * embed_dim.
-      dropout: probability, on embeddings and on the output of each sub-layer. Attention
-        probabilities are not dropped, since a fused attention never holds them.
-      norm_eps: added to the variance.
-      exact_gelu: GELU by the error function, as in the paper; else its tanh form.
-      has_mlm_head: adds a head that predicts masked tokens; the loss requires it.
-      has_pooler: adds a dense layer on the first token, for classification. The loss of this module
-        does not use it; `freeze=("pooler/",)` prevents weight decay from shrinking a trained one.
-      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
-      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); "fake_int8" or "fake_int4"
-        for kernels rounded to integers (see `operators.rounded_weights`); None: the compute dtype.
-      attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
+      mlp_dim: width of the MLP; None uses 4 * embed_dim.
+      dropout: probability of dropout on embeddings and on the output of each sub-layer. Attention
+        probabilities are not dropped, because fused attention never stores them.
+      norm_eps: number added to the variance.
+      exact_gelu: whether GELU uses the error function, as in the paper; False uses its tanh form.
+      has_mlm_head: whether to add a head that predicts masked tokens; the loss requires it.
+      has_pooler: whether to add a dense layer on the first token, for classification. The model's
+        loss does not use it; `freeze=("pooler/",)` prevents weight decay from shrinking a trained
+        one.
+      remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
+        `stacking.scan_blocks`).
+      matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
+        "fake_int8" or "fake_int4" for kernels rounded to integers (see
+        `operators.rounded_weights`), None for the compute dtype.
+      attention: implementation of attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see
+        `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
         use its leading part (see `zerojax.attention`).
     """
@@ -72,7 +76,7 @@ class BertConfig:
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
 
-    # Read by `check_decoder_sizes`; fixed for BERT.
+    # `check_decoder_sizes` reads these fields, which are fixed for BERT.
     num_kv_heads: ClassVar[int] = 1
     head_dim: ClassVar[None] = None
     loss_chunk: ClassVar[None] = None
@@ -98,12 +102,12 @@ class BertConfig:
 
 
 class Encoded(NamedTuple):
-    """Value that goes from layer to layer: hidden states and the mask of padding."""
+    """Values passed from layer to layer: hidden states and the mask of padding."""
 
     hidden: jax.Array
     """[batch, seq, embed]."""
     visible: jax.Array | None
-    """bool [batch, seq], False for padding; None: no padding."""
+    """bool [batch, seq], False for padding; None without padding."""
 
 
 class EncoderBlock(nnx.Module):
@@ -199,8 +203,7 @@ class Bert(nnx.Module):
 
         Args:
           tokens: integers [batch, seq].
-          token_types: integers [batch, seq] below `num_types`; None: all 0.
-
+          token_types: integers [batch, seq] below `num_types`; None uses type 0.
         Raises:
           TypeError: `tokens` are not integers.
           ValueError: `tokens` do not have two dimensions, or are longer than `max_seq_len`.
@@ -222,11 +225,11 @@ class Bert(nnx.Module):
 
         Args:
           tokens: integers [batch, seq].
-          attention_mask: [batch, seq], 0 for padding; None: no padding.
-          token_types: integers [batch, seq]; None: all 0.
+          attention_mask: [batch, seq], 0 for padding; None without padding.
+          token_types: integers [batch, seq]; None uses type 0.
 
         Returns:
-          [batch, seq, embed]; the values at padding positions are meaningless.
+          Hidden states [batch, seq, embed]; values at padding positions are undefined.
         """
         visible = None if attention_mask is None else attention_mask != 0
         start = Encoded(self.embed(tokens, token_types), visible)
@@ -262,15 +265,16 @@ class Bert(nnx.Module):
         """Computes the cross-entropy of the masked tokens in float32, as (sum, weight).
 
         Args:
-          batch: "tokens" [batch, seq], some of them masked; "targets", the original tokens. With
-            "positions", integers [batch, n], logits are computed at these positions only and
-            targets are [batch, n], else [batch, seq]. "weights", in the shape of the targets, are
-            0 for positions to ignore; "attention_mask" and "token_types" as in `hidden`.
+          batch: dict with "tokens" [batch, seq], some of them masked, and "targets", the original
+            tokens. With "positions", integers [batch, n], logits are computed only at these
+            positions, and targets are [batch, n]; otherwise targets are [batch, seq]. Optional
+            "weights", in the shape of the targets, are 0 for positions to ignore. Optional
+            "attention_mask" and "token_types" are arguments of `hidden`.
 
         Raises:
-          ValueError: the batch has neither positions nor weights, as batches for next-token
-            prediction, where a bidirectional model would copy the next token from its input; or
-            rows hold several texts ("segments").
+          ValueError: the batch has neither positions nor weights, like batches for next-token
+            prediction, in which a bidirectional model would copy the next token from its input;
+            or rows hold several texts ("segments").
         """
         if "segments" in batch:
             raise ValueError(
@@ -306,10 +310,10 @@ class Bert(nnx.Module):
 
         Args:
           tokens: integers [batch, seq].
-          attention_mask: [batch, seq], 0 for padding; None: no padding.
+          attention_mask: [batch, seq], 0 for padding; None without padding.
 
         Returns:
-          float32 [batch, embed].
+          Embeddings, float32 [batch, embed].
         """
         hidden = self.hidden(tokens, attention_mask).astype(jnp.float32)
         mask = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask != 0

@@ -1,4 +1,4 @@
-"""Decoder: embedding, stacked blocks and head, with loss and key/value cache."""
+"""Decoder model: embedding, stacked blocks and head, with loss and key/value cache."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ INIT_STDDEV = 0.02
 RESIDUAL_DIMS = ("batch", "sequence", "embed")
 TensorParallelRules = tuple[tuple[str, tuple[str | None, ...]], ...]
 
-# Megatron's sharding (arXiv:1909.08053): heads and the MLP's width over `model`, one sum per
-# sub-layer after the row-parallel output; the vocabulary over `model` in embedding and head. The
-# axes apply to trailing dimensions, so that the rules fit stacked and single layers.
+# Megatron's sharding (arXiv:1909.08053): heads and the MLP's width are split over `model`, with one
+# sum per sub-layer after the row-parallel output; embedding and head are split over `model` along
+# the vocabulary. Axes apply to trailing dimensions, so that rules fit stacked and single layers.
 MEGATRON_RULES: TensorParallelRules = (
     (r"attention/(query|key|value)/kernel$", (None, "model", None)),
     (r"attention/(query|key|value)/bias$", ("model", None)),
@@ -49,30 +49,31 @@ MEGATRON_RULES: TensorParallelRules = (
 
 
 class KVCache(NamedTuple):
-    """Keys and values of every layer: [layers, batch, length, kv_heads, head_dim] each."""
+    """Keys and values of every layer, each [layers, batch, length, kv_heads, head_dim]."""
 
     keys: jax.Array
     values: jax.Array
 
 
 class Packed(NamedTuple):
-    """Value that goes from layer to layer, if it is more than hidden states."""
+    """Values passed from layer to layer, if they are more than hidden states."""
 
     hidden: jax.Array
     """[batch, seq, embed]."""
     segments: jax.Array | None
-    """Integers [batch, seq]: index of each token's text, negative for padding; None: one text."""
+    """Integers [batch, seq]: index of each token's text, negative for padding; None for one
+    text."""
     positions: jax.Array | None
-    """Integers [batch, seq]: position of each token in its text; None: the index in the row."""
+    """Integers [batch, seq]: position of each token in its text; None uses the index in the row."""
     routing: Routing | None = None
-    """[layers, ...]: routing statistics of the tokens except padding; None: not collected."""
+    """[layers, ...]: routing statistics of all tokens except padding; None if not collected."""
 
 
 class Block(nnx.Module):
     """One residual layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     A sub-layer whose norm is None gets `x` unchanged. `attention_post_norm` and `mlp_post_norm`
-    apply to the outputs before they are added. With `is_parallel`, both sub-layers get
+    apply to the sub-layers' outputs before they are added. With `is_parallel`, both sub-layers get
     `attention_norm(x)` and both outputs are added to `x`.
     """
 
@@ -106,7 +107,7 @@ class Block(nnx.Module):
 
         Args:
           x: [batch, seq, embed], or `Packed`.
-          kind: int32 [], index of the layer's kind; None: all layers are of one kind.
+          kind: int32 [], index of the layer's kind; None if all layers are of one kind.
         """
         if not isinstance(x, Packed):
             return self._layer(x, kind)[0]
@@ -146,7 +147,8 @@ class Block(nnx.Module):
         *,
         text_length: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Applies the layer to new tokens after cached ones, no dropout; see `Attention.extend`."""
+        """Applies the layer to new tokens after cached ones, without dropout; see
+        `Attention.extend`."""
 
         def attend(normed: jax.Array) -> jax.Array:
             nonlocal cache
@@ -184,7 +186,7 @@ def _apply(norm: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.A
 
 
 class Decoder(nnx.Module):
-    """A decoder-only language model: `head(blocks(embed(tokens)))`.
+    """Decoder-only language model: `head(blocks(embed(tokens)))`.
 
     `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`. The configuration selects the
     architecture; `Llama` and `GPT2` are subclasses with configurations of their own.
@@ -195,16 +197,18 @@ class Decoder(nnx.Module):
     loss_unit: ClassVar[str] = NATS_PER_TOKEN
 
     config: Any
-    """`DecoderConfig`, or a configuration with `as_decoder` and the same names for sizes."""
+    """A `DecoderConfig`, or a configuration with `as_decoder` and the same field names for
+    sizes."""
     position_embedding: Embedding | None = None
     kind_of_layer: tuple[int, ...] | None = None
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     moe: MoEConfig | None = None
-    """Settings of the layers' experts; None: the layers have MLPs."""
+    """Settings of the layers' experts; None if the layers have MLPs."""
     deterministic: bool = False
-    """Set by `eval()`: the loss then omits the terms for training, such as expert balance."""
+    """Set by `eval()`: the loss then omits terms that are only for training, such as the balance
+    loss of experts."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -230,8 +234,9 @@ class Decoder(nnx.Module):
         """Embeds tokens [batch, new] as [batch, new, embed], without dropout.
 
         Args:
-          position: position of the first token, or integers [batch, new], of all tokens; used by
-            learned positions only, since rotary positions are applied in the attention.
+          tokens: integers [batch, new].
+          position: position of the first token, or integers [batch, new], the positions of all
+            tokens. Only learned positions use it, because attention applies rotary positions.
         """
         x = self.token_embedding(tokens)
         if self.embed_scale != 1.0:
@@ -249,7 +254,8 @@ class Decoder(nnx.Module):
         """Embeds tokens, integers [batch, seq], as [batch, seq, embed].
 
         Args:
-          positions: see `look_up`.
+          tokens: integers [batch, seq].
+          positions: positions of the tokens, see `look_up`.
 
         Raises:
           TypeError: `tokens` are not integers.
@@ -277,10 +283,11 @@ class Decoder(nnx.Module):
         """Computes the hidden states [batch, seq, embed] after the last block, for `head`.
 
         Args:
+          tokens: integers [batch, seq].
           segments: integers [batch, seq], index of each token's text in rows of several texts.
-            Tokens attend within their text only, and positions restart in each text.
-          positions: integers [batch, seq], position of each token in its text; None: derived from
-            `segments`, or the index in the row.
+            Tokens attend only within their text, and positions restart in each text.
+          positions: integers [batch, seq], position of each token in its text; None derives them
+            from `segments`, or uses the index in the row.
         """
         return self._hidden(tokens, segments, positions, None)[0]
 
@@ -291,7 +298,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | None,
         routing: Routing | None,
     ) -> tuple[jax.Array, Routing | None]:
-        """Returns (`hidden`, `routing` with the statistics of all layers)."""
+        """Computes (`hidden`, `routing` with the statistics of all layers)."""
         if positions is None and segments is not None:
             positions = positions_in_texts(segments)
         if positions is None and routing is None:
@@ -313,15 +320,15 @@ class Decoder(nnx.Module):
     def before_cut(batch: Mapping[str, Any]) -> dict[str, Any]:
         """Prepares a batch whose rows will be split over devices (context parallelism).
 
-        Computes the values that depend on neighboring tokens while rows are whole: positions in
+        Computes the values that depend on neighbouring tokens before rows are split: positions in
         texts, and weights that exclude targets of another text.
 
         Args:
-          batch: a batch for `loss`.
+          batch: batch for `loss`.
 
         Returns:
-          "tokens", "targets", "positions" and, if the batch has them, "weights" and "segments",
-          each [batch, seq].
+          Dict with "tokens", "targets", "positions" and, if the batch has them, "weights" and
+          "segments", each [batch, seq].
         """
         names = ("tokens", "targets", "weights", "segments", "positions")
         prepared = {name: batch[name] for name in names if name in batch}
@@ -338,15 +345,15 @@ class Decoder(nnx.Module):
     def loss(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """Computes the next-token cross-entropy in float32, as (sum, weight).
 
-        With `config.loss_chunk`, logits are computed for that many tokens at a time; the output
-        weights are read once, outside this loop.
+        With `config.loss_chunk`, logits are computed for this number of tokens at a time; the
+        output weights are read once, outside this loop.
 
         Args:
-          batch: "tokens" and "targets", integers [batch, seq]; optional "weights" [batch, seq];
-            optional "segments", integers [batch, seq], index of each token's text: texts do not
-            attend to each other, and padding (a negative segment) and tokens whose target belongs
-            to another text are ignored; optional "positions", integers [batch, seq], position of
-            each token in its text, by default derived from the segments.
+          batch: dict with "tokens" and "targets", integers [batch, seq]. Optional "weights" [batch,
+            seq]. Optional "segments", integers [batch, seq], index of each token's text: texts do
+            not attend to each other, and padding (a negative segment) and tokens whose target
+            belongs to another text are ignored. Optional "positions", integers [batch, seq],
+            position of each token in its text, by default derived from the segments.
 
         Returns:
           (sum, weight), float32. In training mode, a model with experts returns metrics as a third
@@ -355,7 +362,7 @@ class Decoder(nnx.Module):
         """
         targets, weights = batch["targets"], batch.get("weights")
         segments, positions = batch.get("segments"), batch.get("positions")
-        if segments is not None and current_split() is None:  # else done by `before_cut`
+        if segments is not None and current_split() is None:  # if split, `before_cut` has done it
             weights = _weights_within_texts(segments, weights)
         counted = None
         if self.moe is not None and not self.deterministic:
@@ -402,24 +409,25 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: integers [batch, new].
-          cache: from `init_cache` or an earlier call.
-          position: int32 [] or, for each row, [batch], number of tokens in the cache.
-          text_length: int32 [batch], tokens that each text will have; see `Attention.extend`.
+          cache: result of `init_cache` or of an earlier call.
+          position: number of tokens in the cache, int32 [], or [batch] if rows differ.
+          text_length: int32 [batch], final number of tokens of each text; see `Attention.extend`.
 
         Returns:
-          (hidden states [batch, new, embed] for `head`, the cache including the new tokens).
+          (hidden states [batch, new, embed] for `head`, cache that includes the new tokens).
         """
         graphdef, state = nnx.split(self.blocks)
         pattern = self.kind_of_layer
         kinds = None if pattern is None else np.asarray(pattern, np.int32)
 
-        # The cache is carried, not scanned over: one buffer is then updated in place.
+        # The cache is a carry of the scan, not a scanned input, so that one buffer is updated in
+        # place.
         def layer(
             carry: tuple[jax.Array, KVCache], slices: tuple[nnx.State, Any, jax.Array]
         ) -> tuple[tuple[jax.Array, KVCache], None]:
             (x, cache), (layer_state, kind, index) = carry, slices
             block = nnx.merge(graphdef, layer_state)
-            block.eval()  # an adapter may have dropout of its own
+            block.eval()  # an adapter may have its own dropout
             own = (
                 lax.dynamic_index_in_dim(cache.keys, index, 0, keepdims=False),
                 lax.dynamic_index_in_dim(cache.values, index, 0, keepdims=False),
@@ -446,9 +454,9 @@ def positions_in_texts(segments: jax.Array) -> jax.Array:
 
 
 def _weights_within_texts(segments: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Returns `weights` with 0 for padding and where the next token belongs to another text.
+    """Returns `weights` with 0 for padding and for tokens whose next token is of another text.
 
-    The target of a row's last token is outside the row, so its weight is kept.
+    The target of a row's last token is outside the row, so its weight is unchanged.
     """
     same = segments[:, 1:] == segments[:, :-1]
     counts = jnp.concatenate([same, jnp.ones_like(same[:, :1])], axis=1) & (segments >= 0)
@@ -503,7 +511,7 @@ def build_block(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
 
 
 def _build_mlp(config: DecoderConfig, output_stddev: float, rngs: nnx.Rngs) -> Mlp | MoE:
-    """Builds the MLP of a layer, or the mixture of experts in its place."""
+    """Builds the MLP of a layer, or the mixture of experts that replaces it."""
     if config.moe.num_experts:
         return MoE(
             config.embed_dim,
@@ -527,7 +535,7 @@ def _build_mlp(config: DecoderConfig, output_stddev: float, rngs: nnx.Rngs) -> M
 
 
 def build_lm_head(config: Any, *, stddev: float, rngs: nnx.Rngs) -> Projection | None:
-    """Builds the output weights `[embed, vocab]`, or returns None if they are the token table."""
+    """Builds the output weights `[embed, vocab]`; None if they are tied to the token table."""
     if config.tie_embeddings:
         return None
     shapes = (config.embed_dim,), (config.vocab_size,)
@@ -535,7 +543,7 @@ def build_lm_head(config: Any, *, stddev: float, rngs: nnx.Rngs) -> Projection |
 
 
 def check_tokens(tokens: jax.Array | np.ndarray, *, max_seq_len: int) -> None:
-    """Checks dtype and shape of tokens, not their values.
+    """Checks dtype and shape of tokens, but not their values.
 
     Raises:
       TypeError: the tokens are not integers.
@@ -553,7 +561,7 @@ def check_tokens(tokens: jax.Array | np.ndarray, *, max_seq_len: int) -> None:
         )
     if tokens.shape[1] > max_seq_len:
         raise ValueError(
-            f"tokens are {tokens.shape[1]} long, but the model takes at most"
+            f"tokens have length {tokens.shape[1]}, but the model takes at most"
             f" max_seq_len={max_seq_len}; truncate them or build the model with a larger"
             " max_seq_len"
         )

@@ -27,9 +27,9 @@ class LayerKind:
     """Settings that may differ between the layers of one decoder.
 
     Attributes:
-      window: number of tokens that each token attends to, including itself (arXiv:2004.05150);
-        None: all earlier tokens.
-      rope: rotary positions; None: the layer uses no positions (NoPE, arXiv:2305.19466) other than
+      window: number of tokens that each token attends to, including itself (arXiv:2004.05150); None
+        for all earlier tokens.
+      rope: rotary positions; None if the layer uses no positions (NoPE, arXiv:2305.19466), except
         learned ones in the embedding.
     """
 
@@ -37,7 +37,7 @@ class LayerKind:
     rope: Rope | None = dataclasses.field(default_factory=Rope)
 
     def describe(self) -> str:
-        """Returns a readable description."""
+        """Describes the kind of layer in a few words."""
         seen = "all tokens before" if self.window is None else f"a window of {self.window}"
         if self.rope is None:
             return f"{seen}, no rotary positions"
@@ -47,52 +47,60 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and switches of a decoder; `zoo.hugging_face` has those of published families.
+    """Sizes and architecture switches of a decoder; the default switches are Llama's.
 
-    The defaults of the switches are Llama's (arXiv:2302.13971).
+    `zoo.hugging_face` has the values of published families; for Llama see arXiv:2302.13971.
 
     Attributes:
       vocab_size: number of token ids.
       max_seq_len: maximum length of a row in tokens.
       num_layers, num_heads, embed_dim: depth, query heads, width of the residual stream.
-      num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads.
-      mlp_dim: width of the MLP; None: 4 * embed_dim, or, gated, 8/3 of it in multiples of 128.
-      head_dim: features of one head; None: embed_dim / num_heads.
-      dropout: probability, on embeddings and on the output of each sub-layer.
-      tie_embeddings: the output weights are the token table.
+      num_kv_heads: number of key/value heads, a divisor of num_heads; None uses num_heads.
+      mlp_dim: width of the MLP; None uses 4 * embed_dim; if gated, 8/3 of embed_dim, rounded up to
+        a multiple of 128.
+      head_dim: number of features of one head; None uses embed_dim / num_heads.
+      dropout: probability of dropout on embeddings and on the output of each sub-layer.
+      tie_embeddings: whether the output weights are the token table.
       norm: settings of all norms: of the residual stream, and of query and key.
-      norm_places: "pre": norms before attention and MLP; "post": on their outputs, before these are
-        added (OLMo 2, arXiv:2501.00656); "pre_post": both (Gemma 2, arXiv:2408.00118);
-        "parallel": one norm, whose output attention and MLP both take (GPT-J, Cohere).
-      query_key_norm: "head": norm over each head's features (arXiv:2302.05442); "all": over the
-        features of all heads together; "none": no norm.
-      qkv_bias, output_bias, mlp_bias: biases of the query, key and value projections, of the
-        attention's output, of the MLP.
-      kinds: the distinct kinds of layers.
-      pattern: index into `kinds` for each layer; None: there is one kind.
-      attention_scale: factor of the scores; None: head_dim^-0.5.
-      attention_softcap: scores become cap * tanh(scores / cap) (arXiv:2408.00118); None: no cap.
-      attention_sinks: each head has a learned score that enters the denominator of the softmax
-        and has no value (gpt-oss, arXiv:2508.10925).
-      clip_qkv: query, key and value are clipped to [-clip, clip] (OLMo, arXiv:2402.00838); None: no
-        clipping.
-      activation: of the MLP, "silu", "gelu_tanh", "gelu" or "relu".
-      gated: down(activation(gate(x)) * up(x)) (arXiv:2002.05202), else down(activation(up(x))).
-      moe: experts that replace the MLP; they are gated and have no biases. Their default width
-        `expert_dim` is `mlp_dim`.
-      learned_positions: a table of positions is added to the embeddings, as in GPT-2.
+      norm_places: place of the norms. "pre": before attention and MLP. "post": on their outputs,
+        before these are added (OLMo 2, arXiv:2501.00656). "pre_post": both (Gemma 2,
+        arXiv:2408.00118). "parallel": one norm, whose output is the input of attention and MLP
+        (GPT-J, Cohere).
+      query_key_norm: norm of query and key. "head": over each head's features (arXiv:2302.05442).
+        "all": over the features of all heads together. "none": no norm.
+      qkv_bias, output_bias, mlp_bias: whether the query, key and value projections, the attention's
+        output, and the MLP have biases.
+      kinds: distinct kinds of layers.
+      pattern: index into `kinds` for each layer; None if there is one kind.
+      attention_scale: factor of the scores; None uses head_dim^-0.5.
+      attention_softcap: limit of the scores, which become softcap * tanh(scores / softcap)
+        (arXiv:2408.00118); None for no limit.
+      attention_sinks: whether each head has a learned score that is part of the softmax's
+        denominator and has no value (gpt-oss, arXiv:2508.10925).
+      clip_qkv: limit to which magnitudes of query, key and value are clipped (OLMo,
+        arXiv:2402.00838); None for no clipping.
+      activation: activation of the MLP: "silu", "gelu_tanh", "gelu" or "relu".
+      gated: whether the MLP is down(activation(gate(x)) * up(x)) (arXiv:2002.05202); False:
+        down(activation(up(x))).
+      moe: settings of experts that replace the MLP; they are gated and have no biases. Their
+        default width `expert_dim` is `mlp_dim`.
+      learned_positions: whether a table of positions is added to the embeddings, as in GPT-2.
       embed_scale: factor of the embeddings, rounded to their dtype.
       residual_scale: factor of the outputs of attention and MLP before they are added.
       logit_scale: factor of the logits.
-      logit_softcap: logits, after `logit_scale`, become cap * tanh(logits / cap); None: no cap.
-      family: Hugging Face `model_type` for reading and writing files; "": none.
-      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
-      loss_chunk: number of tokens whose logits `loss` computes at a time; None: all.
+      logit_softcap: limit of the logits, which become softcap * tanh(logits / softcap) after
+        `logit_scale`; None for no limit.
+      family: Hugging Face `model_type` for reading and writing files; "" for none.
+      remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
+        `stacking.scan_blocks`).
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all.
       mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
-        None: all.
-      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); "fake_int8" or "fake_int4"
-        for kernels rounded to integers (see `operators.rounded_weights`); None: the compute dtype.
-      attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
+        None for all.
+      matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
+        "fake_int8" or "fake_int4" for kernels rounded to integers (see
+        `operators.rounded_weights`), None for the compute dtype.
+      attention: implementation of attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see
+        `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
         use its leading part (see `zerojax.attention`).
     """
@@ -168,7 +176,8 @@ class DecoderConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Returns the number of trainable elements used per token, excluding unchosen experts."""
+        """Returns the number of trainable elements used per token; experts that a token does not
+        choose are not counted."""
         return self._count(self.moe.experts_per_token if self.moe.num_experts else 0)
 
     def _count(self, num_experts: int) -> int:
@@ -190,7 +199,8 @@ class DecoderConfig:
         return self.num_layers * layer + tables + norm * width
 
     def describe_kinds(self) -> list[str]:
-        """Returns one sentence per kind of layer; an empty list if there is one kind."""
+        """Describes each kind of layer in one sentence; returns an empty list if there is one
+        kind."""
         if self.pattern is None:
             return []
         return [
@@ -264,7 +274,7 @@ def expert_parameters(moe: MoEConfig, width: int, num_experts: int) -> int:
 
 
 def check_experts(config: Any) -> None:
-    """Raises ValueError for MLP options that experts do not support.
+    """Raises a ValueError for MLP options that experts do not support.
 
     Args:
       config: a `DecoderConfig` or a `LlamaConfig`.
@@ -296,10 +306,10 @@ def kinds_and_pattern(
 
 
 def decoder_config_of(values: Mapping[str, Any]) -> DecoderConfig:
-    """Returns a configuration from JSON fields, as written by `dataclasses.asdict`.
+    """Builds a configuration from JSON fields, as written by `dataclasses.asdict`.
 
     Raises:
-      TypeError, ValueError: an unknown field or an invalid value.
+      TypeError, ValueError: a field is unknown or a value is invalid.
     """
 
     def rope_of(rope: Mapping[str, Any] | None) -> Rope | None:
@@ -328,13 +338,13 @@ def default_mlp_dim(embed_dim: int) -> int:
 
 
 def check_decoder_sizes(config: Any) -> None:
-    """Checks the sizes that every decoder's configuration has.
+    """Checks the sizes that the configuration of every decoder has.
 
     Raises:
-      ValueError: a size below 1, embed_dim not divisible by num_heads, num_heads not divisible by
-        num_kv_heads, a dropout outside [0, 1), an unknown remat name, matmul dtype or attention, a
-        layout with more blocks than max_seq_len has, a window, loss or MLP chunk below 1, or an
-        MLP chunk with 8-bit products.
+      ValueError: a size is below 1; embed_dim is not divisible by num_heads, or num_heads by
+        num_kv_heads; dropout is outside [0, 1); a remat name, matmul dtype or attention is unknown;
+        a layout has more blocks than max_seq_len; a window, loss chunk or MLP chunk is below 1; or
+        an MLP chunk is combined with 8-bit products.
     """
     check_finite(config)
     for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
@@ -377,7 +387,7 @@ def check_decoder_sizes(config: Any) -> None:
 
 
 def check_at_least_one(field: str, value: Any) -> None:
-    """Raises ValueError unless a size is an integer from 1 to its maximum."""
+    """Raises a ValueError unless a size is an integer from 1 to its maximum."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{field}={quoted(value)} must be a whole number of at least 1")
     most = MAX_LAYERS if field in ("num_layers", "num_decoder_layers") else MAX_SIZE

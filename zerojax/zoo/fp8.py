@@ -1,16 +1,16 @@
 """Matrix product in 8-bit floats: e4m3 forward, e5m2 for gradients, delayed scaling.
 
 Scales follow a history of largest magnitudes (arXiv:2209.05433; NVIDIA's Transformer Engine). As in
-Flax (`flax.linen.fp8_ops`), the backward pass returns the new history as if it were its gradient,
-in the collection `_overwrite_with_gradient`. The computation is a dot of two 8-bit arrays, times
-one scale; XLA runs this pattern on the tensor cores with every kernel it may choose. (A dot of
-dequantized operands becomes an 8-bit product of cuBLASLt, but a bfloat16 product where XLA chooses
-Triton.)
+Flax (`flax.linen.fp8_ops`), the backward pass returns the new history as if it were the history's
+gradient, in the collection `_overwrite_with_gradient`. The product is a dot of two 8-bit arrays,
+times one scale; XLA runs this pattern on the tensor cores with every kernel it may choose. A dot of
+dequantized operands would become an 8-bit product of cuBLASLt, but a bfloat16 product if XLA
+chooses Triton.
 
-Flax's own function is not called, for four reasons: it stores the gathered, quantized kernel for
-the backward pass, which would defeat ZeRO-3; it clips infinities, which hides overflows of float16;
-its products are float16 before they are scaled, so that they overflow; it supports `linen` only.
-Scales are powers of two here: they are exact in bfloat16, and histories that differ slightly
+Flax's own function is not used, for four reasons: it stores the gathered, quantized kernel for the
+backward pass, which would defeat ZeRO-3; it clips infinities, which hides overflows of float16; its
+products are float16 before they are scaled, so that they overflow; it supports only `linen`. Scales
+in this module are powers of two: they are exact in bfloat16, and histories that differ slightly
 between meshes give the same rounding.
 """
 
@@ -33,22 +33,22 @@ Arrays = tuple[jax.Array, ...]
 MATMUL_DTYPES = (None, "fp8", *(f"fake_{name}" for name in FORMATS))
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 KEPT_INPUT = "zerojax.fp8_input"
-"""Checkpoint name of the 8-bit input that a backward pass needs, for remat policies."""
+"""Checkpoint name, for remat policies, of the 8-bit input that a backward pass needs."""
 HISTORY_LENGTH = 16
 """Number of steps in the history, as in Transformer Engine's examples."""
 
 INPUT, KERNEL, OUTPUT_GRADIENT = range(3)
 _DTYPES = (FORWARD, FORWARD, BACKWARD)
-_SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # so that the product of two scales is a normal float32
+_SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # the product of two scales is then a normal float32
 
 Overwritten = nnx.variable_type_from_name(
     linen.fp8_ops.OVERWRITE_WITH_GRADIENT, allow_register=True
 )
-"""Class of variables whose next value is the gradient that the backward pass returns for them."""
+"""Class of variables whose next value is the "gradient" that the backward pass returns for them."""
 
 
 def check_matmul_dtype(name: str | None) -> None:
-    """Raises ValueError for a name that is not in `MATMUL_DTYPES`."""
+    """Raises a ValueError for a name that is not in `MATMUL_DTYPES`."""
     if name not in MATMUL_DTYPES:
         raise ValueError(
             f"matmul_dtype={name!r} is unknown; use 'fp8' for 8-bit products of the layers, "
@@ -65,21 +65,21 @@ def rounded_format(name: str) -> str:
 def init_history(kernel: jax.Array) -> nnx.Variable[jax.Array]:
     """Returns a new kernel's history of largest magnitudes, with one entry: the kernel's own.
 
-    It is float32 [3, HISTORY_LENGTH].
+    The history is float32 [3, HISTORY_LENGTH].
     """
     history = jnp.zeros((3, HISTORY_LENGTH), jnp.float32)
     return Overwritten(history.at[KERNEL, 0].set(largest_magnitude(kernel)))
 
 
 def scales_from(history: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the scale of each operand: 8-bit value times scale = value.
+    """Computes the scale of each operand; 8-bit value times scale is the value.
 
     Args:
       history: float32 [3, length], largest magnitudes of the latest steps; zero if unknown.
 
     Returns:
-      float32 scalars for input, kernel and output gradient: the smallest power of two for which the
-      largest magnitude does not overflow; 1 if the history is empty.
+      Scales of input, kernel and output gradient, float32 scalars: the smallest power of two for
+      which the largest magnitude does not overflow; 1 if the history is empty.
     """
     return (
         scale_from(history, INPUT),
@@ -89,25 +89,26 @@ def scales_from(history: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def scale_from(history: jax.Array, operand: int) -> jax.Array:
-    """Returns the scale of INPUT, KERNEL or OUTPUT_GRADIENT, float32 []; see `scales_from`."""
+    """Computes the scale of INPUT, KERNEL or OUTPUT_GRADIENT, float32 []; see `scales_from`."""
     largest = jnp.max(history[operand])
     limit = float(jnp.finfo(_DTYPES[operand]).max)
     ratio = jnp.clip(largest / limit, _SMALLEST, _LARGEST)
-    # Adding a mantissa of ones carries into the exponent unless the mantissa is zero.
+    # Adding a mantissa of ones carries into the exponent, unless the mantissa is zero.
     bits = lax.bitcast_convert_type(ratio, jnp.uint32) + np.uint32(0x7FFFFF)
     power = lax.bitcast_convert_type(bits & np.uint32(0xFF800000), jnp.float32)
     return jnp.where(largest > 0, power, 1.0)
 
 
 def quantise(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns `x / scale` in an 8-bit `dtype`, rounded to nearest; finite values saturate.
+    """Computes `x / scale` in an 8-bit `dtype`, rounded to nearest; finite values saturate.
 
     Infinities become infinite in e5m2 and NaN in e4m3, which has no infinity, so that the step is
     still detected as non-finite and skipped.
 
     Args:
-      x: any floating dtype and shape.
+      x: values of any floating dtype and shape.
       scale: float32 [], a power of two.
+      dtype: 8-bit floating dtype.
     """
     limit = float(jnp.finfo(dtype).max)
     scaled = x.astype(jnp.float32) * (1 / scale)
@@ -123,17 +124,17 @@ def fp8_dot(x: jax.Array, kernel: jax.Array, history: jax.Array, num_inputs: int
     Args:
       x: [..., *inputs], in the dtype of `kernel`.
       kernel: [*inputs, *outputs]; float32, bfloat16 or float16.
-      history: float32 [3, length]; determines the scales; does not depend on this `x` or `kernel`.
+      history: float32 [3, length] of earlier steps; determines the scales.
       num_inputs: number of contracted dimensions.
 
     Returns:
-      [..., *outputs] in the dtype of `kernel`, summed in float32.
+      The product [..., *outputs] in the dtype of `kernel`, summed in float32.
     """
     return fp8_dots(x, (kernel,), (history,), (None,), num_inputs)[0]
 
 
 def in_bits(x: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the bits of a kernel as `fp8_dot` quantizes it, uint8 of the shape of `x`."""
+    """Returns the bits of a kernel quantized as in `fp8_dot`, uint8 with the shape of `x`."""
     scale = scale_from(history, KERNEL)
     return lax.bitcast_convert_type(quantise(x, scale, FORWARD), jnp.uint8)
 
@@ -153,15 +154,20 @@ def fp8_dots(
 ) -> tuple[jax.Array, ...]:
     """Computes the products of one `x` with several kernels; see `fp8_dot`.
 
-    `x` is quantized once and its 8 bits are stored once for the backward pass. Its scale is the
-    largest of all histories; histories with equal initial values stay equal, since they record the
-    same `x`. The gradients of `x` are added in the dtype of the kernels, the last kernel's first,
-    in the order in which JAX adds those of separate products.
+    `x` is quantized once, and its 8 bits are stored once for the backward pass. Its scale is the
+    largest of all histories; histories with equal initial values stay equal, because they record
+    the same `x`. The gradients of `x` are added in the dtype of the kernels, starting with the last
+    kernel, which is JAX's order for separate products.
 
     Args:
-      largest: per kernel, None for an ordinary kernel. For a kernel from `from_bits`, which is in
-        units of its scale: its largest magnitude before rounding on this device, float32 []; the
-        maximum over devices is used. Gradients are those of the unscaled kernel in both cases.
+      x: [..., *inputs], in the dtype of the kernels.
+      kernels: kernels, each [*inputs, *outputs].
+      histories: history of each kernel.
+      largest: for each kernel, None if it is an ordinary kernel. For a kernel from `from_bits`,
+        which is in units of its scale: its largest magnitude before rounding on this device,
+        float32 []; the maximum over devices is used. Gradients are those of the unscaled kernel
+        in both cases.
+      num_inputs: number of contracted dimensions.
     """
     return _forward(x, kernels, histories, largest, num_inputs)[0]
 
@@ -183,8 +189,8 @@ def _forward(
         for kernel, known, (kernel_scale, _) in zip(kernels, largest, scales, strict=True)
     )
     # The name lets a remat policy store these 8 bits instead of the input in the compute dtype.
-    # They are integers, since JAX applies `reduce_precision` to stored values, which turns the
-    # largest values of e4m3 (256 to 448) into infinities.
+    # The bits are integers, because JAX applies `reduce_precision` to stored floats, which turns
+    # the largest values of e4m3 (256 to 448) into infinities.
     bits = checkpoint_name(lax.bitcast_convert_type(small, jnp.uint8), KEPT_INPUT)
     # The kernels are stored, not their 8 bits: with ZeRO-3 they are gathered and quantized again.
     return results, (bits, largest_magnitude(x), kernels, histories, largest)
@@ -229,7 +235,7 @@ fp8_dots.defvjp(_forward, _backward)
 
 
 def _small_kernel(kernel: jax.Array, scale: jax.Array, known: jax.Array | None) -> jax.Array:
-    """Returns a kernel in 8 bits; one from `from_bits` (`known` is not None) is cast only."""
+    """Returns a kernel in 8 bits; a kernel from `from_bits` (`known` is not None) is only cast."""
     return quantise(kernel, scale, FORWARD) if known is None else kernel.astype(FORWARD)
 
 
@@ -261,10 +267,11 @@ def _scaled_dot(
     """Computes the product of two pairs (8-bit array, scale).
 
     Args:
+      left, right: pairs (8-bit array, scale).
       contracted: contracted dimensions of each array.
       dtype: dtype of the result.
       precision: DEFAULT lets the tensor cores accumulate with fewer bits, as in the forward pass of
-        NVIDIA's recipe; HIGHEST does not, for gradients.
+        NVIDIA's recipe; HIGHEST, for gradients, does not.
     """
     # The unscaled product would overflow in float16; the range of bfloat16 suffices.
     wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32

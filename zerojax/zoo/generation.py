@@ -1,6 +1,7 @@
-"""Generation of tokens with a cache: one pass over the prompts, then token by token.
+"""Generates tokens with a key/value cache: one pass over the prompts, then token by token.
 
-Two programs for all prompts of a bucket of lengths: the pass over the prompts, and the loop.
+Prompt lengths are rounded up, so that all prompts of similar length share two programs: the pass
+over the prompts, and the loop over new tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PROMPT_MULTIPLE = 32
 _HEADS_AXIS = "model"
 """Mesh axis of the heads in `MEGATRON_RULES`."""
 CACHE_MULTIPLE = 128
-"""The cache is as long as prompt and new tokens, rounded up to a multiple of this."""
+"""The cache is as long as prompt and new tokens, rounded up to a multiple of this number."""
 
 Prompts = jax.Array | np.ndarray | Sequence[Any]
 
@@ -35,9 +36,9 @@ class Continued(NamedTuple):
     """New tokens of each prompt, on the host."""
 
     tokens: np.ndarray
-    """int32 [batch, num_tokens]; pads after a row's end."""
+    """int32 [batch, num_tokens]; pad tokens after a row's end."""
     lengths: np.ndarray
-    """int32 [batch]: tokens of each row until it ended, its end token included."""
+    """int32 [batch]: number of tokens of each row until it ended, including its end token."""
 
 
 def generate(
@@ -57,30 +58,31 @@ def generate(
 ) -> jax.Array:
     """Continues each prompt by `num_tokens` sampled tokens. Dropout is off; `model` is unchanged.
 
-    A row does not depend on the other rows: with its `row_numbers` it gets the same tokens in every
-    batch, up to rounding.
+    A row does not depend on the other rows: with the same `row_numbers` it gets the same tokens in
+    every batch, up to rounding.
 
     Args:
       model: a decoder of this package.
       tokens: prompts, integers [batch, prompt], or a sequence of rows of different lengths; each
         has at least one token.
       num_tokens: number of new tokens; prompt + num_tokens <= the model's max_seq_len.
-      temperature: divides the logits; 0 always takes the likeliest token.
-      top_k: sample only among the `top_k` likeliest tokens; None: among all.
-      top_p: sample only among the likeliest tokens whose probabilities sum to `top_p`; None: among
-        all.
-      repetition_penalty: divides the positive logits of tokens that the row already has, and
-        multiplies the negative ones; 1: none.
-      end_tokens: ids of which each ends its row; the rest of the row is `pad_token`.
-      pad_token: None: the first of `end_tokens`, or 0.
-      num_ids: sample only ids below this number, for models whose vocabulary is larger than that of
-        the tokenizer; None: all ids.
-      seed: seed of the sampling; equal arguments give equal tokens.
-      row_numbers: integers [batch] that decide, with seed and position, the random numbers of each
-        row; None: 0, 1, 2, ...
+      temperature: divisor of the logits; 0 always takes the most likely token.
+      top_k: number of most likely tokens to sample from; None samples from all.
+      top_p: sample only from the most likely tokens whose probabilities sum to `top_p`; None
+        samples from all.
+      repetition_penalty: number that divides the positive logits of tokens that the row already
+        has, and multiplies the negative ones; 1 for no penalty.
+      end_tokens: ids that end a row; the rest of the row is `pad_token`.
+      pad_token: id after a row's end; None uses the first of `end_tokens`, or 0.
+      num_ids: sample only ids below this number, for models whose vocabulary is larger than the
+        tokenizer's; None samples from all ids.
+      seed: random seed of the sampling; equal arguments give equal tokens.
+      row_numbers: integers [batch] that determine, with seed and position, the random numbers of
+        each row; None uses 0, 1, 2, ...
 
     Returns:
-      int32 [batch, longest prompt + num_tokens]: each row has its prompt, its new tokens, pads.
+      int32 [batch, longest prompt + num_tokens]: each row has its prompt, its new tokens, and pad
+      tokens.
 
     Raises:
       TypeError: `model` is not a `Decoder`, or `tokens` are not integers.
@@ -104,7 +106,7 @@ def generate(
 
 
 def check_decoder(model: Any) -> None:
-    """Raises TypeError if a model cannot continue texts."""
+    """Raises a TypeError if a model cannot continue texts."""
     if not isinstance(model, Decoder):
         of_t5 = "; for the targets of a T5 use generate_from_source"
         raise TypeError(
@@ -114,7 +116,7 @@ def check_decoder(model: Any) -> None:
 
 
 def as_prompts(tokens: Prompts, *, max_seq_len: int) -> list[np.ndarray]:
-    """Returns the prompts as integer arrays [prompt], one for each row.
+    """Converts prompts to integer arrays [prompt], one for each row.
 
     Raises:
       TypeError: `tokens` are not integers.
@@ -132,7 +134,8 @@ def as_prompts(tokens: Prompts, *, max_seq_len: int) -> list[np.ndarray]:
 
 
 def joined(prompts: Sequence[np.ndarray], added: Continued, *, pad: int) -> np.ndarray:
-    """Returns int32 [batch, longest prompt + num_tokens]: prompts, new tokens, then pads."""
+    """Joins prompts and new tokens to int32 [batch, longest prompt + num_tokens], padded at the
+    end."""
     num_tokens = added.tokens.shape[1]
     longest = max((len(row) for row in prompts), default=0)
     texts = np.full((len(prompts), longest + num_tokens), pad, np.int32)
@@ -155,22 +158,24 @@ def continue_rows(
     """Continues prompts of any lengths; see `generate`.
 
     Args:
-      model: parameters may be sharded over a mesh.
-      prompts: integers [prompt] each; at least one.
-      num_tokens: number of new tokens, of all rows or of each.
+      model: a decoder, whose parameters may be sharded over a mesh.
+      prompts: integers [prompt] each; at least one prompt.
+      num_tokens: number of new tokens, for all rows or for each row.
       sampling: options of the sampling.
-      row_numbers: see `generate`.
+      row_numbers: numbers that determine each row's random numbers, as for `generate`.
       row_sharding: sharding of rows [batch] on the mesh of the parameters. None: every device
-        computes all rows. With several processes, each passes the same prompts and gets all tokens.
-      num_rows: rows of the programs, at least as many as prompts; None: as many.
+        computes all rows. With several processes, each one passes the same prompts and gets all
+        tokens.
+      num_rows: number of rows of the programs, at least the number of prompts; None uses that
+        number.
 
     Raises:
-      ValueError: see `generate`.
+      ValueError: an argument is invalid, as for `generate`.
     """
     check_decoder(model)
     limit, vocab_size = model.config.max_seq_len, model.config.vocab_size
     if not prompts:
-        raise ValueError("there are 0 prompts; pass at least one")
+        raise ValueError("prompts has 0 entries; pass at least one prompt")
     limits = np.broadcast_to(np.asarray(num_tokens, np.int32), (len(prompts),))
     for number, row in enumerate(prompts):
         _check_not_empty(row, number, len(prompts))
@@ -194,7 +199,7 @@ def continue_rows(
 
 
 class _Batch(NamedTuple):
-    """Prompts in an array, with rows without a prompt that fill up the mesh."""
+    """Prompts in one array, with empty rows that make the number of rows fit the mesh."""
 
     tokens: Any
     """int32 [batch, padded length], padded at the end."""
@@ -203,7 +208,7 @@ class _Batch(NamedTuple):
     limits: Any
     """int32 [batch]: maximum number of new tokens."""
     rows: Any
-    """int32 [batch]: number of each row."""
+    """int32 [batch]: row number of each row, for the random numbers."""
 
     @classmethod
     def of(
@@ -241,7 +246,7 @@ def count_shards(sharding: NamedSharding) -> int:
 
 
 def _placed(value: np.ndarray, sharding: NamedSharding | None) -> Any:
-    """Places a host array, whose rows all processes have, with a sharding of its rows."""
+    """Places a host array that all processes have on the devices, with a sharding of its rows."""
     if sharding is None:
         return value
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
@@ -259,7 +264,7 @@ def _continue(
     cache_length: int,
     row_sharding: NamedSharding | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (new tokens, int32 [batch, cache_length]; their numbers, int32 [batch])."""
+    """Computes (new tokens, int32 [batch, cache_length]; number of new tokens, int32 [batch])."""
     graphdef, state = nnx.split(model)
     options = {"graphdef": graphdef, "row_sharding": row_sharding}
     progress, cache = _prefill(state, batch, controls, cache_length=cache_length, **options)
@@ -267,7 +272,7 @@ def _continue(
     return tokens, counts
 
 
-# jax.jit is otherwise used in step, plan and kernels only; without it decoding would be too slow.
+# jax.jit is otherwise used only in step, plan and kernels; decoding without it is too slow.
 @functools.partial(jax.jit, static_argnames=("graphdef", "cache_length", "row_sharding"))
 def _prefill(
     state: nnx.State,
@@ -278,13 +283,13 @@ def _prefill(
     cache_length: int,
     row_sharding: NamedSharding | None,
 ) -> tuple[DrawnRows, KVCache]:
-    """Reads the prompts and draws the first new token of each row.
+    """Processes the prompts and draws the first new token of each row.
 
-    Cache entries of the padding come after a row's prompt; new tokens overwrite them before they
-    are read.
+    Cache entries of padding are after a row's prompt; new tokens overwrite them before they are
+    read.
 
     Returns:
-      (progress with room for `cache_length` tokens, the cache of `cache_length` positions).
+      (progress with space for `cache_length` tokens, cache of `cache_length` positions).
     """
     model = nnx.merge(graphdef, state)
     size, length = batch.tokens.shape
@@ -321,8 +326,8 @@ def _decode(
     """Draws tokens until every row has ended.
 
     Returns:
-      (new tokens, int32 [batch, room]; their numbers, int32 [batch]; the cache, which is returned
-      so that it needs no second buffer).
+      (new tokens, int32 [batch, room]; number of new tokens, int32 [batch]; the cache, returned so
+      that it needs no second buffer).
     """
     model = nnx.merge(graphdef, state)
     text_length = batch.lengths + batch.limits
@@ -330,7 +335,7 @@ def _decode(
     def advance(carry: tuple[DrawnRows, KVCache]) -> tuple[DrawnRows, KVCache]:
         progress, cache = carry
         position = jnp.maximum(batch.lengths + progress.num_drawn - 1, 0)
-        position = jnp.minimum(position, cache.keys.shape[2] - 1)  # rows that have ended go on
+        position = jnp.minimum(position, cache.keys.shape[2] - 1)  # rows that have ended continue
         hidden, cache = model.extend(
             progress.token[:, None], cache, position, text_length=text_length
         )
@@ -348,16 +353,16 @@ def _decode(
 
 
 def _logits(model: Decoder, hidden: jax.Array, row_sharding: NamedSharding | None) -> jax.Array:
-    """Returns logits [batch, vocab] of hidden states [batch, 1, embed].
+    """Computes logits [batch, vocab] from hidden states [batch, 1, embed].
 
-    A device has all logits of its rows, since sampling compares them.
+    Each device gets all logits of its rows, because sampling compares them.
     """
     logits = model.head(hidden)[:, 0]
     return logits if row_sharding is None else lax.with_sharding_constraint(logits, row_sharding)
 
 
 def _placed_cache(cache: KVCache, row_sharding: NamedSharding | None) -> KVCache:
-    """Divides the cache like the rows, and its heads over `model` where that divides them."""
+    """Shards the cache like the rows, and its heads over `model` if that axis divides them."""
     if row_sharding is None:
         return cache
     mesh, heads = row_sharding.mesh, cache.keys.shape[3]
@@ -383,19 +388,19 @@ def generate_from_source(
 
     Args:
       model: an encoder-decoder model of this package.
-      tokens: sources, integers [batch, source]; shorter ones are padded (see `attention_mask`).
+      tokens: sources, integers [batch, source]; shorter sources are padded (see `attention_mask`).
       num_tokens: length of the targets, at most the model's max_seq_len.
-      attention_mask: [batch, source], 0 for padding; None: no padding.
-      end_token: ends a target: all tokens after it are `end_token`. None: targets do not end early.
-      temperature, top_k, top_p, repetition_penalty, seed: see `generate`; the penalty applies to
-        tokens of the target.
+      attention_mask: [batch, source], 0 for padding; None without padding.
+      end_token: id that ends a target; all later tokens are `end_token`. None: no early end.
+      temperature, top_k, top_p, repetition_penalty, seed: options of the sampling, as for
+        `generate`; the penalty applies to tokens of the target.
 
     Returns:
-      int32 [batch, num_tokens], without the start token.
+      Targets, int32 [batch, num_tokens], without the start token.
 
     Raises:
       TypeError: `model` is not a `T5`, or `tokens` are not integers.
-      ValueError: as for `generate`, or the sources have different lengths.
+      ValueError: an argument is invalid, as for `generate`, or sources have different lengths.
     """
     if not isinstance(model, T5):
         raise TypeError(
@@ -432,7 +437,7 @@ def generate_from_source(
 
 
 def _as_sources(tokens: Any) -> np.ndarray:
-    """Returns the sources of `generate_from_source` as one array [batch, source].
+    """Converts the sources of `generate_from_source` to one array [batch, source].
 
     Raises:
       ValueError: the sources have different lengths.
@@ -500,7 +505,7 @@ def _check_request(prompt: int, num_tokens: int, *, limit: int) -> None:
 
 
 def _remedies(prompt: int, num_tokens: int, *, limit: int) -> str:
-    """Returns remedies for prompt + num_tokens > limit; both must stay at least 1."""
+    """Returns remedies for prompt + num_tokens > limit; each must leave both at least 1."""
     fewer, shorter = f"use num_tokens={limit - prompt}", f"cut the prompt to {limit - num_tokens}"
     if limit < 2:
         return "build the model with a larger max_seq_len"

@@ -15,28 +15,31 @@ from zerojax.zoo.layers import NormConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-    """Sizes of a GPT-2 (Radford et al. 2019); the defaults are the 124M model.
+    """Sizes of a GPT-2 (Radford et al. 2019); the defaults are those of the 124M model.
 
     Attributes:
       vocab_size: number of token ids.
-      max_seq_len: tokens; rows of the position table.
+      max_seq_len: maximum number of tokens; number of rows of the position table.
       num_layers, num_heads, embed_dim: depth, attention heads, width of the residual stream.
-      mlp_dim: width of the MLP; None: 4 * embed_dim.
-      dropout: probability, on embeddings and on the output of each sub-layer. Attention
-        probabilities are not dropped, since a fused attention never holds them.
-      tie_embeddings: the output weights are the token table.
-      norm_eps: added to the variance.
-      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
-      loss_chunk: number of tokens whose logits `loss` computes at a time; None: all.
+      mlp_dim: width of the MLP; None uses 4 * embed_dim.
+      dropout: probability of dropout on embeddings and on the output of each sub-layer. Attention
+        probabilities are not dropped, because fused attention never stores them.
+      tie_embeddings: whether the output weights are the token table.
+      norm_eps: number added to the variance.
+      remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
+        `stacking.scan_blocks`).
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all.
       mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
-        None: all.
-      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); "fake_int8" or "fake_int4"
-        for kernels rounded to integers (see `operators.rounded_weights`); None: the compute dtype.
-      attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
+        None for all.
+      matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
+        "fake_int8" or "fake_int4" for kernels rounded to integers (see
+        `operators.rounded_weights`), None for the compute dtype.
+      attention: implementation of attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see
+        `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
         use its leading part (see `zerojax.attention`).
       attention_window: number of tokens that each token attends to, including itself (Mistral's
-        `sliding_window`); None: all earlier tokens.
+        `sliding_window`); None for all earlier tokens.
     """
 
     vocab_size: int = 50257
@@ -71,7 +74,7 @@ class GPT2Config:
         """Returns None, the default embed_dim / num_heads."""
 
     def as_decoder(self) -> DecoderConfig:
-        """Returns the same architecture as a `DecoderConfig`."""
+        """Converts to a `DecoderConfig` of the same architecture."""
         return DecoderConfig(
             vocab_size=self.vocab_size,
             max_seq_len=self.max_seq_len,

@@ -1,12 +1,12 @@
 """Layers of a transformer: projection, embedding, norms, MLPs, dropout.
 
-Parameters are created in float32. Every layer reads each of its parameters once per call, through
-`param[...]`, and computes in the dtype of the result: with parameters cast to bfloat16, the
+Parameters are created in float32. Every layer reads each of its parameters once per call, by
+`param[...]`, and computes in the dtype of the parameters: with parameters cast to bfloat16, the
 activations are bfloat16. Norms are always computed in float32.
 
-Models name the dimensions of activations ("batch", "sequence", "embed") and do not know the mesh.
-Outside an `activation_rules` context, `constrain` is the identity, so that models also run outside
-a training step.
+Models name the dimensions of activations ("batch", "sequence", "embed") and do not depend on the
+mesh. Outside an `activation_rules` context, `constrain` is the identity, so that models also run
+outside a training step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def expand_rank(array: jax.Array, ndim: int) -> jax.Array:
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float) -> nnx.Param[jax.Array]:
-    """Returns a float32 parameter drawn from N(0, stddev^2)."""
+    """Creates a float32 parameter drawn from N(0, stddev^2)."""
     return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
@@ -51,17 +51,17 @@ class Weights(NamedTuple):
     kernel: jax.Array
     bias: jax.Array | None
     largest: jax.Array | None = None
-    """float32 []: largest magnitude of a kernel in 8 bits (see `fp8.fp8_dots`); None: ordinary."""
+    """float32 []: largest magnitude, for a kernel in 8 bits (see `fp8.fp8_dots`); else None."""
 
 
 class Projection(nnx.Module):
-    """A linear map from the last dimensions of its input (`in_shape`) to new ones (`out_shape`).
+    """Linear map from the last dimensions of its input (`in_shape`) to new ones (`out_shape`).
 
     Head dimensions stay separate, `kernel: [embed, heads, head_dim]`, so that one entry of a
     PartitionSpec shards the heads. With `matmul_dtype="fp8"` the product is computed in 8-bit
     floats, with `amax_history` as state (see `fp8`). With "fake_int8" or "fake_int4" the kernel is
-    rounded in the product (see `operators.rounded_weights`). The result of `lora` is added if it is
-    set (see `lora`).
+    rounded in the product (see `operators.rounded_weights`). If `lora` (an adapter) is set, its
+    result is added.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Projection(nnx.Module):
         return Weights(kernel, bias, eight_bits.largest)
 
     def apply(self, weights: Weights, x: jax.Array) -> jax.Array:
-        """Computes `__call__` with parameters from `read`."""
+        """Computes `__call__` with parameters returned by `read`."""
         return apply_together([self], [weights], x)[0]
 
     def finish(self, weights: Weights, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -113,11 +113,11 @@ class Projection(nnx.Module):
 def apply_together(
     projections: Sequence[Projection], weights: Sequence[Weights], x: jax.Array
 ) -> list[jax.Array]:
-    """Applies several projections to one input; 8-bit products store one copy of it.
+    """Applies several projections to one input; 8-bit products store one copy of the input.
 
     Args:
-      projections: all with the same `in_shape` and `matmul_dtype`.
-      weights: parameters of each projection from `read`, all in one dtype.
+      projections: projections with the same `in_shape` and `matmul_dtype`.
+      weights: result of each projection's `read`, all in one dtype.
       x: [..., *in_shape].
     """
     first = projections[0]
@@ -138,7 +138,7 @@ def apply_together(
 
 
 class Embedding(nnx.Module):
-    """A table of vectors, `embedding: [num_embeddings, features]`; `attend` for tied outputs."""
+    """Table of vectors, `embedding: [num_embeddings, features]`; `attend` is for tied outputs."""
 
     def __init__(
         self, num_embeddings: int, features: int, *, stddev: float, rngs: nnx.Rngs
@@ -153,7 +153,7 @@ class Embedding(nnx.Module):
         """Computes dot products of [batch, seq, features] with all rows of the table.
 
         Returns:
-          [batch, seq, num_embeddings], in the dtype of the table.
+          Dot products [batch, seq, num_embeddings], in the dtype of the table.
         """
         table = self.embedding[...]
         return lax.dot_general(x.astype(table.dtype), table, (((x.ndim - 1,), (1,)), ((), ())))
@@ -165,11 +165,12 @@ class NormConfig:
 
     Attributes:
       kind: "rms" (arXiv:1910.07467), or "layer", which subtracts the mean (arXiv:1607.06450).
-      eps: added to the mean square.
-      has_scale, has_bias: features are multiplied by a learned scale; a learned bias is added.
-      scale_offset: added to the stored scale; 1 in Gemma, whose scales start at 0.
-      rounds_first: the normalized features are cast to the input's dtype before they are scaled, as
-        in transformers' Llama; else afterwards.
+      eps: number added to the mean square.
+      has_scale, has_bias: whether features are multiplied by a learned scale, and whether a learned
+        bias is added.
+      scale_offset: number added to the stored scale; 1 in Gemma, whose scales start at 0.
+      rounds_first: whether the normalized features are cast to the input's dtype before they are
+        scaled, as in transformers' Llama; False casts afterwards.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -270,7 +271,7 @@ class Mlp(nnx.Module):
         return *gate, self.up.read(), self.down.read()
 
     def apply(self, weights: tuple[Weights, ...], x: jax.Array) -> jax.Array:
-        """Computes `__call__` with parameters from `read`."""
+        """Computes `__call__` with parameters returned by `read`."""
         *gate, up, down = weights
         act = ACTIVATIONS[self.activation]
         if self.gate is None:
@@ -290,7 +291,7 @@ def in_chunks(mlp: Mlp, x: jax.Array, chunk: int) -> jax.Array:
     Sequence Training (arXiv:2506.13996).
 
     Args:
-      mlp: an MLP without adapters and 8-bit products.
+      mlp: MLP without adapters and 8-bit products.
       x: [batch, seq, embed].
       chunk: maximum number of tokens of a row per chunk, at least 1.
 
@@ -321,7 +322,7 @@ def in_chunks(mlp: Mlp, x: jax.Array, chunk: int) -> jax.Array:
 
 
 class Dropout(nnx.Dropout):
-    """Dropout of Flax without random state if the rate is 0.
+    """Flax's Dropout, but without random state if the rate is 0.
 
     A model without dropout therefore has no random state to carry, checkpoint or advance.
     """
@@ -335,8 +336,8 @@ def activation_rules(rules: Mapping[str, str] | None) -> Iterator[None]:
     """Activates `rules` for `constrain` while a function is traced.
 
     Args:
-      rules: {dimension name: axis of the current mesh}; dimensions without a rule stay
-        unconstrained. None: `constrain` is the identity.
+      rules: {dimension name: axis of the current mesh}; dimensions without a rule are
+        unconstrained. None makes `constrain` the identity.
     """
     token = _RULES.set(rules)
     try:
@@ -346,7 +347,7 @@ def activation_rules(rules: Mapping[str, str] | None) -> Iterator[None]:
 
 
 def constrain(x: jax.Array, dims: tuple[str, ...]) -> jax.Array:
-    """Constrains the sharding of `x` by the active rules; the identity without rules.
+    """Constrains the sharding of `x` by the active rules; returns `x` unchanged without rules.
 
     Args:
       x: an activation.

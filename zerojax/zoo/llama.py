@@ -28,32 +28,35 @@ class LlamaConfig:
 
     Attributes:
       vocab_size: number of token ids.
-      max_seq_len: tokens; rotary positions need no table, so this only bounds what is accepted.
+      max_seq_len: maximum number of tokens; only a limit, because rotary positions need no table.
       num_layers, num_heads, embed_dim: depth, query heads, width of the residual stream.
-      num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads.
-      mlp_dim: width of the gated MLP; None: 8/3 * embed_dim rounded up to a multiple of 128, which
-        has about the parameters of an ungated MLP of 4 * embed_dim.
-      head_dim: features of one head, even; None: embed_dim / num_heads.
-      dropout: probability, on embeddings and on the output of each sub-layer.
-      tie_embeddings: the output weights are the token table.
+      num_kv_heads: number of key/value heads, a divisor of num_heads; None uses num_heads.
+      mlp_dim: width of the gated MLP; None uses 8/3 * embed_dim rounded up to a multiple of 128,
+        which has about as many parameters as an ungated MLP of 4 * embed_dim.
+      head_dim: number of features of one head, even; None uses embed_dim / num_heads.
+      dropout: probability of dropout on embeddings and on the output of each sub-layer.
+      tie_embeddings: whether the output weights are the token table.
       rope_theta: base of the rotary wavelengths.
-      rope_scaling: scaling of the wavelengths for longer texts; None: no scaling. With a cache,
+      rope_scaling: scaling of the wavelengths for longer texts; None for no scaling. With a cache,
         "dynamic" uses the cache's length, so that all keys are rotated with one base (in
         transformers the base changes while the text grows).
-      norm_eps: added to the mean square.
-      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
-      loss_chunk: number of tokens whose logits `loss` computes at a time; None: all.
+      norm_eps: number added to the mean square.
+      remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
+        `stacking.scan_blocks`).
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all.
       mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
-        None: all.
-      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); "fake_int8" or "fake_int4"
-        for kernels rounded to integers (see `operators.rounded_weights`); None: the compute dtype.
-      attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
+        None for all.
+      matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
+        "fake_int8" or "fake_int4" for kernels rounded to integers (see
+        `operators.rounded_weights`), None for the compute dtype.
+      attention: implementation of attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see
+        `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
         use its leading part (see `zerojax.attention`).
-      moe: experts that replace the MLP (arXiv:2401.04088); their default width `expert_dim` is
-        `mlp_dim`.
+      moe: settings of experts that replace the MLP (arXiv:2401.04088); their default width
+        `expert_dim` is `mlp_dim`.
       attention_window: number of tokens that each token attends to, including itself (Mistral's
-        `sliding_window`); None: all earlier tokens.
+        `sliding_window`); None for all earlier tokens.
     """
 
     vocab_size: int
@@ -106,7 +109,7 @@ class LlamaConfig:
         return self.head_dim or self.embed_dim // self.num_heads
 
     def as_decoder(self) -> DecoderConfig:
-        """Returns the same architecture as a `DecoderConfig`."""
+        """Converts to a `DecoderConfig` of the same architecture."""
         rope = Rope(theta=self.rope_theta, scaling=self.rope_scaling)
         return DecoderConfig(
             vocab_size=self.vocab_size,
@@ -138,12 +141,13 @@ class LlamaConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Returns the number of trainable elements used per token, excluding unchosen experts."""
+        """Returns the number of trainable elements used per token; experts that a token does not
+        choose are not counted."""
         return self.as_decoder().num_active_parameters
 
 
 class Llama(Decoder):
-    """A Llama-style decoder. `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`."""
+    """Llama-style decoder. `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config.as_decoder(), rngs=rngs)

@@ -1,7 +1,7 @@
-"""Low-rank adapters of projections (LoRA, arXiv:2106.09685): adding and merging.
+"""Low-rank adapters of projections (LoRA, arXiv:2106.09685): adds and merges them.
 
-An adapter computes (x A) B, so that forward and backward pass never materialize the product A B,
-which has the shape of the kernel. Only merging computes it, one kernel at a time.
+An adapter computes (x A) B, so that forward and backward pass never compute the product A B, which
+has the shape of the kernel. Only merging computes it, one kernel at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ A_SUFFIX, B_SUFFIX, KERNEL_SUFFIX = "/lora/a", "/lora/b", "/kernel"
 class LowRank(nnx.Module):
     """Adapter x -> scale * (x A) B from the last dimensions of x (`in_shape`) to `out_shape`.
 
-    B starts as zeros, so that new adapters do not change the model's output; A is uniform in
-    +-1/sqrt(inputs).
+    B starts as zeros, so that new adapters do not change the model's output. A is drawn uniformly
+    between -1/sqrt(inputs) and 1/sqrt(inputs).
     """
 
     def __init__(
@@ -67,8 +67,8 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
     """Adds an adapter to every projection that the configuration targets.
 
     Train the result with `freeze=config.freeze`, so that only adapters have gradients and optimizer
-    state. Adapters need models built from zerojax's `Projection`, as all of `zerojax.zoo`; with
-    Flax layers use `flax.nnx.LoRALinear`.
+    state. Adapters need models built from zerojax's `Projection`, such as all models of
+    `zerojax.zoo`; with Flax layers use `flax.nnx.LoRALinear`.
 
     >>> import zerojax
     >>> from flax import nnx
@@ -82,17 +82,17 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
     Args:
       model: an `nnx.Module`, which is not modified and shares its arrays with the result; a factory
         `rngs -> nnx.Module`; or a pretrained model.
-      config: settings with rank at least 1.
-      seed: seed of the adapters of a module; a factory draws them from its `rngs` after all other
-        parameters.
+      config: settings of the adapters, with rank at least 1.
+      seed: random seed of the adapters, if `model` is a module; a factory draws them from its
+        `rngs` after all other parameters.
 
     Returns:
-      A module, factory or pretrained model, as `model`.
+      A module, factory or pretrained model, of the same kind as `model`.
 
     Raises:
-      ValueError: rank 0, targets that match no projection, or a target that does not support
+      ValueError: the rank is 0, targets match no projection, or a target does not support
         adapters.
-      TypeError: `model` is neither an `nnx.Module` nor a factory of one.
+      TypeError: `model` is neither an `nnx.Module` nor a factory.
     """
     if config.rank < 1:
         raise ValueError("LoraConfig.rank=0 means no adapters; set a rank, such as rank=8")
@@ -121,14 +121,14 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
 
 @names_keywords()
 def merge_lora(model: Any) -> Any:
-    """Returns a module without adapters, their products added to the kernels in float32.
+    """Returns a module without adapters; their products are added to the kernels in float32.
 
     Args:
       model: an `nnx.Module` with adapters, which is not modified.
 
     Returns:
       A module of the same class, with kernels of the same dtype. Its outputs equal those of `model`
-      without dropout up to rounding.
+      without dropout, up to rounding.
 
     Raises:
       ValueError: `model` has no adapters.
@@ -148,13 +148,13 @@ def merge_lora(model: Any) -> Any:
 
 
 def merged_kernel(kernel: Any, a: Any, b: Any, scale: float) -> Any:
-    """Computes kernel + scale * A B, of one projection or of stacked projections, in float32.
+    """Computes kernel + scale * A B in float32, for one projection or for stacked projections.
 
     Args:
       kernel: [*stack, *inputs, *outputs]; a JAX array, or a NumPy array to compute on the host.
       a: [*stack, *inputs, rank].
       b: [*stack, rank, *outputs].
-      scale: `LoraConfig.scale`.
+      scale: factor of the product, `LoraConfig.scale`.
 
     Returns:
       An array of the kernel's shape and dtype.
@@ -208,7 +208,8 @@ def _insert(model: nnx.Module, config: LoraConfig, rngs: nnx.Rngs) -> nnx.Module
 
 
 def _check_experts(model: nnx.Module, projections: Iterable[str], config: LoraConfig) -> None:
-    """Raises ValueError for targets that match only experts or routers, which have no adapters."""
+    """Raises a ValueError for targets that match only experts or routers, which have no
+    adapters."""
     experts = [
         trees.path_name(path)
         for path, node in nnx.iter_graph(model)

@@ -1,8 +1,8 @@
 """Mixture of experts: router, expert MLPs, and load balancing.
 
-The router computes in float32 with every compute dtype, since bfloat16 could not distinguish
-experts with close scores. The output is weighted with the scores of the chosen experts only. The
-order of experts with equal scores is unspecified.
+The router computes in float32 with every compute dtype, because bfloat16 could not distinguish
+experts with close scores. Only the scores of the chosen experts weight the outputs. The order of
+experts with equal scores is unspecified.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ EXPERT_PARAMETERS = (r"experts/(gate|up|down)$",)
 class Routing(NamedTuple):
     """Routing statistics of one or several layers, summed over the tokens of this device.
 
-    All are float32. For several layers, all fields but `tokens` have a leading layer dimension.
+    All fields are float32. For several layers, all fields except `tokens` have a leading layer
+    dimension.
     """
 
     chosen: jax.Array
-    """[num_experts]: number of tokens routed to each expert. Without a gradient."""
+    """[num_experts]: number of tokens routed to each expert; has no gradient."""
     scores: jax.Array
     """[num_experts]: sum of each expert's scores, normalized to sum 1 for each token."""
     squares: jax.Array
     """[]: sum of the squares of log(sum(exp(logits)))."""
     tokens: jax.Array
-    """[]: number of tokens in these statistics (all but padding)."""
+    """[]: number of tokens in these statistics (all except padding)."""
     rounds: jax.Array
-    """[]: rounds in which the experts process all tokens, including padding; 0: not counted.
-    Combined over devices by maximum, not by sum."""
+    """[]: number of rounds in which the experts process all tokens, including padding; 0 if not
+    counted. Combined over devices by maximum, not by sum."""
     dropped: jax.Array | float = 0.0
     """[]: number of choices dropped because of `capacity_factor`, including padding."""
 
     @classmethod
     def empty(cls, num_layers: int, num_experts: int) -> Routing:
-        """Returns zero statistics of `num_layers` layers."""
+        """Returns statistics of `num_layers` layers that are all zero."""
         zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
         each = zeros((num_layers, num_experts))
         of_layers = zeros(num_layers)
@@ -60,7 +61,7 @@ class Routing(NamedTuple):
     def push(self, layer: Routing) -> Routing:
         """Returns statistics with `layer` appended and the first layer removed.
 
-        A loop over layers therefore needs no index.
+        A loop over layers therefore needs no layer index.
         """
 
         def shift(rows: Any, new: Any) -> jax.Array:
@@ -78,14 +79,15 @@ class Routing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TowardsMean:
-    """Balancing rule without a loss (arXiv:2408.15664): bias + rate * sign(mean - load)."""
+    """Rule that balances experts without a loss (arXiv:2408.15664): bias + rate * sign(mean -
+    load)."""
 
     rate: float
 
     def __call__(self, bias: jax.Array, load: jax.Array) -> jax.Array:
-        """Returns the next bias, float32 [experts], from the bias and the int32 [experts] load.
+        """Computes the next bias, float32 [experts], from the bias and the load, int32 [experts].
 
-        Loads are compared with their mean in integers, since a float32 sum of large loads depends
+        Loads are compared with their mean in integers, because a float32 sum of large loads depends
         on the order of summation.
         """
         number = load.shape[-1]
@@ -97,10 +99,10 @@ class TowardsMean:
 
 
 class Router(nnx.Module):
-    """Scores of all experts, and the choice of experts for each token.
+    """Computes scores of all experts, and chooses the experts of each token.
 
     With `config.bias_rate` it has a `bias`, float32 [experts], and a `load`, int32 [experts]: the
-    number of tokens, without padding, routed to each expert in this step (see `StepCount`).
+    number of tokens, without padding, that this step routes to each expert (see `StepCount`).
     """
 
     bias: nnx.Variable[jax.Array] | None = None
@@ -110,7 +112,7 @@ class Router(nnx.Module):
         number = config.num_experts
         self.config = config
         self.kernel = normal(rngs, (embed_dim, number), stddev)
-        self.deterministic = False  # set by eval(): the load is not counted
+        self.deterministic = False  # set by eval(): the load is then not counted
         if config.bias_rate is not None:
             self.bias = nnx.Variable(jnp.zeros(number, jnp.float32))
             rule = TowardsMean(config.bias_rate)
@@ -123,8 +125,8 @@ class Router(nnx.Module):
 
         Args:
           x: [..., embed], any float dtype; cast to float32.
-          counts: bool [...], False for tokens to exclude from the statistics (padding); None: all
-            are included.
+          counts: bool [...], False for tokens to exclude from the statistics (padding); None
+            includes all.
 
         Returns:
           (factors of the experts' outputs, float32 [..., k]; indices of the experts, int32
@@ -147,7 +149,7 @@ class Router(nnx.Module):
         return gates, ids, self._sums(logits, shares, ids, counts)
 
     def _choose(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (unbiased scores, indices) of the chosen experts, from scores [..., experts]."""
+        """Chooses experts by scores [..., experts]; returns their (unbiased scores, indices)."""
         k = self.config.experts_per_token
         if self.bias is None:
             gates, ids = lax.top_k(self._in_best_groups(scores), k)
@@ -193,12 +195,12 @@ class Router(nnx.Module):
 
 
 def _positive_sum(scores: jax.Array) -> jax.Array:
-    """Returns the sum over the last dimension, at least 1e-20, as a divisor."""
+    """Computes the sum over the last dimension, at least 1e-20, for use as a divisor."""
     return jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1e-20)
 
 
 class GatedExperts(nnx.Module):
-    """The gated MLPs of all experts: gate, up [experts, embed, width], down [.., width, embed]."""
+    """Gated MLPs of all experts: gate, up [experts, embed, width], down [experts, width, embed]."""
 
     def __init__(
         self,
@@ -236,34 +238,34 @@ def _batched(rows: jax.Array, kernels: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _GatedMlps:
-    """Function that computes down(f(gate(x)) * up(x)) of each expert for its rows."""
+    """Function that computes down(f(gate(x)) * up(x)) of each expert for the expert's rows."""
 
     activation: str
 
     def __call__(
         self, weights: dict[str, jax.Array], rows: jax.Array, product: Product = _batched
     ) -> jax.Array:
-        """Computes the outputs, in the shape of `rows`.
+        """Computes the experts' outputs for their rows, in the shape of `rows`.
 
         Args:
           weights: {name: [experts, in, out]}.
           rows: [experts, rows, embed], or [rows, embed] sorted by expert.
-          product: multiplies such rows with [experts, in, out].
+          product: function that multiplies such rows with [experts, in, out].
         """
         gates = ACTIVATIONS[self.activation](product(rows, weights["gate"]))
         return product(gates * product(rows, weights["up"]), weights["down"])
 
 
 class MoE(nnx.Module):
-    """A mixture of gated experts, in place of an MLP; dropless unless `capacity_factor` is set.
+    """Mixture of gated experts that replaces an MLP; dropless unless `capacity_factor` is set.
 
     y = sum over the chosen experts e of factor_e * down_e(f(gate_e(x)) * up_e(x)), plus the output
     of the shared MLP, if there is one. Row e of `experts.gate`, `experts.up` and `experts.down`
-    holds the parameters of expert e.
+    has the parameters of expert e.
     """
 
     expert_parameters: ClassVar[tuple[str, ...]] = EXPERT_PARAMETERS
-    """Regular expressions of parameters that are sharded over the mesh axis `expert`."""
+    """Regular expressions for parameters that are sharded over the mesh axis `expert`."""
 
     def __init__(
         self,
@@ -279,8 +281,10 @@ class MoE(nnx.Module):
 
         Args:
           embed_dim: number of features of a token.
-          config: settings with `num_experts` and `expert_dim`.
-          activation: activation of the MLPs, as `DecoderConfig.activation`.
+          config: settings of the experts, with `num_experts` and `expert_dim`.
+          rngs: random streams of the parameters.
+          activation: activation of the MLPs, as in `DecoderConfig`.
+          stddev, output_stddev: standard deviations of the parameters.
 
         Raises:
           ValueError: `num_experts` is 0 or `expert_dim` is None.
@@ -291,7 +295,7 @@ class MoE(nnx.Module):
                 "needs at least one expert and the width of its experts; set both"
             )
         self.config = config
-        self.deterministic = False  # set by eval(): no choice is dropped
+        self.deterministic = False  # set by eval(): no choice is then dropped
         self.router = Router(embed_dim, config, stddev=stddev, rngs=rngs)
         options: dict[str, Any] = {
             "activation": activation,
@@ -307,12 +311,12 @@ class MoE(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, counts: jax.Array | None = None) -> tuple[jax.Array, Routing]:
-        """Returns (outputs [..., embed] in the dtype of the experts, routing statistics).
+        """Computes (outputs [..., embed] in the dtype of the experts, routing statistics).
 
         Args:
           x: [..., embed].
-          counts: bool [...], False for tokens to exclude from the statistics (padding); None: all
-            are included. All tokens are routed to experts.
+          counts: bool [...], False for tokens to exclude from the statistics (padding); None
+            includes all. All tokens are routed to experts.
         """
         gates, ids, routing = self.router(x, counts)
         keep, slack = self._within_capacity(ids)
@@ -327,7 +331,7 @@ class MoE(nnx.Module):
         return (y if self.shared is None else y + self.shared(x).astype(y.dtype)), routing
 
     def _within_capacity(self, ids: jax.Array) -> tuple[jax.Array | None, float]:
-        """Returns (mask of the kept choices, or None for all; ratio of slots to the mean load).
+        """Computes (mask of the kept choices, or None for all; ratio of slots to the mean load).
 
         The mask is bool [..., tokens, k]. Earlier tokens of a sequence have priority, so that the
         mask depends neither on later tokens nor on how sequences are distributed over devices.
@@ -348,18 +352,18 @@ def balance_losses(routing: Routing, config: MoEConfig) -> tuple[jax.Array, dict
     """Computes the balance loss to add to a mean loss, and metrics.
 
     Statistics are summed over the whole batch (`zerojax.batch_sum`), or over each microbatch, so
-    that the result equals that of one device with all rows.
+    that the result equals the result of one device with all rows.
 
     Args:
-      routing: statistics of all layers, [layers, ...], of this device's tokens.
-      config: `balance`, `balance_weight` and `z_weight` are used.
+      routing: statistics of all layers, [layers, ...], for this device's tokens.
+      config: settings, of which `balance`, `balance_weight` and `z_weight` are used.
 
     Returns:
-      (loss, float32 []; metrics). The metrics are "moe_balance": the unweighted balance loss as a
-      mean over layers; its minimum at equal loads is 1, or `experts_per_token` with
-      balance="hugging_face". "moe_fullest": load of the fullest expert divided by the mean load,
-      maximum over layers. "moe_rounds": rounds of `zerojax.experts`, maximum over layers and
-      devices. "moe_dropped": dropped choices divided by the choices of all tokens without padding,
+      (loss, float32 []; metrics). "moe_balance": unweighted balance loss, the mean over layers; its
+      minimum, at equal loads, is 1, or `experts_per_token` with balance="hugging_face".
+      "moe_fullest": load of the fullest expert divided by the mean load, the maximum over layers.
+      "moe_rounds": number of rounds of `zerojax.experts`, the maximum over layers and devices.
+      "moe_dropped": dropped choices divided by the choices of all tokens without padding, the
       maximum over layers; 0 without `capacity_factor`.
     """
     whole = _summed(routing)

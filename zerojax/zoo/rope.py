@@ -20,25 +20,30 @@ class RopeScaling:
     """Scaling of rotary positions for texts longer than those of the original training.
 
     Attributes:
-      kind: "linear": positions are divided by `factor` (arXiv:2306.15595). "llama3": long
-        wavelengths are multiplied by `factor`, short ones are kept, with a linear transition (as in
-        Llama 3.1). "dynamic": the base grows with the length of the text beyond
-        `original_max_seq_len` (NTK-aware scaling of transformers). "yarn": long wavelengths are
-        multiplied by `factor`, short ones are kept, with a linear transition over feature pairs,
-        and cosine and sine are multiplied by `attention_factor` (arXiv:2309.00071). "longrope":
-        each feature pair has its own factor, one for texts of up to `original_max_seq_len` tokens
-        and one for longer texts (arXiv:2402.13753).
-      factor: at least 1.
-      original_max_seq_len: maximum length in tokens of the original training; for all kinds but
+      kind: method of scaling.
+        "linear": positions are divided by `factor` (arXiv:2306.15595).
+        "llama3": long wavelengths are multiplied by `factor`, short ones are unchanged, with a
+        linear transition (as in Llama 3.1).
+        "dynamic": the base grows with the length of the text beyond `original_max_seq_len`
+        (NTK-aware scaling of transformers).
+        "yarn": long wavelengths are multiplied by `factor`, short ones are unchanged, with a linear
+        transition over feature pairs; cosine and sine are multiplied by `attention_factor`
+        (arXiv:2309.00071).
+        "longrope": each feature pair has two factors, one for texts of up to
+        `original_max_seq_len` tokens and one for longer texts (arXiv:2402.13753).
+      factor: scaling factor, at least 1.
+      original_max_seq_len: maximum length in tokens of the original training; for all kinds except
         "linear".
-      low_freq_factor, high_freq_factor: "llama3": wavelengths above `original_max_seq_len` / low
-        are multiplied by `factor`, those below `original_max_seq_len` / high are kept.
-      beta_fast, beta_slow: "yarn": wavelengths of pairs with more than `beta_fast` rotations within
-        `original_max_seq_len` tokens are kept; with fewer than `beta_slow`, multiplied by `factor`.
-      truncate: "yarn": the bounds of the transition are rounded to integer pair indices.
-      attention_factor: "yarn" and "longrope": factor of cosine and sine; None: the papers' values,
-        0.1 ln(factor) + 1 and sqrt(1 + ln(factor) / ln(original_max_seq_len)).
-      short_factor, long_factor: "longrope": factor of each pair's wavelength.
+      low_freq_factor, high_freq_factor: limits of "llama3": wavelengths above
+        `original_max_seq_len` / low are multiplied by `factor`, those below
+        `original_max_seq_len` / high are unchanged.
+      beta_fast, beta_slow: limits of "yarn": wavelengths of pairs with more than `beta_fast`
+        rotations within `original_max_seq_len` tokens are unchanged; with fewer than `beta_slow`,
+        they are multiplied by `factor`.
+      truncate: whether "yarn" rounds the bounds of the transition to integer pair indices.
+      attention_factor: factor of cosine and sine, for "yarn" and "longrope"; None uses the papers'
+        values, 0.1 ln(factor) + 1 and sqrt(1 + ln(factor) / ln(original_max_seq_len)).
+      short_factor, long_factor: factors of each pair's wavelength, for "longrope".
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -59,15 +64,16 @@ class RopeScaling:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.kind not in KINDS:
             raise ValueError(
-                f"rope_scaling.kind={self.kind!r}: use {', '.join(KINDS[:-1])} or {KINDS[-1]}"
+                f"rope_scaling.kind={self.kind!r} is unknown; "
+                f"use {', '.join(KINDS[:-1])} or {KINDS[-1]}"
             )
         if not self.factor >= 1.0:
             raise ValueError(f"rope_scaling.factor={self.factor} must be at least 1")
         if self.kind != "linear" and not (self.original_max_seq_len or 0) > 1:
             raise ValueError(
-                f"rope_scaling.kind={self.kind!r} needs original_max_seq_len, the maximum text "
-                "length in tokens of the original training, of at least 2, not "
-                f"{self.original_max_seq_len}"
+                f"rope_scaling.kind={self.kind!r} needs original_max_seq_len of at least 2, not "
+                f"{self.original_max_seq_len}; "
+                "set it to the maximum text length in tokens of the original training"
             )
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
@@ -120,10 +126,10 @@ class Rope:
 
     Attributes:
       theta: base of the wavelengths.
-      scaling: scaling of the wavelengths for longer texts; None: no scaling.
+      scaling: scaling of the wavelengths for longer texts; None for no scaling.
       fraction: fraction of a head's features that are rotated, starting with the first.
-      interleaved: pairs are features 2 i and 2 i + 1, as in the paper; else i and i + n / 2 of the
-        n rotated features.
+      interleaved: whether pairs are features 2 i and 2 i + 1, as in the paper; False pairs features
+        i and i + n / 2 of the n rotated features.
     """
 
     theta: float = 10000.0
@@ -140,7 +146,7 @@ class Rope:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the wavelengths depend on the length of the text."""
+        """Returns whether the wavelengths depend on the length of the text."""
         return self.scaling is not None and self.scaling.kind in ("dynamic", "longrope")
 
     def turning(self, head_dim: int) -> int:
@@ -148,8 +154,8 @@ class Rope:
         return int(head_dim * self.fraction)
 
     def check(self, head_dim: int) -> None:
-        """Raises ValueError if the rotated features of a head do not form pairs, or not as many
-        pairs as there are factors."""
+        """Raises a ValueError if a head's rotated features do not form pairs, or if the number of
+        pairs differs from the number of factors."""
         turning = self.turning(head_dim)
         if turning % 2 or turning < 2:
             raise ValueError(
@@ -178,9 +184,9 @@ def rotary_frequencies(
     Args:
       half: number of pairs, half of the rotated features.
       theta: base; without scaling, pair i rotates by theta^(-i / half) radians per position.
-      scaling: scaling for longer texts; None: no scaling.
-      seq_len: length of the text in tokens, or of each row's, int32 [batch]; used by "dynamic" and
-        "longrope" only.
+      scaling: scaling for longer texts; None for no scaling.
+      seq_len: length of the text in tokens, or int32 [batch] with each row's length; only "dynamic"
+        and "longrope" use it.
     """
     exponents = -jnp.arange(half, dtype=jnp.float32) / half
     if scaling is not None and scaling.kind == "dynamic":
@@ -219,15 +225,15 @@ def frequencies_of_kinds(
     kind: jax.Array | None,
     seq_len: int | jax.Array,
 ) -> tuple[jax.Array, jax.Array | float]:
-    """Returns (radians per position, float32 [half]; factor of cosine and sine) of a layer.
+    """Computes (radians per position, float32 [half]; factor of cosine and sine) for a layer.
 
-    The radians are [batch, half] if each row has a length of its own and they depend on it.
+    The radians are [batch, half] if each row has its own length and they depend on it.
 
     Args:
-      ropes: rotary positions of each kind of layer; None: no rotation, all radians are 0.
+      ropes: rotary positions of each kind of layer; None for no rotation (all radians are 0).
       half: number of pairs.
-      kind: int32 [], index of the layer's kind; None: there is one kind.
-      seq_len: length of the text in tokens, or of each row's, int32 [batch].
+      kind: int32 [], index of the layer's kind; None if there is one kind.
+      seq_len: length of the text in tokens, or int32 [batch] with each row's length.
     """
     tables: list[jax.Array] = []
     magnitudes: list[float] = []
@@ -247,9 +253,9 @@ def frequencies_of_kinds(
 
 
 def _growth(half: int, scaling: RopeScaling, seq_len: int | jax.Array) -> Any:
-    """Returns the factor of the base at length `seq_len` ("dynamic" scaling), a scalar or [batch].
+    """Computes the factor of the base at length `seq_len` ("dynamic" scaling), a scalar or [batch].
 
-    It is 1 up to the original length.
+    The factor is 1 up to the original length.
     """
     original = scaling.original_max_seq_len or 0
     if isinstance(seq_len, jax.Array):
@@ -261,7 +267,7 @@ def _growth(half: int, scaling: RopeScaling, seq_len: int | jax.Array) -> Any:
 
 
 def _kept_by_yarn(half: int, theta: float, scaling: RopeScaling) -> jax.Array:
-    """Returns float32 [half]: 1 for pairs whose wavelength is kept, 0 for scaled ones."""
+    """Computes float32 [half]: 1 for pairs whose wavelength is unchanged, 0 for scaled ones."""
 
     def pair_of(turns: float) -> float:
         """Returns the (fractional) index of the pair with `turns` rotations in original texts."""
@@ -272,6 +278,6 @@ def _kept_by_yarn(half: int, theta: float, scaling: RopeScaling) -> jax.Array:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
-    width = (high - low) or 0.001  # if both bounds are one pair, as in transformers
+    width = (high - low) or 0.001  # if both bounds are the same pair, as in transformers
     ramp = (jnp.arange(half, dtype=jnp.float32) - low) / width
     return 1 - jnp.clip(ramp, 0.0, 1.0)

@@ -1,7 +1,7 @@
-"""Sampling: from logits to tokens, and the checks of its options.
+"""Samples tokens from logits, and checks the options of sampling.
 
-The limits have the definitions of Hugging Face's transformers. They are values of the program, not
-parts of it: another temperature, `top_k` or `top_p` compiles nothing.
+The options are defined as in Hugging Face's transformers. They are inputs of the compiled program,
+so another temperature, `top_k` or `top_p` compiles nothing.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ import numpy as np
 from jax import lax
 
 PRNG = "threefry2x32"
-"""Its numbers do not depend on how many keys are drawn from together, unlike those of "rbg"."""
+"""Random generator whose numbers do not depend on how many keys are drawn from together, unlike
+those of "rbg"."""
 END_SLOTS = 8
 """End tokens are padded to a multiple of this number, so that most counts share one program."""
 
 
 class Controls(NamedTuple):
-    """Options of the sampling as arrays, of which only `end_tokens` has a shape."""
+    """Options of the sampling as arrays; only `end_tokens` has a dimension."""
 
     temperature: np.ndarray
-    """float32 []; 0: the likeliest token."""
+    """float32 []; 0 takes the most likely token."""
     top_k: np.ndarray
-    """int32 [], from 1 to the number of logits, which is no limit."""
+    """int32 [], from 1 to the number of logits, which means no limit."""
     top_p: np.ndarray
-    """float32 [], above 0; 1 is no limit."""
+    """float32 [], above 0; 1 means no limit."""
     repetition_penalty: np.ndarray
-    """float32 [], above 0; 1 is none."""
+    """float32 [], above 0; 1 means no penalty."""
     num_ids: np.ndarray
     """int32 []: ids from this number on are never drawn."""
     key: np.ndarray
-    """uint32 [2], of `PRNG`."""
+    """uint32 [2], random key of the generator `PRNG`."""
     end_tokens: np.ndarray
-    """int32 [a multiple of `END_SLOTS`]: ids that end a row; -1: none."""
+    """int32 [a multiple of `END_SLOTS`]: ids that end a row; -1 in unused entries."""
     pad_token: np.ndarray
-    """int32 []: id after a row's end."""
+    """int32 []: id that fills a row after its end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Options of the sampling, with the definitions of Hugging Face's transformers.
+    """Options of the sampling, defined as in Hugging Face's transformers.
 
     Attributes:
-      temperature: divides the logits; 0 always takes the likeliest token.
-      top_k: sample only among the `top_k` likeliest tokens, and those as likely as the last of
-        them; None: among all.
-      top_p: sample only among the likeliest tokens whose probabilities, after temperature and
-        `top_k`, sum to at least `top_p`; None: among all.
-      repetition_penalty: divides the positive logits of tokens that the row already has, and
-        multiplies the negative ones; 1: none.
-      end_tokens: ids of which each ends a row; it is the row's last token.
-      pad_token: id after a row's end; None: the first of `end_tokens`, or 0.
-      num_ids: sample only ids below this number; None: all ids.
-      seed: of the sampling. A token depends on the seed, the number of its row, its position and
-        the text before it.
+      temperature: divisor of the logits; 0 always takes the most likely token.
+      top_k: number of most likely tokens to sample from, together with tokens as likely as the last
+        of them; None samples from all.
+      top_p: sample only from the most likely tokens whose probabilities, after temperature and
+        `top_k`, sum to at least `top_p`; None samples from all.
+      repetition_penalty: number that divides the positive logits of tokens that the row already
+        has, and multiplies the negative ones; 1 for no penalty.
+      end_tokens: ids that end a row; such an id is the row's last token.
+      pad_token: id after a row's end; None uses the first of `end_tokens`, or 0.
+      num_ids: sample only ids below this number; None samples from all ids.
+      seed: random seed. A token depends on the seed, the number of its row, its position and the
+        text before it.
     """
 
     temperature: float = 1.0
@@ -73,7 +74,7 @@ class Sampling:
     seed: int = 0
 
     def check(self, vocab_size: int) -> None:
-        """Checks the options for a vocabulary.
+        """Checks the options for a vocabulary of `vocab_size` ids.
 
         Raises:
           ValueError: an option is out of range.
@@ -114,13 +115,13 @@ class Sampling:
 
     @property
     def pad(self) -> int:
-        """The id after a row's end."""
+        """Id that fills a row after its end."""
         if self.pad_token is not None:
             return self.pad_token
         return next(iter(self.end_tokens), 0)
 
     def controls(self, vocab_size: int) -> Controls:
-        """Returns the options as arrays for logits of `vocab_size` ids."""
+        """Converts the options to arrays for logits of `vocab_size` ids."""
         slots = -(-max(len(self.end_tokens), 1) // END_SLOTS) * END_SLOTS
         ends = np.full(slots, -1, np.int32)
         ends[: len(self.end_tokens)] = self.end_tokens
@@ -137,20 +138,21 @@ class Sampling:
 
 
 class DrawnRows(NamedTuple):
-    """The tokens drawn for each row so far."""
+    """Tokens drawn for each row so far."""
 
     token: jax.Array
     """int32 [batch]: the newest token of each row."""
     num_drawn: jax.Array
-    """int32 []: tokens drawn for each row, pads included."""
+    """int32 []: number of tokens drawn for each row, including pad tokens."""
     lengths: jax.Array
-    """int32 [batch]: tokens drawn for each row until it ended, the end token included."""
+    """int32 [batch]: number of tokens drawn for each row until it ended, including the end
+    token."""
     has_ended: jax.Array
-    """bool [batch]."""
+    """bool [batch]: whether the row has ended."""
     seen: jax.Array
-    """bool [batch, vocab]: ids that the row has."""
+    """bool [batch, vocab]: ids that the row already has."""
     drawn: jax.Array
-    """int32 [batch, room]: the drawn tokens; pads where there is none."""
+    """int32 [batch, room]: drawn tokens, then pad tokens."""
 
     @classmethod
     def start(
@@ -159,11 +161,11 @@ class DrawnRows(NamedTuple):
         """Returns the state of rows before the first token is drawn.
 
         Args:
-          tokens: int32 [batch, prompt].
-          lengths: int32 [batch], valid tokens of each row of `tokens`; 0: the row has ended.
+          tokens: prompts, int32 [batch, prompt].
+          lengths: int32 [batch], number of valid tokens in each row; 0 for a row that has ended.
           room: maximum number of tokens to draw.
           vocab_size: number of logits.
-          pad: int32 [], see `Controls`.
+          pad: int32 [], id that fills a row after its end.
         """
         batch, prompt = tokens.shape
         valid = jnp.arange(prompt)[None] < lengths[:, None]
@@ -192,10 +194,10 @@ class DrawnRows(NamedTuple):
         """Draws one more token for each row; returns the new state.
 
         Args:
-          logits: [batch, vocab], of the next token.
+          logits: logits [batch, vocab] of the next token.
           start: int32 [batch], position of a row's first drawn token.
           limits: int32 [batch], maximum number of tokens of each row.
-          rows: int32 [batch], number of each row.
+          rows: int32 [batch], number of each row, for the random numbers.
           controls: options of the sampling.
         """
         positions = start + self.num_drawn
@@ -221,13 +223,14 @@ def draw_tokens(
     positions: jax.Array,
     controls: Controls,
 ) -> jax.Array:
-    """Draws a token of each row, int32 [batch]; in float32.
+    """Draws a token for each row, int32 [batch]; computes in float32.
 
     Args:
       logits: [batch, vocab].
       seen: bool [batch, vocab], ids that the row already has.
-      rows, positions: int32 [batch], number of the row, and position of the token in its text; they
-        and the seed decide the random numbers.
+      rows: int32 [batch], number of each row.
+      positions: int32 [batch], position of each token in its text; row, position and seed determine
+        the random numbers.
       controls: options of the sampling.
     """
     logits = penalized(logits.astype(jnp.float32), seen, controls)
@@ -266,7 +269,7 @@ def limited(logits: jax.Array, controls: Controls) -> jax.Array:
       controls: options of the sampling; the temperature is above 0.
 
     Returns:
-      float32 [batch, vocab], -inf for excluded ids.
+      Logits, float32 [batch, vocab], -inf for excluded ids.
     """
     vocab_size = logits.shape[1]
     scaled = logits / controls.temperature

@@ -1,8 +1,8 @@
 """Self-attention of a transformer's layer: projections, rotary positions, norms, a cache.
 
 Softmax and rotary angles are computed in float32. Layers of several kinds share one program: their
-differences are data, except that the attention function has one branch per window size, which must
-be static. Parameters are read outside these branches.
+differences are data, except the window size, which must be static. The attention function therefore
+has one branch per window size. Parameters are read outside these branches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def rotate_positions(
       x: [batch, seq, heads, head_dim].
       positions: integers [seq] or [batch, seq], position of each token in its text.
       ropes: rotary positions of each kind of layer; all must rotate the same pairs of features.
-      kind, seq_len: see `rope.frequencies_of_kinds`.
+      kind: int32 [], index of the layer's kind; None if there is one kind.
+      seq_len: length of the text in tokens, or int32 [batch] with each row's length.
 
     Returns:
       An array of the same shape and dtype; angles and rotation are computed in float32.
@@ -46,7 +47,7 @@ def rotate_positions(
     rope = next(rope for rope in ropes if rope is not None)
     turning = rope.turning(x.shape[-1])
     frequencies, magnitude = frequencies_of_kinds(ropes, turning // 2, kind=kind, seq_len=seq_len)
-    if frequencies.ndim == 2:  # of each row
+    if frequencies.ndim == 2:  # each row has its own frequencies
         positions = expand_rank(positions, 2)
         frequencies = frequencies[:, None]
     angles = positions.astype(jnp.float32)[..., None] * expand_rank(frequencies, positions.ndim + 1)
@@ -72,8 +73,8 @@ class Attention(nnx.Module):
 
     Query, key and value projections are separate, so that each is sharded over its own heads.
     `matmul_dtype` applies to the four projections; the attention itself uses the dtype of the
-    activations. `layout` is for rows of `max_seq_len` tokens. For `kinds`, `pattern`, `norm`,
-    `query_key_norm`, `scale`, `softcap` and `has_sinks` see `DecoderConfig`.
+    activations. `layout` is for rows of `max_seq_len` tokens. `DecoderConfig` documents `kinds`,
+    `pattern`, `norm`, `query_key_norm`, `scale`, `softcap` and `has_sinks`.
     """
 
     def __init__(
@@ -128,7 +129,8 @@ class Attention(nnx.Module):
         self.value = projection((embed_dim,), kv_heads, stddev, qkv_bias)
         self.output = projection(heads, (embed_dim,), output_stddev, output_bias)
         norm = norm or NormConfig()
-        # Separate names, since norms over all heads are sharded like the heads, others are not.
+        # Separate names, because norms over all heads are sharded like the heads, and others are
+        # not.
         if query_key_norm == "head":
             self.query_norm, self.key_norm = Norm((head_dim,), norm), Norm((head_dim,), norm)
         if query_key_norm == "all":
@@ -145,17 +147,18 @@ class Attention(nnx.Module):
         positions: jax.Array | None = None,
         kind: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes attention of each token to itself and earlier tokens, or to all tokens.
+        """Computes attention of each token to itself and earlier tokens; if not causal, to all
+        tokens.
 
         Args:
           x: [batch, seq, embed].
-          visible: bool [batch, seq], False for tokens that are not attended to (padding); None: all
-            are visible.
+          visible: bool [batch, seq], False for tokens that are not attended to (padding); None
+            makes all visible.
           segments: integers [batch, seq], index of each token's text (see `zerojax.attention`);
-            excludes `visible`.
+            cannot be combined with `visible`.
           positions: integers [batch, seq], position of each token in its text, for rotary
-            positions; None: the index in the row.
-          kind: int32 [], index of the layer's kind; None: there is one kind.
+            positions; None uses the index in the row.
+          kind: int32 [], index of the layer's kind; None if there is one kind.
 
         Returns:
           [batch, seq, embed].
@@ -163,7 +166,7 @@ class Attention(nnx.Module):
         positions = jnp.arange(x.shape[1]) if positions is None else positions
         query, key, value = self._project(x, positions, whole_length(x.shape[1]), kind)
         seen: Any = segments
-        if visible is not None:  # all queries and the visible keys are in segment 0
+        if visible is not None:  # all queries and the visible keys get segment 0
             seen = jnp.zeros(visible.shape, jnp.int32), jnp.where(visible, 0, -1)
         mixed = attend_with(
             query,
@@ -192,17 +195,17 @@ class Attention(nnx.Module):
         """Computes attention of new tokens to themselves and to all earlier tokens in a cache.
 
         Args:
-          x: [batch, new, embed], the tokens at position .. position + new - 1.
+          x: [batch, new, embed], tokens at positions `position` to `position` + new - 1.
           cache: keys and values, each [batch, length, kv_heads, head_dim]; entries from `position`
             on are overwritten or ignored.
-          position: int32 [] or, for each row, [batch], number of tokens before `x`;
+          position: number of tokens before `x`, int32 [], or [batch] if rows differ;
             position + new <= length.
-          kind: see `__call__`.
-          text_length: int32 [batch], tokens that each text will have, for rotary positions whose
-            wavelengths depend on it; None: the length of the cache.
+          kind: int32 [], index of the layer's kind; None if there is one kind.
+          text_length: int32 [batch], final number of tokens of each text, for rotary positions
+            whose wavelengths depend on it; None uses the length of the cache.
 
         Returns:
-          ([batch, new, embed], the cache with the new keys and values written).
+          ([batch, new, embed], cache that includes the new keys and values).
         """
         positions = positions_after(position, x.shape[1])
         seq_len = cache[0].shape[1] if text_length is None else text_length
@@ -231,7 +234,7 @@ class Attention(nnx.Module):
         return WindowOfLayer(self.windows, index, self.layers)
 
     def _table(self) -> BlockTable | None:
-        """Returns the block table of the longest row; shorter rows and caches use part of it."""
+        """Returns the block table of the longest row; shorter rows and caches use a part of it."""
         if self.layout is None:
             return None
         return layout_table(self.layout, num_heads=self.num_heads, num_tokens=self.max_seq_len)
@@ -242,7 +245,10 @@ class Attention(nnx.Module):
         """Computes query, key and value, normalized, clipped and rotated as configured.
 
         Args:
-          seq_len: length of the whole text in tokens, or of each row's, int32 [batch].
+          x: [batch, seq, embed].
+          positions: position of each token in its text.
+          seq_len: length of the whole text in tokens, or int32 [batch] with each row's length.
+          kind: int32 [], index of the layer's kind; None if there is one kind.
         """
         projections = self.query, self.key, self.value
         weights = [projection.read() for projection in projections]
@@ -265,7 +271,7 @@ def positions_after(position: jax.Array | int, num_new: int) -> jax.Array:
     """Returns the positions of new tokens, int32 [new], or [batch, new] if rows differ.
 
     Args:
-      position: int32 [] or [batch], number of tokens before them.
+      position: int32 [] or [batch], number of tokens before the new ones.
       num_new: number of new tokens of each row.
     """
     if jnp.ndim(position) == 0:
@@ -277,7 +283,9 @@ def _written(cache: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array
     """Returns a cache [batch, length, ...] with new entries [batch, new, ...] from `position` on.
 
     Args:
-      position: int32 [] or [batch].
+      cache: the old cache.
+      new: entries to write.
+      position: int32 [] or [batch], index of the first entry to write.
     """
     new = new.astype(cache.dtype)
     if jnp.ndim(position) == 0:

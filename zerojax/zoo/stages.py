@@ -1,4 +1,4 @@
-"""`Stages`: a model of embedding, equal blocks and head, as required by pipeline parallelism."""
+"""Model `Stages`: embedding, equal blocks and head, the structure that pipelines require."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerojax.tracing.stacking import check_remat, scan_blocks, stack_blocks, sta
 
 
 class Stages(nnx.Module):
-    """A model `head(blocks(embed(*inputs)))` whose blocks run in one loop.
+    """Model `head(blocks(embed(*inputs)))` whose blocks run in one loop.
 
     The model trains on any mesh. With `MeshConfig(stage=...)` the blocks are divided among the
     pipeline stages; embed and head are on every stage. Stages send each other the input and output
@@ -36,9 +36,9 @@ class Stages(nnx.Module):
     (3, 4, 4)
 
     Attributes:
-      embed, head: as passed.
+      embed, head: the arguments of the constructor.
       blocks: one block whose arrays have a leading layer dimension.
-      remat: as passed.
+      remat: the argument of the constructor.
     """
 
     def __init__(
@@ -54,19 +54,21 @@ class Stages(nnx.Module):
         """Builds the blocks and stacks them.
 
         Args:
-          embed: a module, or a function without parameters: the model's inputs -> activations.
-          block: a function `rngs -> module` that builds one layer, activations -> activations of
-            the same shapes and dtypes; or a list of such modules, equal except for their values.
-          head: a module, or a function without parameters: activations -> the model's result. To
-            reuse the parameters of `embed` (tied weights), hold that module as an attribute.
-          num_layers, rngs: number of layers and source of their keys; only with a function.
+          embed: module, or function without parameters, from the model's inputs to activations.
+          block: function `rngs -> module` that builds one layer, which maps activations to
+            activations of the same shapes and dtypes; or a list of such modules, equal except for
+            their values.
+          head: module, or function without parameters, from activations to the model's result. To
+            reuse the parameters of `embed` (tied weights), store that module as an attribute.
+          num_layers, rngs: number of layers and source of their random keys; only if `block` is a
+            function.
           remat: part of a layer that the backward pass recomputes: "none", "full" (the whole
             layer), "attention" (all but chunked `zerojax.attention`) or "dots" (all but matrix
             products).
 
         Raises:
-          TypeError: a part has the wrong type, or holds a module in a closure.
-          ValueError: layers that differ, an unknown remat name, or fewer than one layer.
+          TypeError: a part has the wrong type, or is a function with a module in its closure.
+          ValueError: layers differ, the remat name is unknown, or there is no layer.
         """
         _check_part("embed", embed)
         _check_part("head", head)
@@ -101,7 +103,7 @@ def _stacked(block: Any, num_layers: int | None, rngs: nnx.Rngs | None) -> nnx.M
         )
     if rngs is None or num_layers is None:
         raise TypeError(
-            "block is a function, which builds each layer; also pass num_layers and rngs"
+            "block is a function, which builds one layer; also pass num_layers and rngs"
         )
     if num_layers < 1:
         raise ValueError(f"num_layers={num_layers} must be at least 1")
@@ -109,9 +111,10 @@ def _stacked(block: Any, num_layers: int | None, rngs: nnx.Rngs | None) -> nnx.M
 
 
 def _check_part(name: str, part: Any) -> None:
-    """Raises TypeError for a part that is not callable, or a function that holds a module.
+    """Raises a TypeError for a part that is not callable, or a function with a module in its
+    closure.
 
-    Parameters of a module in a closure would not be part of the model.
+    The parameters of that module would not be part of the model.
     """
     if isinstance(part, nnx.Module):
         return

@@ -38,28 +38,30 @@ from zerojax.zoo.layers import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config:
-    """Sizes of a T5 (arXiv:1910.10683); the defaults are the small model.
+    """Sizes of a T5 (arXiv:1910.10683); the defaults are those of the small model.
 
     Attributes:
       vocab_size: number of token ids.
-      max_seq_len: tokens of a source and of a target; positions are relative, so this only bounds
-        what is accepted.
-      num_layers, num_decoder_layers: depth of the encoder and of the decoder; None: num_layers.
-      num_heads, head_dim, embed_dim: attention heads, features of each, width of the residual
-        stream; num_heads * head_dim need not be embed_dim.
+      max_seq_len: maximum number of tokens of a source and of a target; only a limit, because
+        positions are relative.
+      num_layers, num_decoder_layers: depth of the encoder and of the decoder; None uses num_layers.
+      num_heads, head_dim, embed_dim: number of attention heads, features of a head, width of the
+        residual stream; num_heads * head_dim need not equal embed_dim.
       mlp_dim: width of the MLP.
-      gated_gelu: the MLP is down(gelu(gate(x)) * up(x)), as in version 1.1 (arXiv:2002.05202), with
-        the tanh form of GELU; else down(relu(up(x))).
+      gated_gelu: whether the MLP is down(gelu(gate(x)) * up(x)), as in version 1.1
+        (arXiv:2002.05202), with the tanh form of GELU; False: down(relu(up(x))).
       relative_buckets: number of rows of the table of position biases.
       relative_max_distance: distance in tokens from which all pairs share the last row.
-      dropout: probability, on embeddings, on the output of each sub-layer and inside the MLP.
-        Attention probabilities are not dropped.
-      norm_eps: added to the mean square.
-      tie_embeddings: the output weights are the token table; False in version 1.1.
-      scale_output: the decoder's result is divided by sqrt(embed_dim); None: as tie_embeddings.
-      start_token: the decoder's input before the first target token.
-      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
-      loss_chunk: number of tokens whose logits `loss` computes at a time; None: all.
+      dropout: probability of dropout on embeddings, on the output of each sub-layer and inside the
+        MLP. Attention probabilities are not dropped.
+      norm_eps: number added to the mean square.
+      tie_embeddings: whether the output weights are the token table; False in version 1.1.
+      scale_output: whether the decoder's result is divided by sqrt(embed_dim); None uses the value
+        of tie_embeddings.
+      start_token: input id of the decoder before the first target token.
+      remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
+        `stacking.scan_blocks`).
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all.
     """
 
     vocab_size: int = 32128
@@ -81,7 +83,7 @@ class T5Config:
     remat: str = "none"
     loss_chunk: int | None = None
 
-    # Read by the export of every model; fixed for T5.
+    # The export of every model reads these fields, which are fixed for T5.
     attention_layout: ClassVar[None] = None
     attention_window: ClassVar[None] = None
 
@@ -143,7 +145,7 @@ class Source(NamedTuple):
 
     Attributes:
       hidden: [batch, source, embed].
-      visible: bool [batch, source], False for padding; None: no padding.
+      visible: bool [batch, source], False for padding; None without padding.
     """
 
     hidden: jax.Array
@@ -151,12 +153,13 @@ class Source(NamedTuple):
 
 
 class DecoderCache(NamedTuple):
-    """Keys and values of the decoder's layers, of the source and of the target so far.
+    """Keys and values of the decoder's layers, for the source and for the target so far.
 
     Attributes:
-      keys, values: of the target, each [layers, batch, length, heads, head_dim].
-      source_keys, source_values: of the source, each [layers, batch, source, heads, head_dim].
-      visible: see `Source`.
+      keys, values: keys and values of the target, [layers, batch, length, heads, head_dim].
+      source_keys, source_values: keys and values of the source, [layers, batch, source, heads,
+        head_dim].
+      visible: bool [batch, source], False for padding; None without padding.
     """
 
     keys: jax.Array
@@ -175,7 +178,7 @@ class RelativeBias(nnx.Module):
         self.embedding = normal(rngs, shape, config.embed_dim**-0.5)
 
     def __call__(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """Returns biases, float32 [heads, queries, keys], from integer positions."""
+        """Computes biases, float32 [heads, queries, keys], from integer positions."""
         table = self.embedding[...].astype(jnp.float32)
         buckets = relative_bucket(
             keys[None, :] - queries[:, None],
@@ -189,14 +192,17 @@ class RelativeBias(nnx.Module):
 def relative_bucket(
     offset: jax.Array, *, num_buckets: int, max_distance: int, is_causal: bool
 ) -> jax.Array:
-    """Returns the bucket of a key `offset` tokens after its query.
+    """Computes the bucket of a key `offset` tokens after its query.
 
     Half of the buckets cover one distance each, the others logarithmically growing ranges up to
     `max_distance` (arXiv:1910.10683, section 2.1). Without a causal mask, later keys use the second
-    half of the buckets and earlier keys the first.
+    half of the buckets and earlier keys the first half.
 
     Args:
       offset: integers of any shape, position of the key minus position of the query.
+      num_buckets: number of buckets.
+      max_distance: distance from which all keys share a bucket.
+      is_causal: whether there is a causal mask.
 
     Returns:
       int32 of the same shape, in [0, num_buckets).
@@ -228,7 +234,7 @@ class BiasedAttention(nnx.Module):
             return Projection(inputs, outputs, stddev=stddev, use_bias=False, rngs=rngs)
 
         inner = config.num_heads * config.head_dim
-        # The query's initial weights include the factor 1 / sqrt(head_dim) of the scores.
+        # The query's initial weights include the scores' usual factor 1 / sqrt(head_dim).
         self.query = projection(width, heads, (config.embed_dim * config.head_dim) ** -0.5)
         self.key = projection(width, heads, config.embed_dim**-0.5)
         self.value = projection(width, heads, config.embed_dim**-0.5)
@@ -242,8 +248,8 @@ class BiasedAttention(nnx.Module):
         Args:
           x: [batch, queries, embed].
           source: [batch, keys, embed].
-          bias: float32 [heads, queries, keys]; None: no bias.
-          seen: bool mask, broadcast to [batch, heads, queries, keys]; None: no mask.
+          bias: float32 [heads, queries, keys]; None for no bias.
+          seen: bool mask that broadcasts to [batch, heads, queries, keys]; None for no mask.
 
         Returns:
           [batch, queries, embed].
@@ -308,7 +314,8 @@ class T5EncoderBlock(nnx.Module):
 
 
 class T5DecoderBlock(nnx.Module):
-    """Three pre-norm sub-layers: attention to tokens so far, attention to the source, MLP."""
+    """Three pre-norm sub-layers: attention to earlier target tokens, attention to the source,
+    MLP."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = _build_norm(config)
@@ -336,13 +343,13 @@ class T5DecoderBlock(nnx.Module):
         """Applies the layer to new tokens after cached ones, without dropout.
 
         Args:
-          x: [batch, new, embed], the tokens at position .. position + new - 1.
+          x: [batch, new, embed], tokens at positions `position` to `position` + new - 1.
           cache: cache of this layer, without the layer dimension.
           bias: float32 [heads, new, length].
           position: int32 [], number of tokens before `x`.
 
         Returns:
-          ([batch, new, embed], keys and values of the target with the new ones written).
+          ([batch, new, embed], keys and values of the target that include the new ones).
         """
         length, new = cache.keys.shape[1], x.shape[1]
         normed = self.attention_norm(x)
@@ -407,11 +414,11 @@ class T5(nnx.Module):
         self.lm_head = build_lm_head(config, stddev=1.0, rngs=rngs)
 
     def encode(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> Source:
-        """Encodes sources.
+        """Encodes sources (input texts).
 
         Args:
           tokens: integers [batch, source].
-          attention_mask: [batch, source], 0 for padding; None: no padding.
+          attention_mask: [batch, source], 0 for padding; None without padding.
 
         Raises:
           TypeError: `tokens` are not integers.
@@ -432,10 +439,10 @@ class T5(nnx.Module):
           source: result of `encode`.
 
         Returns:
-          [batch, target, embed], for `head`.
+          Hidden states [batch, target, embed], for `head`.
 
         Raises:
-          TypeError, ValueError: as for `encode`.
+          TypeError, ValueError: `tokens` are invalid, as for `encode`.
         """
         x = self.target_dropout(self._look_up(tokens))
         index = jnp.arange(tokens.shape[1])
@@ -456,7 +463,7 @@ class T5(nnx.Module):
         Args:
           tokens: integers [batch, source].
           targets: integers [batch, target], without the start token.
-          attention_mask: see `encode`.
+          attention_mask: [batch, source], 0 for padding; None without padding.
         """
         source = self.encode(tokens, attention_mask)
         return self.head(self.decode(self.shifted(targets), source))
@@ -465,9 +472,9 @@ class T5(nnx.Module):
         """Computes the cross-entropy of the targets in float32, as (sum, weight).
 
         Args:
-          batch: "tokens", integers [batch, source]; "targets", integers [batch, target], without
-            the start token; optional "attention_mask" [batch, source], 0 for padding; optional
-            "weights" [batch, target], 0 for padding.
+          batch: dict with "tokens", integers [batch, source], and "targets", integers [batch,
+            target], without the start token; optional "attention_mask" [batch, source], 0 for
+            padding; optional "weights" [batch, target], 0 for padding.
         """
         source = self.encode(batch["tokens"], batch.get("attention_mask"))
         targets, weights = batch["targets"], batch.get("weights")
@@ -481,7 +488,7 @@ class T5(nnx.Module):
         return head_next_token(x, kernel, targets, weights, vocab_dim=1, chunk=chunk)
 
     def shifted(self, targets: jax.Array) -> jax.Array:
-        """Returns the decoder's input: `start_token`, then all targets but the last."""
+        """Returns the decoder's input: `start_token`, then all targets except the last."""
         start = jnp.full_like(targets[:, :1], self.config.start_token)
         return jnp.concatenate([start, targets[:, :-1]], axis=1)
 
@@ -491,7 +498,8 @@ class T5(nnx.Module):
         """Encodes sources and returns a cache for empty targets, without dropout.
 
         Args:
-          tokens, attention_mask: see `encode`.
+          tokens: integers [batch, source].
+          attention_mask: [batch, source], 0 for padding; None without padding.
           length: maximum length of a target in tokens.
         """
         source = self.encode(tokens, attention_mask)
@@ -514,11 +522,11 @@ class T5(nnx.Module):
 
         Args:
           tokens: integers [batch, new]; the first of a target is `start_token`.
-          cache: from `init_cache` or an earlier call.
+          cache: result of `init_cache` or of an earlier call.
           position: int32 [], number of target tokens in the cache.
 
         Returns:
-          ([batch, new, embed] for `head`, the cache including the new tokens).
+          (hidden states [batch, new, embed] for `head`, cache that includes the new tokens).
         """
         index = jnp.arange(tokens.shape[1])
         bias = self.decoder.relative_bias(position + index, jnp.arange(cache.keys.shape[2]))

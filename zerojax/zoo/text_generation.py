@@ -1,4 +1,4 @@
-"""Generation of text: prompts are encoded, continued as rows of tokens, and decoded."""
+"""Generates text: encodes prompts, continues them as rows of tokens, and decodes the result."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BATCH_SIZE = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """A prompt and its continuation.
+    """Prompt and its continuation.
 
     Attributes:
-      prompt: as it was passed.
-      text: the prompt and its continuation, decoded together.
-      added: the continuation, decoded alone, without its end token.
-      num_tokens: number of new tokens, the end token included.
+      prompt: prompt as it was passed.
+      text: prompt and continuation, decoded together.
+      added: continuation, decoded alone, without its end token.
+      num_tokens: number of new tokens, including the end token.
       has_ended: whether the last new token is an end token.
     """
 
@@ -50,14 +50,14 @@ def continue_texts(
     """Continues prompts of any lengths.
 
     Args:
-      model: a decoder; parameters may be sharded over a mesh.
-      tokenizer: of the model.
-      prompts: texts of at least one token; the number of a row is its index.
-      num_tokens: number of new tokens; None: `DEFAULT_NUM_TOKENS`, or for a long prompt as many as
-        fit the model's context.
+      model: a decoder, whose parameters may be sharded over a mesh.
+      tokenizer: tokenizer of the model.
+      prompts: texts of at least one token; a row's number is its index.
+      num_tokens: number of new tokens; None uses `DEFAULT_NUM_TOKENS`, or for a long prompt as many
+        as fit the model's context.
       sampling: options of the sampling. Ids that the tokenizer lacks are never drawn.
       batch_size: number of prompts that are continued together.
-      row_sharding: see `generation.continue_rows`.
+      row_sharding: sharding of rows, as for `generation.continue_rows`.
 
     Raises:
       TypeError: the model is not a decoder.
@@ -66,8 +66,8 @@ def continue_texts(
     check_decoder(model)
     if tokenizer is None:
         raise ValueError(
-            "this run has no tokenizer to decode tokens: it was trained on token files that name "
-            "none; train on text, or on token files from `zerojax data prepare`"
+            "this run has no tokenizer to decode tokens, because it was trained on token files "
+            "that name none; train on text, or on token files from `zerojax data prepare`"
         )
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
@@ -99,7 +99,7 @@ def continue_texts(
 
 
 def _encoded(tokenizer: Any, prompt: str, context: int) -> np.ndarray:
-    """Returns the ids of a prompt, which leave room for a token."""
+    """Encodes a prompt; checks that it has tokens and leaves space for a new token."""
     tokens = prompt_ids(tokenizer, prompt)
     if not tokens.size:
         raise ValueError(

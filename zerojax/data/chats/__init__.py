@@ -1,4 +1,4 @@
-"""Prepares chats: from records and templates to a text set with the tokens of answers."""
+"""Prepares chats: converts records, by a chat template, to a set of texts with marked answers."""
 
 from zerojax.data.chats.chat_preparation import PreparedChats, prepare_chats
 

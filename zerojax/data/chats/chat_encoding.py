@@ -1,7 +1,7 @@
 """Encodes rendered chats as token ids, and marks the tokens of answers.
 
-The whole text is encoded at once, so that tokens can span the borders of messages. The tokens of
-answers are found by the characters that each token covers.
+The whole text is encoded at once, so that tokens may span the borders of messages. Tokens of
+answers are found from the characters that each token covers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 
 from zerojax.data.chats.conversations import Pair, RecordError
 
-# Written by some templates before an answer without reasoning.
+# Some templates write this before an answer without reasoning.
 _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 
 
 @runtime_checkable
 class OffsetTokenizer(Protocol):
-    """Interface that chats need of a tokenizer: ids with the characters that they cover."""
+    """Interface of a tokenizer for chats: returns ids with the characters that they cover."""
 
     @property
     def separator(self) -> np.ndarray:
@@ -29,8 +29,8 @@ class OffsetTokenizer(Protocol):
         ...
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns (ids, offsets) for each text: int32 [n], and int64 [n, 2], the characters [start,
-        end) of each id."""
+        """Returns (ids, offsets) for each text: ids int32 [n], and offsets int64 [n, 2], which are
+        the characters [start, end) that each id covers."""
         ...
 
 
@@ -39,9 +39,10 @@ class MarkedText:
     """Text with the positions of its answers.
 
     Attributes:
-      text: rendered.
-      answers: [start, end) in characters.
-      is_pair: whether it was made without a template, so that prefix and end ids are added.
+      text: rendered text.
+      answers: positions [start, end) of the answers, in characters.
+      is_pair: whether the text was made without a template, so that prefix and end ids must be
+        added.
     """
 
     text: str
@@ -51,12 +52,12 @@ class MarkedText:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodedChat:
-    """Token ids of a text, with the tokens to predict.
+    """Token ids of a text, with a mask of the tokens to predict.
 
     Attributes:
-      ids: int32 [n].
+      ids: int32 [n], token ids.
       asked: bool [n], whether the token is part of an answer.
-      num_seams: answers that begin inside a token that also covers a part of the question.
+      num_seams: number of answers whose first token also covers the end of the question.
     """
 
     ids: np.ndarray
@@ -65,7 +66,7 @@ class EncodedChat:
 
 
 def marked_pair(pair: Pair) -> MarkedText:
-    """Joins a prompt and its completion to one text, with the completion as the answer."""
+    """Joins a prompt and its completion to one text; the completion is the answer."""
     text = pair.prompt + pair.completion
     return MarkedText(text=text, answers=((len(pair.prompt), len(text)),), is_pair=True)
 
@@ -73,12 +74,15 @@ def marked_pair(pair: Pair) -> MarkedText:
 def without_frame(
     text: str, answers: Sequence[tuple[int, int]], special: tuple[str, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Shortens the positions of answers to what the model has to write.
+    """Shortens the positions of answers to the text that the model has to write.
 
-    Excluded are an empty thought before an answer, which belongs to the request if there is no
-    reasoning, and white space after the token that ends the answer, which is never predicted.
+    Two parts are excluded. The first is an empty thought before an answer without reasoning, which
+    belongs to the prompt. The second is white space after the token that ends the answer, which is
+    never predicted.
 
     Args:
+      text: rendered text.
+      answers: positions [start, end) of the answers, in characters.
       special: texts of the tokenizer's special tokens.
     """
     found = []
@@ -94,7 +98,7 @@ def without_frame(
 
 
 def encode_marked(tokenizer: OffsetTokenizer, texts: Sequence[MarkedText]) -> list[EncodedChat]:
-    """Encodes texts, and marks the tokens of answers."""
+    """Encodes texts as token ids, and marks the tokens of their answers."""
     encoded = tokenizer.encode_with_offsets([one.text for one in texts])
     return [
         _framed(tokenizer, made) if one.is_pair else made
@@ -104,10 +108,10 @@ def encode_marked(tokenizer: OffsetTokenizer, texts: Sequence[MarkedText]) -> li
 
 
 def check_asked(encoded: EncodedChat) -> None:
-    """Raises if no token, or every token, of a text is part of an answer.
+    """Checks that some, but not all, tokens of a text are part of an answer.
 
     Raises:
-      RecordError: with the case.
+      RecordError: no token, or every token, is part of an answer.
     """
     if not encoded.asked.any():
         raise RecordError(
@@ -127,14 +131,14 @@ def _encoded(one: MarkedText, ids: np.ndarray, offsets: np.ndarray) -> EncodedCh
     for start, end in one.answers:
         mine = np.flatnonzero((starts < end) & (ends > start))
         if mine.size:
-            # Includes tokens between them that cover no character.
+            # The range includes tokens inside the answer that cover no character.
             asked[mine[0] : mine[-1] + 1] = True
             num_seams += bool(starts[mine[0]] < start)
     return EncodedChat(ids=ids, asked=asked, num_seams=num_seams)
 
 
 def _framed(tokenizer: Any, made: EncodedChat) -> EncodedChat:
-    """Adds the ids that begin and end a text unless it has them; prefix ids count as question."""
+    """Adds missing ids that begin and end a text; the first ones count as part of the question."""
     prefix = np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
     closing = _closing(tokenizer)
     if prefix.size and np.array_equal(made.ids[: len(prefix)], prefix):
@@ -147,7 +151,7 @@ def _framed(tokenizer: Any, made: EncodedChat) -> EncodedChat:
 
 
 def _closing(tokenizer: Any) -> np.ndarray:
-    """Returns the ids that end a text; none for bytes, which use a blank line between two texts."""
+    """Returns the ids that end a text; none for bytes, which separate texts by a blank line."""
     if tokenizer.to_dict().get("kind") == "bytes":
         return np.zeros(0, np.int32)
     separator = np.asarray(tokenizer.separator, np.int32)

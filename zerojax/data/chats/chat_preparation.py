@@ -67,16 +67,16 @@ class PreparedChats:
     """Result of `prepare_chats`.
 
     Attributes:
-      num_records: rows that were read.
-      num_texts: chats that were written, including the validation chats.
-      num_validation_texts: how many of these, the last ones, are for validation.
-      num_tokens, num_asked: tokens of all texts, and those of answers.
-      longest: tokens of the longest text.
-      num_seams: answers that begin inside a token that also covers a part of the question.
-      skipped: rows that were left out.
-      reasons: why the first of these rows were left out, with file and number.
+      num_records: number of rows that were read.
+      num_texts: number of texts that were written, including those for validation.
+      num_validation_texts: number of texts for validation, which are the last ones.
+      num_tokens, num_asked: number of tokens of all texts, and of answers.
+      longest: number of tokens of the longest text.
+      num_seams: number of answers whose first token also covers the end of the question.
+      skipped: number of rows that were left out.
+      reasons: why the first of these rows were left out, with file and row number.
       way: how answers were found: by "marks" of the template, by "renderings" of the chat up to an
-        answer, or in "pairs".
+        answer, or in "pairs" of prompt and completion.
     """
 
     folder: Path
@@ -106,32 +106,33 @@ def prepare_chats(
     date: str | None = None,
     limits: Limits | None = None,
 ) -> PreparedChats:
-    """Writes the chats of files of records into `out`, for `zerojax.train(..., data=out)`.
+    """Converts chats in files of records to a folder `out` for `zerojax.train(..., data=out)`.
 
-    Streams: memory does not grow with the number of chats. The sidecar is written last, so that
-    files of an interrupted run are never taken for complete.
+    Chats are streamed, so memory does not grow with their number. The sidecar (texts.json) is
+    written last, so that files of an interrupted run are never mistaken for complete ones.
 
     Args:
       data: a file of JSON lines, a .parquet or .arrow file, a folder of them, or a folder saved by
-        `datasets`; of rows with "messages", "conversations", or "prompt" and "completion".
-      out: a folder; created if missing; must not hold token files yet.
+        `datasets`. Rows have "messages", "conversations", or "prompt" and "completion".
+      out: output folder; created if missing; must not contain token files yet.
       tokenizer: a model's folder or tokenizer.json, or any other value for `as_tokenizer`.
-      template: a file of Jinja, or the name of a template in the tokenizer's folder; None: its
-        default one.
+      template: a Jinja file, or the name of a template in the tokenizer's folder; None uses its
+        default template.
       validation_fraction: fraction of the chats, from the end, for validation.
-      bad: "refuse": raise at the first row that cannot be trained on; "skip": leave such rows out
-        and count them.
-      answers: "all": one text per chat, which trains all its answers; "each": one text per answer,
-        with the messages before it, for templates that render a turn differently once messages
-        follow it.
-      date: returned by `strftime_now` in a template, in ISO format; None: now.
-      limits: of the rendering of one chat.
+      bad: "refuse" raises at the first row that cannot be trained on; "skip" leaves such rows out
+        and counts them.
+      answers: "all" makes one text per chat, which trains all its answers; "each" makes one text
+        per answer, with the messages before it, for templates that render a turn differently if
+        messages follow it.
+      date: time that `strftime_now` in a template uses, in ISO format; None uses the current time.
+      limits: limits of rendering one chat.
 
     Raises:
-      ValueError: a row that is not a chat, with file and number; a template that fails; no answers.
-      FileNotFoundError: no such data. ImportError: a missing package, with the command to install
-        it.
-      OSError: a full disk or an unwritable folder, in one sentence.
+      ValueError: a row is not a chat (names file and row number), the template fails, or there are
+        no answers.
+      FileNotFoundError: the data do not exist.
+      ImportError: a package is missing; contains the command to install it.
+      OSError: the disk is full or the folder is not writable.
     """
     _check_choices(validation_fraction, bad, answers)
     files = find_record_files(data)
@@ -169,7 +170,8 @@ def find_record_files(data: str | Path) -> list[Path]:
     """Returns the files of records at a path.
 
     Raises:
-      FileNotFoundError: no such path. ValueError: a folder without such files.
+      FileNotFoundError: the path does not exist.
+      ValueError: the folder has no file of records.
     """
     root = existing_path(data)
     if not root.is_dir():
@@ -212,7 +214,7 @@ def _tokenizer_of(spec: Any) -> Tokenizer:
 
 
 def _home_of(spec: Any) -> Path | None:
-    """Returns the folder that has the files of the tokenizer `spec`; None if it is not a path."""
+    """Returns the folder that contains the files of tokenizer `spec`; None if it is not a path."""
     path = user_path(spec) if isinstance(spec, str | Path) else None
     if path is None or not path.exists():
         return None
@@ -220,8 +222,7 @@ def _home_of(spec: Any) -> Path | None:
 
 
 def _model_size(home: Path | None) -> int | None:
-    """Returns the vocabulary size of the model in a tokenizer's folder; None if the folder has no
-    model."""
+    """Returns the vocabulary size in a tokenizer folder's config.json; None if there is none."""
     file = None if home is None else home / "config.json"
     if file is None or not file.is_file():
         return None
@@ -232,7 +233,7 @@ def _model_size(home: Path | None) -> int | None:
 
 @dataclasses.dataclass(kw_only=True)
 class _Preparation:
-    """State of one call of `prepare_chats`; fields as its arguments."""
+    """State of one call of `prepare_chats`; the first fields are its arguments."""
 
     tokenizer: Any
     template: FoundTemplate | None
@@ -299,7 +300,7 @@ class _Preparation:
         return "marks" if self.process.has_markers else "renderings"
 
     def _write_beside(self, folder: Path) -> dict[str, str]:
-        """Writes the files of the tokenizer and the template into `folder`; returns {file name:
+        """Writes the files of the tokenizer and the template into `folder`, and returns {file name:
         sha256}."""
         files = [save_tokenizer(self.tokenizer, folder / TOKENIZER_FILE)]
         if self.process is not None and self.template is not None:
@@ -376,8 +377,8 @@ class _Preparation:
         )
 
     def _receive(self, batch: Sequence[_Placed]) -> list[tuple[str, MarkedText]]:
-        """Returns (place, rendered text) of the chats of `batch`, which was sent, without those
-        that are left out."""
+        """Receives the renderings of a sent batch: (place, rendered text) of each chat that is not
+        left out."""
         is_chat = [isinstance(chat, Chat) for _, chat in batch]
         answers = iter(self.process.receive() if self.process is not None and any(is_chat) else ())
         found = []
@@ -430,7 +431,7 @@ class _Preparation:
 
 
 def _why_not(rendering: Rendering) -> str | None:
-    """Returns the reason why a rendered chat has no text with answers; None if it has."""
+    """Returns why a rendered chat has no text with answers; None if it has."""
     if rendering.error is not None:
         return (
             f"the template cannot render this chat ({rendering.error}); fix the row, or pass "

@@ -1,10 +1,10 @@
 """Renders chat templates in Jinja's sandbox, in a separate process with limits.
 
-A template comes with a model, so it is untrusted code: it may loop, or allocate too much memory,
-even inside one C call that no Python signal interrupts. This file is also the program of that
-process (`python -P chat_template.py`): it imports nothing of zerojax, reads a line of JSON with the
-template and the limits from its standard input, then a line for each batch of chats, and answers
-each chat with a line.
+A template belongs to a downloaded model, so it is untrusted code: it may loop or allocate too much
+memory, even inside one C call that no Python signal interrupts. This file is therefore also the
+program of a separate process (`python -P chat_template.py`), and imports nothing of zerojax. The
+process reads a line of JSON with the template and the limits from its standard input, then a line
+for each batch of chats. It writes one line for each chat.
 
 Templates get the same environment as in transformers: trimmed blocks, `break` and `continue`,
 `raise_exception`, `strftime_now`, `tojson` without HTML escapes, and `{% generation %} ... {%
@@ -26,12 +26,12 @@ from typing import Any
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_WORDS = 200
-# Names of a model's reasoning in datasets; templates read the first one.
+# Keys under which datasets store a model's reasoning; templates read the first one.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TurnError(ValueError):
-    """Raised for an assistant's message whose position in the rendered text cannot be found."""
+    """Raised if the position of an assistant's message in the rendered text cannot be found."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class Limits:
     """Limits of rendering one chat.
 
     Attributes:
-      seconds: of processor time; the operating system kills a process that exceeds it.
-      characters: of rendered text.
-      megabytes: of memory, in addition to the process's memory at its start.
+      seconds: maximum processor time; the operating system kills a process that exceeds it.
+      characters: maximum number of characters of the rendered text.
+      megabytes: maximum memory, in addition to the process's memory at its start.
     """
 
     seconds: float = 5.0
@@ -67,13 +67,13 @@ class ChatTemplate:
         """Compiles a template.
 
         Args:
-          source: Jinja.
-          variables: such as `bos_token`.
-          now: the time for `strftime_now`, in ISO format; None: the current time.
-          limits: only `characters` is used; the process applies the others.
+          source: Jinja source of the template.
+          variables: variables of the template, such as `bos_token`.
+          now: time for `strftime_now`, in ISO format; None uses the current time.
+          limits: limits, of which only `characters` is used; the process applies the others.
 
         Raises:
-          Exception: of jinja2, for an invalid template.
+          Exception: the template is invalid; raised by jinja2.
         """
         self.has_markers = MARKER.search(source) is not None
         self._variables, self._limits = variables or {}, limits or Limits()
@@ -82,7 +82,7 @@ class ChatTemplate:
         self._template = self._environment(now).from_string(source)
 
     def _environment(self, now: str | None) -> Any:
-        # Lazy: the package is optional.
+        # Imported lazily, because the package is optional.
         import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -91,7 +91,7 @@ class ChatTemplate:
         class Generation(jinja2.ext.Extension):
             """Extension `{% generation %}`: records the position of its block in the text."""
 
-            tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
+            tags = {"generation"}  # noqa: RUF012 - a class attribute, as jinja2 requires
 
             def parse(self, parser: Any) -> Any:
                 line = next(parser.stream).lineno
@@ -150,11 +150,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Renders a chat: (text, [start, end) in characters of each answer that the template
-        marks).
+        """Renders a chat; returns (text, [start, end) of each answer that the template marks).
+
+        Positions are in characters.
 
         Raises:
-          ValueError: more characters than the limit.
+          ValueError: the text has more characters than the limit.
           Exception: raised by the template.
         """
         pieces: list[str] = []
@@ -180,21 +181,23 @@ class ChatTemplate:
         *,
         turns: Sequence[int] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Returns a chat's text, and the positions of the assistant's turns in it.
+        """Renders a chat, and finds the positions of the assistant's turns in its text.
 
-        Without markers a turn is located by two renderings: of the messages before it with the
-        generation prompt, and of these messages with the turn. Each must be a prefix of the next
-        and of the whole text.
+        If the template has no markers, a turn is located by two renderings: of the messages before
+          it
+        with the generation prompt, and of these messages with the turn. The first must be a prefix
+        of the second, and the second a prefix of the whole text.
 
         Args:
-          messages: at least one of them an assistant's.
-          turns: indices of the assistant's messages to find; None: all of them.
+          messages: messages, of which at least one is an assistant's.
+          tools: tools that the assistant may call.
+          turns: indices of the assistant's messages to find; None finds all.
 
         Returns:
           (text, [start, end) of each of these turns, in characters).
 
         Raises:
-          TurnError: names the turn whose position is not found.
+          TurnError: the position of a turn is not found; names the turn.
           Exception: raised by the template.
         """
         messages = [_with_reasoning(message) for message in messages]
@@ -231,8 +234,8 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message without empty entries, with its reasoning text stored under each key that
-    known templates use.
+    """Returns a message without empty entries; its reasoning text is stored under each key that
+    known templates read.
     """
     kept = {key: value for key, value in message.items() if value is not None}
     thought = next((kept[key] for key in REASONING if key in kept), None)
@@ -242,7 +245,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns the text of an error in one line, truncated."""
+    """Formats the text of an error in one line, truncated."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]}..."
     return text or type(error).__name__
@@ -250,9 +253,9 @@ def in_one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _timed(seconds: float) -> Iterator[None]:
-    """Context manager: the operating system kills this process after this much processor time.
+    """Limits this process's processor time in the context; the operating system kills it after.
 
-    It uses the signal's default action, so that a long C call is ended as well.
+    The signal keeps its default action, so that a long C call is ended as well.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -278,24 +281,24 @@ def _answer(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
         return {"error": "the template needs more memory than the limit"}
     except RecursionError:
         return {"error": "the template has infinite recursion"}
-    except Exception as error:  # untrusted code raises anything
+    except Exception as error:  # untrusted code may raise anything
         return {"error": in_one_line(error)}
     return {"text": found[0], "answers": found[1]}
 
 
 def serve(requests: Iterator[str], say: Callable[[dict[str, Any]], None]) -> None:
-    """Compiles the template of the first line and answers the chats of each further one.
+    """Compiles the template of the first request, and renders the chats of each further request.
 
     Args:
       requests: lines of JSON: {"source", "variables", "now", "limits"}, then lists of chats
         {"messages", "tools", "turns"}.
-      say: called with {"markers": bool} or {"error": text}, then for each chat with {"text",
-        "answers"}, {"turn": text} or {"error": text}.
+      say: function that writes an answer: {"markers": bool} or {"error": text}, then for each chat
+        {"text", "answers"}, {"turn": text} or {"error": text}.
     """
     about = json.loads(next(requests))
     limits = Limits(**about["limits"])
     try:
-        import jinja2.debug  # noqa: F401 - what an error would import, before memory is limited
+        import jinja2.debug  # noqa: F401 - errors would import it after memory is limited
     except ImportError as error:
         say({"missing": str(error)})
         return

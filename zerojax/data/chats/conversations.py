@@ -12,7 +12,7 @@ from zerojax.data.chats.chat_template import REASONING
 from zerojax.runtime.bounded_json import JsonError, loads
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
-"""Columns that are read from tables of chats."""
+"""Columns that are read from a table of chats."""
 ASSISTANT = "assistant"
 _FORMS = (
     'a chat is {"messages": [{"role": "user", "content": "..."}, ...]}, {"conversations": '
@@ -27,18 +27,18 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Roles of speakers in ShareGPT's format."""
+"""Roles of speakers in ShareGPT's format, as keys of this project's roles."""
 _READ = (
     *("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train"),
     *REASONING,
 )
-"""Keys of a message that templates and zerojax read; others may hold what JSON cannot."""
+"""Keys of a message that templates and zerojax read. Other keys may hold values unknown to JSON."""
 _MARKS = ("weight", "train")
-"""Keys of a message whose values 0 and false leave an answer without loss."""
+"""Keys of a message that exclude an answer from the loss if their value is 0 or false."""
 
 
 class RecordError(ValueError):
-    """Record that is not a chat, or cannot be trained on; callers add its file and row."""
+    """Raised if a record is not a chat or cannot be trained on; callers add file and row number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class Chat:
     """One conversation, as messages for a chat template.
 
     Attributes:
-      messages: {"role", "content", ...}, in the format of templates.
-      tools: tools that the assistant may call; None: none.
-      first: index of the first message that may be trained on; those before are the question.
+      messages: messages {"role", "content", ...}, in the format of templates.
+      tools: tools that the assistant may call; None for none.
+      first: index of the first message that may be trained on; earlier ones are the question.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -73,18 +73,19 @@ class Chat:
         return sum(len(str(message)) for message in self.messages)
 
     def as_request(self) -> dict[str, Any]:
-        """Returns the chat as a request for a `TemplateProcess`."""
+        """Returns the chat as a dict that `TemplateProcess.send` accepts."""
         return {"messages": self.messages, "tools": self.tools, "turns": self.turns}
 
     def each_answer(self) -> Iterator[Chat]:
-        """Yields one chat per answer, which ends with that answer and trains only it."""
+        """Yields one chat per answer; each chat ends with its answer and trains only this
+        answer."""
         for index in self.turns:
             yield dataclasses.replace(self, messages=self.messages[: index + 1], first=index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Prompt and its completion as plain text, used without a template."""
+    """Prompt and completion as plain text, used without a template."""
 
     prompt: str
     completion: str
@@ -98,7 +99,7 @@ class Pair:
 def without_nulls(value: Any) -> Any:
     """Returns a value of a table without the nulls in its objects.
 
-    Arrow gives all objects of a column the same keys, and those that one of them lacks are null.
+    Arrow gives all objects of a column the same keys, and fills missing ones with null.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -106,14 +107,15 @@ def without_nulls(value: Any) -> Any:
 
 
 def chat_of(record: Any, columns: Sequence[str] = ()) -> Chat | Pair:
-    """Converts a record to a chat.
+    """Converts a record to a chat, or to a pair of prompt and completion.
 
     Args:
-      columns: all columns of the record's table, for messages; a record has only those in
-        `COLUMNS`.
+      record: row of a file, in one of the published formats.
+      columns: names of all columns of the record's table, for messages; the record itself has only
+        those in `COLUMNS`.
 
     Raises:
-      RecordError: it is not a chat, is empty, or has no answer.
+      RecordError: the record is not a chat, is empty, or has no answer.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"{quoted(record)} is not an object; {_FORMS}")
@@ -132,7 +134,7 @@ def chat_of(record: Any, columns: Sequence[str] = ()) -> Chat | Pair:
 def _with_system(
     system: Any, messages: tuple[Mapping[str, Any], ...]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Returns `messages` with the text `system` as first message, unless they begin with it."""
+    """Puts the text `system` before `messages`, unless they already begin with it."""
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
@@ -246,9 +248,9 @@ def _check_json(value: Any, where: str) -> None:
 
 
 def _foreign(value: Any) -> tuple[str, Any] | None:
-    """Returns (path, value) of the first part of a value that JSON cannot hold, as tables can.
+    """Finds the first part of a value that JSON cannot represent; returns (path, value) or None.
 
-    These are dates, bytes, decimals, maps and numbers that are not finite.
+    Tables can contain such values: dates, bytes, decimals, maps and numbers that are not finite.
     """
     if isinstance(value, Mapping):
         parts = [(f".{key}", item) for key, item in value.items()]
@@ -262,7 +264,7 @@ def _foreign(value: Any) -> tuple[str, Any] | None:
 
 
 def _check_marks(message: Mapping[str, Any], where: str) -> None:
-    """Checks the keys of a message that leave an answer without loss."""
+    """Checks the keys of a message that exclude an answer from the loss."""
     for key in _MARKS:
         value = message.get(key)
         is_known = type(value) is bool if key == "train" else type(value) in (int, float)
@@ -282,8 +284,8 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _tools(value: Any) -> Any:
-    """Returns the tools of a record as a list; some data store it as text, because tables have no
-    such type."""
+    """Returns the tools of a record as a list. Some data sets store them as JSON text, because
+    tables have no such type."""
     if value is None or value == "" or value == []:
         return None
     _check_json(value, "the tools")

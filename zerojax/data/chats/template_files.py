@@ -19,12 +19,12 @@ _MAX_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoundTemplate:
-    """Chat template that was found, with the variables that it uses.
+    """Chat template with the variables that it uses.
 
     Attributes:
-      source: Jinja.
-      name: its origin, for messages.
-      variables: such as `bos_token`.
+      source: Jinja source of the template.
+      name: origin of the template, for messages.
+      variables: special tokens that the template uses, such as `bos_token`.
     """
 
     source: str
@@ -38,14 +38,14 @@ class FoundTemplate:
 
 
 def find_template(folder: Path | None, wanted: str | Path | None) -> FoundTemplate | None:
-    """Returns the template that a user requested or the default one, or None if there is none.
+    """Finds the chat template that a user requested, or the default one; None if there is none.
 
     Args:
-      folder: of the tokenizer's files; None: it has none.
-      wanted: a file, or the name of one of the folder's templates; None: the default one.
+      folder: folder of the tokenizer's files; None if it has none.
+      wanted: a file, or the name of one of the folder's templates; None requests the default one.
 
     Raises:
-      ValueError: a name that the folder does not have, or a template of more than 1 MiB.
+      ValueError: the folder has no template of this name, or a template exceeds 1 MiB.
     """
     variables = {} if folder is None else special_variables(folder)
     path = None if wanted is None else user_path(wanted)
@@ -65,7 +65,7 @@ def find_template(folder: Path | None, wanted: str | Path | None) -> FoundTempla
 
 
 def special_variables(folder: Path) -> dict[str, str]:
-    """Returns the special tokens that templates use, `{"bos_token": "<s>", ...}`, from
+    """Reads the special tokens that templates use, `{"bos_token": "<s>", ...}`, from
     tokenizer_config.json, else from special_tokens_map.json."""
     found: dict[str, str] = {}
     for file in (folder / SETTINGS_FILE, folder / "special_tokens_map.json"):
@@ -79,8 +79,8 @@ def special_variables(folder: Path) -> dict[str, str]:
 
 
 def _templates_of(folder: Path) -> dict[str, str]:
-    """Returns {name: source} of the chat templates in a folder; files take precedence over the
-    settings, as in transformers."""
+    """Returns {name: source} of the chat templates in a folder. Template files take precedence over
+    tokenizer_config.json, as in transformers."""
     settings = folder / SETTINGS_FILE
     about = read_object(settings, "a tokenizer's settings") if settings.is_file() else {}
     value = about.get("chat_template")

@@ -1,4 +1,4 @@
-"""Runs the process that renders chat templates."""
+"""Renders chat templates in a separate process, because they are untrusted code."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Rendering:
     """Result of rendering a chat.
 
     Attributes:
-      text: "" if there is an error.
-      answers: [start, end) of the assistant's text, in characters of `text`.
-      error: why there is no text, the rest of a sentence about the template; None without an error.
-      turn: why one turn of the chat was not found, a sentence; None without such a problem.
+      text: rendered text; "" if there is an error.
+      answers: positions [start, end) of the assistant's text, in characters of `text`.
+      error: why there is no text, as the end of a sentence about the template; None without error.
+      turn: sentence about a turn of the chat that was not found; None if all were found.
     """
 
     text: str = ""
@@ -40,9 +40,9 @@ class Rendering:
 
 
 class TemplateProcess:
-    """Renders chats by a template in a separate process; a context manager.
+    """Context manager that renders chats by a template in a separate process.
 
-    A chat at which the process ends gets an error, and a new process continues after it.
+    If the process ends at a chat, this chat gets an error, and a new process continues after it.
 
     Attributes:
       has_markers: whether the template itself marks the assistant's text.
@@ -60,11 +60,11 @@ class TemplateProcess:
         """Starts the process.
 
         Args:
-          source: Jinja.
-          name: of the template, for messages.
-          variables: JSON-able, such as `bos_token`.
-          now: the time for `strftime_now`, in ISO format; None: the current time.
-          limits: of one chat.
+          source: Jinja source of the template.
+          name: name of the template, for messages.
+          variables: JSON-compatible variables, such as `bos_token`.
+          now: time for `strftime_now`, in ISO format; None uses the current time.
+          limits: limits of rendering one chat.
 
         Raises:
           ValueError: the template is invalid.
@@ -96,7 +96,7 @@ class TemplateProcess:
         """Ends the process; may be called twice."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # nobody reads what is not written yet
+            with contextlib.suppress(OSError):  # buffered requests have no reader any more
                 pipe.close()
         self._process.kill()
         self._process.wait()
@@ -105,15 +105,15 @@ class TemplateProcess:
         """Sends chats to the process, which renders them in the background.
 
         Args:
-          chats: JSON-able, each with "messages", and optionally "tools" and "turns"; see
-            `ChatTemplate.answers`.
+          chats: JSON-compatible chats, each with "messages", and optionally "tools" and "turns";
+            see `ChatTemplate.answers`.
         """
-        assert not self._waiting, "take the answers of the last chats first"
+        assert not self._waiting, "receive the renderings of the last chats first"
         self._waiting = list(chats)
         self._write(chats)
 
     def receive(self) -> list[Rendering]:
-        """Waits for the renderings of the chats that were sent; returns them in their order."""
+        """Waits for the renderings of the sent chats, and returns them in order."""
         found: list[Rendering] = []
         while len(found) < len(self._waiting):
             answer = self._read()
@@ -129,7 +129,8 @@ class TemplateProcess:
         return found
 
     def _start(self) -> tuple[subprocess.Popen[str], bool]:
-        # -P: files next to the program cannot be imported. It shares no imports with this process.
+        # -P: the process cannot import files next to the program, and shares no imports with this
+        # one.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(chat_template.__file__))],
             stdin=subprocess.PIPE,
@@ -159,7 +160,8 @@ class TemplateProcess:
             self._process.stdin.flush()
 
     def _read(self) -> dict[str, Any] | None:
-        """Returns the process's next line of output, parsed, or None if the process has ended."""
+        """Reads and parses the process's next line of output; returns None if the process has
+        ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return json.loads(line) if line.endswith("\n") else None

@@ -1,4 +1,4 @@
-"""Attention over a sequence split over devices: methods, their choice, and the order of tokens."""
+"""Attention over a sequence that is split over devices: methods, their choice, order of tokens."""
 
 from zerojax.operators.context.choice import (
     ASKED,

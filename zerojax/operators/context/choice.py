@@ -1,4 +1,4 @@
-"""Choice of the attention method for split sequences: bytes sent, refusals, reasons."""
+"""Chooses the attention method for split sequences by the bytes sent, and explains refusals."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Sizes:
     """Sizes of one attention over a sequence that is split over a mesh axis.
 
     Attributes:
-      rows: sequences on each device.
-      tokens: of the whole sequence.
-      heads, kv_heads, head_dim: of one layer; with tensor parallelism, of one device.
-      itemsize: bytes of a number of query, key and value.
-      devices: of the axis.
-      causal: whether a token sees only tokens before it.
+      rows: number of sequences on each device.
+      tokens: number of tokens of the whole sequence.
+      heads, kv_heads, head_dim: sizes of one layer; with tensor parallelism, of one device's part.
+      itemsize: size of an element of query, key and value in bytes.
+      devices: number of devices of the mesh axis.
+      causal: whether a token sees only itself and tokens before it.
       windows_differ: whether layers have different windows.
     """
 
@@ -48,7 +48,8 @@ class Wire(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Chosen method, the order of tokens that it needs, and the reason in one sentence."""
+    """Chosen attention method, the order of tokens that it needs, and the reason in one
+    sentence."""
 
     way: Way
     order: Order
@@ -56,15 +57,14 @@ class Choice:
 
 
 def wire_bytes(way: Way, sizes: Sizes) -> Wire:
-    """Returns the bytes that one device sends for one layer.
+    """Computes the bytes that one device sends for one layer.
 
-    With remat the forward pass counts twice.
-
-    With P devices and s bytes for one head of the tokens of one device, Ulysses sends
-    (P-1)/P (2 heads + 2 r kv_heads) s in each pass, with r from `kv_repeats`. All-gather sends
-    2 (P-1) kv_heads s in each pass. The ring sends 2 (P-1) kv_heads s forward; backward the same
-    again, plus the gradients, P-1 times in float32 and once in their dtype. The segment ids of
-    packed texts are not counted: 4 bytes per token and hop.
+    With remat the forward pass counts twice. Let P be the number of devices, and s the bytes of one
+    head for the tokens of one device. Ulysses sends (P-1)/P (2 heads + 2 r kv_heads) s in each
+    pass, with r from `kv_repeats`. All-gather sends 2 (P-1) kv_heads s in each pass. The ring sends
+    2 (P-1) kv_heads s in the forward pass. In the backward pass it sends the same again, and the
+    gradients: P-1 times in float32 and once in their dtype. The segment ids of packed texts are not
+    counted: 4 bytes per token and hop.
 
     >>> sizes = dict(rows=1, tokens=32768, heads=32, kv_heads=8, head_dim=128, itemsize=2)
     >>> wire_bytes("ulysses", Sizes(**sizes, devices=8))
@@ -119,15 +119,16 @@ def why_not(way: Way, sizes: Sizes) -> str | None:
 
 
 def choose_way(context_parallel: Asked, sizes: Sizes, *, crosses_nodes: bool = False) -> Choice:
-    """Returns the requested method, or for "auto" the best possible one.
+    """Returns the requested attention method, or for "auto" the best possible one.
 
-    Between nodes that is the ring, whose transfers overlap with matrix products. Within a node it
-    is Ulysses or all-gather, whichever sends fewer bytes, and the ring if heads do not divide.
+    Between nodes "auto" chooses the ring, whose transfers overlap with matrix products. Within a
+    node it chooses Ulysses or all-gather, whichever sends fewer bytes, and the ring if the devices
+    do not divide the heads.
 
     Args:
-      context_parallel: a method, or "auto".
-      sizes: of the attention.
-      crosses_nodes: whether devices of the axis are in several nodes.
+      context_parallel: name of a method, or "auto".
+      sizes: sizes of the attention.
+      crosses_nodes: whether the devices of the axis belong to several nodes.
 
     Raises:
       ValueError: the method is unknown or not possible, or no method is possible.

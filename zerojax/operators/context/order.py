@@ -1,7 +1,7 @@
-"""Order of the tokens of a sequence on the devices of an axis.
+"""Order of a sequence's tokens on the devices of a mesh axis.
 
 Contiguous: device i of P holds the i-th of P parts. Zig-zag: device i holds chunks i and 2 P - 1 -
-i of 2 P chunks, so that under a causal mask all devices have equally many visible keys
+i of 2 P chunks, so that all devices have equally many visible keys under a causal mask
 (arXiv:2407.21783, section 3.3.2).
 """
 
@@ -26,9 +26,9 @@ def order_of_tokens(order: Order, tokens: int, devices: int) -> np.ndarray:
     """Returns the indices of tokens, int64 [tokens], in their order on the devices, device 0 first.
 
     Args:
-      order: contiguous or zig-zag.
-      tokens: of the whole sequence, a multiple of `parts_of(order, devices)`.
-      devices: of the axis.
+      order: "contiguous" or "zigzag".
+      tokens: number of tokens of the whole sequence, a multiple of `parts_of(order, devices)`.
+      devices: number of devices of the axis.
 
     >>> order_of_tokens("zigzag", 8, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -57,7 +57,7 @@ def inverse_order(order: Order, tokens: int, devices: int) -> np.ndarray:
 
 
 def nearest_lengths(order: Order, tokens: int, devices: int) -> str:
-    """Returns the possible lengths next to `tokens`, as text: "992 or 1008"."""
+    """Returns the possible sequence lengths next to `tokens`, as text: "992 or 1008"."""
     unit = parts_of(order, devices)
     below, above = tokens // unit * unit, -(-tokens // unit) * unit
     return f"{below} or {above}" if below else f"{above}"
@@ -69,13 +69,13 @@ def index_of_chunk(chunk: jax.Array | int, size: int) -> jax.Array:
 
 
 def local_index(order: Order, tokens: int, axis: str) -> jax.Array:
-    """Returns the indices in the whole sequence of the tokens of this device, int32 [1, tokens].
+    """Returns the indices, in the whole sequence, of this device's tokens: int32 [1, tokens].
 
     Must be called inside a `shard_map` that is manual over `axis`.
 
     Args:
-      order: contiguous or zig-zag.
-      tokens: of this device.
+      order: "contiguous" or "zigzag".
+      tokens: number of tokens of this device.
       axis: mesh axis over which the sequence is split.
     """
     me, devices = lax.axis_index(axis), lax.axis_size(axis)

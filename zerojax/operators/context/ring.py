@@ -1,12 +1,13 @@
 """Causal attention over a sequence in zig-zag order; keys and values circulate around a ring.
 
 Each device holds two chunks of the sequence, a low and a high one (`order.py`). Keys and values
-visit every device once (arXiv:2310.01889). For keys of another device exactly two pairs of chunks
-are visible. One is (high queries, low keys). The other is (low queries, low keys) if the keys are
-of an earlier device, else (high queries, high keys). This choice is an array index, so all devices
-do the same work without conditionals. Results are merged by their log-sum-exp. The backward pass
-uses the log-sum-exp over all keys, so a merge needs no gradient. Gradients of keys and values
-circulate with them in float32; the last step returns them to their device in their own dtype.
+visit every device once (arXiv:2310.01889). Of the keys of another device, exactly two pairs of
+chunks are visible. One is (high queries, low keys). The other is (low queries, low keys) if that
+device holds an earlier low chunk, else (high queries, high keys). An array index makes this choice,
+so all devices do the same work without conditionals. Results are merged by their log-sum-exp. The
+backward pass uses the log-sum-exp over all keys, so a merge needs no gradient. Gradients of keys
+and values circulate with them in float32; the last step sends them to their own device in their own
+dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ LOW, HIGH = 0, 1
 
 
 class Keys(NamedTuple):
-    """Arrays passed around the ring, in halves: [2, batch, tokens / 2, ...], low chunk first."""
+    """Arrays passed around the ring, each as two chunks: [2, batch, tokens / 2, ...], low one
+    first."""
 
     key: jax.Array
     value: jax.Array
@@ -36,7 +38,7 @@ class Keys(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Attention over the keys processed so far, in float32, halved as in `Keys`."""
+    """Attention over the keys processed so far, in float32, split into two chunks as in `Keys`."""
 
     out: jax.Array
     log_sum: jax.Array
@@ -44,7 +46,7 @@ class Merged(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """Static options: mesh axis, window, scale and softcap of the scores."""
+    """Static options of ring attention: mesh axis, window, scale and softcap of the scores."""
 
     axis: str
     window: int | None
@@ -65,18 +67,18 @@ def ring_attention(
 ) -> jax.Array:
     """Computes causal attention over tokens in zig-zag order.
 
-    Must be called inside a `shard_map` that is manual over `axis`. Only first derivatives in
+    Must be called inside a `shard_map` that is manual over `axis`. Has only first derivatives in
     reverse mode. A window saves no FLOPs: a pair of chunks is computed even if fully masked.
 
     Args:
-      query: [batch, tokens of this device, heads, head_dim]; an even number of tokens.
+      query: [batch, tokens of this device, heads, head_dim]; the number of tokens is even.
       key, value: [batch, tokens of this device, kv_heads, head_dim].
       axis: mesh axis over which the sequence is split.
       scale: factor of the scores.
-      window: a query sees keys less than `window` tokens before it.
-      softcap: see `zerojax.attention`.
-      segments: integers [batch, tokens of this device], of queries and of keys; a query sees keys
-        of its own segment, and keys of negative segments are masked.
+      window: a query sees only keys less than `window` tokens before it; None for no limit.
+      softcap: soft limit of the scores, as for `zerojax.attention`.
+      segments: pair of integers [batch, tokens of this device], for queries and for keys; a query
+        sees only keys of its own segment, and keys of negative segments are masked.
 
     Returns:
       [batch, tokens of this device, heads, head_dim] in the dtype of `query`; 0 for a query that
@@ -133,7 +135,7 @@ def _as_one_operation(ring: _Ring, query: Any, segments: Any, keys: Keys) -> Mer
 
 def _refuse(*_: Any) -> Any:
     raise NotImplementedError(
-        "attention in a ring has no second derivative; use context_parallel='ulysses' with "
+        "context_parallel='ring' has no second derivative; use context_parallel='ulysses' with "
         "implementation='xla'"
     )
 
@@ -153,16 +155,16 @@ def _pair(
     *,
     same_chunk: bool = False,
 ) -> tuple[tuple[jax.Array, jax.Array], dict[str, Any]]:
-    """Returns (key, value) of a pair of chunks, and the options of `part_forward`.
+    """Selects (key, value) of a pair of chunks, and returns them with options for `part_forward`.
 
     Args:
       ring: static options.
-      source: device that the keys come from.
-      segments: of the queries, halved; None: one segment.
+      source: index of the device that the keys come from.
+      segments: segments of the queries, as two chunks; None for one segment.
       keys: keys and values of the source.
-      half: half of the queries and half of the keys, LOW or HIGH.
-      same_chunk: whether queries and keys are of the same chunk; else all keys come before the
-        queries.
+      half: (chunk of the queries, chunk of the keys), each LOW or HIGH.
+      same_chunk: whether queries and keys belong to the same chunk; otherwise all keys come before
+        the queries.
     """
     devices, size = lax.axis_size(ring.axis), keys.key.shape[2]
     options: dict[str, Any] = {"scale": ring.scale, "segments": None, "positions": None}
@@ -179,7 +181,7 @@ def _pair(
 
 
 def merge(first: Merged, second: Merged) -> Merged:
-    """Merges attention over disjoint sets of keys; the log-sum-exp is -inf if no key is visible.
+    """Merges attention over two disjoint sets of keys; log-sum-exp is -inf if no key is visible.
 
     >>> import jax.numpy as jnp
     >>> none = Merged(jnp.zeros((1, 2)), jnp.full((1,), -jnp.inf))
@@ -204,8 +206,8 @@ def merge(first: Merged, second: Merged) -> Merged:
 
 
 def _pass_on(ring: _Ring, tree: Any) -> Any:
-    """Sends arrays to the next device of the ring, and returns those received from the previous
-    device.
+    """Sends arrays to the next device of the ring, and returns the arrays received from the
+    previous device.
     """
     devices = lax.axis_size(ring.axis)
     hops = [(i, (i + 1) % devices) for i in range(devices)]
@@ -213,7 +215,8 @@ def _pass_on(ring: _Ring, tree: Any) -> Any:
 
 
 def _around(ring: _Ring, carry: Any, step: Callable[[Any, jax.Array, bool], Any]) -> Any:
-    """Runs `step(carry, number, is_last)` for ring steps 1 .. P - 1, all but the last in a loop."""
+    """Runs `step(carry, number, is_last)` for ring steps 1 .. P - 1; the last one outside the
+    loop."""
     devices = lax.axis_size(ring.axis)
     if devices > 2:
         carry, _ = lax.scan(
@@ -225,7 +228,7 @@ def _around(ring: _Ring, carry: Any, step: Callable[[Any, jax.Array, bool], Any]
 
 
 def _source(ring: _Ring, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the source device of a step's keys, and the half of its second pair of chunks."""
+    """Returns the source device of a step's keys, and which chunks form its second visible pair."""
     me, devices = lax.axis_index(ring.axis), lax.axis_size(ring.axis)
     return (me - number) % devices, (number > me).astype(jnp.int32)
 
@@ -259,14 +262,14 @@ def _forward_pass(ring: _Ring, query: jax.Array, segments: Any, keys: Keys) -> M
 def _backward_pass(
     ring: _Ring, query: jax.Array, segments: Any, keys: Keys, rows: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns gradients of query (float32), and of keys and values in their dtype, halved.
+    """Computes gradients of query (float32), and of keys and values in their dtype, as two chunks.
 
     Args:
       ring: static options.
-      query: halved.
-      segments: of the queries, halved; None: one segment.
+      query: queries, as two chunks.
+      segments: segments of the queries, as two chunks; None for one segment.
       keys: keys and values of this device.
-      rows: `log_sum`, `turned` and `slope` of `part_backward`, over all keys, halved.
+      rows: `log_sum`, `turned` and `slope` of `part_backward`, over all keys, as two chunks.
     """
     me = lax.axis_index(ring.axis)
 

@@ -1,6 +1,6 @@
-"""Split of sequences over a mesh axis while a model is traced; `zerojax.attention` reads it.
+"""Context that tells `zerojax.attention` how sequences are split while a model is traced.
 
-A step sets it around the model; the model itself knows nothing of devices.
+A step sets this context around the model, so the model's code does not depend on devices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerojax.operators.context.ring import ring_attention
 from zerojax.operators.context.ways import ORDERS, Pair, Way, allgather_attention, ulysses_attention
 
 SCOPE = "attention_over_context"
-"""Scope in the names of operations of attention over a split sequence, also in compiled programs.
+"""Named scope of operations of attention over a split sequence; visible in compiled programs.
 """
 
 
@@ -31,9 +31,9 @@ class ContextSplit:
 
     Attributes:
       axis: mesh axis, manual while the model is traced.
-      devices: of the axis.
-      way: method by which attention sees the whole sequence.
-      heads_axis: axis over which the compiler splits heads (tensor parallelism), if any.
+      devices: number of devices of the axis.
+      way: method by which attention reaches the whole sequence.
+      heads_axis: mesh axis over which the compiler splits heads (tensor parallelism), if any.
     """
 
     axis: str
@@ -46,7 +46,7 @@ class ContextSplit:
         return ORDERS[self.way]
 
     def in_order(self, array: jax.Array) -> jax.Array:
-        """Reorders [rows, tokens, ...] of whole sequences to the order of tokens on the axis."""
+        """Reorders [rows, tokens, ...] of whole sequences to the order of tokens on the devices."""
         if self.order == "contiguous":
             return array
         there = order_of_tokens(self.order, array.shape[1], self.devices)
@@ -72,7 +72,7 @@ def sequences_split(split: ContextSplit | None) -> Iterator[None]:
 
 
 def whole_length(tokens: int) -> int:
-    """Returns the length of the whole sequence of which this device has `tokens` tokens."""
+    """Returns the length of the whole sequence, given the number of tokens on this device."""
     split = current_split()
     return tokens if split is None else tokens * split.devices
 
@@ -94,16 +94,17 @@ def attend_over(
 ) -> jax.Array:
     """Computes attention of the tokens of this device over the whole sequence.
 
-    If the compiler splits heads over an axis, each device of it sends only its own heads, in a
-    nested `shard_map`; otherwise XLA would gather the heads first.
+    If the compiler splits heads over an axis, a nested `shard_map` makes each device send only its
+    own heads; otherwise XLA would gather the heads first.
 
     Args:
       split: split of the sequence.
-      attend: `zerojax.attention` with the remaining options; for Ulysses and all-gather.
-      query, key, value, causal, window, scale, segments, positions, softcap: see
-        `zerojax.attention`; of the tokens of this device.
-      index: int32 [], first argument of `attend`, which selects the window of this layer; None:
-        `window` is that of all layers. Collectives of the method do not depend on it.
+      attend: `zerojax.attention` with the remaining options, for Ulysses and all-gather.
+      query, key, value, segments, positions: arrays as for `zerojax.attention`, with the tokens of
+        this device.
+      causal, window, scale, softcap: options as for `zerojax.attention`.
+      index: int32 [], first argument of `attend`, which selects the window of this layer. None if
+        `window` applies to all layers. The method's collectives do not depend on it.
 
     Raises:
       ValueError: the method does not support the arguments.
@@ -118,7 +119,7 @@ def attend_over(
             "context_parallel='ring' supports only causal attention without positions; use "
             "context_parallel='ulysses' or 'allgather'"
         )
-    assert split.way != "ring" or index is None, "a plan has refused windows of layers"
+    assert split.way != "ring" or index is None, "planning refuses windows that depend on the layer"
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
     pairs = {"segments": segments, "positions": positions}
     rows = {name: pair for name, pair in pairs.items() if pair is not None}
@@ -153,6 +154,6 @@ def attend_over(
 
 
 def _axes_of_compiler() -> set[str]:
-    """Returns the axes of the mesh that are not manual in the current trace."""
+    """Returns the mesh axes that are not manual in the current trace."""
     mesh = jax.sharding.get_abstract_mesh()
     return set(mesh.axis_names) - set(mesh.manual_axes)

@@ -1,7 +1,8 @@
 """Attention over a sequence that is split over devices: Ulysses, all-gather, ring.
 
-All functions are called inside a `shard_map` that is manual over the axis, and equal attention over
-the whole sequence. Ulysses and all-gather work with any implementation of attention.
+All functions are called inside a `shard_map` that is manual over the axis, and compute the same
+result as attention over the whole sequence. Ulysses and all-gather work with any implementation of
+attention.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class Attend(Protocol):
 
 
 def kv_repeats(heads: int, kv_heads: int, devices: int) -> int | None:
-    """Returns the number of times Ulysses repeats each key/value head; None if heads do not divide.
+    """Returns how often Ulysses repeats each key/value head; None if devices do not divide heads.
 
-    This is the smallest number for which the repeated heads divide over the devices, and divide the
-    number of query heads.
+    This is the smallest number for which the repeated heads are divisible by the devices, and
+    divide the number of query heads.
 
     >>> kv_repeats(32, 8, 8), kv_repeats(32, 2, 8), kv_repeats(12, 3, 4), kv_repeats(12, 3, 8)
     (1, 4, 4, None)
@@ -61,21 +62,21 @@ def ulysses_attention(
     segments: Pair | None = None,
     positions: Pair | None = None,
 ) -> jax.Array:
-    """Computes attention with some of the heads over all tokens on each device (arXiv:2309.14509).
+    """Computes attention with each device holding some heads over all tokens (arXiv:2309.14509).
 
-    An all-to-all exchanges tokens for heads, and a second one reverses it. If key/value heads do
-    not divide over the devices, each is repeated `kv_repeats` times before it is sent. This sends
-    no extra bytes, since each device needs one whole head.
+    An all-to-all exchanges tokens for heads, and a second one reverses it. If the number of
+    key/value heads is not divisible by the devices, each head is repeated `kv_repeats` times before
+    it is sent. This sends no extra bytes, because each device needs one whole head.
 
     Args:
-      query: [batch, tokens of this device, heads, head_dim]; the devices divide the heads.
+      query: [batch, tokens of this device, heads, head_dim]; heads are divisible by the devices.
       key, value: [batch, tokens of this device, kv_heads, head_dim].
       axis: mesh axis over which the sequence is split, in contiguous order.
       attend: attention over whole sequences.
-      segments, positions: integers [batch, tokens of this device], of queries and of keys.
+      segments, positions: pairs of integers [batch, tokens of this device], for queries and keys.
 
     Raises:
-      ValueError: heads do not divide over the devices.
+      ValueError: the number of heads is not divisible by the devices.
     """
     devices = lax.axis_size(axis)
     heads, kv_heads = query.shape[2], key.shape[2]
@@ -107,10 +108,10 @@ def allgather_attention(
     segments: Pair | None = None,
     positions: Pair | None = None,
 ) -> jax.Array:
-    """Computes attention of local queries to gathered keys and values (arXiv:2407.21783).
+    """Computes attention of this device's queries to gathered keys and values (arXiv:2407.21783).
 
-    The gradients of keys and values are reduce-scattered. `attend` gets the places of tokens as
-    positions.
+    The gradients of keys and values are reduce-scattered. `attend` gets the tokens' indices in the
+    whole sequence as positions.
 
     Args:
       query: [batch, tokens of this device, heads, head_dim].
@@ -118,8 +119,8 @@ def allgather_attention(
       axis: mesh axis over which the sequence is split.
       attend: attention over whole sequences.
       order: order of the tokens on the axis.
-      segments, positions: integers [batch, tokens of this device], of queries and of keys. Without
-        positions, the indices in the whole sequence are compared.
+      segments, positions: pairs of integers [batch, tokens of this device], for queries and keys.
+        Without positions, the indices in the whole sequence are compared.
     """
     key, value = (_gather(x, axis) for x in (key, value))
     if segments is not None:

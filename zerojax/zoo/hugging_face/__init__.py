@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: weights and settings in both directions."""
+"""Hugging Face checkpoints: reads and writes weights and settings."""
 
 from zerojax.zoo.hugging_face.architectures import (
     ARCHITECTURES,

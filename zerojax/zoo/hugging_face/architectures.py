@@ -26,10 +26,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """Returns the architecture of a config.json.
+    """Returns the architecture that a config.json describes.
 
     Raises:
-      UnsupportedError: its model_type is not supported.
+      UnsupportedError: the model_type is not supported.
     """
     name = ConfigReading(config).get("model_type")
     if name in ARCHITECTURES:
@@ -52,7 +52,7 @@ def architecture_of_config(config: Any) -> Architecture:
     """Returns the architecture of a zerojax model from its configuration.
 
     Raises:
-      UnsupportedError: the configuration is not of zerojax, or a decoder's without a known family.
+      UnsupportedError: the configuration is not of zerojax, or is a decoder's without a family.
     """
     if isinstance(config, DecoderConfig):
         if config.family in ARCHITECTURES:

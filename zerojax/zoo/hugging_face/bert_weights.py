@@ -1,4 +1,4 @@
-"""BERT in transformers' format: kernels [out, in], a masked-token head, a pooler, or both."""
+"""BERT in transformers' format: kernels [out, in], with a masked-token head, a pooler, or both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedEr
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
 
 _PREFIX = "bert."
-# (head for masked tokens, pooler) of each class of transformers.
+# {class of transformers: (has a head for masked tokens, has a pooler)}.
 _HEADS: Mapping[str, tuple[bool, bool]] = {
     "BertModel": (False, True),
     "BertForMaskedLM": (True, False),
@@ -78,7 +78,7 @@ def _norm(ours: str, theirs: str) -> list[Leaf]:
 
 
 def read_config(config: ConfigReading) -> dict[str, Any]:
-    """Reads config.json; the class in "architectures" determines the heads."""
+    """Reads config.json; the class in "architectures" determines which heads the model has."""
     config.require(
         "zerojax's BERT has learned positions", position_embedding_type=("absolute", None)
     )
@@ -120,7 +120,7 @@ def _heads(architectures: Any) -> tuple[bool, bool]:
 
 
 def write_config(config: BertConfig) -> dict[str, Any]:
-    """Returns the keys of config.json, including "architectures": the class with these heads."""
+    """Builds the keys of config.json, including "architectures": the class with these heads."""
     heads = (config.has_mlm_head, config.has_pooler)
     # transformers can also read a BertModel without its pooler.
     name = next((name for name, theirs in _HEADS.items() if theirs == heads), "BertModel")
@@ -163,8 +163,8 @@ BERT_ROW = Architecture(
         "pooler_type",
     ),
     prefix=_PREFIX,
-    # The indices 0, 1, ..., copies of tied arrays, the head for sentence pairs, which is not
-    # supported, and the pooler; many files of BertForMaskedLM still contain the last two.
+    # Files may contain the indices 0, 1, ..., copies of tied arrays, a head for sentence pairs
+    # (unsupported), and the pooler; many files of BertForMaskedLM still have the last two.
     ignored=(
         r"embeddings\.position_ids$",
         r"^cls\.predictions\.decoder\.(weight|bias)$",

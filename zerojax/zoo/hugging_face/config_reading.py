@@ -1,7 +1,7 @@
-"""Reading of config.json that records each key read; unread keys are refused by name.
+"""Reads config.json and records each key that is read; unread keys are refused by name.
 
 Each architecture reads the keys it supports and lists those without effect. Any other key may
-change what the model computes; it raises an error, so that the loss is never silently different.
+change what the model computes, so it raises an error; the loss is never silently different.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ NO_EFFECT = frozenset(
         "begin_suppress_tokens",
         "exponential_decay_length_penalty",
         "transformers.js_config",
-        # Quantized weights were refused before (`check_unquantized`); an empty value has no effect.
+        # Quantized weights were refused earlier (`check_unquantized`); an empty value has no
+        # effect.
         "quantization_config",
     )
 )
@@ -101,7 +102,7 @@ _COUNTS_OF_LAYERS = (
     "num_hidden_layers",
     "num_layers",
 )
-"""Checked against `MAX_LAYERS` before anything is created per layer."""
+"""Keys that are checked against `MAX_LAYERS` before anything is created per layer."""
 _KINDS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     _NUMBER: (
         int | float,
@@ -154,12 +155,12 @@ _NULLABLE = (
     *("max_window_layers", "num_key_value_heads", "original_max_position_embeddings"),
     "sliding_window",
 )
-"""Numbers whose null differs from a missing key, or has no effect."""
+"""Keys of numbers for which null differs from a missing key, or has no effect."""
 _KIND_OF = {key: (kinds, name) for name, (kinds, keys) in _KINDS.items() for key in keys}
 
 
 class UnsupportedError(ValueError):
-    """Error for a Hugging Face folder with weights or settings that zerojax does not support."""
+    """Raised for a Hugging Face folder whose weights or settings zerojax does not support."""
 
 
 class ConfigReading:
@@ -167,7 +168,7 @@ class ConfigReading:
 
     Attributes:
       values: the JSON object.
-      where: its name in messages.
+      where: name of the object in messages.
       asked: keys that have been read.
     """
 
@@ -179,8 +180,8 @@ class ConfigReading:
         """Returns the value of a key, or the default if the key is missing; null gives None.
 
         Raises:
-          UnsupportedError: the value has another type than in `_KINDS`, is null in place of a
-            number that has a default, or is a number of layers above `MAX_LAYERS`.
+          UnsupportedError: the value has another type than in `_KINDS`, is null for a number that
+            has a default, or is a number of layers above `MAX_LAYERS`.
         """
         self.asked.add(key)
         value = self.values.get(key, default)
@@ -235,7 +236,7 @@ class ConfigReading:
         return value
 
     def inside(self, key: str) -> ConfigReading:
-        """Returns the object of a key, or an empty one if it is missing or null.
+        """Returns the nested object of a key, or an empty one if the key is missing or null.
 
         Raises:
           UnsupportedError: the value is not an object.
@@ -246,10 +247,10 @@ class ConfigReading:
         return ConfigReading(value or {}, f"{self.where}: {key}")
 
     def require(self, why: str, **allowed: tuple[Any, ...]) -> None:
-        """Checks keys of which zerojax's model supports only some values.
+        """Checks keys for which zerojax's model supports only some values.
 
         Args:
-          why: a clause that says what zerojax's model does.
+          why: clause that says what zerojax's model does.
           **allowed: supported values of each key; the first is the default of a missing key.
 
         Raises:
@@ -257,7 +258,7 @@ class ConfigReading:
         """
         for key, values in allowed.items():
             value = self.get(key, values[0])
-            # `==` also accepts 0 for False and for 0.0.
+            # `==` would accept 0 for False and for 0.0.
             if not any(value == supported for supported in values):
                 listed = " or ".join(repr(x) for x in values)
                 raise UnsupportedError(
@@ -271,7 +272,7 @@ class ConfigReading:
           no_effect: keys that do not change what the model computes.
 
         Raises:
-          UnsupportedError: there is another key; the message has its name and value.
+          UnsupportedError: another key exists; the message has its name and value.
         """
         for key in sorted(set(self.values) - self.asked - set(no_effect)):
             shown = f"{cut(key, 100)}={quoted(self.values[key])}"
@@ -282,13 +283,14 @@ class ConfigReading:
 
 
 def check_common(reading: ConfigReading, no_effect: Collection[str] = ()) -> None:
-    """Checks rare switches of all architectures, and that no key is left unread.
+    """Checks settings that all architectures may have, and that no key is left unread.
 
     Args:
+      reading: config.json with the keys read so far.
       no_effect: keys of this architecture that do not change what the model computes.
 
     Raises:
-      UnsupportedError: an unsupported value or key.
+      UnsupportedError: a value or key is not supported.
     """
     for key, values in _SAME_EVERYWHERE.items():
         if key not in reading.asked and key not in no_effect:

@@ -33,8 +33,9 @@ def read_sizes(
     """Reads sizes and norm of a decoder with RMSNorm.
 
     Args:
-      kv_heads: default of num_key_value_heads; None: num_attention_heads.
-      head_dim: default of head_dim; None: hidden_size / num_attention_heads.
+      config: the config.json.
+      kv_heads: default of num_key_value_heads; None uses num_attention_heads.
+      head_dim: default of head_dim; None uses hidden_size / num_attention_heads.
       tied: default of tie_word_embeddings.
       eps: default of rms_norm_eps.
     """
@@ -55,7 +56,7 @@ def read_sizes(
 
 
 def read_activation(config: ConfigReading, key: str = "hidden_act", default: str = "silu") -> str:
-    """Reads an activation and returns zerojax's name of it.
+    """Reads an activation and returns zerojax's name for it.
 
     Raises:
       UnsupportedError: the activation is not supported.
@@ -73,7 +74,8 @@ def read_biases(config: ConfigReading, *, mlp: bool = False) -> dict[str, bool]:
     """Reads biases of models in which "attention_bias" applies to all four projections.
 
     Args:
-      mlp: the model has a key "mlp_bias".
+      config: the config.json.
+      mlp: whether the model has a key "mlp_bias".
     """
     attention = bool(config.get("attention_bias", False))
     biases = {"qkv_bias": attention, "output_bias": attention}
@@ -84,10 +86,11 @@ def read_layer_types(config: ConfigReading, default: Sequence[str]) -> list[str]
     """Reads the type of each layer, FULL or SLIDING.
 
     Args:
-      default: types if the key is missing.
+      config: the config.json.
+      default: types of the layers if the key is missing.
 
     Raises:
-      UnsupportedError: an unknown type, or a wrong number of types.
+      UnsupportedError: a type is unknown, or the number of types is wrong.
     """
     types, count = config.get("layer_types"), config.needed("num_hidden_layers")
     types = list(default) if types is None else types
@@ -106,10 +109,10 @@ def read_layer_types(config: ConfigReading, default: Sequence[str]) -> list[str]
 
 
 def read_period(config: ConfigReading, key: str, default: int) -> int:
-    """Reads n, if each n-th layer is full; it has no effect beside layer_types.
+    """Reads the period n, if each n-th layer is full; not used if layer_types exists.
 
     Raises:
-      UnsupportedError: the period is needed and not above 0.
+      UnsupportedError: the period is needed, but is not above 0.
     """
     config.asked.add(key)
     return default if config.has("layer_types") else config.positive(key, default)
@@ -141,12 +144,12 @@ def window_of(config: ConfigReading, types: Sequence[str], window: int | None) -
 
 
 def layers_of(config: DecoderConfig) -> list[LayerKind]:
-    """Returns the kind of each layer."""
+    """Lists the kind of each layer."""
     return [config.kinds[index] for index in config.kind_of_layer]
 
 
 def types_of(config: DecoderConfig) -> list[str]:
-    """Returns transformers' type of each layer."""
+    """Lists transformers' type of each layer."""
     return [FULL if kind.window is None else SLIDING for kind in layers_of(config)]
 
 
@@ -156,7 +159,7 @@ def window_in(config: DecoderConfig) -> int | None:
 
 
 def write_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the keys that `read_sizes` reads, without max_position_embeddings.
+    """Builds the keys that `read_sizes` reads, except max_position_embeddings.
 
     `write_rope` writes that key.
     """
@@ -176,5 +179,5 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write_activation(config: DecoderConfig) -> str:
-    """Returns transformers' name of the activation."""
+    """Returns transformers' name for the activation."""
     return _WRITTEN[config.activation]

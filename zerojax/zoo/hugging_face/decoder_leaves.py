@@ -1,4 +1,4 @@
-"""Arrays of decoders with their tensor names in transformers, derived from a configuration.
+"""Lists decoders' arrays and their tensor names in transformers, derived from a configuration.
 
 Kernels in the files are [out, in], with heads and their features in one dimension.
 """
@@ -48,7 +48,8 @@ def mixtral_leaves(config: DecoderConfig) -> list[Leaf]:
 
 
 def joined_leaves(config: DecoderConfig) -> list[Leaf]:
-    """Lists a model's parameters; one tensor has query, key and value, one gate and up (Phi-3)."""
+    """Lists parameters of models (Phi-3) with one tensor for query, key, value and one for gate,
+    up."""
     return _leaves(config, joined=True)
 
 

@@ -41,12 +41,13 @@ def row(
     leaves: Callable[[DecoderConfig], Sequence[Leaf]] = decoder_leaves.leaves,
     no_effect: tuple[str, ...] = (),
 ) -> Architecture:
-    """Returns the `Architecture` of a decoder family.
+    """Builds the `Architecture` of a decoder family.
 
     Args:
-      model_type, class_name, leaves, no_effect: see `Architecture`.
-      read: config.json -> fields of `DecoderConfig` except "family".
-      write: configuration -> keys of config.json, without those common to all models.
+      model_type, class_name, leaves, no_effect: fields of `Architecture`.
+      read: function from config.json to the fields of `DecoderConfig` except "family".
+      write: function from a configuration to keys of config.json, without those common to all
+        models.
     """
     return Architecture(
         model_type=model_type,
@@ -63,7 +64,7 @@ def row(
 
 
 def one_rope(config: DecoderConfig) -> Rope:
-    """Returns the rotary positions, which are equal in all layers that have them."""
+    """Returns the rotary positions, which are equal in all layers that have any."""
     return next(kind.rope for kind in config.kinds if kind.rope is not None)
 
 
@@ -79,7 +80,8 @@ def plain_rope(config: ConfigReading, longest: int, theta: float = 10000.0) -> R
 
 
 def uniform(config: DecoderConfig) -> Keys:
-    """Returns config.json's keys of sizes, rotary positions and activation in most families."""
+    """Builds config.json's keys of sizes, rotary positions and activation, as most families
+    have."""
     return {
         **write_sizes(config),
         **write_rope(one_rope(config), config.max_seq_len),
@@ -168,7 +170,7 @@ def _write_qwen(config: DecoderConfig) -> Keys:
     return {
         **uniform(config),
         "layer_types": types,
-        # First sliding layer, for readers that do not support layer_types.
+        # Index of the first sliding layer, for readers that do not support layer_types.
         "max_window_layers": types.index(SLIDING) if SLIDING in types else config.num_layers,
         "sliding_window": window,
         "use_sliding_window": window is not None,
@@ -199,7 +201,7 @@ def _read_phi3(config: ConfigReading) -> Keys:
     original = config.get("original_max_position_embeddings", 4096)
     values = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     kind = values.get("rope_type") or values.get("type") or "default"
-    if kind in ("su", "yarn", "longrope"):  # older files use the other two names for longrope
+    if kind in ("su", "yarn", "longrope"):  # older files call longrope by the other two names
         values |= {"rope_type": "longrope", "original_max_position_embeddings": original}
     elif kind != "default":
         raise UnsupportedError(
@@ -232,7 +234,7 @@ def _write_phi3(config: DecoderConfig) -> Keys:
 
 
 def _read_smollm3(config: ConfigReading) -> Keys:
-    """Reads SmolLM3: each fourth layer without rotary positions (huggingface.co/blog/smollm3)."""
+    """Reads SmolLM3: every fourth layer has no rotary positions (huggingface.co/blog/smollm3)."""
     sizes = read_sizes(config, kv_heads=4, tied=True)
     rope = plain_rope(config, sizes["max_seq_len"], theta=2e6)
     count, turns = sizes["num_layers"], config.get("no_rope_layers")

@@ -21,12 +21,12 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
 @dataclasses.dataclass(kw_only=True)
 class Folder:
-    """An opened folder, without tensors in memory.
+    """Opened Hugging Face folder; no tensor is in memory.
 
     Attributes:
       path: absolute path of the folder.
-      config: contents of config.json.
-      tensors: {name: (file, entry of the file's table)}.
+      config: content of config.json.
+      tensors: {tensor name: (file, entry of the file's table)}.
       bytes_read: number of tensor bytes that this process has read.
     """
 
@@ -49,7 +49,7 @@ class Folder:
 
         Args:
           name: name of the tensor.
-          runs: ordered ranges for each dimension; the block is their product.
+          runs: ordered ranges for each dimension; the block is their Cartesian product.
         """
         file, tensor = self.tensors[name]
         block, count = read_block(file, tensor, runs)
@@ -130,7 +130,7 @@ def _places(folder: Path) -> dict[str, str] | None:
 
 
 def _files(folder: Path, places: Mapping[str, str] | None) -> list[Path]:
-    """Returns the files with tensors: those of the index, or the only safetensors file."""
+    """Returns the files with tensors: the files of the index, or the only safetensors file."""
     if places is not None:
         files = [folder / name for name in sorted(set(places.values()))]
         missing = [file.name for file in files if not file.is_file()]
@@ -175,11 +175,11 @@ def check_unquantized(config: Mapping[str, Any]) -> None:
 
 
 def end_tokens_in(folder: Path, config: Mapping[str, Any] | None = None) -> tuple[int, ...]:
-    """Returns the ids that end a text: those of generation_config.json, or else of config.json.
+    """Returns the ids that end a text, from generation_config.json, or else from config.json.
 
     Args:
       folder: a Hugging Face folder, which may be missing.
-      config: content of its config.json; None: read from the folder, if it has one.
+      config: content of its config.json; None reads it from the folder, if it exists.
 
     Returns:
       The ids; () if no file states any.

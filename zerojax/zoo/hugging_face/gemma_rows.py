@@ -34,7 +34,8 @@ _THETA = {FULL: 1e6, SLIDING: 1e4}
 
 
 def _sizes(config: ConfigReading, *, kv_heads: int) -> Keys:
-    """Reads what all Gemmas share: scaled tied embeddings, head_dim 256, norm scales around 1."""
+    """Reads the settings of all Gemmas: scaled tied embeddings, head_dim 256, norm scales around
+    1."""
     sizes = read_sizes(config, kv_heads=kv_heads, head_dim=256, tied=True)
     return {
         **sizes,
@@ -111,7 +112,7 @@ def _write_capped(config: DecoderConfig) -> Keys:
 
 
 def _scalar(config: DecoderConfig) -> float:
-    """Returns query_pre_attn_scalar, scale^-2; an int if it is a whole number."""
+    """Returns query_pre_attn_scalar, which is scale^-2; an int if it is a whole number."""
     scale = config.attention_scale or config.features_per_head**-0.5
     value = scale**-2
     return round(value) if abs(value - round(value)) < 1e-9 * value else value
@@ -145,7 +146,7 @@ def _write_gemma3(config: DecoderConfig) -> Keys:
     ropes: dict[str, Any] = {
         FULL if kind.window is None else SLIDING: kind.rope for kind in config.kinds
     }
-    # A type that no layer has gets transformers' default base, so that both are written.
+    # A type that no layer has gets transformers' default base, so that both types are written.
     default = read_ropes(
         ConfigReading({}), theta=_THETA, longest=config.max_seq_len, local_key=None
     )

@@ -10,7 +10,7 @@ from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
 
 
 def leaves(config: GPT2Config) -> list[Leaf]:
-    """Lists a model's parameters and the tensors that hold them."""
+    """Lists a model's parameters and the tensors that contain them."""
     layer, block = "transformer.h.{layer}.", "blocks/"
     qkv = ("query", "key", "value")
     entries = [
@@ -65,7 +65,7 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
 
 
 def write_config(config: GPT2Config) -> dict[str, Any]:
-    """Returns the keys of config.json, including dropout; attention dropout is 0."""
+    """Builds the keys of config.json, including dropout; attention dropout is 0."""
     return {
         "activation_function": "gelu_new",
         "attn_pdrop": 0.0,

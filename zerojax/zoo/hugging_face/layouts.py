@@ -1,7 +1,7 @@
-"""Description of one architecture: names, settings, and layouts of tensors in both directions.
+"""Describes one architecture: names, settings, and layouts of tensors in both directions.
 
-Tensors are in transformers' format, arrays in zerojax's; `theirs` and `ours` name the two sides.
-A layout such as `"(heads head_dim) embed -> embed heads head_dim"` has the dimensions of the tensor
+Tensors have transformers' format, arrays zerojax's; `theirs` and `ours` name the two sides. A
+layout such as `"(heads head_dim) embed -> embed heads head_dim"` has the dimensions of the tensor
 on the left and of the array on the right; parentheses join dimensions into one, in row-major order.
 A number on the left divides the tensor into that many arrays: in
 `"embed (3 heads head_dim) -> embed heads head_dim"` with `part=1`, the array is the second of three
@@ -25,7 +25,7 @@ from flax import nnx
 from zerojax.zoo.hugging_face.config_reading import ConfigReading, check_common
 
 Range = tuple[int, int]
-"""(start, stop), stop excluded."""
+"""Range (start, stop), excluding stop."""
 
 _PART = "part"
 LAYER, EXPERT = "{layer}", "{expert}"
@@ -33,7 +33,7 @@ LAYER, EXPERT = "{layer}", "{expert}"
 
 
 class RowsOfTensor(NamedTuple):
-    """Rows of an array in a tensor: its first row, and the number of all rows of the tensor."""
+    """Position of an array's rows in a tensor: its first row, and the tensor's number of rows."""
 
     first: int
     all: int
@@ -44,11 +44,11 @@ class Layout:
     """Mapping between a tensor in transformers' format and an array of zerojax.
 
     Attributes:
-      theirs: for each dimension of the tensor, the dimensions joined in it.
-      ours: the dimensions of the array.
+      theirs: for each dimension of the tensor, the dimensions that it joins.
+      ours: dimensions of the array.
       parts: number of arrays in the tensor, along the dimension "part" of `theirs`.
       part: index of this array among them.
-      rows: rows of the tensor that belong to the array; None: all.
+      rows: rows of the tensor that belong to the array; None for all.
     """
 
     theirs: tuple[tuple[str, ...], ...]
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether the tensor holds this array only."""
+        """Returns whether the tensor contains only this array."""
         return self.parts == 1 and self.rows is None
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
@@ -69,7 +69,7 @@ class Layout:
         return {**dict(zip(self.ours, shape, strict=True)), _PART: self.parts}
 
     def their_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the tensor from that of the array."""
+        """Returns the shape of the tensor from the shape of the array."""
         sizes = self.sizes(shape)
         rows, *rest = (math.prod(sizes[name] for name in group) for group in self.theirs)
         return (rows if self.rows is None else self.rows.all, *rest)
@@ -96,7 +96,7 @@ class Layout:
         return split.transpose([kept.index(name) for name in self.ours])
 
     def as_theirs(self, values: np.ndarray) -> np.ndarray:
-        """Converts the whole array to a tensor that holds it only; a view if possible."""
+        """Converts the whole array to a tensor that contains only it; a view if possible."""
         assert self.is_whole, "other parts of their tensor would be missing"
         names = [name for group in self.theirs for name in group]
         transposed = values.transpose([self.ours.index(name) for name in names])
@@ -126,7 +126,7 @@ class Layout:
 
 
 def _runs(dims: Sequence[tuple[int, Range]]) -> list[Range]:
-    """Returns the ranges in a joined dimension, from (size, range) of each dimension in it."""
+    """Computes the ranges in a joined dimension, from (size, range) of each dimension in it."""
     whole = len(dims)
     while whole > 1 and dims[whole - 1][1] == (0, dims[whole - 1][0]):
         whole -= 1  # dims[whole:] are selected completely
@@ -147,8 +147,8 @@ def parse_layout(text: str, part: int = 0) -> Layout:
     """Parses a layout; for the syntax see the module's docstring.
 
     Args:
-      text: such as "(heads head_dim) embed -> embed heads head_dim"; without an arrow both sides
-        are equal.
+      text: layout such as "(heads head_dim) embed -> embed heads head_dim"; without an arrow both
+        sides are equal.
       part: index of the array among the parts of the tensor.
 
     Raises:
@@ -172,7 +172,7 @@ def parse_layout(text: str, part: int = 0) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter of zerojax and the tensors that hold it.
+    """Parameter of zerojax and the tensors that contain it.
 
     Attributes:
       name: name of the parameter, such as "blocks/attention/query/kernel".
@@ -182,7 +182,7 @@ class Leaf:
         tensor.
       dims: layout of a tensor, see `parse_layout`.
       part: index of the parameter among the parts into which `dims` divides a tensor.
-      rows: rows of the tensor that belong to the parameter; None: all.
+      rows: rows of the tensor that belong to the parameter; None for all.
     """
 
     name: str
@@ -206,11 +206,13 @@ class Leaf:
         return layout if self.rows is None else dataclasses.replace(layout, rows=self.rows)
 
     def tensor_of(self, layer: int, expert: int = 0) -> str:
-        """Returns the name of the tensor of a layer and expert; 0 without such a dimension."""
+        """Returns the name of the tensor of a layer and expert; an index is 0 if it has no
+        dimension."""
         return self.tensor.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
 
     def numbers(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (layer, expert) of each tensor of the parameter; 0 without such a dimension.
+        """Lists (layer, expert) of each of the parameter's tensors; 0 if there is no such
+        dimension.
 
         Args:
           shape: shape of the whole parameter.
@@ -224,25 +226,26 @@ class Architecture:
     """Mapping between a model class of zerojax and one of transformers.
 
     Attributes:
-      model_type: "model_type" in config.json.
+      model_type: value of "model_type" in config.json.
       class_name: class of transformers, written to "architectures" in config.json.
       config_class: class of the zerojax configuration.
-      build: (configuration, rngs) -> model.
-      leaves: configuration -> parameters, in the order in which tensors are written.
-      read: config.json -> keyword arguments of `config_class`. Raises UnsupportedError for a value
-        that zerojax's model does not support.
-      no_effect: further keys of config.json that do not change what the model computes; a key that
-        is neither read nor listed here or in `config_reading.NO_EFFECT` is refused.
+      build: function (configuration, rngs) that builds the model.
+      leaves: function from a configuration to the parameters, in the order in which tensors are
+        written.
+      read: function from config.json to keyword arguments of `config_class`. Raises
+        UnsupportedError for a value that zerojax's model does not support.
+      no_effect: additional keys of config.json that do not change what the model computes. A key
+        that is neither read, nor listed here or in `config_reading.NO_EFFECT`, is refused.
       dropout, attention_dropout: keys of config.json with rates of dropout, which is set per run;
-        transformers takes 0.1 for a missing one. zerojax has no dropout of attention weights.
-      write_config: configuration -> config.json without "model_type", and without "architectures"
-        unless it depends on the configuration.
+        transformers uses 0.1 for a missing key. zerojax has no dropout of attention weights.
+      write_config: function from a configuration to config.json without "model_type", and without
+        "architectures" unless it depends on the configuration.
       prefix: prefix of tensor names that some files omit, such as "transformer." of GPT-2.
-      ignored: regular expressions of tensors that are not read: tables that transformers
+      ignored: regular expressions for tensors that are not read: tables that transformers
         recomputes, and parameters of unsupported heads. They never apply to tensors of `leaves`.
-      copies: {optional tensor: the tensor that it must equal}, such as a token table under the name
-        of the output weights; a copy with other values is refused.
-      renamed: (regular expression, replacement), applied to the names in a file first.
+      copies: {optional tensor: tensor that it must equal}, such as a token table under the name of
+        the output weights; a copy with other values is refused.
+      renamed: pairs (regular expression, replacement), applied to the names in a file first.
     """
 
     model_type: str
@@ -261,10 +264,10 @@ class Architecture:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns keyword arguments of `config_class` from a config.json.
+        """Converts a config.json to keyword arguments of `config_class`.
 
         Raises:
-          UnsupportedError: an unsupported value or an unknown key.
+          UnsupportedError: a value is not supported or a key is unknown.
         """
         reading = ConfigReading(config)
         fields = self.read(reading)

@@ -13,7 +13,7 @@ from zerojax.zoo.rope import Rope
 
 
 def leaves(config: LlamaConfig) -> list[Leaf]:
-    """Lists a model's parameters and the tensors that hold them."""
+    """Lists a model's parameters and the tensors that contain them."""
     return decoder_leaves.leaves(config.as_decoder())
 
 
@@ -48,7 +48,7 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
 
 
 def write_config(config: LlamaConfig) -> dict[str, Any]:
-    """Returns the keys of config.json, readable by transformers 4 and 5."""
+    """Builds the keys of config.json, readable by transformers 4 and 5."""
     rope = Rope(theta=config.rope_theta, scaling=config.rope_scaling)
     return {
         "attention_bias": False,

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, OLMoE, Qwen3-MoE.
+"""Families with mixtures of experts: Mixtral, OLMoE, Qwen3-MoE.
 
 Sources: arXiv:2401.04088, arXiv:2409.02060, arXiv:2505.09388, and transformers 5.23. Their files
 have one tensor for each expert of each layer.
@@ -24,7 +24,7 @@ from zerojax.zoo.hugging_face.families import Keys, plain_rope, row, uniform
 from zerojax.zoo.hugging_face.layouts import Architecture
 
 _WHEN_ON = "router_aux_loss_coef"
-"""Read only if "output_router_logits" adds the balance loss; else it has no effect."""
+"""Keys that are read only if "output_router_logits" adds the balance loss; else without effect."""
 
 
 def _read_experts(
@@ -39,17 +39,18 @@ def _read_experts(
     """Reads the settings of experts that all three families share.
 
     Args:
+      config: the config.json.
       number, chosen, balance: transformers' defaults of num_experts, num_experts_per_tok and
         router_aux_loss_coef.
       width: width of one expert.
-      renormalize: the scores of the chosen experts are divided by their sum.
+      renormalize: whether the scores of the chosen experts are divided by their sum.
     """
     names = ("num_experts", "num_local_experts")  # names in transformers 4 and 5
     counts = {name: config.get(name) for name in names if config.has(name)}
     if len(set(counts.values())) > 1:
         raise UnsupportedError(
             f"{config.where}: {' and '.join(f'{k}={x!r}' for k, x in counts.items())} are two "
-            "names of one number; remove one"
+            "names of the same number, with different values; remove one"
         )
     is_balanced = bool(config.get("output_router_logits", False))
     moe = MoEConfig(
@@ -145,7 +146,7 @@ def _write_olmoe(config: DecoderConfig) -> Keys:
 def _read_qwen3_moe(config: ConfigReading) -> Keys:
     """Reads Qwen3-MoE: norms of query and key.
 
-    "intermediate_size" has no effect, since all layers have experts. A window applies to all
+    "intermediate_size" has no effect, because all layers have experts. A window applies to all
     layers, as in transformers.
     """
     sizes = read_sizes(config, kv_heads=4)
@@ -209,7 +210,7 @@ ROWS: Mapping[str, Architecture] = {
 
 
 def as_mixtral(config: Any) -> DecoderConfig:
-    """Returns the configuration of a Llama with experts as an equal one of the family Mixtral.
+    """Converts the configuration of a Llama with experts to an equal one of the family Mixtral.
 
     Args:
       config: a `LlamaConfig` with experts.

@@ -30,7 +30,7 @@ from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, read_rope, read_ro
 from zerojax.zoo.layers import NormConfig
 
 OLMO_EPS = 1e-5
-"""Epsilon of OLMo's norms, which config.json does not contain."""
+"""Epsilon of OLMo's norms; config.json does not contain it."""
 _OLMO3_THETA = {FULL: 5e5, SLIDING: 5e5}
 
 
@@ -79,7 +79,8 @@ def _write_olmo2(config: DecoderConfig) -> Keys:
 
 
 def _read_olmo3(config: ConfigReading) -> Keys:
-    """Reads OLMo 3: three sliding layers before each full layer; only full layers have scaling."""
+    """Reads OLMo 3: three sliding layers before each full layer; only full layers scale
+    positions."""
     sizes = _olmo2_sizes(config)
     types = read_layer_types(config, every_nth_full(sizes["num_layers"], 4))
     window = window_of(config, types, config.get("sliding_window", 4096))
@@ -143,7 +144,8 @@ def _write_cohere(config: DecoderConfig) -> Keys:
 
 
 def _read_cohere2(config: ConfigReading) -> Keys:
-    """Reads Cohere 2: three sliding layers with rotary positions, then a full layer without."""
+    """Reads Cohere 2: three sliding layers with rotary positions, then a full layer without
+    them."""
     sizes = _cohere_sizes(config)
     rope = read_rope(config, longest=sizes["max_seq_len"], interleaved=True)
     period = read_period(config, "sliding_window_pattern", 4)

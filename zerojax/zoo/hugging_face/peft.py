@@ -32,15 +32,15 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 @dataclasses.dataclass(frozen=True)
 class _Module:
-    """A module of the base model with the zerojax projections in it that have adapters.
+    """Module of the base model, with its projections (of zerojax) that have adapters.
 
     Attributes:
       name: name of the module; with "{layer}" if there is one per layer.
       leaves: kernels of these projections, in the order of the module's outputs.
       places: (first output, number of outputs) of each projection in the module.
       rank: rank of one adapter.
-      inputs, outputs: number of features of the whole module.
-      takes_first: the base's weight is [inputs, outputs], as in GPT-2.
+      inputs, outputs: numbers of features of the whole module.
+      takes_first: whether the base model's weight is [inputs, outputs], as in GPT-2.
     """
 
     name: str
@@ -70,14 +70,14 @@ def write_adapter(
     scales: Mapping[str, float],
     base: str | None = None,
 ) -> Path:
-    """Writes the adapters of a model for `peft.PeftModel.from_pretrained`.
+    """Writes the adapters of a model in the format of `peft.PeftModel.from_pretrained`.
 
     Args:
-      folder: folder for the two files, which must not exist.
+      folder: output folder; the two files must not exist in it.
       sizes: the model's configuration, such as a `LlamaConfig`.
       adapters: {parameter name: array} of all adapters; other parameters are ignored.
       scales: {kernel name: factor of the adapter's product}.
-      base: folder or Hub name of the base model's weights; None: not written.
+      base: folder or Hub name of the base model's weights; None writes no name.
 
     Raises:
       UnsupportedError: the model has no Hugging Face format or no adapters, or adapters have
@@ -125,7 +125,7 @@ def write_adapter(
 def _modules(
     leaves: Sequence[Leaf], names: Mapping[str, tuple[str, str]], adapters: Mapping[str, Any]
 ) -> list[_Module]:
-    """Returns the modules of the base model that have adapters."""
+    """Lists the modules of the base model that have adapters."""
     by_tensor: dict[str, list[Leaf]] = {}
     for leaf in leaves:
         if leaf.name in names:
@@ -152,7 +152,7 @@ def _module(
     ins = layout.ours[: len(a) - 1]
     takes_first = layout.theirs[0] == ins
     outs = layout.theirs[1 if takes_first else 0]
-    # `_maker` requires features in zerojax's order and parts outermost.
+    # `_maker` requires features in zerojax's order, with parts outermost.
     assert takes_first or layout.theirs[1] == ins, (tensor, layout)
     assert outs[-len(b) + 1 :] == layout.ours[len(ins) :], (tensor, layout)
     places = sorted((_place(leaf, names, adapters), leaf.name) for leaf in leaves)
@@ -209,7 +209,7 @@ def _maker(
 def _config(
     modules: Sequence[_Module], rank: int, alpha: float, class_name: str, base: str | None
 ) -> dict[str, Any]:
-    """Returns the contents of adapter_config.json."""
+    """Builds the content of adapter_config.json."""
     targets = {_target(module.name): module for module in modules}
     joined = {name: m for name, m in targets.items() if len(m.leaves) > 1}
     return {

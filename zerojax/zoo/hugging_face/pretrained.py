@@ -39,21 +39,24 @@ ADAPTERS = r"(^|/)lora/[ab]$"
 
 
 class StoredArray:
-    """A parameter that is read from Hugging Face files; a `tracing.LazyArray`.
+    """Parameter that is read lazily from Hugging Face files; a `tracing.LazyArray`.
 
     Attributes:
       shape: shape of the whole parameter.
-      dtype: dtype in the files; float32 if its tensors have several.
-      is_stacked: dimension 0 is the layer; each layer is one tensor.
+      dtype: dtype in the files; float32 if the parameter's tensors have several dtypes.
+      is_stacked: whether dimension 0 is the layer, with one tensor per layer.
     """
 
     def __init__(
         self, folder: Folder, leaf: Leaf, shape: tuple[int, ...], place_of: Callable[[str], str]
     ) -> None:
-        """Checks the shapes of the tensors; reads none.
+        """Checks the shapes of the tensors; reads none of them.
 
         Args:
-          place_of: tensor name of the architecture -> name in the files.
+          folder: opened folder.
+          leaf: parameter and its tensors.
+          shape: shape of the whole parameter.
+          place_of: function from a tensor name of the architecture to its name in the files.
 
         Raises:
           UnsupportedError: a tensor is missing or has another shape.
@@ -90,7 +93,7 @@ class StoredArray:
         """Reads a slice of the parameter, and no other bytes of the files.
 
         Args:
-          index: (start, stop) in each dimension.
+          index: range (start, stop) in each dimension.
         """
         outer, inner = index[: self._num_stacked], index[self._num_stacked :]
         positions = list(itertools.product(*(range(*bounds) for bounds in outer)))
@@ -113,14 +116,14 @@ class StoredArray:
 
 
 class Pretrained(NnxModel):
-    """A model with Hugging Face weights, accepted wherever zerojax accepts a model.
+    """Model with Hugging Face weights, accepted wherever zerojax accepts a model.
 
     No weights are in memory: a plan uses only shapes, and each process reads the slices of its own
     devices when the state is initialized.
 
     Attributes:
-      folder: the opened files; `folder.bytes_read` counts the bytes read.
-      row: its architecture.
+      folder: opened folder; `folder.bytes_read` counts the bytes read.
+      row: architecture of the model.
       config: configuration of the model.
       lora: settings of its adapters, or None.
       stored: {name: `StoredArray`} of the parameters in the files.
@@ -151,14 +154,14 @@ class Pretrained(NnxModel):
         )
 
     def initial_arrays(self) -> tuple[Arrays, Arrays]:
-        """Returns unread arrays, or a `ShapeDtypeStruct` for arrays that `init` has to create."""
+        """Returns unread arrays, or a `ShapeDtypeStruct` for each array that `init` must create."""
         params, extras = self._abstract
         return {name: self.stored.get(name, leaf) for name, leaf in params.items()}, dict(extras)
 
     def to_model(self) -> nnx.Module:
-        """Returns the model with its weights as arrays, for embedding texts or generation.
+        """Loads the model with its weights as arrays, for embedding texts or generation.
 
-        All weights are read to JAX's default device (training reads slices instead). Parameters
+        All weights are loaded to JAX's default device (training reads slices instead). Parameters
         that are not in the files are initialized with seed 0.
         """
         params, extras = self._abstract
@@ -181,7 +184,7 @@ class Pretrained(NnxModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for a plan's reasons: how training differs from that of transformers."""
+        """Sentences for a plan's reasons: how training differs from training with transformers."""
         rate = lambda key: self.folder.config.get(key, 0.1)  # noqa: E731
         of_attention = any(map(rate, self.row.attention_dropout))
         if not of_attention and all(rate(x) == self.config.dropout for x in self.row.dropout):
@@ -189,13 +192,13 @@ class Pretrained(NnxModel):
         keys = dict.fromkeys((*self.row.dropout, *self.row.attention_dropout))
         listed = ", ".join(f"{key}={quoted(rate(key))}" for key in keys)
         return (
-            f"dropout: transformers trains this {self.row.model_type} with {listed}; here dropout="
-            f"{self.config.dropout} holds, which from_hugging_face(..., dropout=...) or "
-            "model.dropout sets, and attention weights are never dropped",
+            f"dropout: transformers trains this {self.row.model_type} with {listed}, but this run "
+            f"uses dropout={self.config.dropout}; from_hugging_face(..., dropout=...) or "
+            "model.dropout changes it; attention weights are never dropped",
         )
 
     def describe(self) -> str:
-        """Returns one line: the parameters read, their files, and the tensors not used."""
+        """Describes in one line the parameters read, their files, and the tensors not used."""
         count = len(self._abstract[0])
         made = "" if len(self.stored) == count else f", {count - len(self.stored)} new ones"
         left = f"; not used: {', '.join(self.left_out)}" if self.left_out else ""
@@ -209,13 +212,13 @@ class Pretrained(NnxModel):
 def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
     """Returns a model with weights from a Hugging Face folder: config.json and safetensors files.
 
-    Each process reads only the slices that its devices hold, one tensor at a time, directly into
-    the shards of the plan. `zoo.hugging_face.ARCHITECTURES` lists the supported model types: Llama,
-    Mistral, Qwen, Gemma, Phi, OLMo, SmolLM3, GPT-2, BERT and more.
+    Each process reads only the slices of its own devices, one tensor at a time, directly into the
+    plan's shards. `zoo.hugging_face.ARCHITECTURES` lists the supported model types: Llama, Mistral,
+    Qwen, Gemma, Phi, OLMo, SmolLM3, GPT-2, BERT and more.
 
     Args:
       folder: a folder written by `save_pretrained` or `hf download`.
-      new: regular expressions on names of parameters that are not in the files; they are
+      new: regular expressions for names of parameters that are not in the files; they are
         initialized as in a new model. Adapters need not be listed.
       **changes: settings of the model that override the files, such as remat="full", dropout=0.1,
         loss_chunk=1024 or max_seq_len; fields of `zoo.DecoderConfig`, or of `LlamaConfig`,
@@ -223,8 +226,8 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
 
     Raises:
       FileNotFoundError: the folder does not exist or has no safetensors file.
-      UnsupportedError: a ValueError: config.json has an unsupported setting, or a tensor is
-        missing, unknown or has another shape.
+      UnsupportedError: config.json has an unsupported setting, or a tensor is missing, unknown or
+        has another shape; a subclass of ValueError.
       ValueError: a file is damaged, or a change is not a setting of the model.
     """
     opened = open_folder(folder)
@@ -243,32 +246,34 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
 
 
 def config_from_hugging_face(path: str | Path, **changes: Any) -> Any:
-    """Returns the configuration of a model from its config.json, without weights.
+    """Reads the configuration of a model from its config.json, without weights.
 
     Args:
       path: a config.json, or its folder, which need not contain weights.
-      **changes: as in `from_hugging_face`.
+      **changes: settings of the model that override config.json.
 
     Returns:
       A `DecoderConfig`, or the configuration of the model's class; see `factory_of`.
 
     Raises:
-      FileNotFoundError, UnsupportedError, ValueError: as in `from_hugging_face`.
+      FileNotFoundError: there is no config.json.
+      UnsupportedError: config.json has an unsupported setting.
+      ValueError: config.json is damaged, or a change is not a setting of the model.
     """
     path = user_path(path)
     return _settings(read_json(path / CONFIG if path.is_dir() else path), changes)[1]
 
 
 def arrays_in(folder: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredArray]:
-    """Returns parameters of a Hugging Face folder as unread arrays.
+    """Returns parameters of a Hugging Face folder as unread (lazy) arrays.
 
     Args:
-      folder: as in `from_hugging_face`.
-      shapes: {parameter name: its whole shape}.
+      folder: a folder written by `save_pretrained` or `hf download`.
+      shapes: {parameter name: shape of the whole parameter}.
 
     Raises:
-      FileNotFoundError, UnsupportedError, ValueError: as in `from_hugging_face`, or the folder's
-        model has no parameter of a name.
+      FileNotFoundError, ValueError: the folder or a file is missing or damaged.
+      UnsupportedError: the model is not supported, or has no parameter of a name.
     """
     opened = open_folder(folder)
     row, config = _settings(opened.config, {})
@@ -283,10 +288,10 @@ def arrays_in(folder: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict
 
 
 def factory_of(config: Any) -> Callable[[nnx.Rngs], nnx.Module]:
-    """Returns a factory `rngs -> model` of a configuration, with new weights.
+    """Returns a factory `rngs -> model` for a configuration; the model has new weights.
 
     Raises:
-      UnsupportedError: the configuration is not of a model in `ARCHITECTURES`.
+      UnsupportedError: the configuration is not that of a model in `ARCHITECTURES`.
     """
     row = architecture_of_config(config)
     return lambda rngs: row.build(config, rngs)
@@ -295,7 +300,7 @@ def factory_of(config: Any) -> Callable[[nnx.Rngs], nnx.Module]:
 def _settings(
     config_json: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> tuple[Architecture, Any]:
-    """Returns (architecture, configuration) of a config.json."""
+    """Reads (architecture, configuration) from a config.json."""
     check_unquantized(config_json)
     row = architecture_of(config_json)
     fields = {field.name for field in dataclasses.fields(row.config_class)}
@@ -318,7 +323,7 @@ def _find_arrays(
     params: Mapping[str, Any],
     new: Sequence[str],
 ) -> tuple[dict[str, StoredArray], list[str]]:
-    """Returns (parameters in the files, names of tensors that the model does not use).
+    """Finds (parameters in the files, names of tensors that the model does not use).
 
     Raises:
       UnsupportedError: a parameter has no tensor, or a tensor belongs to no parameter.
@@ -373,7 +378,7 @@ def _place_of(folder: Folder, row: Architecture) -> Callable[[str], str]:
 
 
 def _copies(leaves: Iterable[Leaf], row: Architecture) -> dict[str, str]:
-    """Returns {optional tensor: the tensor that it must equal}."""
+    """Returns {optional tensor: tensor that it must equal}."""
     tensors = {leaf.name: leaf.tensor for leaf in leaves}
     table, copies = tensors.get("token_embedding/embedding"), dict(row.copies)
     if table is not None and "lm_head/kernel" not in tensors:
@@ -382,7 +387,7 @@ def _copies(leaves: Iterable[Leaf], row: Architecture) -> dict[str, str]:
 
 
 def _check_copy(folder: Folder, name: str, original: str) -> None:
-    """Raises UnsupportedError if a tensor differs from the one that it should copy.
+    """Raises an UnsupportedError if a tensor differs from the tensor that it should copy.
 
     `ROWS_COMPARED` evenly spaced rows are compared; separately trained weights differ in all rows.
     """

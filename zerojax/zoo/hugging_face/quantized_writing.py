@@ -1,13 +1,13 @@
 """Writes kernels as 8- or 4-bit codes in the format of compressed-tensors (vLLM, transformers).
 
-Only kernels of linear layers have codes; embeddings, norms, biases and the output head keep their
-dtype. Codes are computed from the weights in the dtype of the export, which the scales have, too.
+Only kernels of linear layers get codes; embeddings, norms, biases and the output head keep their
+dtype. Codes are computed from weights in the dtype of the export, which is also the dtype of the
+scales.
 
 int8, int4: format "pack-quantized". Codes and scales are those of `operators.rounded_weights`: one
-scale for each output (int8) or for 32 inputs of an output (int4). Codes plus 128 (int4: 8) fill
-int32 words from the lowest bits up.
-fp8: format "float-quantized". A code is the nearest float8_e4m3fn of the weight divided by the
-scale of its output.
+scale for each output (int8), or for 32 inputs of an output (int4). Codes plus 128 (int4: 8) fill
+int32 words from the lowest bits up. fp8: format "float-quantized". A code is the float8_e4m3fn
+nearest to the weight divided by the scale of its output.
 
 Source: the package compressed-tensors 0.20, modules compressors/pack_quantized and
 compressors/naive_quantized.
@@ -42,10 +42,10 @@ class CodedPart:
     """One tensor of a quantized kernel: its codes, its scales, or its shape.
 
     Attributes:
-      tensor: name, shape and dtype.
+      tensor: name, shape and dtype of the tensor.
       source: the kernel.
-      kind: one of `KINDS`.
-      parts: tensors of the same kernel that are computed and not yet written, by name.
+      kind: format of the codes, one of `KINDS`.
+      parts: {name: tensor} of the same kernel, computed and not yet written.
     """
 
     tensor: Tensor
@@ -55,11 +55,11 @@ class CodedPart:
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The parameters of the kernel."""
+        """Parameters of the kernel."""
         return self.source.leaves
 
     def values(self, read: Read) -> np.ndarray:
-        """Returns the tensor's values; the kernel is read once for all of its parts.
+        """Computes the tensor's values; the kernel is read once for all of its tensors.
 
         Raises:
           ValueError: the kernel has values that are not finite.
@@ -80,19 +80,19 @@ def encode(name: str, weights: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """Quantizes a kernel.
 
     Args:
-      name: of its tensor, which ends in ".weight".
+      name: name of the kernel's tensor, which ends in ".weight".
       weights: [outputs, inputs], finite, in the dtype of the scales.
-      kind: one of `KINDS`.
+      kind: format of the codes, one of `KINDS`.
 
     Returns:
-      {name: tensor}: codes and scales [outputs, scales of an output]; with int8 and int4 also the
-      shape as int64.
+      {name: tensor}: codes, and scales [outputs, number of scales per output]; with int8 and int4
+      also the shape as int64.
     """
     if kind == "fp8":
         wide = weights.astype(np.float32)
         largest = np.max(np.abs(wide), axis=1, keepdims=True)
         scales = (largest / np.float32(_LARGEST_FP8)).astype(weights.dtype)
-        scales[scales == 0] = 1  # a row of zeros, or of values below the smallest scale
+        scales[scales == 0] = 1  # for a row of zeros, or of values below the smallest scale
         codes = np.clip(wide / scales.astype(np.float32), -_LARGEST_FP8, _LARGEST_FP8)
         return {name: codes.astype(_FP8), f"{name}_scale": scales}
     codes, scales = codes_and_scales(np, np.ascontiguousarray(weights.T), kind)
@@ -121,11 +121,12 @@ def with_codes(class_name: str, found: Sequence[Outgoing], kind: str) -> list[Ou
     Args:
       class_name: transformers' class of the model.
       found: all tensors of the model.
-      kind: one of `KINDS`.
+      kind: format of the codes, one of `KINDS`.
 
     Raises:
-      ValueError: an unknown kind; with int4 a number of inputs that 32 does not divide.
-      UnsupportedError: not a decoder with linear layers (GPT-2's are not), or one with experts.
+      ValueError: the kind is unknown, or with int4 a number of inputs is not divisible by 32.
+      UnsupportedError: the model is not a decoder with linear layers (GPT-2 is not), or has
+        experts.
     """
     if kind not in KINDS:
         raise ValueError(f"quantize={kind!r} is not known; use one of {', '.join(KINDS)}")
@@ -173,7 +174,7 @@ def _coded_parts(one: Outgoing, kind: str) -> list[CodedPart]:
 
 
 def quantization_config(kind: str) -> dict[str, Any]:
-    """Returns the `quantization_config` of config.json."""
+    """Builds the `quantization_config` of config.json."""
     form = FORMATS.get(kind)
     weights = {
         "num_bits": 8 if form is None else form.bits,

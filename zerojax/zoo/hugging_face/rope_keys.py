@@ -1,4 +1,4 @@
-"""Rotary positions in config.json: for all layers or per type, in the keys of all versions."""
+"""Rotary positions in config.json, for all layers or per layer type, with keys of all versions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def read_rope(
     """Reads the rotary positions of a model in which all layers have the same ones.
 
     Args:
+      reading: the config.json.
       theta: default of the base.
-      longest: max_position_embeddings.
-      interleaved: see `Rope.interleaved`.
+      longest: value of max_position_embeddings.
+      interleaved: value for `Rope.interleaved`.
 
     Raises:
-      UnsupportedError: an unsupported kind of scaling or an unknown key.
+      UnsupportedError: the kind of scaling is not supported, or a key is unknown.
     """
     values = {**(reading.get("rope_parameters") or {}), **(reading.get("rope_scaling") or {})}
     if nested(values):
@@ -52,9 +53,10 @@ def read_ropes(
     """Reads {type of layer: its rotary positions}, which may differ between types.
 
     Args:
+      reading: the config.json.
       theta: default base of each type.
-      longest: max_position_embeddings.
-      local_key: key of the base of sliding layers; None: "rope_theta", as for full layers.
+      longest: value of max_position_embeddings.
+      local_key: key of the base of sliding layers; None uses "rope_theta", as for full layers.
     """
     parameters, scaling = reading.get("rope_parameters") or {}, reading.get("rope_scaling") or {}
     parts: dict[str, dict[str, Any]] = {FULL: {}, SLIDING: {}}
@@ -95,8 +97,8 @@ def rope_of(
     Args:
       values: the object.
       where: name of the file in messages.
-      theta, longest: see `read_rope`.
-      alike: the value of `Rope.interleaved`.
+      theta, longest: default of the base, and max_position_embeddings.
+      alike: value for `Rope.interleaved`.
     """
     reading = ConfigReading(values, f"{where}: rope_parameters or rope_scaling")
     kind = reading.get("rope_type") or reading.get("type") or "default"
@@ -176,7 +178,7 @@ def _longrope(reading: ConfigReading, factor: float, before: int) -> RopeScaling
 
 
 def write_scaling(rope: Rope) -> dict[str, Any] | None:
-    """Returns `rope_scaling` in the keys of all versions, without the base; None: no scaling."""
+    """Builds `rope_scaling` with keys of all versions, without the base; None without scaling."""
     scaling = rope.scaling
     if scaling is None:
         return None
@@ -205,11 +207,12 @@ def write_scaling(rope: Rope) -> dict[str, Any] | None:
 
 
 def write_rope(rope: Rope, longest: int) -> dict[str, Any]:
-    """Returns the keys of a model with one `Rope`, readable by transformers 4 and 5.
+    """Builds the keys of a model with one `Rope`, readable by transformers 4 and 5.
 
     Args:
-      longest: max_seq_len of the model, written to max_position_embeddings; for "dynamic" scaling
-        the original length is written instead, since transformers reads it from there.
+      rope: rotary positions of all layers.
+      longest: max_seq_len of the model, written to max_position_embeddings. For "dynamic" scaling
+        the original length is written, because transformers reads it from this key.
     """
     written: dict[str, Any] = {
         "max_position_embeddings": longest,
@@ -224,7 +227,7 @@ def write_rope(rope: Rope, longest: int) -> dict[str, Any]:
 
 
 def write_ropes(ropes: Mapping[str, Rope]) -> dict[str, Any]:
-    """Returns `rope_parameters` with one entry per type of layer, as in transformers 5."""
+    """Builds `rope_parameters` with one entry per type of layer, as in transformers 5."""
     return {
         kind: {"rope_type": "default", "rope_theta": rope.theta, **(write_scaling(rope) or {})}
         for kind, rope in ropes.items()

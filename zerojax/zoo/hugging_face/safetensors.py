@@ -1,6 +1,6 @@
-"""safetensors files: validated tables, partial reads, writes of one array at a time.
+"""Reads and writes safetensors files: validated tables, partial reads, one array at a time.
 
-The package safetensors writes a whole dict from memory and reads through memory maps, whose pages
+The package safetensors writes a whole dict from memory, and reads through memory maps, whose pages
 count as memory of the process until the system reclaims them. This module writes one array at a
 time and reads exactly the bytes of a block.
 """
@@ -28,9 +28,9 @@ SHARD_BYTES = 5 * 10**9
 """Maximum size of a file; larger models have several files and an index, as on the Hub."""
 
 MAX_TABLE_BYTES = 100_000_000
-"""Limit of the package safetensors."""
+"""Maximum size of a table in bytes, as in the package safetensors."""
 MAX_DIMENSIONS = 64
-"""Limit of NumPy."""
+"""Maximum number of dimensions of a NumPy array."""
 MAX_ARRAY_BYTES = 2**63 - 1
 
 SINGLE = "model.safetensors"
@@ -58,16 +58,16 @@ _METADATA = "__metadata__"
 
 
 class SafetensorsError(ValueError):
-    """Error for a file that violates the format, or an array whose dtype it does not support."""
+    """Raised for a file that violates the format, or an array whose dtype it does not support."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Array's entry in the table of a safetensors file.
+    """Entry of an array in the table of a safetensors file.
 
     Attributes:
-      name, shape, dtype: of the array.
-      start: offset of its first byte from the beginning of the file.
+      name, shape, dtype: name, shape and dtype of the array.
+      start: offset of the array's first byte from the beginning of the file.
     """
 
     name: str
@@ -125,7 +125,7 @@ class _Damage(Exception):
 
 
 def _arrays_of(table: Any, data: int, size: int) -> dict[str, Tensor]:
-    """Returns the entries of a table after checking them.
+    """Checks and returns the entries of a table.
 
     Args:
       table: parsed JSON.
@@ -202,7 +202,7 @@ def read_block(
     Args:
       path: the file.
       tensor: entry of the array in the file's table.
-      runs: ordered ranges (start, stop) for each dimension; their product is read.
+      runs: ordered ranges (start, stop) for each dimension; their Cartesian product is read.
 
     Returns:
       (block, number of bytes read).
@@ -232,7 +232,7 @@ def read_block(
 def _extents(
     tensor: Tensor, runs: Sequence[Sequence[tuple[int, int]]]
 ) -> Iterable[tuple[int, int]]:
-    """Yields (offset in the array, number of bytes) of each contiguous piece of a block."""
+    """Yields (offset in the array, number of bytes) of each contiguous part of a block."""
     if math.prod(sum(stop - start for start, stop in dim) for dim in runs) == 0:
         return
     inner = len(tensor.shape)
@@ -255,7 +255,7 @@ def _extents(
 
 
 def check_dtype(tensor: Tensor, remedy: str) -> None:
-    """Raises SafetensorsError for an array of a dtype that the format does not support."""
+    """Raises a SafetensorsError for an array whose dtype the format does not support."""
     if tensor.dtype.name not in _KINDS:
         raise SafetensorsError(
             f"{quoted(tensor.name)} is {tensor.dtype.name}, which safetensors does not support; "
@@ -275,13 +275,13 @@ def write_files(
 
     Args:
       folder: an existing folder, without files of these names.
-      tensors: entries in the order of writing.
-      values: entry -> array of its shape and dtype; called once per entry, in order.
-      shard_bytes: maximum size of a file, unless a single array is larger.
+      tensors: entries of the arrays, in the order of writing.
+      values: function from an entry to the array; called once per entry, in order.
+      shard_bytes: maximum size of a file in bytes, unless a single array is larger.
       metadata: strings for each file's table.
 
     Returns:
-      The names of the files.
+      Names of the files.
 
     Raises:
       SafetensorsError: an array has a dtype that the format does not support.
@@ -324,7 +324,7 @@ def write_file(
     *,
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes one file, one array at a time; for the arguments see `write_files`."""
+    """Writes one file, one array at a time; the arguments are those of `write_files`."""
     table: dict[str, Any] = {_METADATA: dict(metadata)}
     at = 0
     for tensor in tensors:
@@ -336,7 +336,7 @@ def write_file(
         }
         at += tensor.num_bytes
     head = json.dumps(table).encode()
-    head += b" " * (-len(head) % 8)  # arrays begin at a multiple of 8
+    head += b" " * (-len(head) % 8)  # arrays begin at a multiple of 8 bytes
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(head)) + head)
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""T5 in transformers' format: kernels [out, in], numbered sub-layers, biases in block 0."""
+"""T5 in transformers' format: kernels [out, in], numbered sub-layers, biases only in block 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OUT_OF_HEADS = "embed (heads head_dim) -> heads head_dim embed"
 
 
 def leaves(config: T5Config) -> list[Leaf]:
-    """Lists a model's parameters and the tensors that hold them."""
+    """Lists a model's parameters and the tensors that contain them."""
     entries = [
         Leaf("token_embedding/embedding", "shared.weight", "vocab embed"),
         *_stack("encoder", ["SelfAttention"], config),
@@ -55,9 +55,9 @@ def _stack(stack: str, attentions: list[str], config: T5Config) -> list[Leaf]:
 def read_config(config: ConfigReading) -> dict[str, Any]:
     """Reads config.json of transformers 4 or 5.
 
-    In transformers 4, "tie_word_embeddings" determines both the tying of the output weights and the
-    scaling of the decoder's result. Transformers 5 has "scale_decoder_outputs" for the latter, and
-    writes "tie_word_embeddings": true even for files with separate output weights.
+    In transformers 4, "tie_word_embeddings" determines whether the output weights are tied, and
+    whether the decoder's result is scaled. Transformers 5 has "scale_decoder_outputs" for the
+    scaling, and writes "tie_word_embeddings": true even for files with separate output weights.
     """
     config.require("this model is an encoder-decoder", is_encoder_decoder=(True, None))
     config.require("this model is an encoder-decoder", is_decoder=(False, None))
@@ -92,7 +92,7 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
 
 
 def write_config(config: T5Config) -> dict[str, Any]:
-    """Returns the keys of config.json, readable by transformers 4 and 5."""
+    """Builds the keys of config.json, readable by transformers 4 and 5."""
     return {
         "d_ff": config.mlp_dim,
         "d_kv": config.head_dim,

@@ -1,4 +1,4 @@
-"""Export of parameters as Hugging Face tensors, one at a time, with their config.json."""
+"""Exports parameters as Hugging Face tensors, one at a time, with their config.json."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from zerojax.zoo.llama import LlamaConfig
 from zerojax.zoo.lora import LowRank, adapted_kernels, merged_kernel
 
 Read = Callable[[str, int | None], np.ndarray]
-"""(parameter name, layer or None for all layers) -> values on the host."""
+"""Function (parameter name, layer or None for all layers) that returns values on the host."""
 
 _REPLACED = ("rope_parameters", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
-"""Keys of the original config.json that are not kept."""
+"""Keys of the original config.json that are not copied to the exported one."""
 _OF_THE_RUN = (
     *("dropout", "family", "remat", "loss_chunk", "mlp_chunk"),
     *("matmul_dtype", "attention", "attention_layout"),
@@ -39,14 +39,14 @@ _OF_THE_RUN = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """Everything but the arrays that is needed to write a model in Hugging Face's format.
+    """Everything except the arrays that is needed to write a model in Hugging Face's format.
 
     Attributes:
-      row: its architecture.
+      row: architecture of the model.
       config: configuration of the zerojax model.
       kept: config.json of the folder from which the model was read.
       scales: {kernel name: factor of its adapter's product}.
-      source: the folder from which the model was read, or None.
+      source: folder from which the model was read, or None.
     """
 
     row: Architecture
@@ -56,15 +56,17 @@ class Description:
     source: str | None = None
 
     def config_json(self, dtype: np.dtype | None = None) -> dict[str, Any]:
-        """Returns config.json, with "torch_dtype" if `dtype` is not None."""
+        """Builds config.json, with "torch_dtype" if `dtype` is not None."""
         written = _written(self.row, self.config)
-        # Keys that the architecture reads are written anew; others are kept, having no effect.
+        # Keys that the architecture reads are written anew; other keys have no effect and are
+        # copied.
         own = {*_REPLACED, *written, *self.row.keys_read(written)}
         kept = {key: x for key, x in self.kept.items() if key not in own}
         return {**kept, **written, **({} if dtype is None else {"torch_dtype": dtype.name})}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON object for `from_dict`, without settings that config.json cannot hold."""
+        """Returns a JSON object for `from_dict`, without settings that config.json cannot
+        represent."""
         return {
             "config": self.config_json(),
             "scales": dict(self.scales),
@@ -78,7 +80,7 @@ class Description:
         row = architecture_of(config)
         return cls(
             row=row,
-            # Other keys are not checked: the run was trained with the keys read here.
+            # Other keys are not checked, because the run was trained with the keys read here.
             config=row.config_class(**row.read(ConfigReading(config))),
             kept=config,
             scales=values["scales"],
@@ -87,10 +89,10 @@ class Description:
 
 
 def describe_model(model: Model) -> Description:
-    """Returns the description of a model, before it is trained.
+    """Returns the description of a model for a later export, before the model is trained.
 
-    A Llama with a window is written as a Mistral, and one with experts as a Mixtral, which compute
-    the same.
+    A Llama with a window is written as a Mistral, and a Llama with experts as a Mixtral, which
+    compute the same.
 
     Raises:
       UnsupportedError: the class has no Hugging Face format, or config.json has no key for one of
@@ -128,7 +130,7 @@ def describe_model(model: Model) -> Description:
 
 
 def _written(row: Architecture, config: Any) -> dict[str, Any]:
-    """Returns config.json without keys kept from the original one."""
+    """Builds config.json without keys copied from the original one."""
     return {
         "architectures": [row.class_name],
         "model_type": row.model_type,
@@ -158,7 +160,7 @@ def _check_family(row: Architecture, config: DecoderConfig) -> None:
             trained = ("balance", "balance_weight", "z_weight")  # used in training only
             ours = dataclasses.replace(ours, **{name: getattr(theirs, name) for name in trained})
         if field.name == "norm":
-            # The position of the cast only changes rounding.
+            # `rounds_first` (the position of a cast) changes only rounding.
             ours = dataclasses.replace(ours, rounds_first=theirs.rounds_first)
         if field.name == "attention_scale":
             ours, theirs = (x or config.features_per_head**-0.5 for x in (ours, theirs))
@@ -173,13 +175,13 @@ def _check_family(row: Architecture, config: DecoderConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """A tensor to be written, and the parameters that it holds, with their layouts.
+    """Tensor to write, and the parameters that it contains, with their layouts.
 
     Attributes:
-      tensor: name, shape and dtype.
-      layer: layer of the stacked parameters; None: they are not stacked.
+      tensor: name, shape and dtype of the tensor.
+      layer: layer of the stacked parameters; None if they are not stacked.
       leaves: the parameters.
-      expert: index of the expert; None: the tensor holds the whole layer.
+      expert: index of the expert; None if the tensor contains the whole layer.
       held: cache of the layer that was read last, shared by all experts of a parameter, so that
         each layer is read once.
     """
@@ -191,7 +193,7 @@ class Outgoing:
     held: dict[int | None, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
 
     def values(self, read: Read) -> np.ndarray:
-        """Returns the tensor's values; reads each parameter once, and this layer only."""
+        """Computes the tensor's values; reads each parameter once, and only this layer."""
         first = self.leaves[0]
         if self.expert is not None:
             if self.layer not in self.held:
@@ -216,12 +218,12 @@ def outgoing(
     *,
     dtype: str | None = None,
 ) -> list[Outgoing]:
-    """Returns all tensors to be written; tensors of all layers of a parameter are consecutive.
+    """Lists all tensors to write; tensors of all layers of a parameter are consecutive.
 
     Args:
       description: description of the model.
       params: {name: object with shape and dtype} of all parameters.
-      dtype: dtype of all tensors, such as "bfloat16"; None: as the parameters.
+      dtype: dtype of all tensors, such as "bfloat16"; None keeps that of the parameters.
 
     Raises:
       UnsupportedError: a parameter has no tensor in the format, or is missing.
