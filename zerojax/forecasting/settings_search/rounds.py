@@ -132,15 +132,15 @@ class _Rounds:
         for fields in OFFLOADS:
             if not self.left() and result is not without:
                 break
-            options = {"offload": dataclasses.replace(self.run.offload, **fields)}
+            options = {"offload": self.run.offload.chosen(**fields)}
             candidates = self.run.candidates
             if fields.keys() - {"opt_state"}:  # layers move one by one, in a loop
                 candidates = [dataclasses.replace(one, unroll=False) for one in candidates]
-            found = self.round(candidates, options, f" with {', '.join(_words(fields))}")
-            sentences.append(f"With {', '.join(_words(fields))}: {found.sentence}")
+            found = self.round(candidates, options, f" with {', '.join(offload_words(fields))}")
+            sentences.append(f"With {', '.join(offload_words(fields))}: {found.sentence}")
             if found.chosen is None:
                 continue
-            result = dataclasses.replace(found, settings=tuple(_words(fields)))
+            result = dataclasses.replace(found, settings=tuple(offload_words(fields)))
             if fields == {"opt_state": HOST}:
                 result, options, more = self.with_share(result, options)
                 sentences += more
@@ -159,11 +159,11 @@ class _Rounds:
         chosen, before = result.chosen, result.forecast
         assert chosen is not None
         assert before is not None
-        share = self.share_that_fits(chosen.candidate, options, before)
+        share = share_that_fits(self.run.plan_for(chosen.candidate, options), before)
         if share < LEAST_SHARE or not self.left():
             return result, options, []
         shares = ((DEVICE, share), (HOST, round(1 - share, 2)))
-        offload = dataclasses.replace(self.run.offload, opt_state=shares)
+        offload = self.run.offload.chosen(opt_state=shares)
         self.report(f"compiling with {share:.0%} of the optimizer's state on the device")
         try:
             found = self.forecast_of(self.run.plan_for(chosen.candidate, {"offload": offload}))
@@ -176,7 +176,7 @@ class _Rounds:
             chosen, seconds=seconds, peak=found.memory.peak, status=CHOSEN, reason="state in shares"
         )
         trials: tuple[Trial, ...] = (trial, *(x for x in result.trials if x is not chosen))
-        words = tuple(_words({"opt_state": shares}))
+        words = tuple(offload_words({"opt_state": shares}))
         result = dataclasses.replace(
             result, trials=trials, chosen=trial, forecast=found, settings=words
         )
@@ -185,19 +185,6 @@ class _Rounds:
             {"offload": offload},
             [f"With {words[0]} the plan still fits, and is faster."],
         )
-
-    def share_that_fits(
-        self, candidate: Candidate, options: Mapping[str, Any], forecast: ForecastNumbers
-    ) -> float:
-        """Returns the share of the state on the host for which the device has room, in hundredths.
-
-        Loading slices takes device memory as before.
-        """
-        tiers = role_tiers(self.run.plan_for(candidate, options)).values()
-        on_host = sum(tier.get(HOST, 0) for tier in tiers)
-        if not on_host:
-            return 0.0
-        return math.floor(100 * min(SPARED * forecast.verdict.headroom / on_host, 0.99)) / 100
 
     def with_buckets(self, result: SearchResult, options: Mapping[str, Any]) -> SearchResult:
         """Returns the result with bucket sizes for its choice, found within the remaining time."""
@@ -217,7 +204,22 @@ class _Rounds:
         return dataclasses.replace(result, buckets=found)
 
 
-def _words(fields: Mapping[str, Any]) -> list[str]:
+def share_that_fits(plan: Plan, forecast: ForecastNumbers) -> float:
+    """Returns the share of the state on the host for which the device has room, in hundredths.
+
+    Loading slices takes device memory as before.
+
+    Args:
+      plan: with `opt_state: host`.
+      forecast: of the plan, compiled.
+    """
+    on_host = sum(tier.get(HOST, 0) for tier in role_tiers(plan).values())
+    if not on_host:
+        return 0.0
+    return math.floor(100 * min(SPARED * forecast.verdict.headroom / on_host, 0.99)) / 100
+
+
+def offload_words(fields: Mapping[str, Any]) -> list[str]:
     """Returns KEY=VALUE words that set these fields of `OffloadConfig`."""
 
     def text(value: Any) -> str:
