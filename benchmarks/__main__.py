@@ -1,6 +1,6 @@
 """Runs the benchmarks, each in a process of its own: `python -m benchmarks [NAME ...] [--smoke]`.
 
-Knows their names and their order; nothing of what they measure.
+Contains only the names and the order of the benchmarks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NAMES = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the named benchmarks, or all; returns 1 if one of them failed to run."""
+    """Runs the named benchmarks, or all of them; returns 1 if a benchmark failed to run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     add_arguments(parser)

@@ -1,9 +1,9 @@
 """Memory, traffic and products of attention, forward and backward, compiled for GPUs.
 
-One sequence of 32 heads of 128, bfloat16, causal, by implementation and length. Needs the extra
-`plan`; nothing here is a measurement of a GPU (`benchmarks/gpu/attention.py` measures). cuDNN's
-workspace is not counted. Products are read in the compiled program, those of zerojax's own kernels
-in the trace.
+Measures one causal sequence with 32 heads of 128 in bfloat16, by implementation and length. Needs
+the extra `plan`; nothing here is a measurement of a GPU (`benchmarks/gpu/attention.py` measures).
+cuDNN's workspace is not counted. Matrix products are counted in the compiled program, for zerojax's
+own kernels in the trace.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ CASES = (("h100", 9.89e14, 3.35e12), ("a100-80gb", 3.12e14, 2.04e12))
 LENGTHS, SMOKE_LENGTHS = (1024, 4096, 8192, 32768), (256,)
 WAYS = ("xla", "chunked", "cudnn", "mosaic_gpu")
 HOPPER = "h100"
-"""The card of `CASES` that zerojax's own kernels are for."""
+"""The card of `CASES` that zerojax's own kernels support."""
 GIB = 2**30
 LINEAR = {"cudnn": 8, "mosaic_gpu": 9}
-"""Bytes of temporary memory per element of the query that storing no scores may take."""
+"""Limit, in bytes of temporary memory per element of the query, of attention without stored
+scores."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compiles and records."""
+    """Compiles the cases and writes the record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     record = measure(SMOKE_LENGTHS if arguments.smoke else LENGTHS)
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(lengths: tuple[int, ...]) -> Record:
-    """One row per card, length and implementation; none without the compile-only client."""
+    """Returns a row per card, length and implementation; none without the compile-only client."""
     why = compile_client.missing()
     if why is not None:
         return Record(name="attention", rows=[], notes=[why])

@@ -1,8 +1,8 @@
-"""What a checkpoint costs: how long training waits for it, and how long it takes to be on the disk.
+"""Cost of a checkpoint: how long training waits for it, and how long until it is on the disk.
 
-Beside `write` and `fsync` of the same bytes into one file, and beside `torch.save`, which is what
+Compared with `write` and `fsync` of the same bytes into one file, and with `torch.save`, which
 DeepSpeed's default checkpoint engine calls. 522 MB of float32 in 52 and in 232 arrays, on 1 and on
-8 CPU devices; every way in turns in one process, the disk quiet before each.
+8 CPU devices; all ways alternate in one process, and the disk is idle before each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Numbers = dict[str, float]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool, rounds: int) -> Record:
-    """A row for each case: medians over the rounds."""
+    """Returns a row for each case, with medians over the rounds."""
     num_bytes, rounds = (2 * 10**6, 1) if smoke else (NUM_BYTES, rounds)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-cost-"))
     try:
@@ -70,7 +70,7 @@ def measure(smoke: bool, rounds: int) -> Record:
 
 
 def make_state(num_arrays: int, num_devices: int, num_bytes: int) -> dict[str, jax.Array]:
-    """Random normals, each array split over the devices by its columns."""
+    """Returns arrays of random normals, each sharded over the devices by its columns."""
     axis = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((num_devices,), ("data",), axis, devices=jax.devices()[:num_devices])
     rows = num_bytes // num_arrays // 4096
@@ -83,7 +83,7 @@ def make_state(num_arrays: int, num_devices: int, num_bytes: int) -> dict[str, j
 
 
 def one_round(state: Mapping[str, jax.Array], folder: Path) -> Numbers:
-    """Every way once, on a disk that has nothing else to write."""
+    """Times every way once, after waiting until the disk has nothing else to write."""
     host = [np.array(array) for array in state.values()]
     found = {"raw_s": _timed(lambda: _write_raw(folder / "raw", host), folder)}
     if importlib.util.find_spec("torch") is not None:

@@ -1,12 +1,12 @@
-"""Kills during saves and flipped bits in checkpoints: what is lost, what goes unnoticed.
+"""Kills processes during saves and flips bits in checkpoints; counts lost and undetected cases.
 
     python -m benchmarks.checkpoint_faults --kills 60 --flips 60
 
 Training processes (`benchmarks.checkpoint_faults_run`) save every step. They are killed at random
 moments, half of the time as one process, half as two of which one or both are killed, and started
-again: the new life has to go on from the newest checkpoint that the old one has noted, or a later
-one, with exactly the bits that it noted before it saved. Then single bits of a checkpoint are
-flipped: each has to be noticed by a restore, with its file named, and the step before used.
+again. The new process must resume from the newest checkpoint that the old one has noted, or a later
+one, with exactly the bits that were noted before the save. Then single bits of a checkpoint are
+flipped: a restore must detect each, name its file, and use the step before.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from zerojax.checkpoint import Checkpointer
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS, SMOKE_LAYERS = 16, 2
 LONGEST = 2.0
-"""Seconds after the first save of a life within which it is killed; a save takes a fifth of one."""
+"""Seconds after its first save within which a process is killed; a save takes 0.2 s."""
 PATIENCE = 300.0
 COLUMNS = (
     *("trials", "noticed", "file named", "array named"),
     *("verify names it", "step before used"),
 )
 DEATH = 0.5
-"""Seconds at most by which the second of two processes outlives the first."""
+"""Maximum number of seconds by which the second of two processes outlives the first."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Kills, flips and records."""
+    """Runs kills and flips, and writes the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--kills", type=int, default=60)
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(kills: int, flips: int, seed: int, smoke: bool) -> Record:
-    """All kills and all flips."""
+    """Returns the record of all kills and all flips."""
     layers = SMOKE_LAYERS if smoke else LAYERS
     rows, survived, noticed = [], 0, 0
     with tempfile.TemporaryDirectory(prefix="zerojax-faults-") as folder:
@@ -98,7 +98,7 @@ def measure(kills: int, flips: int, seed: int, smoke: bool) -> Record:
 
 
 class Run:
-    """A run of one or two processes that is started and killed again and again."""
+    """A run of one or two processes that is started and killed repeatedly."""
 
     def __init__(self, folder: Path, count: int, layers: int, chance: random.Random) -> None:
         folder.mkdir(parents=True)
@@ -109,7 +109,7 @@ class Run:
         self.totals: Counter[str] = Counter()
 
     def kill_often(self, kills: int) -> dict[str, Any]:
-        """Lives and deaths, and one more life to look at the last."""
+        """Starts and kills the processes, and starts them once more to check the last state."""
         for number in range(kills):
             with self._alive(None) as processes:
                 self._wait_for_a_save(processes)
@@ -164,7 +164,7 @@ class Run:
                 process.wait()
 
     def _wait_for_a_save(self, processes: list[subprocess.Popen[str]]) -> None:
-        """Until this life has noted a save; what it says of its start is looked at on the way."""
+        """Waits until the processes have noted a save; also checks their notes of the start."""
         before, deadline = self.saved, time.monotonic() + PATIENCE
         while self.saved <= before:
             for index, process in enumerate(processes):
@@ -177,7 +177,7 @@ class Run:
             self._read_ledgers()
 
     def _kill(self, processes: list[subprocess.Popen[str]]) -> None:
-        """The first dies now; in half of the cases all do, else the others a little later."""
+        """Kills one process now, and the others at the same time (half of the cases) or later."""
         order = list(processes)
         self.chance.shuffle(order)
         together = self.chance.random() < 0.5
@@ -190,7 +190,7 @@ class Run:
             process.wait()
 
     def _read_ledgers(self) -> None:
-        """Takes in whole lines that are new."""
+        """Reads the complete new lines of the ledgers."""
         for index in range(self.count):
             path = self.folder / f"ledger-{index}"
             text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -220,7 +220,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def flip_often(folder: Path, layers: int, flips: int, seed: int) -> list[dict[str, Any]]:
-    """Flips single bits of the second of two checkpoints; a row for each kind of file."""
+    """Flips single bits of the second of two checkpoints; returns a row for each kind of file."""
     folder.mkdir()
     words = {"folder": str(folder), "index": 0, "count": 1, "port": 0}
     command = [sys.executable, "-m", "benchmarks.checkpoint_faults_run"]
@@ -278,7 +278,7 @@ def _flip(file: Path, place: int, bit: int) -> None:
 def _restore_damaged(
     plan: Any, path: Path, name: str, expected: dict[str, np.ndarray]
 ) -> Counter[str]:
-    """What a restore, and a verification, say of a checkpoint in which this file is damaged."""
+    """Returns what a restore and a verification report of a checkpoint with this damaged file."""
     found: Counter[str] = Counter()
     with Checkpointer(path) as checkpointer, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

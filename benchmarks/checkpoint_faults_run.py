@@ -2,8 +2,9 @@
 
     python -m benchmarks.checkpoint_faults_run JSON
 
-Knows one small model. Of every state it notes a digest of the bits before it saves, taken by other
-means than the checkpoint's own, and after it goes on from a checkpoint that of what came back.
+Trains one small model. Before each save it notes a digest of the bits of the state, computed
+independently of the checkpoint's fingerprints; after a resume it notes the digest of the restored
+state.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ WIDTH, ROWS = 256, 8
 
 
 class Layers(nnx.Module):
-    """Matrices one after the other."""
+    """A model of matrices that are applied one after the other."""
 
     def __init__(self, rngs: nnx.Rngs, layers: int):
         shape = layers, WIDTH, WIDTH
@@ -45,7 +46,7 @@ class Layers(nnx.Module):
         self.scale = nnx.Param(np.ones(WIDTH, np.float32))
 
     def loss(self, batch: dict[str, jax.Array]) -> Any:
-        """Squared error."""
+        """Returns the squared error."""
 
         def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
             return x + 0.1 * jax.nn.relu(x @ kernel), None
@@ -55,13 +56,13 @@ class Layers(nnx.Module):
 
 
 def batch_of(step: int) -> dict[str, np.ndarray]:
-    """Inputs and targets of a step, the same in every life of a run."""
+    """Returns inputs and targets of a step, the same after every restart of a run."""
     random = np.random.default_rng(step)
     return {name: random.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in "xy"}
 
 
 def plan_of(layers: int, devices: int = DEVICES) -> Plan:
-    """The model under ZeRO-2."""
+    """Returns the plan of the model under ZeRO-2."""
     return make_plan(
         lambda rngs: Layers(rngs, layers),
         make_mesh({"data": devices}, devices=jax.devices()[:devices]),
@@ -73,7 +74,7 @@ def plan_of(layers: int, devices: int = DEVICES) -> Plan:
 
 
 def digest(state: Any) -> str:
-    """SHA-256 of the bits that this process's devices hold."""
+    """Returns the SHA-256 of the bits that this process's devices hold."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(state):
         for shard in sorted(leaf.addressable_shards, key=lambda shard: shard.device.id):
@@ -82,13 +83,14 @@ def digest(state: Any) -> str:
 
 
 def lives(folder: Path, layers: int, steps: int | None, ledger: TextIO) -> None:
-    """Goes on from the newest checkpoint, then trains and saves; for ever where `steps` is None.
+    """Resumes from the newest checkpoint, then trains and saves; without end if `steps` is None.
 
     Args:
-      folder: of the checkpoints.
-      layers: size of the model.
-      steps: to take in this life.
-      ledger: gets "restored STEP DIGEST", "state STEP DIGEST" before and "saved STEP" after a save.
+      folder: folder of the checkpoints.
+      layers: number of layers of the model.
+      steps: number of steps to take before the function returns.
+      ledger: file that gets "restored STEP DIGEST", "state STEP DIGEST" before and "saved STEP"
+        after a save.
     """
     plan = plan_of(layers)
     step_once = build_step(plan)
@@ -118,7 +120,7 @@ def _numbers(first: int, count: int | None) -> Iterable[int]:
 
 
 def main(folder: str, index: int, count: int, port: int, layers: int, steps: int | None) -> None:
-    """One of `count` processes of a run."""
+    """Runs process `index` of the `count` processes of a run."""
     if count > 1:
         address = f"127.0.0.1:{port}"
         join_processes(ProcessGroup(coordinator=address, num_processes=count, process_id=index))

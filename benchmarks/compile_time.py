@@ -1,6 +1,6 @@
-"""Time to trace and compile the step for 4, 16 and 64 layers: flat, since layers are scanned.
+"""Time to trace and compile the step for 4, 16 and 64 layers, which are scanned.
 
-Beside a hand-written step of the same model on one device; CPU seconds of this process.
+Also measures a hand-written step of the same model on one device; CPU seconds of this process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BARE_LIMIT = 1.10
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Record:
-    """Rows: ways to build the step; columns: depths."""
+    """Returns a row for each way to build the step, with a column for each number of layers."""
     depths = (1, 2) if smoke else DEPTHS
     taken: dict[tuple[str, int], list[float]] = {}
     for repeat in range(1 if smoke else REPEATS + 1):

@@ -1,6 +1,6 @@
-"""The run that `make train` starts: tokens per second, peak memory, and what it learns.
+"""The run that `make train` starts: tokens per second, peak memory and loss.
 
-Runs the command itself in a process of its own and reads the files that it leaves.
+Runs the command in a separate process and reads the files that it writes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TINY = ("steps=4", "eval_every=2", "embed_dim=32", "num_layers=2", "global_batch
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     write_record(measure(arguments.smoke), arguments, load_before)
 
 
 def measure(smoke: bool) -> Record:
-    """One row: the whole command."""
+    """Returns one row, of the whole command."""
     with tempfile.TemporaryDirectory() as folder:
         usage, wall = run_command(["train", CONFIG, f"run_dir={folder}", *(TINY if smoke else ())])
         reports = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
@@ -53,7 +53,7 @@ def measure(smoke: bool) -> Record:
 
 
 def run_command(words: list[str]) -> tuple[Any, float]:
-    """(what the kernel counted, wall seconds) of `python -m zerojax WORDS`."""
+    """Returns (resource usage by the kernel, wall seconds) of `python -m zerojax WORDS`."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:

@@ -1,8 +1,8 @@
-"""What `deterministic="mesh"` costs: time, bytes on the wire and temporaries, beside plain.
+"""Cost of `deterministic="mesh"` in time, bytes sent and temporaries, relative to a plain step.
 
 On 8 virtual CPU devices at every stage, and on one, which computes 8 small pieces in place of one
-large one. Both sides take turns. That bits are equal is what
-`tests/parallel/test_deterministic.py` shows.
+large one. Both sides alternate. `tests/parallel/test_deterministic.py` shows that results are
+bit-equal.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zerojax.runtime.memory import keep_freed_memory
 
 NUM_DEVICES = 8
 CASES = ((0, 8), (1, 8), (2, 8), (3, 8), (1, 1))
-"""(stage, devices)."""
+"""(ZeRO stage, number of devices) of each case."""
 SMOKE_CASES = ((1, 8), (3, 2))
 WAYS = ("plain", "deterministic")
 WIRE_LIMIT = 1.5
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     keep_freed_memory()
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Record:
-    """Two rows per case."""
+    """Returns two rows per case."""
     rows: list[dict[str, Any]] = []
     for zero, devices in SMOKE_CASES if smoke else CASES:
         sides = {way: _Side(way, zero, devices, smoke) for way in WAYS}
@@ -90,7 +90,7 @@ def _row(
 
 
 class _Side:
-    """One way of training: how long steps take, and what their program sends and holds."""
+    """One way of training, with the time, bytes sent and temporaries of its step."""
 
     def __init__(self, way: str, zero: int, devices: int, smoke: bool) -> None:
         config = small_gpt.choose_config(smoke)

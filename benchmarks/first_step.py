@@ -1,7 +1,7 @@
-"""Planning, tracing and compiling a step, beside the step that a JAX expert writes by hand.
+"""Planning, tracing and compiling a step, compared with a step that a JAX expert writes by hand.
 
-Four models on 1 and 8 CPU devices, each side in a fresh process, in turns: processor time of
-planning and of compiling, and the most memory that the process had. The expert's step is
+Measures four models on 1 and 8 CPU devices, each side in a fresh process, alternating: processor
+time of planning and of compiling, and peak memory of the process. The expert's step is
 `plain_gspmd`, with optax; zerojax takes the same optax chain or its own AdamW.
 """
 
@@ -36,11 +36,11 @@ REPEATS = 3
 COMPILE_LIMIT = 1.15
 LAYERS, TOKENS, WIDTH, HEADS, VOCAB = 12, 64, 64, 4, 512
 DENSE = 100
-"""Layers of the model of 200 arrays."""
+"""Number of layers of the model with 200 arrays."""
 
 
 class Block(nnx.Module):
-    """One layer of a decoder, [rows, tokens, width] to the same."""
+    """One layer of a decoder; maps [rows, tokens, width] to the same shape."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
@@ -73,7 +73,7 @@ class Listed(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """Layers of two arrays each."""
+    """A model of linear layers with two arrays each."""
 
     def __init__(self, layers: int, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(layers)])
@@ -86,7 +86,7 @@ class Dense(nnx.Module):
 
 
 class Convolutions(nnx.Module):
-    """A small net of images, none of whose layers are alike."""
+    """A small convolutional network whose layers all differ."""
 
     def __init__(self, widths: tuple[int, ...], rngs: nnx.Rngs) -> None:
         pairs = list(zip((3, *widths), widths, strict=False))
@@ -108,7 +108,7 @@ def _of_classes(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def models(smoke: bool) -> dict[str, tuple[Callable[[nnx.Rngs], Any], dict[str, Any]]]:
-    """{name: (factory, example of a global batch)}."""
+    """Returns {name: (factory of the model, example of a global batch)}."""
     layers, dense = (2, 3) if smoke else (LAYERS, DENSE)
     widths = (8, 16) if smoke else (32, 32, 64, 64, 128, 128)
     config = GPT2Config(
@@ -128,7 +128,7 @@ def models(smoke: bool) -> dict[str, tuple[Callable[[nnx.Rngs], Any], dict[str, 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records; in a process of its own one side of one model."""
+    """Writes the record; with `--one`, measures one side of one model in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="processes of each side")
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _with_rows(record: Record, name: str, devices: int, *, repeats: int, smoke: bool) -> Record:
-    """The record with three rows and two goals more."""
+    """Returns the record with three more rows and two more goals."""
     taken: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for repeat in range(repeats):
         for side in SIDES if repeat % 2 == 0 else reversed(SIDES):
@@ -174,7 +174,7 @@ def _with_rows(record: Record, name: str, devices: int, *, repeats: int, smoke: 
 
 
 def measure_one(name: str, devices: int, side: str, smoke: bool) -> dict[str, float]:
-    """What one side costs in this process: CPU seconds, and MB of memory at most."""
+    """Returns the cost of one side in this process: CPU seconds, and peak memory in MB."""
     jax.config.update("jax_num_cpu_devices", devices)
     factory, batch = models(smoke)[name]
     jax.block_until_ready(jnp.zeros(()) + 1)  # starts the devices

@@ -1,10 +1,11 @@
-"""Models that nobody here wrote, rolled: what became a loop, what did not, and the same losses.
+"""Models of other projects, rolled: which layers become loops, and whether losses stay equal.
 
     BONSAI_CHECKOUT=... TUNIX_CHECKOUT=... TRANSFORMERS_CHECKOUT=... FLAX_CHECKOUT=...
     python -m benchmarks.foreign_models
 
-A row for each model of `tests/support/foreign_checkouts.py` whose checkout the environment names.
-With `--smoke` the models are those of `tests/support/foreign_shapes.py`, which need none.
+Records a row for each model of `tests/support/foreign_checkouts.py` whose checkout an environment
+variable names. With `--smoke` the models are those of `tests/support/foreign_shapes.py`, which need
+no checkout.
 """
 
 from __future__ import annotations
@@ -39,30 +40,31 @@ from zerojax.tracing.trace import trace_model
 NUM_DEVICES = 8
 STEPS = 20
 NOISE = 0.1
-"""Added to every new parameter: some of these models begin with weights of zero, of which the
-gradients of others would be zero as well."""
+"""Scale of noise added to every new parameter: some of these models start with weights of zero,
+which would make gradients of other parameters zero."""
 GRADIENT_LIMIT = 5e-6
-"""Of the largest gradient of a model: products inside of a loop are added in another order."""
+"""Tolerance relative to the largest gradient of a model: a loop adds products in another order."""
 LOSS_LIMIT = 4e-6
-"""Of float32 runs: the noise of summing one device's batch in reversed order is 3.8e-6."""
+"""Tolerance of losses in float32; summing one device's batch in reversed order changes them by
+3.8e-6."""
 WIDE_LIMIT = 1e-10
-"""Of float64 runs in plain JAX, whose rounding is 5e8 times less than that of float32."""
+"""Tolerance of losses in float64 in plain JAX; its rounding is 5e8 times less than in float32."""
 LIMITS = {"gradients": GRADIENT_LIMIT, "losses": LOSS_LIMIT, "losses in float64": WIDE_LIMIT}
 DROPOUT = (
     *("Hugging Face FlaxBert", "Hugging Face FlaxGPT2", "flax LM1B", "flax WMT"),
     *("numbers alone", "numbers alone, remat", "numbers behind a name", "encoder and decoder"),
 )
-"""Models with dropout, of which each device draws its own."""
+"""Models with dropout; each device draws its own dropout mask."""
 IN_64_BITS = {
     "bonsai Gemma3": ("BONSAI_CHECKOUT", "bonsai.models.gemma3.modeling"),
     "bonsai ResNet": ("BONSAI_CHECKOUT", "bonsai.models.resnet.modeling"),
     "tunix Gemma3": ("TUNIX_CHECKOUT", "tunix.models.gemma3.model"),
 }
-"""Models that are also compared in float64 where float32 is not enough, and their modules."""
+"""Models that are also compared in float64 if float32 is too imprecise, with their modules."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
@@ -77,12 +79,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def variables() -> list[str]:
-    """Of the environment, that name checkouts."""
+    """Returns the environment variables that name checkouts."""
     return sorted({variable for variable, _ in MODELS.values()})
 
 
 def chosen(smoke: bool) -> Iterator[tuple[str, ForeignModel]]:
-    """Each model that can be read here, by its name."""
+    """Returns each model that can be read on this machine, by its name."""
     if smoke:
         yield from ((name, SHAPES[name]()) for name in list(SHAPES)[:2])
         return
@@ -92,7 +94,7 @@ def chosen(smoke: bool) -> Iterator[tuple[str, ForeignModel]]:
 
 
 def with_goals(record: Record) -> Record:
-    """What every row has to keep to."""
+    """Adds the goals of every row to the record."""
     goals = [
         Goal(name=f"{row['model']}, {key}", value=row[key], limit=limit)
         for row in record.rows
@@ -119,7 +121,7 @@ def with_goals(record: Record) -> Record:
 
 
 def measure(name: str, foreign: ForeignModel) -> dict[str, Any]:
-    """One row of the table."""
+    """Measures one model; returns its row of the table."""
     with warnings.catch_warnings(action="ignore"), jax.numpy_rank_promotion("allow"):
         compared = compare(foreign)
         rolled, plain = train(foreign, zero=3, roll="auto"), train_as_it_is(name, foreign)
@@ -146,15 +148,15 @@ def measure(name: str, foreign: ForeignModel) -> dict[str, Any]:
 
 
 def distance(losses: np.ndarray, others: np.ndarray) -> float:
-    """The largest difference of two runs in any step."""
+    """Returns the largest difference between the losses of two runs in any step."""
     return float(np.abs(losses - others).max())
 
 
 def why_further(name: str, foreign: ForeignModel, losses: np.ndarray) -> dict[str, float]:
-    """How much of a difference is the model's own rounding, which its steps enlarge.
+    """Measures how much of a difference is the model's own rounding error.
 
     Args:
-      name: of the model; of one that is not in `IN_64_BITS`, float64 is not measured.
+      name: name of the model; float64 is measured only for names in `IN_64_BITS`.
       foreign: the model.
       losses: of the model as it is.
     """
@@ -171,20 +173,20 @@ def why_further(name: str, foreign: ForeignModel, losses: np.ndarray) -> dict[st
 
 
 def titles_of(plan: Plan) -> list[str]:
-    """The lists of layers that a plan rolls."""
+    """Returns the lists of layers that a plan rolls."""
     model = plan.model
     return [loop.title for loop in model.loops] if isinstance(model, RolledModel) else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A model and its rolled form on the same arrays; the first of each pair is not rolled.
+    """A model and its rolled form on the same arrays; each pair is (not rolled, rolled).
 
     Attributes:
-      found: what rolling found.
-      equations: of the traced losses.
-      losses: on one batch.
-      gradients: by the user's names.
+      found: result of the search for layers to roll.
+      equations: numbers of equations of the traced losses.
+      losses: losses of one batch.
+      gradients: gradients by the model's own parameter names.
     """
 
     found: FoundLoops
@@ -193,7 +195,7 @@ class Comparison:
     gradients: tuple[Arrays, Arrays]
 
     def largest_difference(self) -> float:
-        """Of any gradient, in units of the largest gradient of the model."""
+        """Returns the largest difference of gradients, divided by the model's largest gradient."""
         plain, rolled = self.gradients
         differences = {name: np.abs(plain[name] - rolled[name]).max() for name in plain}
         if not np.isfinite(self.losses).all():
@@ -203,7 +205,7 @@ class Comparison:
 
 
 def compare(foreign: ForeignModel) -> Comparison:
-    """Loss and gradients of a model, and of all of it that can be rolled, on one device."""
+    """Computes loss and gradients of a model on one device, unrolled and fully rolled."""
     model, batch = as_model(foreign.model), foreign.batch(0)
     params, extras = jax.jit(lambda key: model.init(key, batch, foreign.loss))(jax.random.key(0))
     params = noisy(params)
@@ -227,7 +229,7 @@ def shapes(tree: Any) -> Any:
 
 
 def noisy(params: Arrays) -> Arrays:
-    """Each parameter with normal noise of its own."""
+    """Returns each parameter with independent normal noise added."""
     random = np.random.default_rng(0)
     return {
         name: (value + NOISE * random.normal(size=value.shape)).astype(value.dtype)
@@ -236,7 +238,7 @@ def noisy(params: Arrays) -> Arrays:
 
 
 def stack(params: Arrays, stacks: Mapping[str, tuple[str, ...]]) -> Arrays:
-    """Parameters by the names of stacks, [turns, ...], and the user's for the rest."""
+    """Returns {name: array}: stacks [layers, ...] of rolled parameters, others unchanged."""
     gone = {name for names in stacks.values() for name in names}
     rest = {name: value for name, value in params.items() if name not in gone}
     made = {one: np.stack([params[name] for name in names]) for one, names in stacks.items()}
@@ -244,7 +246,7 @@ def stack(params: Arrays, stacks: Mapping[str, tuple[str, ...]]) -> Arrays:
 
 
 def unstack(values: Arrays, stacks: Mapping[str, tuple[str, ...]]) -> Arrays:
-    """The other way round."""
+    """Splits stacks into the parameters of single layers, the reverse of `stack`."""
     rows = {
         name: values[one][number]
         for one, names in stacks.items()
@@ -256,7 +258,7 @@ def unstack(values: Arrays, stacks: Mapping[str, tuple[str, ...]]) -> Arrays:
 def value_and_gradients(
     model: Model, params: Arrays, extras: Arrays, foreign: ForeignModel
 ) -> tuple[float, Arrays]:
-    """The loss of the first batch, and NumPy arrays by the names of `params`."""
+    """Returns loss and gradients of the first batch; gradients are {name of `params`: array}."""
 
     def run(params: Arrays) -> Any:
         batch, key = foreign.batch(0), jax.random.key(1)
@@ -267,16 +269,16 @@ def value_and_gradients(
 
 
 def count_equations(program: Any) -> int:
-    """Those of a program and of the programs in it, each once."""
+    """Counts the equations of a program and of the programs nested in it, each once."""
     inner = (each for equation in program.eqns for each in inner_programs(equation.params))
     return len(program.eqns) + sum(map(count_equations, inner))
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Clipped AdamW.
+    """Returns AdamW with clipped gradients.
 
-    Its eps is large, since Adam would blow the rounding noise of gradients that are truly zero up
-    to full updates.
+    Its eps is large, since with a small eps Adam turns the rounding noise of gradients that should
+    be zero into full updates.
     """
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-5))
 
@@ -290,12 +292,12 @@ class Training:
 
 
 def devices_of_the_plain_run(name: str) -> int:
-    """One, but for models with dropout, which depends on how rows are spread over devices."""
+    """Returns the number of devices: 1, or all for dropout, which depends on the sharding."""
     return NUM_DEVICES if name in DROPOUT else 1
 
 
 def train_as_it_is(name: str, foreign: ForeignModel) -> Training:
-    """The first steps of a model at stage 0, nothing being rolled."""
+    """Runs the first steps of the unrolled model at stage 0."""
     return train(foreign, zero=0, roll="off", devices=devices_of_the_plain_run(name))
 
 
@@ -307,7 +309,7 @@ def train(
     steps: int = STEPS,
     devices: int = NUM_DEVICES,
 ) -> Training:
-    """The first steps of AdamW in float32."""
+    """Runs the first steps of AdamW in float32."""
     plan = make_plan(
         foreign.model,
         make_mesh(MeshConfig(), devices=jax.devices()[:devices]),
@@ -328,11 +330,12 @@ def train(
 
 
 def compare_in_64_bits(foreign: ForeignModel, module: ModuleType) -> tuple[np.ndarray, np.ndarray]:
-    """(losses of the model, losses of all of it rolled), in plain JAX on one device, in float64.
+    """Returns (losses of the unrolled, of the rolled model), in plain JAX on one device, in
+    float64.
 
     Args:
-      foreign: a model of `nnx`, of whose layers `Embed` alone keeps the dtype it was made with.
-      module: of its source, see `foreign_modules.in_64_bits`.
+      foreign: a model of `nnx` in which only `Embed` layers keep the dtype of their creation.
+      module: module of the model's source, see `foreign_modules.in_64_bits`.
     """
 
     model, batch = as_model(_in_any_dtype(foreign)), foreign.batch(0)
@@ -349,14 +352,14 @@ def compare_in_64_bits(foreign: ForeignModel, module: ModuleType) -> tuple[np.nd
 
 
 def train_in_32_bits(foreign: ForeignModel) -> np.ndarray:
-    """Losses of the model by itself, as the first of `compare_in_64_bits`, in float32."""
+    """Returns losses of the unrolled model in plain JAX on one device, in float32."""
     model = as_model(_in_any_dtype(foreign))
     params, extras = model.init(jax.random.key(0), foreign.batch(0), foreign.loss)
     return train_alone(model, params, extras, foreign)
 
 
 def _in_any_dtype(foreign: ForeignModel) -> Callable[[nnx.Rngs], Any]:
-    """The constructor of a model whose embeddings have the dtype of their weights."""
+    """Returns the constructor of a model whose embeddings have the dtype of their weights."""
 
     def build(rngs: nnx.Rngs) -> Any:
         made = foreign.model(rngs)
@@ -369,14 +372,14 @@ def _in_any_dtype(foreign: ForeignModel) -> Callable[[nnx.Rngs], Any]:
 
 
 def wider(tree: Any) -> Any:
-    """NumPy arrays; those of float32 as float64."""
+    """Returns the arrays of a tree as NumPy arrays, with float32 converted to float64."""
     return jax.tree.map(
         lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else np.asarray(x), tree
     )
 
 
 def train_alone(model: Model, params: Arrays, extras: Arrays, foreign: ForeignModel) -> np.ndarray:
-    """[STEPS]: losses of the steps of `train`, in plain JAX, in the dtype of the parameters."""
+    """Returns losses [STEPS] of the steps of `train` in plain JAX, in the parameters' dtype."""
     tx = optimizer()
 
     def loss(params: Arrays, batch: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Host time per step with many arrays: what passing the state in and out costs, on one core.
+"""Host time per step with many arrays: the cost of passing the state in and out, on one core.
 
-A model of 144 tiny arrays (433 with both Adam moments), so that there is nothing but host work.
+Uses a model of 144 tiny arrays (433 with both Adam moments), so that host work takes all the time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ManyLayers(nnx.Module):
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(num_layers)])
 
     def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """(sum over rows, number of rows)."""
+        """Returns (sum over rows, number of rows)."""
         total = jnp.float32(0)
         for layer in self.layers:
             total += jnp.sum(layer.kernel[...]) + jnp.sum(layer.bias[...])
@@ -43,7 +43,7 @@ class ManyLayers(nnx.Module):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     pin_to_core(0)
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Record:
-    """Runs the sides in this process, which has to be pinned already."""
+    """Runs the sides in this process, which must already be pinned to a core."""
     num_layers = 4 if smoke else 72
     factory = lambda rngs: ManyLayers(num_layers, rngs=rngs)  # noqa: E731
     with tempfile.TemporaryDirectory() as folder:
@@ -86,9 +86,9 @@ def measure(smoke: bool) -> Record:
 def _build_sides(
     factory: Callable[[nnx.Rngs], ManyLayers], folder: str
 ) -> dict[str, Callable[[int], Sample]]:
-    """Every side places its batch, and (but for `train`) waits for each step.
+    """Builds the sides; each places its batch and, except for `train`, waits for each step.
 
-    So the host work of a step cannot hide behind another's.
+    So the host work of a step cannot overlap with that of another step.
     """
     tx = optax.adam(1e-3)
     initial = plain_jax.init_params(factory)
@@ -151,7 +151,7 @@ def _repeat(one: Callable[[], Any]) -> Callable[[int], Sample]:
 def _train(
     model: ManyLayers, mesh: Any, batch: Any, tx: Any, folder: str
 ) -> Callable[[int], Sample]:
-    """The whole loop, which reports every 10 steps and waits only then."""
+    """Returns the side of the whole loop, which reports every 10 steps and waits only then."""
     trainer: zerojax.Trainer | None = None
 
     def steps(count: int) -> None:

@@ -1,8 +1,8 @@
-"""A curriculum of the row length, and layer drop, beside plain training: loss against counted work.
+"""Loss and FLOPs of a curriculum of the row length and of layer drop, compared with plain training.
 
-All train the same model on the same rows of Shakespeare with the same number of steps. Work is
-counted in FLOPs: of the compiled lengths, so that weights of 0 count too, and of the layers that
-layer drop is expected to keep in each step.
+All runs train the same model on the same rows of Shakespeare with the same number of steps. FLOPs
+are those of the compiled row lengths, so that tokens of weight 0 count too, and those of the number
+of layers that layer drop is expected to keep in each step.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from zerojax.zoo import build_model
 
 NUM_DEVICES = 2
 SHARE = 0.4
-"""The part of the steps in which rows grow."""
+"""Share of the steps in which the row length grows."""
 PLAIN, CURRICULUM, LAYER_DROP = "plain", "curriculum", "layer_drop"
 THETA, FALLS = 0.5, 10
-"""Layer drop: theta, and gamma times the number of steps."""
+"""Settings of layer drop: theta, and gamma times the number of steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurement; the defaults are those of the full one."""
+    """Sizes of the measurement; the defaults are those of the full measurement."""
 
     layers: int = 12
     heads: int = 4
@@ -51,7 +51,7 @@ SMOKE = Sizes(layers=1, heads=1, width=16, tokens=64, rows=2, steps=10, points=2
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)

@@ -1,6 +1,6 @@
-"""What a measurement was made on: processor, cores, versions, load.
+"""Description of the machine of a measurement: processor, cores, versions, load.
 
-Knows the operating system; never imports JAX, so that it can be asked before a process is pinned.
+Does not import JAX, so that it can be used before a process is pinned.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torch")
 QUIET_LOAD_PER_CORE = 0.75
-"""Load average, per core, above which times are not to be trusted."""
+"""Load average per core above which times are unreliable."""
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory in GiB, Python, package versions and the date, JSON-able."""
+    """Returns processor, cores, memory in GiB, Python, versions and date, as JSON values."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": cpu_model(),
@@ -31,7 +31,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as the kernel tells it."""
+    """Returns the processor's name that the kernel reports."""
     path = Path("/proc/cpuinfo")
     if path.exists():
         for line in path.read_text().splitlines():
@@ -41,7 +41,7 @@ def cpu_model() -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of the packages that decide the numbers; those not installed are left out."""
+    """Returns the versions of the packages that affect the numbers, if they are installed."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -52,17 +52,17 @@ def installed_versions() -> dict[str, str]:
 
 
 def is_quiet(load: float) -> bool:
-    """Whether times taken at this load average are to be trusted."""
+    """Returns whether times measured at this load average are reliable."""
     return load <= QUIET_LOAD_PER_CORE * (os.cpu_count() or 1)
 
 
 def load_average() -> float:
-    """Processes that wanted to run, averaged over the last minute."""
+    """Returns the number of runnable processes, averaged over the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def pin_to_core(core: int) -> None:
-    """Keeps this process, and the threads it will start, on one core.
+    """Pins this process, and the threads it will start, to one core.
 
     To be called before the first use of JAX: XLA then makes one worker thread per core that it may
     use.

@@ -1,6 +1,6 @@
-"""How two or more ways of doing the same are timed against each other.
+"""Times two or more ways to compute the same, in alternation.
 
-Knows clocks, order and fresh processes; never what is timed.
+Contains clocks, the order of samples and fresh processes, but nothing that is timed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One stretch of steps: seconds per step on the wall clock and of this process on all cores."""
+    """A sample of several steps: seconds per step of wall time, and of this process's CPU time."""
 
     wall: float
     cpu: float
 
 
 Side = Callable[[int], Sample]
-"""Runs that many steps, waits for the last, and says what they took."""
+"""Runs the given number of steps, waits for the last step, and returns the sample."""
 
 
 def sample(run: Callable[[], object], steps: int = 1) -> Sample:
-    """Times `run`, which has to do `steps` steps and wait for them."""
+    """Times `run`, which must take `steps` steps and wait for them."""
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     return Sample((time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps)
@@ -41,13 +41,13 @@ def sample(run: Callable[[], object], steps: int = 1) -> Sample:
 def interleave(
     sides: Mapping[str, Side], *, warm_up: int, steps: int, rounds: int
 ) -> dict[str, list[Sample]]:
-    """Samples of every side, taken in turns: A B, B A, A B, ... so that drift hits all alike.
+    """Takes samples of all sides in alternation (A B, B A, ...), so that drift affects all.
 
     Args:
-      sides: name -> side.
-      warm_up: steps of each side before the first sample.
-      steps: per sample.
-      rounds: samples per side.
+      sides: {name: side}.
+      warm_up: number of steps of each side before the first sample.
+      steps: number of steps per sample.
+      rounds: number of samples per side.
     """
     for side in sides.values():
         side(warm_up)
@@ -60,23 +60,23 @@ def interleave(
 
 
 def median_of(samples: Sequence[Sample], clock: str) -> float:
-    """Median of one clock, "wall" or "cpu", in seconds."""
+    """Returns the median of one clock, "wall" or "cpu", in seconds per step."""
     return statistics.median(getattr(one, clock) for one in samples)
 
 
 def least_of(samples: Sequence[Sample], clock: str) -> float:
-    """The smallest value of one clock, which on a busy machine is the least disturbed one."""
+    """Returns the smallest value of one clock, the least disturbed value on a busy machine."""
     return min(getattr(one, clock) for one in samples)
 
 
 def ratio_of(above: Sequence[Sample], below: Sequence[Sample], clock: str) -> float:
-    """Median over the rounds of this round's ratio: neighbours in time share their disturbances."""
+    """Returns the median of the ratios of each round; samples of a round share disturbances."""
     pairs = zip(above, below, strict=True)
     return statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs)
 
 
 def in_a_process(module: str, *words: str) -> Any:
-    """Runs `python -m module words` on CPU devices without kept programs.
+    """Runs `python -m module words` on CPU devices, without a cache of compiled programs.
 
     Returns:
       The last line that it prints, as JSON.

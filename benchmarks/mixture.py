@@ -1,7 +1,7 @@
 """A mixture of experts beside the dense model with equal active parameters, on Shakespeare.
 
-Both runs are the one that `make train` starts, on two devices; they differ in nothing but the MLP:
-two of eight experts of width 256 for each token, or one MLP of width 512 for all.
+Both runs have the settings of `make train`, on two devices, and differ only in the MLP: two of
+eight experts of width 256 for each token, or one MLP of width 512 for all tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TINY = ("steps=4", "eval_every=2", "embed_dim=32", "num_layers=2", "global_batch
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     write_record(measure(arguments.smoke), arguments, load_before)
 
 
 def measure(smoke: bool) -> Record:
-    """A row for each evaluation: both validation losses, and how unequal the experts are loaded."""
+    """Returns a row per evaluation: both validation losses, and the imbalance of experts."""
     with tempfile.TemporaryDirectory() as folder:
         dense = _losses(Path(folder) / "dense", (), smoke)
         mixture = _losses(Path(folder) / "mixture", MIXTURE, smoke)
@@ -49,7 +49,7 @@ def measure(smoke: bool) -> Record:
 
 
 def _losses(run: Path, words: tuple[str, ...], smoke: bool) -> dict[str, dict[int, Any]]:
-    """{kind of report: {step: report}} of a run."""
+    """Returns {kind of report: {step: report}} of a run."""
     run_command(["train", CONFIG, f"run_dir={run}", *BOTH, *words, *(TINY if smoke else ())])
     found: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
     for line in (run / "metrics.jsonl").open():

@@ -1,7 +1,7 @@
-"""Masters and moments in files: the update's rate against the disk's own, and memory.
+"""Optimizer state in files: rate of the update relative to the disk's rate, and memory.
 
-The disk's rate comes from the same run, by sweeps with nothing computed. One run trains a model
-whose optimizer state is larger than the memory that it may take.
+The disk's rate is measured in the same run, by sweeps that compute nothing. One case trains a model
+whose optimizer state is larger than the memory limit of the process.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MIB = 2**20
 ROUNDS = 5
 OF_THE_DISK, FLAT = 0.85, 1.05
 LAYERS, LIMIT_MIB = 96, 2200
-"""201M parameters: 2304 MiB of optimizer state under a limit of 2200 MiB, of which weights and
-gradients in float32 take 1536."""
+"""Number of layers for 201M parameters: 2304 MiB of optimizer state under a limit of 2200 MiB, of
+which float32 weights and gradients take 1536."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     jax.config.update("jax_num_cpu_devices", 1)
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Record:
-    """Rates of sweeps, memory of two sizes, and runs under a limit."""
+    """Measures rates of sweeps, memory for two sizes, and runs under a memory limit."""
     with tempfile.TemporaryDirectory(prefix="zerojax-offload-", dir=".") as folder:
         rows, goals = _measure_rates(Path(folder), 2 if smoke else 32)
         more_rows, more_goals = _measure_memory(Path(folder), 4 if smoke else 16)
@@ -113,7 +113,7 @@ def _measure_rates(folder: Path, layers: int) -> tuple[list[dict[str, Any]], lis
 
 
 def _measure_memory(folder: Path, buckets: int) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Peak memory of sweeps alone, over stores of one size and of twice that."""
+    """Measures the peak memory of sweeps over stores of one size and of twice that size."""
     rows = []
     for count in (buckets, 2 * buckets):
         found = run_child("sweep", count, 0, folder / f"sweep{count}", steps=2)
@@ -130,7 +130,7 @@ def _measure_memory(folder: Path, buckets: int) -> tuple[list[dict[str, Any]], l
 
 
 def _measure_limit(folder: Path) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """The same training under the same limit, with its state in each tier."""
+    """Runs the same training under the same memory limit, with its state in each tier."""
     rows = []
     for tier in ("device", "host", "nvme"):
         found = run_child(tier, LAYERS, LIMIT_MIB, folder / tier, steps=2)
@@ -151,13 +151,13 @@ def _measure_limit(folder: Path) -> tuple[list[dict[str, Any]], list[Goal]]:
 
 
 NO_MEMORY = ("Out of memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
-"""What XLA, Python, C++ and LLVM say when a limit of memory is reached; any may be the first."""
+"""Messages of XLA, Python, C++ and LLVM at a memory limit; any of them may come first."""
 
 
 def run_child(
     tier: str, size: int, limit_mib: int, folder: Path, *, steps: int
 ) -> dict[str, Any] | None:
-    """What a process of `benchmarks.offload_disk_run` prints; None where memory did not suffice."""
+    """Returns the output of a `benchmarks.offload_disk_run`; None if memory did not suffice."""
     words = [tier, str(size), str(limit_mib), str(folder.absolute()), str(steps)]
     process = subprocess.run(
         [sys.executable, "-m", "benchmarks.offload_disk_run", *words],

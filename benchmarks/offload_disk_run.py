@@ -2,7 +2,8 @@
 
     python -m benchmarks.offload_disk_run TIER|sweep LAYERS LIMIT_MIB FOLDER STEPS
 
-Knows a model of matrices alone and one limit; prints one line of JSON: what it took.
+Trains a model of matrices under one limit of memory; prints its time and memory as one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Matrices(nnx.Module):
         self.down = nnx.Param(0.02 * jax.random.normal(rngs.params(), down))
 
     def loss(self, batch: dict[str, jax.Array]) -> Any:
-        """Squared error of the layers one after the other."""
+        """Returns the squared error of the output of all layers."""
 
         def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             up, down = weights
@@ -56,13 +57,13 @@ class Matrices(nnx.Module):
 
 
 def example_batch() -> dict[str, np.ndarray]:
-    """Random inputs and targets."""
+    """Returns random inputs and targets."""
     random = np.random.default_rng(0)
     return {name: random.normal(size=(8, WIDTH)).astype(np.float32) for name in "xy"}
 
 
 def plan_of(tier: str, layers: int, folder: Path) -> Plan:
-    """The model with its optimizer's state in a tier, on one device."""
+    """Returns the plan of the model with its optimizer state in a tier, on one device."""
     return make_plan(
         lambda rngs: Matrices(rngs, layers),
         make_mesh({"data": 1}),
@@ -80,7 +81,7 @@ def plan_of(tier: str, layers: int, folder: Path) -> Plan:
 
 
 def main(tier: str, size: int, limit_mib: int, folder: Path, steps: int) -> None:
-    """Trains `size` layers, or sweeps over `size` buckets, with `limit_mib` of private memory."""
+    """Trains `size` layers, or sweeps over `size` buckets, in `limit_mib` MiB of private memory."""
     if limit_mib:
         resource.setrlimit(resource.RLIMIT_DATA, (limit_mib * MIB, limit_mib * MIB))
     found = sweep(size, folder, steps) if tier == "sweep" else train(tier, size, folder, steps)
@@ -89,7 +90,7 @@ def main(tier: str, size: int, limit_mib: int, folder: Path, steps: int) -> None
 
 
 def train(tier: str, layers: int, folder: Path, steps: int) -> dict[str, Any]:
-    """Trains with the optimizer's state in `tier`."""
+    """Trains `layers` layers with the optimizer state in `tier`."""
     plan = plan_of(tier, layers, folder)
     state = init_state(plan)
     step, losses, seconds = build_step(plan), [], []
@@ -104,7 +105,7 @@ def train(tier: str, layers: int, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def sweep(buckets: int, folder: Path, sweeps: int) -> dict[str, Any]:
-    """Reads, changes and writes buckets."""
+    """Reads, changes and writes `buckets` buckets, `sweeps` times."""
     size = STATE_BYTES * 2**22
     with BucketStore.create(folder, num_buckets=buckets, bucket_bytes=size) as store:
         for _ in range(sweeps):
@@ -115,7 +116,7 @@ def sweep(buckets: int, folder: Path, sweeps: int) -> dict[str, Any]:
 
 
 def _peak_bytes() -> int:
-    """Of this program; `getrusage` also counts what forked it."""
+    """Returns the peak memory of this program; `getrusage` would include its parent."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
 

@@ -1,8 +1,8 @@
-"""1-bit Adam on Shakespeare beside its controls: losses, and bytes that a step sends.
+"""1-bit Adam on Shakespeare compared with controls: losses, and bytes that a step sends.
 
-What a run with signs is to be compared with is Adam whose second moment is frozen at the same step
-and whose gradients are summed whole: freezing alone makes another optimizer. Without what signs
-left out (no feedback) the loss has to be visibly higher, else the comparison would show nothing.
+The control is Adam whose second moment is frozen at the same step and whose gradients are summed
+exactly, since freezing alone makes another optimizer. Without error feedback the loss must be
+clearly higher; otherwise the comparison would show nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WAYS = (ADAM, CONTROL, SIGNS, NO_FEEDBACK, CONTROL_EXACT, SIGNS_EXACT)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Record:
-    """A row for each way: the mean loss of the last steps for each seed, and bytes."""
+    """Returns a row for each way: the mean loss of the last steps for each seed, and bytes."""
     sizes = SMOKE if smoke else {"steps": STEPS, "freeze": FREEZE, "last": LAST, "seeds": SEEDS}
     runs = {way: _Run(way, sizes["freeze"]) for way in WAYS}
     losses: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -134,11 +134,11 @@ class _Run:
         self._freeze = freeze
 
     def train(self, seed: int, steps: int) -> list[float]:
-        """The loss of each step."""
+        """Returns the loss of each step."""
         random, state, losses = np.random.default_rng(seed), zerojax.init_state(self.plan, seed), []
         for number in range(steps):
             if self._way == NO_FEEDBACK and number >= self._freeze:
-                state = self._step.begin(state)  # what was left out is dropped
+                state = self._step.begin(state)  # drops the compression error
             placed = jax.device_put(self._batch(random), self.plan.batch_sharding)
             state, metrics = self._step(state, placed)
             losses.append(float(metrics["loss"]))  # waits: queued steps would wait for each other
@@ -153,7 +153,7 @@ class _Run:
 def frozen_adam(
     rate: Callable[[Any], Any], freeze: int, exact: tuple[str, ...] = ()
 ) -> optax.GradientTransformation:
-    """Adam whose second moment stays after `freeze` updates, but of names that `exact` finds."""
+    """Returns Adam with second moments frozen after `freeze` updates, except names in `exact`."""
 
     def init(params: Any) -> optax.ScaleByAdamState:
         mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))

@@ -1,4 +1,4 @@
-"""AdamW, Lion, 8-bit Adam and gradient statistics: the plain references under XLA against optax.
+"""AdamW, Lion, 8-bit Adam and gradient statistics: plain references under XLA compared with optax.
 
 On a CPU no kernel runs; `benchmarks/gpu/optimizer.py` measures the same ways with kernels.
 """
@@ -29,21 +29,21 @@ from pallas_kernels.update import update, update_trees
 LIMIT = 1.10
 RATE, B1, B2, DECAY = 1e-4, 0.9, 0.95, 0.1
 BYTES = {"adamw": 28, "lion": 20, "adam8bit": 16, "stats": 2}
-"""Least bytes per parameter: float32 parameters and moments (8-bit: one byte each) read and written
-once, a bfloat16 gradient read, bfloat16 parameters written. Statistics only read."""
+"""Minimum bytes per parameter: float32 parameters and moments (8-bit: one byte each) read and
+written once, a bfloat16 gradient read, bfloat16 parameters written. Statistics only read."""
 
 Leaves = Sequence[tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Ours:
-    """How our own update runs.
+    """Settings of zerojax's own update.
 
     Attributes:
-      choice: the implementation.
-      block: the tile of its kernel.
-      is_table: whether one kernel goes over many leaves (`update_many`, `update_adam8bit_many`).
-      options: of XLA's compiler.
+      choice: implementation of the update.
+      block: number of elements of a tile of the kernel.
+      is_table: whether one kernel updates many leaves (`update_many`, `update_adam8bit_many`).
+      options: options of XLA's compiler.
     """
 
     choice: Choice
@@ -54,12 +54,12 @@ class Ours:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to do one kind of work on given leaves.
+    """One way to compute one kind of update on given leaves.
 
     Attributes:
-      init: () -> state.
-      step: (state, gradients, number of the step) -> (state, new arrays).
-      options: of XLA's compiler, (name, value) each.
+      init: function `() -> state`.
+      step: function `(state, gradients, step number) -> (state, new arrays)`.
+      options: pairs (name, value) of XLA's compiler options.
     """
 
     init: Callable[[], Any]
@@ -68,14 +68,14 @@ class Way:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     write_record(measure(arguments.smoke), arguments, load_before)
 
 
 def measure(smoke: bool) -> Record:
-    """One row per kind and way."""
+    """Returns one row per kind of update and way."""
     shapes = [(64, 48), (48,)] if smoke else [(2048, 1024), (1024,), (1024, 1024)]
     oracle = Ours(Choice("xla", "the reference is what is measured"))
     rows: list[dict[str, Any]] = []
@@ -104,17 +104,17 @@ def measure(smoke: bool) -> Record:
 
 
 def num_parameters(shapes: Leaves) -> int:
-    """Elements of all leaves."""
+    """Returns the number of elements of all leaves."""
     return sum(_size(shape) for shape in shapes)
 
 
 def ways_of(kind: str, shapes: Leaves, ours: Mapping[str, Ours]) -> dict[str, Way]:
-    """optax's way, where it has one, and ours with each of these implementations.
+    """Returns optax's way, if it has one, and zerojax's way with each of the implementations.
 
     Args:
-      kind: of `BYTES`.
-      shapes: of the leaves.
-      ours: name of a way -> implementation.
+      kind: kind of update, a key of `BYTES`.
+      shapes: shapes of the leaves.
+      ours: {name of a way: implementation}.
     """
     build = {"adamw": _adamw, "lion": _lion, "adam8bit": _adam8bit, "stats": _stats}[kind]
     ways = {name: build(shapes, one) for name, one in ours.items()}
@@ -127,7 +127,7 @@ def ways_of(kind: str, shapes: Leaves, ours: Mapping[str, Ours]) -> dict[str, Wa
 
 
 def make_gradients(shapes: Leaves) -> list[jax.Array]:
-    """bfloat16, random."""
+    """Returns random bfloat16 gradients."""
     return jax.jit(lambda: _random(shapes, 1e-2, jnp.bfloat16))()
 
 
@@ -143,13 +143,13 @@ def take_samples(
     """Times the ways in turns, all on the same gradients.
 
     Args:
-      ways, shapes: what is timed.
-      rounds, steps, warm_up: as in `interleave`; a step is one start of a program.
-      updates: in one program. With several, the time of hundreds of arguments on the host, which a
-        training step pays once for all it does, is not counted as the update's.
+      ways, shapes: ways to time, and shapes of their leaves.
+      rounds, steps, warm_up: numbers for `interleave`; a step is one start of a program.
+      updates: number of updates in one program. With several updates, the host time for hundreds of
+        arguments, which a training step pays only once, is not counted as time of the update.
 
     Returns:
-      Samples whose times are of one update.
+      Samples whose times are those of one update.
     """
     grads = make_gradients(shapes)
     held: dict[Any, Any] = {}
@@ -158,19 +158,19 @@ def take_samples(
 
 
 def compile_way(way: Way, shapes: Leaves, updates: int = 1, sharding: Any = None) -> Any:
-    """The program that is timed, compiled once; its state and, of several updates, `new` donated.
+    """Compiles the timed program once; donates its state and, with several updates, `new`.
 
     Args:
-      way, shapes: what is compiled.
+      way, shapes: way to compile, and shapes of its leaves.
       updates: 1 compiles `(state, gradients, count) -> (state, new)`; more compile a loop over
         `(state, new, gradients, count)`.
-      sharding: on the device that it is compiled for; None: the default one.
+      sharding: sharding on the device for which it is compiled; None: the default device.
     """
     return _compile_way(way, tuple(shapes), updates, sharding)
 
 
 def forget_programs() -> None:
-    """Frees what `compile_way` keeps."""
+    """Frees the programs that `compile_way` caches."""
     _compile_way.cache_clear()
 
 
@@ -196,7 +196,7 @@ def _abstract(way: Way, shapes: Leaves) -> tuple[Any, Any, Any, Any]:
 
 def _repeat(step: Any, updates: int, state: Any, new: Any, grads: Any, count: Any) -> Any:
     def one(index: Any, carry: Any) -> Any:
-        # Whatever is read from the gradients is read again in each round.
+        # The gradients are read again in each iteration.
         now, read = jax.lax.optimization_barrier((count + index, grads))
         return step(carry[0], read, now)
 
@@ -204,20 +204,20 @@ def _repeat(step: Any, updates: int, state: Any, new: Any, grads: Any, count: An
 
 
 def temporary_bytes(way: Way, shapes: Leaves) -> int:
-    """Temporary memory of one step, as the compiler counts."""
+    """Returns the temporary memory of one step in bytes, as the compiler counts it."""
     return compile_way(way, shapes).memory_analysis().temp_size_in_bytes
 
 
 def _side(
     way: Way, shapes: Leaves, grads: Any, updates: int, held: dict[Any, Any]
 ) -> Callable[[int], Sample]:
-    """Ways with equal arrays go on where the other has stopped: `held` has their state once."""
+    """Returns the side of a way. Ways with equal arrays share one state, which `held` contains."""
     program = compile_way(way, shapes, updates)
     state, new, _, _ = _abstract(way, shapes)
     leaves, structure = jax.tree.flatten((state, new))
     key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
     if key not in held:
-        # Arrays of their own, which can be donated.
+        # Separate arrays, which can be donated.
         new = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), new)
         held[key] = (jax.jit(way.init)(), new)
     done = 0
@@ -327,7 +327,7 @@ def _state(shapes: Leaves, num_moments: int) -> tuple[Any, ...]:
 
 
 def _random(shapes: Leaves, scale: float, dtype: Any) -> list[jax.Array]:
-    """Pieces of one random array: that many generators would take the compiler longer."""
+    """Returns slices of one random array, which compiles faster than one generator per leaf."""
     drawn = scale * jax.random.normal(jax.random.key(0), (num_parameters(shapes),))
     flat = jax.lax.optimization_barrier(drawn.astype(dtype))
     leaves, at = [], 0

@@ -1,6 +1,6 @@
-"""What zerojax's step and loop cost above a jitted step written by hand, on one core.
+"""Cost of zerojax's step and loop relative to a jitted step written by hand, on one core.
 
-Four ways to train the same model on the same batches, taken in turns; ratios of process CPU time.
+Four ways to train the same model on the same batches, in alternation; ratios of process CPU time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS = 9
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     pin_to_core(0)
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Record:
-    """Runs the four sides in this process, which has to be pinned already."""
+    """Runs the four sides in this process, which must already be pinned to a core."""
     with tempfile.TemporaryDirectory() as folder:
         sides = _build_sides(small_gpt.choose_config(smoke), folder)
         samples = interleave(
@@ -71,7 +71,7 @@ def measure(smoke: bool) -> Record:
 
 
 class _Side:
-    """One way of training: `step(index)` takes the batch of that index and returns its loss."""
+    """One way of training; `step(index)` trains on the batch of that index and returns its loss."""
 
     def __init__(self, step: Callable[[int], Any]) -> None:
         self._step = step
@@ -89,7 +89,7 @@ class _Side:
 
 
 class _TrainSide(_Side):
-    """`zerojax.train`, and then its trainer's `fit`: prefetch, reports and run files included."""
+    """The side of `zerojax.train` and its trainer's `fit`, with prefetch, reports and run files."""
 
     def __init__(self, train: Callable[[int], zerojax.Trainer], source: Any) -> None:
         self._train, self._source = train, source
@@ -152,7 +152,7 @@ def _build_sides(config: Any, folder: str) -> dict[str, _Side]:
 
 
 def check_losses_agree(losses: dict[str, float], tolerance: float = 1e-4) -> None:
-    """Sides that do not compute the same are not comparable.
+    """Checks that all sides computed the same losses; otherwise their times are not comparable.
 
     Raises:
       RuntimeError: the relative difference is above the tolerance.

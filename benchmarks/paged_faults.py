@@ -1,11 +1,11 @@
-"""Kills of a run with layers in durable files, during passes and during sweeps: what is lost.
+"""Kills a run with layers in durable files, in the pass and in the update; counts lost steps.
 
     python -m benchmarks.paged_faults --kills 60
 
 A training process (`benchmarks.paged_faults_run`) is killed by SIGKILL at random moments and
-started again, half of the times while its layers are read and their gradients written, half while
-the optimizer's state is. The next life has to go on behind the last step that was noted as whole,
-and all losses have to be those of a run that is not killed, to the bit.
+started again: half of the times while layers are read and gradients are written, half while
+the optimizer state is updated. The next process must resume after the last step that was noted as
+complete, and all losses must be bit-equal to those of a run without kills.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from benchmarks.recording import Goal, Record, add_arguments, write_record
 ROOT = Path(__file__).resolve().parent.parent
 PASS, SWEEP = "pass", "sweep"
 LONGEST = {PASS: 0.12, SWEEP: 0.12}
-"""Seconds after the beginning of a part of a step within which the process is killed."""
+"""Seconds after the start of a part of a step within which the process is killed."""
 PATIENCE = 240.0
 FOR_EVER = 10**6
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Kills and records."""
+    """Runs the kills and writes the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--kills", type=int, default=60)
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(kills: int, chance: random.Random) -> Record:
-    """Kills in both parts of a step, then compares with a run that is not killed."""
+    """Kills runs in both parts of a step, then compares losses with a run without kills."""
     wanted = {PASS: (kills + 1) // 2, SWEEP: kills // 2}
     done, lost = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0)
     losses: list[tuple[int, str]] = []
@@ -87,9 +87,9 @@ def measure(kills: int, chance: random.Random) -> Record:
 
 
 def _goes_on(before: list[tuple[int, str]], steps: list[tuple[int, str]]) -> bool:
-    """Returns whether a life went on behind the last noted step.
+    """Returns whether a process resumed after the last noted step.
 
-    The two steps after it may be whole without having been noted.
+    The next two steps may be complete without having been noted.
     """
     last = before[-1][0] if before else 0
     return last < steps[0][0] <= last + 3
@@ -99,7 +99,7 @@ def _life(folder: Path, part: str, delay: float) -> list[str]:
     """Kills a process `delay` seconds after `part` of its second step, or a later one, began.
 
     Returns:
-      The lines that it noted.
+      The lines that the process noted.
     """
     before = len(_lines(folder))
     process = _start(folder, FOR_EVER)
@@ -141,14 +141,14 @@ def _start(folder: Path, steps: int) -> subprocess.Popen[str]:
 
 
 def _lines(folder: Path) -> list[str]:
-    """Returns the whole lines that were noted; one that a kill cut off is left out."""
+    """Returns the complete lines that were noted, without a line that a kill cut off."""
     path = folder / "ledger"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 
 
 def _steps(lines: list[str]) -> list[tuple[int, str]]:
-    """Returns (number, loss) of the steps noted in lines."""
+    """Returns (number, loss) of the steps that are noted in `lines`."""
     parts = [line.split() for line in lines if line.startswith("step ")]
     return [(int(number), loss) for _, number, loss in parts]
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.paged_faults_run FOLDER STEPS
 
-Notes the beginning of each sweep over the optimizer's state, and each whole step with its loss.
+Notes the start of each sweep over the optimizer state, and each complete step with its loss.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LAYERS, WIDTH, ROWS = 12, 256, 8
 
 
 class Layers(nnx.Module):
-    """Matrices one after the other."""
+    """A model of matrices that are applied one after the other."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.kernel = nnx.Param(0.02 * jax.random.normal(rngs.params(), (LAYERS, WIDTH, WIDTH)))
         self.scale = nnx.Param(np.ones(WIDTH, np.float32))
 
     def loss(self, batch: dict[str, jax.Array]) -> Any:
-        """Squared error."""
+        """Returns the squared error."""
 
         def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
             return x + 0.1 * jax.nn.relu(x @ kernel), None
@@ -44,13 +44,13 @@ class Layers(nnx.Module):
 
 
 def batch_of(step: int) -> dict[str, np.ndarray]:
-    """Inputs and targets of a step, the same in every life of a run."""
+    """Returns inputs and targets of a step, the same after every restart of a run."""
     random = np.random.default_rng(step)
     return {name: random.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in "xy"}
 
 
 def main(folder: Path, steps: int) -> None:
-    """Trains until `steps`; adds "sweep" and "step NUMBER LOSS" lines to FOLDER/ledger."""
+    """Trains until step `steps`; writes "sweep" and "step NUMBER LOSS" to FOLDER/ledger."""
     offload = OffloadConfig(
         params="nvme", activations="nvme", folder=str(folder / "store"), durable=True
     )

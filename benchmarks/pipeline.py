@@ -1,7 +1,7 @@
 """A pipeline's memory, traffic and idle time: `python -m benchmarks.pipeline [memory|wire|bubble]`.
 
-The first two are compiled for H100s (extra `plan`); nothing of them is a
-measurement of a GPU. The third is timed on this machine.
+`memory` and `wire` are compiled for H100s (extra `plan`) and are no measurements of a GPU. `bubble`
+is timed on this machine.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ WIRE_CASES = (
     *(Case(zero=zero, data=32, stage=8, model=2, microbatches=16) for zero in (1, 3)),
 )
 LINK = 50e9
-"""Bytes per second of a 400 Gb/s link, to which a message's time is compared."""
+"""Bytes per second of a 400 Gb/s link, with which the time of a message is compared."""
 H100_FLOPS, H100_BYTES = 989e12, 3.35e12
-"""bfloat16 products and memory, per second, as NVIDIA's data sheet has them."""
+"""bfloat16 FLOP/s and memory bytes/s of an H100, from NVIDIA's data sheet."""
 MB = 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the named parts, or all; one record each."""
+    """Runs the named parts, or all, and writes one record for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     add_arguments(parser)
@@ -92,7 +92,7 @@ def _small(case: Case) -> Case:
 
 
 def measure_memory(smoke: bool) -> Record:
-    """One row per schedule and number of microbatches; a smoke run only plans."""
+    """Returns a row per schedule and number of microbatches; a smoke run only makes the plans."""
     if smoke:
         plan = make_case_plan(_small(Case()), jax.devices())
         assert plan.pipeline is not None
@@ -142,7 +142,7 @@ def _memory_row(case: Case) -> dict[str, Any]:
 
 
 def _roles_notes() -> list[str]:
-    """What lies on a device at the peak, for every stage of ZeRO."""
+    """Returns notes on the arrays of a device at the peak, for every ZeRO stage."""
     notes = []
     for zero in range(4):
         with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +165,7 @@ def _roles_notes() -> list[str]:
 
 
 def measure_wire(smoke: bool) -> Record:
-    """One row per program; a smoke run only plans."""
+    """Returns one row per program; a smoke run only makes the plans."""
     if smoke:
         plan = make_case_plan(_small(Case()), jax.devices())
         assert plan.pipeline is not None
@@ -220,7 +220,7 @@ def _wire_row(built: Built) -> dict[str, Any]:
 
 
 def _beside(built: Built, permute: hlo.Collective) -> float:
-    """How many times a message could travel while what is scheduled beside it runs."""
+    """Returns how often a message could be sent during the computation beside it."""
     overlap = built.overlap[permute.name]
     seconds = max(overlap.matmul_flops / H100_FLOPS, overlap.hbm_bytes / H100_BYTES)
     return seconds / (permute.wire_bytes / LINK)

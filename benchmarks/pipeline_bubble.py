@@ -1,9 +1,9 @@
-"""How long a pipeline's steps take, against its arithmetic: stages that wait, and stages that
+"""Time of a pipeline's steps relative to its schedule table, for stages that sleep and stages that
 compute.
 
-Waiting: a layer occupies its device for a set time without occupying a core (a callback that
-sleeps), so that four devices work side by side on two cores. Computing: matrix products, two stages
-on two cores, against data parallelism over the same two.
+Waiting stages: a layer occupies its device for a set time without using a core (a callback that
+sleeps), so that four devices can run at the same time on two cores. Computing stages: matrix
+products, two stages on two cores, compared with data parallelism over the same two cores.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from zerojax.plan.schedules import Costs, simulate
 NUM_DEVICES = 4
 SCHEDULES = ("1f1b", "gpipe", "interleaved(2)", "zb_h1", "1f1b_classic")
 SLOT_MS = 40.0
-"""Of one microbatch on one stage: forward, gradients of inputs and gradients of weights, each."""
+"""Milliseconds of each slot of a microbatch on a stage: forward, input gradients, weight
+gradients."""
 LIMIT = 1.10
-"""Of a step's time over what the table says. What is left is the rest of the step and the host."""
+"""Limit of a step's time relative to the schedule table; the rest of the step and the host add to
+it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """schedules, milliseconds of a slot and microbatches of the first part; microbatches, width and
-    rows of the products of the second; rounds of both."""
+    """Sizes of both parts: schedules, milliseconds per slot and microbatches of waiting stages;
+    microbatches, width and rows of the products of computing stages; rounds of both."""
 
     schedules: tuple[str, ...]
     milliseconds: float
@@ -53,7 +55,7 @@ SMOKE = Sizes(("1f1b", "zb_h1"), 1.0, (4,), (2,), 8, 2, 1)
 
 
 def measure(smoke: bool) -> Record:
-    """One row per schedule and number of microbatches, then one per number for real products."""
+    """Returns rows of waiting stages, then rows of computing stages, by number of microbatches."""
     sizes = SMOKE if smoke else FULL
     rows, goals = _measure_waiting(sizes)
     more_rows, more_goals = _measure_computing(sizes)
@@ -125,9 +127,11 @@ def _waiting_plan(schedule: str, number: int, milliseconds: float) -> tuple[Any,
 
 
 def _waiting_layer(milliseconds: float, *, split: bool) -> Callable[..., jax.Array]:
-    """x * scale, which takes so long forward, and as long for each of its two gradients.
+    """Returns a layer x * scale that sleeps in the forward pass and for each of its two gradients.
 
-    split: the two gradients wait by themselves, for schedules in which one of them is made later.
+    Args:
+      milliseconds: time of each sleep.
+      split: sleep separately for the two gradients, for schedules that compute one of them later.
     """
     one, both = _wait(milliseconds), _wait(2 * milliseconds)
 
@@ -158,7 +162,7 @@ def _wait(milliseconds: float) -> Callable[[jax.Array], jax.Array]:
         return jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     def wait(x: jax.Array) -> jax.Array:
-        # JAX takes callbacks only where no mesh axis is left to the compiler.
+        # JAX accepts callbacks only if no mesh axis is left to the compiler.
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return (over_auto_axes(call, P(), P()) if manual else call)(x)
 
@@ -214,7 +218,7 @@ def _measure_computing(sizes: Sizes) -> tuple[list[dict[str, Any]], list[Goal]]:
 
 
 def _slope(sizes: Sizes, seconds: Mapping[Any, float], name: str) -> float:
-    """Seconds of one more microbatch, by the two largest numbers of them."""
+    """Returns the seconds of one more microbatch, from the two largest numbers of microbatches."""
     *_, few, many = (0, *sizes.computing)
     return (seconds[name, many] - (seconds[name, few] if few else 0)) / (many - few)
 
@@ -225,7 +229,7 @@ def _slope(sizes: Sizes, seconds: Mapping[Any, float], name: str) -> float:
 def _plan(
     block: type, width: int, layers: int, mesh: Mapping[str, Any], microbatches: int, *, rows: int
 ) -> tuple[Any, Any]:
-    """A plan of so many blocks between two small linear layers, and a batch for it."""
+    """Returns a plan of `layers` blocks between two small linear layers, and a batch for it."""
 
     def factory(rngs: nnx.Rngs) -> Any:
         embed, head = nnx.Linear(4, width, rngs=rngs), nnx.Linear(width, 1, rngs=rngs)
@@ -254,7 +258,7 @@ def _plan(
 
 
 def _side(plan: Any, batch: Any) -> Side:
-    """Steps of a plan, one after the other."""
+    """Returns the side that runs steps of a plan, one after the other."""
     state, step = zerojax.init_state(plan), zerojax.build_step(plan)
     placed = zerojax.shard_batch(plan, batch)
 

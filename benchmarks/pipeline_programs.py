@@ -1,7 +1,7 @@
-"""A GPT on a pipeline, compiled for H100s, and what its traffic should be.
+"""A GPT on a pipeline, compiled for H100s, and the traffic that is expected of it.
 
-Knows how the step of a plan is compiled and read. The expectations are written out here, not taken
-from zerojax's formulas: p stages, m microbatches, N data shards; 1f1b has m + p - 1 ticks with an F
+Compiles the step of a plan and reads the program. Expected values are computed here, not by
+zerojax's formulas: p stages, m microbatches, N data shards; 1f1b has m + p - 1 ticks with an F
 slot and as many with a B slot, on every stage.
 """
 
@@ -35,12 +35,13 @@ SMALL = GPT2Config(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step: one sequence per data shard and microbatch, bfloat16 with float32 masters.
+    """One step with a sequence per data shard and microbatch, bfloat16 with float32 masters.
 
     Attributes:
-      data, stage, model: sizes of the mesh's axes; microbatches: per step.
-      zero, schedule, stash: of the mesh options.
-      config: of the model.
+      data, stage, model: sizes of the mesh axes.
+      microbatches: number of microbatches per step.
+      zero, schedule, stash: values of the mesh options of these names.
+      config: sizes of the model.
     """
 
     data: int = 2
@@ -65,31 +66,31 @@ class Case:
 
     @property
     def ticks(self) -> int:
-        """With an F slot, and also with a B slot, of 1f1b and gpipe."""
+        """Returns the number of ticks with an F slot, equal to that with a B slot."""
         return self.microbatches + self.stage - 1
 
     @property
     def layer_parameters(self) -> float:
-        """Of the matrices in one stage's layers, of one shard of tensor parallelism."""
+        """Returns the number of matrix elements of a stage's layers in a tensor-parallel shard."""
         config = self.config
         return 12 * config.embed_dim**2 * config.num_layers / self.stage / self.model
 
     @property
     def common_parameters(self) -> float:
-        """Of the token table and the position table, which every stage has."""
+        """Returns the parameters of the token and the position table, which every stage has."""
         config = self.config
         return (config.vocab_size / self.model + config.max_seq_len) * config.embed_dim
 
     @property
     def message(self) -> int:
-        """Bytes of the activation of one microbatch."""
+        """Returns the bytes of the activation of one microbatch."""
         return BF16 * self.config.max_seq_len * self.config.embed_dim
 
     @property
     def forward_flops(self) -> float:
-        """Of one stage's layers for one microbatch, one shard of tensor parallelism.
+        """Returns forward FLOPs of a stage's layers for a microbatch, of one tensor-parallel shard.
 
-        Of causal attention the scores that are seen: cuDNN computes no others.
+        Counts only the unmasked scores of causal attention, as cuDNN computes no others.
         """
         tokens, width = self.config.max_seq_len, self.config.embed_dim
         layer = 2 * 12 * width**2 * tokens + 2 * 2 * (tokens * (tokens + 1) // 2) * width
@@ -97,38 +98,40 @@ class Case:
 
     @property
     def layer_units(self) -> int:
-        """How many times a device sends its layers' weights or gradients over `data` in a step.
+        """Returns how often a device sends its layers' weights or gradients over `data` in a step.
 
-        0: an all-reduce counts twice; 1: one gather, one scatter; 2: a scatter in every B slot; 3:
-        a gather in every F and every B slot, and the scatter.
+        By ZeRO stage. 0: an all-reduce, which counts twice; 1: one gather and one scatter; 2: a
+        scatter in every B slot; 3: also a gather in every F and every B slot.
         """
         return (2, 2, 1 + self.ticks, 3 * self.ticks)[self.zero]
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes over `data` for the layers."""
+        """Returns the bytes sent over `data` for the layers."""
         return self.layer_units * BF16 * self.layer_parameters * (self.data - 1) / self.data
 
     @property
     def common_bytes(self) -> float:
-        """Bytes over `data` and `stage` together for the tables: summed, or gathered and scattered,
-        once."""
+        """Returns the bytes sent over `data` and `stage` together for the two tables.
+
+        They are summed, or gathered and scattered, once per step."""
         members = self.data * self.stage
         return 2 * BF16 * self.common_parameters * (members - 1) / members
 
     @property
     def permute_bytes(self) -> float:
-        """Bytes that a device in the middle sends to its neighbours."""
+        """Returns the bytes that a device of a middle stage sends to its neighbours."""
         return 2 * self.ticks * self.message
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What was compiled, read.
+    """Facts read from a compiled step.
 
     Attributes:
-      collectives: all of one step; overlap: by the name of a collective; live: what lies on a
-        device at the peak, where that was asked for.
+      collectives: all collectives of one step.
+      overlap: overlap with computation by the name of a collective.
+      live: arrays of a device at the peak, if requested.
     """
 
     case: Case
@@ -140,7 +143,7 @@ class Built:
     live: LiveAtPeak | None = None
 
     def over(self, *axes: str) -> list[hlo.Collective]:
-        """Collectives whose group spans exactly these mesh axes."""
+        """Returns the collectives whose groups span exactly these mesh axes."""
         return [c for c in self.collectives if self._axes(c) == axes]
 
     def _axes(self, collective: hlo.Collective) -> tuple[str, ...]:
@@ -155,18 +158,18 @@ class Built:
 
     @property
     def steady_permutes(self) -> list[hlo.Collective]:
-        """Of the loop in which every tick has both an F and a B slot; for m above p."""
+        """Returns the permutes of the loop of ticks with both an F and a B slot (m above p)."""
         least = self.case.microbatches - 1  # the first tick may stand before the loop
         return [c for c in self.permutes if c.times >= least and c.loop_depth]
 
 
 def wire(found: Iterable[hlo.Collective]) -> int:
-    """Bytes that one device sends in a step."""
+    """Returns the bytes that one device sends in a step."""
     return sum(c.wire_bytes * c.times for c in found)
 
 
 def make_case_plan(case: Case, devices: Any) -> Plan:
-    """The plan of a case for these devices."""
+    """Returns the plan of a case for these devices."""
     rows = case.data * case.microbatches
     tokens = jax.ShapeDtypeStruct((rows, case.config.max_seq_len), np.int32)
     mesh = MeshConfig(data=case.data, stage=case.stage, model=case.model)

@@ -1,6 +1,7 @@
-"""The same training on several devices, written by hand: shardings for the state, the rest is JAX.
+"""The same training on several devices by hand: shardings of the state, and JAX does the rest.
 
-Knows Flax, optax and `NamedSharding`; uses nothing of zerojax, so that it can be compared.
+Uses Flax, optax and `NamedSharding`, and nothing of zerojax, so that zerojax can be compared with
+it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from benchmarks import plain_jax
 def lower_step(
     factory: Callable[[nnx.Rngs], nnx.Module], tx: optax.GradientTransformation, batch: Any
 ) -> jax.stages.Lowered:
-    """The traced step of a model over all devices.
+    """Traces and lowers the step of a model over all devices.
 
-    Parameters and moments lie split over the devices along their largest dimension that these
-    divide, batches along their rows; gathers and reductions are the compiler's.
+    Parameters and moments are sharded along their largest dimension that the number of devices
+    divides, batches along their rows; the compiler adds gathers and reductions.
 
     Args:
-      factory: of the model, which has `loss(batch) -> (sum, weight)`.
-      tx: the optimizer; batch: an example of the global batch.
+      factory: builds the model, which has `loss(batch) -> (sum, weight)`.
+      tx: optimizer.
+      batch: example of the global batch.
     """
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     params = jax.eval_shape(lambda: plain_jax.init_params(factory))
@@ -51,7 +53,7 @@ def lower_step(
 
 
 def _spec(shape: tuple[int, ...], devices: int) -> P:
-    """Splits the largest dimension that the devices divide; where there is none, nothing."""
+    """Shards the largest dimension that the devices divide; shards nothing if there is none."""
     divided = [dim for dim, size in enumerate(shape) if size % devices == 0]
     if devices == 1 or not divided:
         return P()

@@ -1,6 +1,6 @@
-"""The same training written by hand in plain JAX: what a careful user would have without zerojax.
+"""The same training by hand in plain JAX, as a careful user would write it without zerojax.
 
-Knows Flax, optax and one jitted, donated step; uses nothing of zerojax, so that it can be compared.
+Uses Flax, optax and one jitted, donated step, and nothing of zerojax, so that both can be compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Params = dict[str, jax.Array]
 
 
 def init_params(factory: Callable[[nnx.Rngs], nnx.Module], seed: int = 0) -> Params:
-    """{name: float32 array}, made on the device by one program."""
+    """Returns {name: float32 array}, initialized on the device by one program."""
 
     def build(key: jax.Array) -> Params:
         _, state = nnx.split(factory(nnx.Rngs(key)))
@@ -27,14 +27,14 @@ def init_params(factory: Callable[[nnx.Rngs], nnx.Module], seed: int = 0) -> Par
 
 
 def build_model(factory: Callable[[nnx.Rngs], nnx.Module], params: Params) -> nnx.Module:
-    """The module with these parameters."""
+    """Returns the module with these parameters."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: factory(nnx.Rngs(0))))
     flat = [(path, like.replace(params[name])) for path, like, name in _paths(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 def build_loss(factory: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Params, Any], jax.Array]:
-    """`loss(params, batch)`: the mean over the batch of the model's own loss."""
+    """Returns `loss(params, batch)`, the mean over the batch of the model's own loss."""
 
     def loss(params: Params, batch: Any) -> jax.Array:
         total, weight = build_model(factory, params).loss(batch)
@@ -49,9 +49,9 @@ def build_step(
     *,
     compute_dtype: Any = jnp.float32,
 ) -> Callable[[Params, Any, Any], tuple[Params, Any, jax.Array]]:
-    """`step(params, opt_state, batch) -> (params, opt_state, loss)`, jitted, the state donated.
+    """Builds a jitted `step(params, opt_state, batch) -> (params, opt_state, loss)`, state donated.
 
-    The masters are float32; forward and backward read them in `compute_dtype`.
+    Master weights are float32; forward and backward pass use them in `compute_dtype`.
     """
     loss = build_loss(factory)
 
@@ -66,7 +66,7 @@ def build_step(
 
 
 def build_nnx_step(model: nnx.Module, tx: optax.GradientTransformation) -> Callable[[Any], Any]:
-    """`step(batch) -> loss` in Flax's own way: `nnx.jit` around the module and its optimizer."""
+    """Builds `step(batch) -> loss` in Flax's own way: `nnx.jit` of the module and its optimizer."""
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def loss_of(model: Any, batch: Any) -> jax.Array:

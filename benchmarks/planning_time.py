@@ -1,6 +1,6 @@
 """Planning of a Python list of layers, per layer, and of a model of many arrays: CPU seconds.
 
-Every sample is a process of its own; medians. The plans are ZeRO 3 on 8 absent devices.
+Every sample is a separate process; results are medians. Plans are for ZeRO 3 on 8 absent devices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NNX, NNX_OPTAX, LINEN, DENSE = "nnx, own", "nnx, optax", "linen, own", "arrays, 
 
 
 class LinenBlock(nn.Module):
-    """A layer of attention and MLP, [rows, tokens, width] to the same."""
+    """A layer of attention and MLP; maps [rows, tokens, width] to the same shape."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ def _linen_loss(model: Any, batch: Any) -> jax.Array:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records; with `--one`, plans one model in this process."""
+    """Writes the record; with `--one`, plans one model in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="processes of each model")

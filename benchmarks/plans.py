@@ -1,9 +1,8 @@
-"""What the run files in configs/ need on the GPUs they are named after, compiled without a GPU.
+"""Memory, traffic and time of the run files in configs/ on the GPUs in their names, without a GPU.
 
-One row per file: the compiled peak, that with every matrix product by cuBLAS (a GPU tries each
-product and takes Triton's kernel or cuBLAS's; the compile-only client cannot try), the bytes on the
-wire in ZeRO's units and between experts, and the roofline. Needs the extra `plan`; nothing here is
-a measurement of a GPU.
+One row per file: the compiled peak, the peak with every matrix product by cuBLAS (a GPU times each
+product with Triton and cuBLAS; the compile-only client cannot), the bytes sent in ZeRO's units and
+between experts, and the roofline. Needs the extra `plan`; nothing here is a measurement of a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ OFFLOADED = (
     ("gpt_175b_files_8xh200", "h200", 8),
     ("gpt_1t_files_8xh200", "h200", 8),
 )
-"""`SEARCHED` and `OFFLOADED`: with attention of the file alone."""
+"""Run files of `SEARCHED` and `OFFLOADED` are compiled only with their own attention setting."""
 STORED_SCORES = {
     "llama_7b_zero2_8xh100": ("model.remat=full", "mesh.unroll=false"),
     "llama_1b_zero1_8xh100": ("model.remat=full", "mesh.unroll=false"),
@@ -51,20 +50,21 @@ STORED_SCORES = {
     "olmoe_7b_expert_8xh100": ("model.remat=full", "num_microbatches=64"),
     "llama_405b_zero3_512xh200": ("model.remat=full", "mesh.model=8", "num_microbatches=16"),
 }
-"""Settings with which stored scores fit, where those of the file are for attention without them."""
+"""Settings with which stored scores fit, for run files whose settings need attention without
+them."""
 WIRE_LIMIT, EXPERT_WIRE_LIMIT = 1.03, 1.01
 GIB = 2**30
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compiles and records."""
+    """Compiles the cases and writes the record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     write_record(measure(arguments.smoke), arguments, load_before, compiler=_compiler())
 
 
 def measure(smoke: bool) -> Record:
-    """One row per run file; a smoke run takes the formulas of the smallest alone."""
+    """Returns one row per run file; a smoke run only uses the formulas, for the smallest file."""
     cases = CASES[:1] if smoke else CASES
     rows = [_row(*case, attention) for case in cases for attention in ("xla", "auto")]
     rows += [] if smoke else [_row(*case, "auto") for case in (*SEARCHED, *OFFLOADED)]
@@ -131,7 +131,7 @@ def _row(name: str, gpu: str, devices: int, attention: str) -> dict[str, Any]:
 
 
 def _with_options(plan: Plan, options: Mapping[str, Any]) -> Plan:
-    """The plan with further compiler options, on whatever mesh it is made again for."""
+    """Returns the plan with further compiler options, also if it is made for another mesh."""
 
     def remake(mesh: Any) -> Plan:
         made = plan.remake(mesh)

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- comparison: begin -->\n", "<!-- comparison: end -->\n"
 
 LEFT_OUT = ("optax + nnx.jit", "torch.compile", "optax + nnx, data parallel")
-"""Ways that stand in the result only."""
+"""Ways that are only in the result file."""
 
 SHORT = (
     "optax + nnx, jax.jit",
@@ -42,18 +42,18 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("max_loss_diff", "loss differs by", "{:.0e}"),
     ("lines", "lines", "{:d}"),
 )
-"""(key of a row, heading, format)."""
+"""Columns as (key of a row, heading, format)."""
 
 
 def comparison(record: Mapping[str, Any], ways: Sequence[str] = ()) -> str:
-    """Machine, one line per way, and the ratios in words, as Markdown.
+    """Returns machine, one line per way, and the ratios in words, as Markdown.
 
     Args:
-      record: the result of `benchmarks.compare`.
-      ways: the rows and no words; empty for all rows but `LEFT_OUT`, with words.
+      record: result of `benchmarks.compare`.
+      ways: ways to show, without the ratios; if empty, all ways except `LEFT_OUT`, with the ratios.
 
     Returns:
-      "" for a smoke run, whose figures mean nothing.
+      The Markdown, or "" for a smoke run, whose figures mean nothing.
     """
     if record["smoke"]:
         return ""
@@ -75,7 +75,7 @@ def comparison(record: Mapping[str, Any], ways: Sequence[str] = ()) -> str:
 
 
 def with_comparison(page: str, part: str) -> str:
-    """The page with `part` between its two marks.
+    """Returns the page with `part` between its two marks.
 
     Raises:
       ValueError: a mark is missing.

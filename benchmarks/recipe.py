@@ -1,6 +1,6 @@
-"""The numbers with which benchmarks build an optimizer of zerojax: those of a run's default.
+"""Settings with which benchmarks build zerojax's optimizers: those of a run's default optimizer.
 
-Knows numbers; never a model, a learning rate or a clock.
+Contains numbers only; no model, learning rate or clock.
 """
 
 from __future__ import annotations

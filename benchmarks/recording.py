@@ -1,6 +1,6 @@
-"""What a benchmark leaves behind: a table on the screen and a JSON file.
+"""Output of a benchmark: a table on the screen and a JSON file.
 
-Knows rows and goals; never how they were measured.
+Handles rows and goals, independent of how they were measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A measured number that is to stay at or below a limit (or, `at_least`, at or above it)."""
+    """A measured number and its upper limit or, with `at_least`, its lower limit."""
 
     name: str
     value: float
@@ -37,10 +37,10 @@ class Record:
     """The outcome of one benchmark.
 
     Attributes:
-      name: of the benchmark, and of its file.
-      rows: what was measured, in the order of the table; every row has the same keys or fewer.
+      name: name of the benchmark and of its JSON file.
+      rows: measured rows in the order of the table; rows may lack some of the columns.
       goals: ratios and their limits, printed last.
-      notes: what a reader has to know to read the numbers.
+      notes: explanations of the numbers.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Record:
 
 
 def parse_arguments(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The two options that every benchmark has."""
+    """Parses the two options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
     add_arguments(parser)
     return parser.parse_args(argv)
@@ -66,7 +66,7 @@ def write_record(
 ) -> Path:
     """Prints the table, the notes and the goals, and writes the JSON file; returns its path.
 
-    A smoke run without `--out` writes to a temporary folder, never over a measurement.
+    A smoke run without `--out` writes to a temporary folder, so it never overwrites a measurement.
     """
     record, load = _with_load(record, arguments, load_before)
     print(f"\n{record.name}" + " (smoke: times mean nothing)" * arguments.smoke)
@@ -85,9 +85,9 @@ def write_record(
 def save_so_far(
     record: Record, arguments: argparse.Namespace, load_before: float, **more: Any
 ) -> Path:
-    """Writes the JSON file of a benchmark that goes on, and prints its newest row as one line.
+    """Writes the JSON file of a benchmark that continues, and prints its newest row as one line.
 
-    What is ended by a time limit has then left what it had measured.
+    If a time limit ends the benchmark, the rows measured so far are in the file.
     """
     record, load = _with_load(record, arguments, load_before)
     if record.rows:
@@ -130,7 +130,7 @@ def _write(
         "notes": list(record.notes),
         **more,
     }
-    # Whole or not at all: a time limit may end the process at any moment.
+    # Written by a rename, since a time limit may end the process at any moment.
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)
@@ -138,7 +138,7 @@ def _write(
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns in the order in which their names first appear; numbers to four digits."""
+    """Formats rows as a table: columns in the order of first appearance, numbers to four digits."""
     if not rows:
         return "  nothing was measured"
     columns = list(dict.fromkeys(key for row in rows for key in row))

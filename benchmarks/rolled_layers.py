@@ -1,10 +1,10 @@
-"""Layers of a Python list that became a loop, beside the same in a scan and left as they are.
+"""Layers of a Python list as a loop, compared with layers in a scan and with unrolled layers.
 
-Three forms of one decoder, whose user checkpoints every layer: `rolled` (a list, which the plan
-rolls), `scanned` (its twin, `zerojax.Stages`) and `unrolled` (the list with roll=off). On 8 CPU
-devices: processor time to plan, trace, lower and compile the step, and its temporaries. Compiled
-for 8 H100, where the extra `plan` is there: temporaries, ZeRO's units on the wire, and the share of
-the wire's time that products scheduled beside it last. Nothing is run.
+Three forms of one decoder that checkpoints every layer: `rolled` (a list, which the plan converts
+to a loop), `scanned` (the same model with `zerojax.Stages`) and `unrolled` (the list with
+roll=off). On 8 CPU devices: processor time to plan, trace, lower and compile the step, and its
+temporaries. Compiled for 8 H100, if the extra `plan` is installed: temporaries, units sent, and the
+share of the time of communication that overlaps with matrix products. Nothing is run.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ UNROLLED_DEPTHS = (4, 12, 24)
 DEPTHS_AT_STAGE_2 = (4, 12)
 COMPILE_LIMIT = 1.2
 UNROLLED_LIMIT = 1.1
-"""Of stages 1 and 2 over stage 3, without rolling; two measurements differ by as much."""
+"""Limit of compile time of stages 1 and 2 relative to stage 3, unrolled; measurements vary as
+much."""
 REPEATS = 3
 MEMORY_LIMIT = 1.02
 NEAR = 1.01
-"""Of wire and hidden share, either way."""
+"""Tolerance of bytes sent and of their hidden share, in both directions."""
 MB = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the decoder and of one device's rows.
+    """Sizes of the decoder and of one device's batch.
 
     Attributes:
-      rows: of one device; precision: of the plan.
+      rows: number of rows per device.
+      precision: precision of the plan.
     """
 
     width: int
@@ -63,27 +65,27 @@ class Sizes:
 
     @property
     def layer_parameters(self) -> int:
-        """Of six arrays: two norms, queries with keys and values, attention's output, the MLP."""
+        """Returns a layer's parameters: two norms, query/key/value, attention output, MLP."""
         return 12 * self.width**2 + 2 * self.width
 
     @property
     def carry_bytes(self) -> int:
-        """What a checkpointed layer keeps on each device: its input."""
+        """Returns the bytes that a checkpointed layer stores on each device, its input."""
         return self.rows * self.tokens * self.width * self._itemsize
 
     @property
     def inherent_bytes(self) -> int:
-        """What every layer adds to the temporaries of stage 3, whoever runs it.
+        """Returns the bytes that every layer adds to the temporaries of stage 3, in any form.
 
-        Its input and its piece of the gradients; in bfloat16 also its piece of the weights, cast
-        from float32 before it is gathered.
+        These are its input and its shard of the gradients; in bfloat16 also its shard of the
+        weights, cast from float32 before the gather.
         """
         pieces = 1 if self.precision == "fp32" else 2
         return self.carry_bytes + pieces * self.layer_parameters * self._itemsize // NUM_DEVICES
 
     @property
     def dtype(self) -> Any:
-        """Of what the layers hand on."""
+        """Returns the dtype of the activations between layers."""
         return jnp.dtype(jnp.float32 if self.precision == "fp32" else jnp.bfloat16)
 
     @property
@@ -93,13 +95,13 @@ class Sizes:
 
 ON_CPU = Sizes(width=64, heads=4, vocab=512, tokens=64, rows=1, precision="fp32")
 WIDER = dataclasses.replace(ON_CPU, width=256)
-"""Without rolling, where a layer's buckets are its own (`collectives.FULL_ENOUGH`)."""
+"""Sizes for unrolled layers, large enough for separate buckets (`collectives.FULL_ENOUGH`)."""
 ON_H100 = Sizes(width=1024, heads=8, vocab=4096, tokens=1024, rows=4, precision="bf16")
 TINY = Sizes(width=16, heads=2, vocab=32, tokens=16, rows=1, precision="fp32")
 
 
 class Block(nnx.Module):
-    """One layer of a decoder, [rows, tokens, width] to the same."""
+    """One layer of a decoder; maps [rows, tokens, width] to the same shape."""
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs) -> None:
         width = sizes.width
@@ -135,7 +137,7 @@ class Listed(nnx.Module):
 
 
 class Scanned(nnx.Module):
-    """The same decoder with its layers stacked beforehand."""
+    """The same decoder with stacked layers in a scan."""
 
     def __init__(self, sizes: Sizes, num_layers: int, rngs: nnx.Rngs) -> None:
         self.parts = zerojax.Stages(
@@ -152,14 +154,14 @@ class Scanned(nnx.Module):
 
 
 def loss_of(logits: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """(sum, number of tokens) of the cross-entropy; logits: [rows, tokens, vocab]."""
+    """Returns (sum of cross-entropy, number of tokens) for logits [rows, tokens, vocab]."""
     logs = jax.nn.log_softmax(logits.astype(jnp.float32))
     picked = jnp.take_along_axis(logs, batch["targets"][..., None], axis=-1)
     return -jnp.sum(picked), jnp.float32(batch["targets"].size)
 
 
 def plan_form(form: str, num_layers: int, sizes: Sizes, devices: Any, *, zero: int = 3) -> Plan:
-    """The plan of one form of the decoder."""
+    """Returns the plan of one form of the decoder."""
     make = Scanned if form == SCANNED else Listed
     tokens = jax.ShapeDtypeStruct((NUM_DEVICES * sizes.rows, sizes.tokens), np.int32)
     plan = make_plan(
@@ -180,9 +182,9 @@ class GpuStep:
     """A step that was compiled for 8 H100.
 
     Attributes:
-      temporary: bytes per device, without arguments and outputs.
-      wire_units: what one device sends, in units of all its bfloat16 weights x 7/8.
-      hidden: share of the wire's time that products scheduled beside it last, at published peaks.
+      temporary: bytes of temporaries per device, without arguments and outputs.
+      wire_units: bytes that a device sends, in units of all bfloat16 weights x 7/8.
+      hidden: share of communication time that overlaps with products, at published peak rates.
     """
 
     temporary: int
@@ -212,7 +214,7 @@ def compile_for_h100(form: str, num_layers: int, sizes: Sizes, *, zero: int = 3)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
@@ -242,7 +244,7 @@ def _rows(smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def _cpu_row(form: str, depth: int, sizes: Sizes) -> dict[str, Any]:
-    """The fastest of some compilations; where many layers are left alone, of one."""
+    """Returns the fastest of several compilations; of one compilation for many unrolled layers."""
     tries = 1 if form == UNROLLED or sizes is TINY else REPEATS
     rows = [_compile_on_cpus(form, depth, sizes) for _ in range(tries)]
     return min(rows, key=lambda row: row["lower_and_compile_cpu_s"])
@@ -269,7 +271,7 @@ def _compile_on_cpus(form: str, depth: int, sizes: Sizes) -> dict[str, Any]:
 
 
 def _stages_unrolled() -> Iterator[dict[str, Any]]:
-    """The fastest compilation of each stage, taken in turns."""
+    """Returns the fastest compilation of each stage, measured in alternation."""
     depth, best = UNROLLED_DEPTHS[1], dict.fromkeys((3, 2, 1), math.inf)
     temporary = {}
     for _, zero in itertools.product(range(REPEATS), best):
@@ -302,7 +304,7 @@ def _row(
 
 
 def count_instructions(compiled: jax.stages.Compiled) -> int:
-    """Of a compiled program, each of its computations once."""
+    """Counts the instructions of a compiled program, each of its computations once."""
     computations = hlo.read_program(compiled.as_text() or "").computations.values()
     return sum(len(computation.instructions) for computation in computations)
 
@@ -311,7 +313,7 @@ def count_instructions(compiled: jax.stages.Compiled) -> int:
 
 
 def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """What compiling, temporaries, wire and hidden share of the rolled step are held to."""
+    """Returns the goals of the rolled step: compile time, temporaries, bytes sent, hidden share."""
     goals = [*_growth_with_depth(rows), *_unrolled_stages(rows)]
     for row, twin in _pairs(rows):
         name = f"{row['on']}, zero {row['zero']}, {row['layers']} layers: rolled / scanned"
@@ -339,7 +341,7 @@ def _growth_with_depth(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
 
 
 def _unrolled_stages(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """Compiling at stages 1 and 2 over stage 3, without rolling."""
+    """Returns goals of compile time at stages 1 and 2 relative to stage 3, unrolled."""
     key = "lower_and_compile_cpu_s"
     times = {row["zero"]: row[key] for row in rows if "width" in row}
     return [
@@ -356,7 +358,7 @@ def _unrolled_stages(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
 def _pairs(
     rows: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Each rolled row with its scanned twin."""
+    """Returns each rolled row with the scanned row of the same case."""
     of = {
         (row["on"], row["zero"], row["layers"], row["form"]): row
         for row in rows

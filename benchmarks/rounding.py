@@ -1,8 +1,8 @@
-"""What rounding a trained model's kernels costs, and what quantization-aware training recovers.
+"""Loss added by rounding a trained model's kernels, and the part that QAT recovers.
 
-The model of `make train`, trained with three seeds. From the same checkpoint it is trained further,
-once with kernels rounded in the forward pass and once without. Losses are of the validation part of
-the text, per byte, before and after rounding.
+QAT is quantization-aware training. The model of `make train` is trained with three seeds. From each
+checkpoint it is trained further, once with kernels rounded in the forward pass and once without.
+Losses are those of the validation text, per byte, before and after rounding.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from zerojax.zoo import build_model
 NAMES = ("int8", "int4")
 SEEDS = (0, 1, 2)
 FIRST, FURTHER = 300, 150
-"""Steps without rounding, and further steps with and without."""
+"""Numbers of steps without rounding, and of further steps with and without rounding."""
 RUN = ("cpu_devices=2", "eval_every=1000", "log.every=50", f"checkpoint.every={FIRST}")
 TINY = ("embed_dim=32", "num_layers=2", "global_batch_size=4")
 ROWS = 128
-"""Validation rows; also the vocabulary of bytes is 256."""
+"""Number of validation rows."""
 MOST_PERPLEXITY, LEAST_RECOVERED = 1.005, 0.5
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     write_record(measure(arguments.smoke), arguments, load_before)
 
 
 def measure(smoke: bool) -> Record:
-    """A row for each seed and format: losses, and the share of the loss by rounding recovered."""
+    """Returns a row for each seed and format: losses, and the recovered share of the added loss."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in SEEDS[:1] if smoke else SEEDS:
@@ -102,7 +102,7 @@ def _train(run: Path, words: list[str]) -> None:
 
 
 def _loss(run: Path, name: str | None, words: list[str]) -> float:
-    """Validation loss of a run, with its kernels rounded unless `name` is None."""
+    """Returns the validation loss of a run, with kernels rounded to `name` unless None."""
     dtype = "null" if name is None else f"fake_{name}"
     config = load(RunConfig, ROOT / CONFIG, [*words, f"matmul_dtype={dtype}"])
     model = zerojax.load_run(

@@ -1,7 +1,7 @@
 """Tokens per second of each GPU from 64 to 512 H100, at best, for 70B and 1T parameters.
 
-Every GPU takes the same number of sequences per step, as many at a time as fit by the compiled
-step; how many that are is guessed from two compiled peaks, and the guess compiled. Roofline bounds
+Every GPU computes the same number of sequences per step, as many at a time as fit in memory. This
+number is estimated from two compiled peaks, and the estimate is compiled. Roofline bounds
 of compiled programs; nothing here is a measurement of a GPU, and latencies are left out. Needs the
 extra `plan`.
 """
@@ -22,7 +22,7 @@ from zerojax.training.run_file import plan_from_config
 GPU = "h100"
 NUMBERS = (64, 128, 256, 512)
 SEQUENCES = 12
-"""Sequences of a group of GPUs with whole layers in a step: what divides it are microbatches."""
+"""Number of sequences per step of a group of GPUs that share layers; microbatches divide it."""
 AT_A_TIME = (1, 2, 3, 4, 6, 12)
 
 
@@ -31,7 +31,9 @@ class Case:
     """One model.
 
     Attributes:
-      name: in the table; file: its run file, changed by `words`; group: GPUs that share a sequence.
+      name: name in the table.
+      file: run file of the model, changed by `words`.
+      group: number of GPUs that share a sequence.
     """
 
     name: str
@@ -50,7 +52,7 @@ CASES = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compiles and records."""
+    """Compiles the cases and writes the record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     rows: list[dict[str, Any]] = []
@@ -78,7 +80,7 @@ def _record(rows: list[dict[str, Any]]) -> Record:
 
 
 def _compare(rows: list[dict[str, Any]]) -> None:
-    """Adds the rate of a GPU relative to that of the fewest GPUs that hold the model."""
+    """Adds to each row a GPU's rate relative to that on the fewest GPUs for the model."""
     first: dict[str, float] = {}
     for row in rows:
         rate = row["tokens_per_s_per_gpu"]
@@ -88,21 +90,21 @@ def _compare(rows: list[dict[str, Any]]) -> None:
 
 @dataclasses.dataclass
 class _Peaks:
-    """Compiled peaks of one model on the fewest GPUs that hold it, for first guesses on others."""
+    """Compiled peaks of a model on the fewest GPUs that hold it, to estimate peaks on more GPUs."""
 
     state: float = 0.0
     one: float = 0.0
     each: float = 0.0
 
     def guess(self, state: float, at_a_time: int) -> float:
-        """Returns the peak with another state; gradients are a third of it (4 of 12 bytes)."""
+        """Estimates the peak for another size of the state; gradients take a third of it."""
         return self.one + (at_a_time - 1) * self.each - 4 / 3 * (self.state - state)
 
 
 def _rows(case: Case, number: int, peaks: _Peaks, *, smoke: bool) -> list[dict[str, Any]]:
     """Returns the row of the most sequences at a time that fit; a smoke run compiles nothing.
 
-    On the fewest GPUs that hold the model there are also rows of fewer sequences.
+    For the fewest GPUs that hold the model, there are also rows with fewer sequences.
     """
     alone = _forecast(case, number, 1, "the state alone")
     state, limit = alone.memory.state, alone.verdict.limit
@@ -140,7 +142,7 @@ def _forecast(case: Case, number: int, at_a_time: int, why_formula: str | None =
 
 
 def _describe(case: Case, number: int, forecast: Any, at_a_time: int | None = None) -> dict:
-    """Returns a row; without `at_a_time`, of a model that does not fit."""
+    """Returns a row of the table; without `at_a_time` it says that the model does not fit."""
     estimate, fits = forecast.estimate, at_a_time is not None
     rate = estimate.tokens_per_second / number if fits else None
     return {

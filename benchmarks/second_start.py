@@ -1,6 +1,6 @@
-"""The second start of a run beside its first: compiled programs are kept in a folder.
+"""The second start of a run relative to its first, with compiled programs stored in a folder.
 
-A start is a whole process, imports included, until `zerojax.train` has taken one step; CPU seconds.
+A start is a process from its imports to the first step of `zerojax.train`; CPU seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ zerojax.train(factory, {{"data": {devices}, "zero": {zero}}}, batches=itertools.
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="pairs of starts of each run")

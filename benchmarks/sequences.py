@@ -1,13 +1,13 @@
 """The longest sequence with which Llama 8B trains on 1 and 8 H100, compiled without a GPU.
 
-Each row adds one means to the row before, one sequence for each GPU, or one over 8 of them. The
-length is found by doubling and then by halving the distance, to 1/16. It fits if the compiled peak
-is below what JAX may take of a card; cuDNN's workspace is not counted, nor is there a GPU that has
-run it. Needs the extra `plan`.
+Each row adds one setting to the row before, with one sequence per GPU, or one over 8 GPUs. The
+length is found by doubling and then by bisection, to 1/16. A length fits if the compiled peak is
+below the memory that JAX may use of a card. cuDNN's workspace is not counted, and no GPU has run
+the steps. Needs the extra `plan`.
 
 For comparison: Arctic Long Sequence Training, now part of DeepSpeed, reports 500 thousand tokens on
-one H100 and 3.7 million on 8 with the same model (arXiv:2506.13996). That was measured, and there a
-process may take all of a card, of which JAX takes 75 % unless it is told otherwise.
+one H100 and 3.7 million on 8 with the same model (arXiv:2506.13996). These numbers were measured,
+and used the whole memory of a card, of which JAX uses 75 % by default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OVER_8 = ("mesh.data=1", "mesh.context=8")
 INPUTS_ON_HOST = ("mesh.offload.activations=host",)
 STATE_ON_HOST = ("mesh.offload.opt_state=host", "mesh.offload.params=host")
 START, UNIT = 4096, 1024
-"""Tokens: where the search begins, and what divides every length, for each device of `context`."""
+"""Tokens per device of `context`: start of the search, and unit that divides every length."""
 ANCHORS = {1: 500_000, 8: 3_700_000}
 """Tokens that DeepSpeed reports (arXiv:2506.13996, abstract)."""
 TENFOLD, MILLION = 10, 2**20
@@ -41,10 +41,11 @@ TENFOLD, MILLION = 10, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row: what trains on so many GPUs.
+    """One row of the table: settings on a number of GPUs.
 
     Attributes:
-      words: settings beside those of the run file; context: over how many a sequence is split.
+      words: settings in addition to those of the run file.
+      context: number of GPUs over which a sequence is split.
     """
 
     means: str
@@ -53,7 +54,7 @@ class Case:
     context: int = 1
 
     def config(self, tokens: int) -> RunConfig:
-        """One sequence at a time for each GPU, or for all that share it."""
+        """Returns the settings: one sequence at a time per GPU, or per group of GPUs."""
         rows = self.devices // self.context
         length = (f"model.max_seq_len={tokens}", f"data.seq_len={tokens}")
         batch = (f"global_batch_size={rows}", "num_microbatches=1")
@@ -74,7 +75,7 @@ CASES = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compiles and records."""
+    """Compiles the cases and writes the record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     record = Record(name="sequences", rows=[], notes=[_compiler()])
@@ -101,7 +102,7 @@ def _rows(cases: tuple[Case, ...], *, smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def longest(fits: Callable[[int], bool], *, start: int, unit: int, most: int) -> int:
-    """The largest multiple of `unit` up to `most` that fits, to 1/16 of it; 0 where none does.
+    """Returns the largest multiple of `unit` up to `most` that fits, to 1/16; 0 if none fits.
 
     >>> longest(lambda tokens: tokens <= 100_000, start=4096, unit=1024, most=2**20)
     98304
@@ -120,7 +121,7 @@ def longest(fits: Callable[[int], bool], *, start: int, unit: int, most: int) ->
 
 
 def _forecast(case: Case, tokens: int) -> Any:
-    """None where the compiler gives up, as it does on arrays that no card could hold."""
+    """Returns None if the compiler fails, as it does for arrays that no card could hold."""
     plan = plan_from_config(case.config(tokens), case.devices)
     try:
         return zerojax.forecast(plan, gpu="h100", devices=case.devices, fast=True)
@@ -147,7 +148,7 @@ def _row(case: Case, tokens: int, found: Any) -> dict[str, Any]:
 
 
 def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """Both numbers of GPUs against stored scores, and 8 against a million tokens."""
+    """Returns goals of the longest sequence: 10 x stored scores; 2^20 tokens on 8 GPUs."""
     goals = []
     for devices in (1, 8):
         lengths = [row["tokens"] for row in rows if row["devices"] == devices]

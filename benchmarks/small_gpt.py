@@ -1,6 +1,6 @@
-"""The model most benchmarks use: a GPT of 3.5 million parameters, and its batches.
+"""The model that most benchmarks use: a GPT of 3.5 million parameters, and its batches.
 
-Knows sizes; never a mesh, a stage or a clock.
+Contains sizes only; no mesh, ZeRO stage or clock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flax import nnx
 from zerojax.data import TokenSource, tokens_of_array
 from zerojax.zoo import GPT2, GPT2Config
 
-# 3,487,232 parameters, with output weights of their own.
+# 3,487,232 parameters, with separate output weights.
 FULL = GPT2Config(
     vocab_size=512,
     max_seq_len=256,
@@ -29,17 +29,17 @@ BATCH_SIZE = 8
 
 
 def choose_config(smoke: bool) -> GPT2Config:
-    """The measured size, or one that only shows that the benchmark runs."""
+    """Returns the measured size or, for a smoke run, a tiny size."""
     return SMOKE if smoke else FULL
 
 
 def make_factory(config: GPT2Config) -> Callable[[nnx.Rngs], Any]:
-    """`rngs -> model`, as zerojax takes it."""
+    """Returns a function `rngs -> model`, which zerojax accepts as a model."""
     return lambda rngs: GPT2(config, rngs=rngs)
 
 
 def make_source(config: GPT2Config, batch_size: int = BATCH_SIZE) -> TokenSource:
-    """Batches of random tokens, enough that none is seen twice."""
+    """Returns batches of random tokens, so many that no batch is used twice."""
     count = 400 * batch_size * (config.max_seq_len + 1)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, count, dtype=np.uint16)
     return TokenSource(

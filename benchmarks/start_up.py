@@ -1,6 +1,6 @@
-"""What a user waits for before the first step: imports, planning, compilation.
+"""Time before the first step: imports, planning, compilation.
 
-Every sample is a fresh process; CPU seconds as the kernel counts them, medians of five.
+Every sample is a fresh process; medians of five, in CPU seconds counted by the kernel.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ zerojax.train(small_gpt.make_factory(config), None, small_gpt.make_source(config
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     write_record(measure(arguments.smoke), arguments, load_before)
 
 
 def measure(smoke: bool) -> Record:
-    """One row per program, run in turns."""
+    """Returns one row per program; the programs alternate."""
     programs = {name: text.format(smoke=smoke) for name, text in PROGRAMS.items()}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
     for repeat in range(1 if smoke else REPEATS + 1):
@@ -92,7 +92,7 @@ def measure(smoke: bool) -> Record:
 
 
 def run_program(program: str) -> tuple[float, float]:
-    """(CPU seconds, wall seconds) of a fresh Python process.
+    """Returns (CPU seconds, wall seconds) of a fresh Python process.
 
     Raises:
       RuntimeError: the program failed.
@@ -107,7 +107,7 @@ def run_program(program: str) -> tuple[float, float]:
 
 
 def slow_imports() -> list[str]:
-    """Modules that zerojax adds to jax, flax.nnx and optax and that take long by themselves."""
+    """Returns the slowest modules that zerojax imports in addition to jax, flax.nnx and optax."""
     program = "import jax, flax.nnx, optax; " + PROGRAMS["every public name of zerojax"]
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", program],

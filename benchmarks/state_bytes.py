@@ -1,6 +1,6 @@
 """Bytes of state per device against the formula of the ZeRO paper, on 8 virtual CPU devices.
 
-Counted twice: as the compiled step takes them (`memory_analysis`), and of the arrays that live.
+Bytes are counted twice: for the compiled step (`memory_analysis`) and for the live arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MASTER_AND_MOMENTS = 12  # bytes per parameter: float32 master weight and Adam's
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Record:
-    """One row per stage."""
+    """Returns one row per ZeRO stage."""
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     for zero in range(4):
@@ -83,7 +83,7 @@ def _measure_stage(zero: int, smoke: bool) -> dict[str, Any]:
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes that the fullest device holds of a tree of arrays."""
+    """Returns the largest number of bytes that a device holds of a tree of arrays."""
     held: dict[jax.Device, int] = {}
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:

@@ -1,6 +1,6 @@
-"""CPU time of a step beside the step that a JAX expert writes by hand, in turns, in one process.
+"""CPU time of a step relative to a step that a JAX expert writes, alternating in one process.
 
-The four models of `first_step` on 1 and 8 CPU devices; at 8, ZeRO 3 beside sharded arrays.
+Uses the four models of `first_step` on 1 and 8 CPU devices; on 8, ZeRO 3 and sharded arrays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS, ROUNDS, WARM_UP = 10, 15, 5
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records; with `--one`, times one model in this process."""
+    """Writes the record; with `--one`, times one model in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each side")

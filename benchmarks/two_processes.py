@@ -1,9 +1,9 @@
-"""Two processes on two cores against one on one: what ZeRO's communication costs over loopback.
+"""Two processes on two cores compared with one on one: cost of ZeRO's communication over loopback.
 
-Starts its own workers, all alive at once and asked for steps in turn; T2 / (T1 / 2) is 1 at best.
-T1 is taken with both cores busy, as T2 is: of two processes that each train the whole batch and do
-not talk. One process that has the machine to itself, and two that train half a batch each without
-talking, are measured as well.
+Starts worker processes, which are alive at the same time and take steps in turn. The best value of
+T2 / (T1 / 2) is 1. T1 is measured with both cores busy, like T2: two processes each train the whole
+batch without communication. Also measured: one process with the other core idle, and two processes
+that train half a batch each without communication.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from zerojax.runtime.distributed import ProcessGroup, join_processes
 from zerojax.runtime.memory import keep_freed_memory
 
 LIMITS = {0: None, 1: 1.05, 2: 1.05, 3: 1.10}
-LOSS_TOLERANCE = 1e-5  # some ten units in the last place of a loss near 6
+LOSS_TOLERANCE = 1e-5  # about ten units in the last place of a loss near 6
 WARM_UP = 3
 STEPS_PER_TURN = 4
 TURNS = 6
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records; with `--worker`, is one of the processes that are measured."""
+    """Writes the record; with `--worker`, runs as one of the measured processes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--stages", type=int, nargs="+", default=list(LIMITS))
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(stages: list[int], smoke: bool) -> Record:
-    """Four groups of workers per stage, of which only one steps at a time."""
+    """Measures four groups of workers per ZeRO stage; only one group steps at a time."""
     rows: list[dict[str, Any]] = []
     goals = []
     for zero in stages:
@@ -112,7 +112,7 @@ def _measure_stage(zero: int, smoke: bool) -> dict[str, Any]:
 
 
 def _combine(turns: list[dict[str, Any]]) -> dict[str, float]:
-    """Over all turns; each turn already holds, per step, the slower process."""
+    """Combines all turns; each turn already has the slower process of each step."""
     return {
         "cpu": statistics.median(x for turn in turns for x in turn["cpu"]),
         "wall": min(x for turn in turns for x in turn["wall"]),
@@ -122,7 +122,7 @@ def _combine(turns: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _start_group(zero: int, smoke: bool, *, num_workers: int, talking: bool, rows: int) -> Workers:
-    """Workers on cores 0, 1, ...; `talking` makes them one run over a batch of `rows` rows."""
+    """Starts workers on cores 0, 1, ...; with `talking` they share one run of `rows` rows."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)
     port = free_port() if talking else None
@@ -135,7 +135,7 @@ def _start_group(zero: int, smoke: bool, *, num_workers: int, talking: bool, row
 
 
 def _ask(workers: Workers, steps: int) -> dict[str, Any]:
-    """Lets all workers of a group take steps together; the slowest one decides each step."""
+    """Lets all workers of a group take steps together; the slowest gives the time."""
     answers = workers.ask(steps)
     return {
         "wall": slowest(answers, "wall"),
@@ -149,7 +149,7 @@ def _ask(workers: Workers, steps: int) -> dict[str, Any]:
 
 
 def serve(*, zero: int, index: int, port: int | None, rows: int, smoke: bool) -> None:
-    """Takes as many steps as each line of standard input says; answers with a line of JSON."""
+    """Takes the number of steps in each line of standard input; answers with a line of JSON."""
     pin_to_core(index)
     keep_freed_memory()
     count = 1 if port is None else 2

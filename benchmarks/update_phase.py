@@ -1,8 +1,8 @@
 """Launches and bytes of the whole update phase, compiled for an H200: XLA's fusions and kernels.
 
-The phase is what a step does after the backward pass: unscale, finite check, norm, clip, update and
-skip. The cast of weights to the compute dtype begins the next step, and has rows of its own: as it
-is done, and by an update that would leave a copy. Needs the extra `plan`; nothing here is a
+The update phase follows the backward pass: unscale, finite check, norm, clip, update and skip. The
+cast of weights to the compute dtype belongs to the next step and has separate rows: as it is now,
+and by an update that also writes a copy of the weights. Needs the extra `plan`; nothing here is a
 measurement of a GPU (`benchmarks/gpu/optimizer.py` measures).
 """
 
@@ -37,9 +37,10 @@ from zerojax.plan.device_mesh import make_mesh
 CARD = "h200"
 WIDTH, LAYERS, VOCAB, LENGTH = 768, 12, 50257, 1024
 MOST_LAUNCHES = 12
-"""Of update and statistics together, over GPT-2's 148 arrays; without Muon's products."""
+"""Limit of launches of update and statistics together for GPT-2's 148 arrays, without Muon's
+products."""
 SMALL = 10_000
-"""Bytes of a value that is no part of the state: scalars, partial sums."""
+"""Maximum bytes of a value that is not part of the state, such as scalars and partial sums."""
 LAUNCHES = ("fusion", "custom-call", "copy", "fusion-start", "sort", "reduce")
 WITHOUT_MASTERS = "bf16 without masters"
 CASES = (
@@ -53,7 +54,7 @@ CASES = (
     ("muon", "bf16"),
 )
 PRODUCTS = "newton_schulz"
-"""The scope of what Muon leaves to XLA in both ways."""
+"""Named scope of Muon's matrix products, which XLA computes in both ways."""
 CASTS = (
     "each weight, by the next step (one device, stage 3)",
     "into the buckets of the next step's gathers (stages 1, 2)",
@@ -63,14 +64,14 @@ UPDATES = ("AdamW", "AdamW that leaves a copy")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compiles and records."""
+    """Compiles the cases and writes the record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     write_record(measure(arguments.smoke), arguments, load_before)
 
 
 def measure(smoke: bool) -> Record:
-    """One row per optimizer, precision, form of the model and implementation."""
+    """Returns a row per optimizer, precision, form of the model and implementation."""
     why = choice.missing() or compile_client.missing()
     if why is not None:
         return Record(name="update_phase", rows=[], notes=[why])
@@ -105,7 +106,7 @@ def measure(smoke: bool) -> Record:
 
 
 def cast_rows(shapes: dict[str, tuple[int, ...]]) -> list[dict[str, Any]]:
-    """What the weights of the next pass cost in bfloat16, made by it or left by AdamW's update."""
+    """Returns the cost of bfloat16 weights, cast by the next step or written by the update."""
     (device,) = compile_client.gpu_devices(find_gpu(CARD), 1)
     place = NamedSharding(make_mesh({}, [device]), P())
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
@@ -145,7 +146,7 @@ def cast_rows(shapes: dict[str, tuple[int, ...]]) -> list[dict[str, Any]]:
 
 
 class Arrays(nnx.Module):
-    """Arrays of given shapes, each of which the loss reads."""
+    """A model of arrays with given shapes; its loss reads each array."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
@@ -157,7 +158,7 @@ class Arrays(nnx.Module):
 
 
 def _shapes(layers: int, *, stacked: bool) -> dict[str, tuple[int, ...]]:
-    """GPT-2's arrays: 12 for each layer, or 12 stacks, and 4 others."""
+    """Returns GPT-2's shapes: 12 arrays per layer, or 12 stacks, and 4 others."""
     layer = {
         **{f"norm{k}_{name}": (WIDTH,) for k in (1, 2) for name in ("scale", "bias")},
         "qkv_kernel": (WIDTH, 3 * WIDTH),
@@ -177,7 +178,7 @@ def _shapes(layers: int, *, stacked: bool) -> dict[str, tuple[int, ...]]:
     }
     if stacked:
         return {**{name: (layers, *shape) for name, shape in layer.items()}, **others}
-    letters = "abcdefghijkl"[:layers]  # numbers would make a list of layers of them
+    letters = "abcdefghijkl"[:layers]  # names with numbers would be recognized as a list of layers
     return {**{f"{k}_{n}": shape for k in letters for n, shape in layer.items()}, **others}
 
 
@@ -194,7 +195,7 @@ def _read(shapes: dict, optimizer: str, precision: str, way: str) -> dict[str, A
 
 
 def _counted(entry: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Launches and bytes per parameter of a program's instructions."""
+    """Counts launches and bytes per parameter of a program's instructions."""
     parameters = sum(math.prod(shape) for shape in shapes.values())
     launched = [one for one in entry if one.opcode in LAUNCHES]
     products = [one for one in launched if PRODUCTS in one.attribute_text]
@@ -232,7 +233,7 @@ def _matrices(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def compile_phase(plan: zerojax.Plan) -> compile_client.CompiledProgram:
-    """The update phase of a plan's step, by itself."""
+    """Compiles the update phase of a plan's step alone."""
     norm, update = build_norm(plan), build_update(plan)
 
     def phase(grads: Any, state: Any, loss: jax.Array, weight: jax.Array) -> Any:
@@ -241,7 +242,7 @@ def compile_phase(plan: zerojax.Plan) -> compile_client.CompiledProgram:
         finite = jnp.isfinite(loss) & jnp.isfinite(read.norm)
         now = ThisStep(scale, read.norm, ~finite, jax.random.key(0), loss)
         params, opt_state = update(grads, state, now)
-        # In the order of what was donated, so that each array stays in its place.
+        # In the order of the donated arrays, so that each array is updated in place.
         return {"params": params, "opt_state": opt_state}, read.norm
 
     state = plan.abstract_state
@@ -253,7 +254,7 @@ def compile_phase(plan: zerojax.Plan) -> compile_client.CompiledProgram:
 
 
 def _abstract_gradients(plan: zerojax.Plan) -> dict[str, jax.ShapeDtypeStruct]:
-    """As the backward pass of the plan's step leaves them."""
+    """Returns shapes and dtypes of the gradients that the plan's backward pass returns."""
     state, key = plan.abstract_state, jax.random.key_data(jax.random.key(0))
     given = (state["params"], state["frozen"], state["extras"], key, plan.abstract_batch, None)
     grads = jax.eval_shape(zero.build_gradients(pass_config(plan)), *given)[1]
@@ -264,7 +265,7 @@ def _abstract_gradients(plan: zerojax.Plan) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _moved(entry: Any, launched: Any) -> int:
-    """Bytes that launches read and write."""
+    """Returns the bytes that launches read and write."""
     by_name = {instruction.name: instruction for instruction in entry}
     total = 0
     for one in launched:

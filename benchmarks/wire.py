@@ -1,7 +1,7 @@
-"""Weights and gradients in codes on Shakespeare, beside exact ones: losses, and bytes of a step.
+"""Quantized weights and gradients compared with exact ones on Shakespeare: losses, bytes per step.
 
-Every way sees the same batches and begins with the same weights. The devices are two nodes of two,
-so that gradients are added up in two levels.
+Every way has the same batches and initial weights. The devices form two nodes of two, so that
+gradients are reduced in two levels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAYS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Record:
-    """A row for each way: what its losses are above the exact ones for each seed, and bytes."""
+    """Returns a row for each way: its losses minus the exact losses for each seed, and bytes."""
     full = {"steps": STEPS, "last": LAST, "every": EVERY, "seeds": SEEDS}
     sizes = SMOKE if smoke else full
     runs = {way: _Run(way) for way in WAYS}
@@ -92,7 +92,7 @@ def _mean(curves: list[np.ndarray], at: int, sizes: dict[str, int]) -> float:
 
 
 class _Run:
-    """One way of sending."""
+    """A run with one setting of communication."""
 
     def __init__(self, way: str) -> None:
         self._tokens = np.frombuffer(TEXT.read_bytes(), np.uint8)
@@ -116,7 +116,7 @@ class _Run:
         self.bytes_per_parameter = sent / self.plan.placement.num_parameters()
 
     def train(self, seed: int, steps: int) -> np.ndarray:
-        """The loss of each step."""
+        """Returns the loss of each step."""
         random, state, losses = np.random.default_rng(seed), zerojax.init_state(self.plan, seed), []
         for _ in range(steps):
             placed = jax.device_put(self._batch(random), self.plan.batch_sharding)

@@ -1,6 +1,6 @@
-"""Processes that take steps when they are asked to, so that several ways can be timed in turns.
+"""Worker processes that take steps on request, so that several ways can be timed in alternation.
 
-Knows pipes, cores and time limits; never what a step does. Imports neither JAX nor torch.
+Handles pipes, cores and time limits, whatever a step does. Imports neither JAX nor torch.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _SECONDS_TO_END = 20.0
 
 
 class WorkerFailed(RuntimeError):
-    """A worker has ended, or has not answered in time."""
+    """Raised if a worker has ended, or has not answered in time."""
 
 
 class Workers:
     """A group of processes, one per command, that step together.
 
     Args:
-      commands: of each process.
-      environments: of each process.
-      folder: the processes run in.
-      log: what they write to standard error; None: shown.
-      seconds: within which every request has to be answered.
+      commands: command line of each process.
+      environments: environment variables of each process.
+      folder: working folder of the processes.
+      log: file for their standard error; None shows it.
+      seconds: time limit for the answer to a request.
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class Workers:
                 self._readers.append(reader)
 
     def ask(self, steps: int) -> list[dict[str, Any]]:
-        """Lets all take `steps` steps; their answers, in order.
+        """Lets all processes take `steps` steps; returns their answers, in order.
 
         Raises:
-          WorkerFailed: one has ended, or they take too long.
+          WorkerFailed: a process has ended, or an answer took too long.
         """
         for process in self._processes:
             assert process.stdin is not None
-            with contextlib.suppress(OSError):  # its answer will say that it has ended
+            with contextlib.suppress(OSError):  # the missing answer reports that it has ended
                 process.stdin.write(f"{steps}\n")
                 process.stdin.flush()
         return self._answers(time.monotonic() + self._seconds)
 
     def _answers(self, deadline: float) -> list[dict[str, Any]]:
-        """Looks at all in turn: the others of a group hang where one has ended."""
+        """Collects answers of all processes in turn, since the others hang if one has ended."""
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < len(self._processes):
             for index, lines in enumerate(self._lines):
@@ -102,7 +102,7 @@ class Workers:
         return [answers[index] for index in range(len(self._processes))]
 
     def end(self, seconds: float = _SECONDS_TO_END) -> None:
-        """No more input ends a worker; those that do not listen are killed after `seconds`."""
+        """Ends the workers by closing their input; kills those that run after `seconds`."""
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
@@ -127,12 +127,12 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> Non
 
 
 def serve(take_step: Callable[[], Mapping[str, float]], finish: Callable[[], Mapping]) -> None:
-    """The worker's side: takes as many steps as each line of standard input says.
+    """Runs the worker's side: takes the number of steps in each line of standard input.
 
     Args:
-      take_step: takes one step and waits for it; what it returns is collected in lists, beside the
-        seconds `wall` and, of this process on all cores, `cpu`.
-      finish: what to add to every answer.
+      take_step: takes one step, waits for it, and returns {name: value}. Values are collected in
+        lists, together with the seconds `wall` and `cpu` (CPU time of this process).
+      finish: returns further values for every answer.
     """
     for line in sys.stdin:
         answer: dict[str, Any] = {"wall": [], "cpu": []}
@@ -147,12 +147,12 @@ def serve(take_step: Callable[[], Mapping[str, float]], finish: Callable[[], Map
 
 
 def slowest(answers: Sequence[Mapping[str, Any]], clock: str) -> list[float]:
-    """Of each step, the time of the process that took longest."""
+    """Returns for each step the time of the slowest process."""
     return [max(times) for times in zip(*(answer[clock] for answer in answers), strict=True)]
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """Returns a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]

@@ -58,5 +58,5 @@ assert set(variables) == {"params", "batch_stats"}
 
 guesses = Classifier().apply(variables, images[NUM_TRAINED:], train=False).argmax(axis=1)
 accuracy = (guesses == labels[NUM_TRAINED:]).mean()
-print(f"{accuracy:.1%} of {len(guesses)} digits that were never trained on are read correctly")
+print(f"{accuracy:.1%} of {len(guesses)} held-out digits are classified correctly")
 assert accuracy > 0.9

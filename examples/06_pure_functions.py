@@ -1,7 +1,8 @@
 """A model without a framework: a pair of functions `(init, apply)` over any tree of arrays.
 
-zerojax cannot see where `apply` uses a parameter, so that ZeRO-3 gathers all of them before `apply`
-starts; functions benefit from stages 1 and 2 only. Modules (02, 05, 11) are gathered by layer.
+zerojax cannot see where `apply` uses a parameter, so ZeRO-3 gathers all parameters before `apply`
+starts. So pairs of functions benefit only from stages 1 and 2. Modules (examples 02, 05, 11) are
+gathered layer by layer.
 """
 
 import jax

@@ -1,7 +1,7 @@
 """Optimizer state outside device memory, by one setting, with bit-equal results.
 
-Masters and moments are three quarters of the training state with float32 masters. They can be
-stored in host memory, partly on the device, or in files; the update loads them slice by slice.
+With float32 master weights, masters and moments are three quarters of the training state. They can
+be stored in host memory, partly on the device, or in files; the update loads them slice by slice.
 """
 
 import tempfile
@@ -22,7 +22,7 @@ SMALL = {"slice_elements": 512, "min_elements": 256}  # for this small model
 
 
 def bytes_by_memory(state) -> dict[str, int]:
-    """Returns {memory kind: bytes} of the first device."""
+    """Returns {memory kind: bytes of the state} for the first device."""
     held: dict[str, int] = {}
     for leaf in jax.tree.leaves(state):
         kind, own = leaf.sharding.memory_kind, leaf.addressable_shards[0].data

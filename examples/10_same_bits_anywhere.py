@@ -1,7 +1,7 @@
 """A run with bit-equal results while the number of devices changes.
 
-It needs a batch size that many numbers of devices divide, and sums whose order does not depend on
-the mesh (`deterministic`). Without the latter, meshes differ by rounding.
+This needs a batch size that is divisible by many numbers of devices, and sums whose order does not
+depend on the mesh (`deterministic`). Without `deterministic`, results differ by rounding.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from zerojax.config import ElasticityConfig, ModelConfig
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# The batch size, at most 32, with microbatches of 1, 2 or 3 rows, for most numbers of devices.
+# The batch size of at most 32 rows, in microbatches of 1, 2 or 3 rows, for most numbers of devices.
 elastic = ElasticityConfig(max_global_batch_size=32, micro_batch_sizes=(1, 2, 3))
 chosen = elastic.choose_batch()
 rows, counts = chosen.global_batch_size, chosen.device_counts

@@ -1,4 +1,4 @@
-"""Pre-training of a small BERT on masked text with LAMB, gradients and moments sharded.
+"""Pre-training of a small BERT on masked text with LAMB and sharded gradients and moments.
 
 The data are the bytes of the text in the package; id 256 is the mask. LAMB scales the update of
 each array of each layer by its norm (arXiv:1904.00962), which permitted batches of 32,768 rows for
@@ -24,7 +24,7 @@ masked = as_masked_source(train, mask_token=MASK)
 
 batch = masked.batch(0)
 shown = bytes(np.where(batch["tokens"][0] == MASK, ord("_"), batch["tokens"][0]).astype(np.uint8))
-print(f"a row:  {shown!r}, of which {masked.num_places} places are asked for")
+print(f"a row:  {shown!r}, of which {masked.num_places} places are masked")
 
 trainer = zerojax.train(
     lambda rngs: Bert(config, rngs=rngs),

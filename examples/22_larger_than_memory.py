@@ -1,9 +1,9 @@
 """A model whose state is larger than the memory of its process trains from files.
 
 `offload.params: nvme` keeps weights, gradients and optimizer state of layers in files, and
-`activations: nvme` the inputs of layers. The operating system limits the memory of both processes
-(RLIMIT_DATA): the run from files ends with a lower loss, the same run without files reaches the
-limit before its first step. Needs Linux and 1.1 GiB of disk. Two cores take a minute.
+`activations: nvme` the inputs of layers. The script starts two processes whose memory the operating
+system limits (RLIMIT_DATA). The run with files ends with a lower loss. The same run without files
+reaches the limit before its first step. Needs Linux and 1.1 GiB of disk. Two cores take a minute.
 """
 
 import importlib.resources
@@ -21,7 +21,7 @@ import zerojax
 from zerojax.config import ModelConfig
 
 LIMIT = 7 * 2**27
-"""Bytes that a process may allocate: 0.88 GiB, of which JAX and its compiler take 0.6."""
+"""Limit of the bytes that a process may allocate: 0.88 GiB, of which JAX and compiler take 0.6."""
 LAYERS, WIDTH, ROWS, LENGTH, STEPS = 20, 512, 16, 32, 6
 TEXT = importlib.resources.files("zerojax") / "data" / "shakespeare.txt"
 
@@ -57,7 +57,7 @@ def train(offload: dict) -> None:
 
 
 def start(*words: str) -> subprocess.Popen:
-    """Starts this script as a process of its own, with one memory arena for all threads."""
+    """Starts this script as a separate process, with one memory arena for all threads."""
     return subprocess.Popen(
         [sys.executable, __file__, *words],
         env={**os.environ, "MALLOC_ARENA_MAX": "1"},
@@ -76,7 +76,7 @@ def allocated(process: subprocess.Popen) -> int:
 def run_without_files() -> tuple[int, str]:
     """Returns (most bytes that were allocated, output) of a run without files.
 
-    Where memory is refused, XLA ends with an error or waits for ever: such a process is ended.
+    If memory is refused, XLA ends with an error or waits without end; a waiting process is ended.
     """
     process, most = start("memory"), 0
     while process.poll() is None and most < 0.98 * LIMIT:

@@ -1,4 +1,5 @@
-"""The identical small GPT trained by zerojax and by what others use, on one machine in one run.
+"""The same small GPT trained by zerojax and by other libraries, on one machine in one run.
 
-`python -m benchmarks.compare`; README.md tells how to give it the Pythons of the others.
+`python -m benchmarks.compare`; README.md explains how to pass the Python interpreters of the
+others.
 """

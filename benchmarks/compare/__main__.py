@@ -1,6 +1,6 @@
 """The comparison: `python -m benchmarks.compare [--torch PYTHON] [--deepspeed PYTHON] [--smoke]`.
 
-Knows which Pythons there are and what becomes of the figures; the windows are measured by `turns`.
+Finds the Python interpreters and writes the record; `turns` measures the programs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.recording import add_arguments, write_record
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures what can be measured here; 1 if a way failed, or two compute different losses."""
+    """Measures all installed programs; returns 1 if one failed or losses differ."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description=(__doc__ or "").splitlines()[0]
     )
@@ -41,14 +41,14 @@ def main(argv: list[str] | None = None) -> int:
         nargs="+",
         choices=list(WINDOWS),
         default=list(WINDOWS),
-        help="only these: one process, or two under a stage of ZeRO",
+        help="only these windows: one process, or two processes under a ZeRO stage",
     )
     parser.add_argument(
         "--patience",
         type=float,
         default=PATIENCE,
         metavar="SECONDS",
-        help="within which the steps of a turn have to be done; default %(default)g",
+        help="time limit of the steps of a turn, in seconds; default %(default)g",
     )
     arguments = parser.parse_args(argv)
     load_before = load_average()
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _export(folder: Path, smoke: bool) -> None:
-    """In a process of its own, so that this one stays small and free of JAX's threads."""
+    """Exports in a separate process, so that this process stays small and without JAX's threads."""
     code = (
         "import sys, json, pathlib; from benchmarks.compare.export import export; "
         "export(pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]))"

@@ -1,6 +1,6 @@
-"""Which ways to train are compared, and which of them take turns with each other.
+"""The programs that are compared, and the groups (windows) in which they alternate.
 
-Knows names; starts nothing and imports none of the frameworks.
+Contains names; starts nothing and imports none of the frameworks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ MODEL_FRAMEWORK = {"jax": "jax", "torch": "torch", "deepspeed": "torch"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """One row of the table.
+    """One program, a row of the table.
 
     Attributes:
-      name: of the row.
-      file: of `ways`, without its ending.
-      needs: the package that its Python must have: "jax", "torch" or "deepspeed".
-      processes: that train together.
-      bare: the way whose time T1 it is held to; its own framework's step on one process.
-      zero: the stage of ZeRO that its states are sharded as.
-      options: of the file's `prepare`.
+      name: name of the row.
+      file: name of the file in `ways`, without `.py`.
+      needs: package that its Python must have: "jax", "torch" or "deepspeed".
+      processes: number of processes that train together.
+      bare: program that gives its time T1, the bare step of its framework in one process.
+      zero: ZeRO stage of its sharding.
+      options: keyword arguments of the file's `prepare`.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Way:
 
     @property
     def framework(self) -> str:
-        """Whose model it trains: "jax" or "torch"."""
+        """Returns the framework of its model: "jax" or "torch"."""
         return MODEL_FRAMEWORK[self.needs]
 
     @property
     def lines(self) -> int:
-        """Lines of code of its file."""
+        """Returns the number of lines of code of its file."""
         return code_lines(WAYS_FOLDER / f"{self.file}.py")
 
 
@@ -112,7 +112,7 @@ _FSDP2 = Way(
 )
 _STAGES = tuple((_zerojax(zero), _deepspeed(zero)) for zero in range(4))
 
-# Ways of a window are alive at once and take turns; in each, T1 of both frameworks is taken too.
+# Programs of a window run at the same time and alternate; each window also measures T1.
 WINDOWS: dict[str, tuple[Way, ...]] = {
     "one": _ONE_PROCESS,
     "0": (*_DATA_PARALLEL, *_STAGES[0]),

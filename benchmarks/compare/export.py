@@ -1,6 +1,6 @@
-"""Writes the first weights and the batches that every way starts from.
+"""Writes the initial weights and the batches of every program.
 
-The only part that is run before all others; it decides the numbers, never how they are trained.
+Runs before all other parts.
 """
 
 from __future__ import annotations

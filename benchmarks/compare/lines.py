@@ -1,6 +1,6 @@
-"""How many lines of code a file has: what a user writes and reads.
+"""Counts the lines of code of a file.
 
-Knows Python's tokens; never runs what it counts.
+Uses Python's tokenizer; does not run the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SILENT = {
 
 
 def code_lines(path: Path) -> int:
-    """Lines that hold code: no blank line, no comment, no docstring, no `from __future__`."""
+    """Counts lines with code, without blank lines, comments, docstrings and `from __future__`."""
     text = path.read_text(encoding="utf-8")
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(text)):

@@ -1,6 +1,6 @@
-"""Which of the frameworks a Python has, in which versions.
+"""Finds which frameworks a Python interpreter has, with their versions.
 
-Asks the interpreter that is named; imports none of them itself.
+Runs the given interpreter; imports none of the frameworks itself.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _SECONDS = 200
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Versions by package; without any, the reason."""
+    """Versions by package or, if the framework is missing, the reason."""
 
     versions: dict[str, str]
     reason: str | None = None
 
 
 def probe(framework: str, python: str) -> Found:
-    """Imports the framework in that Python.
+    """Imports a framework in a Python interpreter; returns its versions, or why that failed.
 
     Args:
       framework: "jax", "torch" or "deepspeed".
-      python: path of an interpreter.
+      python: path of a Python interpreter.
     """
     code = (
         f"import json, platform; from importlib import metadata\n"

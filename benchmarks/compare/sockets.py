@@ -1,6 +1,6 @@
-"""How many bytes this process has sent through TCP, as the kernel counts them.
+"""Counts the bytes that this process has sent through TCP, as the kernel counts them.
 
-Knows Linux; nothing of the libraries whose sockets they are, so that it counts all alike.
+Works on Linux, for the sockets of any library.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _BYTES_SENT_AT = 200
 
 
 def bytes_sent() -> int | None:
-    """Of all TCP connections that are open now, each byte once, however often it had to be sent.
+    """Returns the bytes sent over all open TCP connections, without retransmissions.
 
-    None where the system does not tell.
+    Returns None if the system does not report them.
     """
     total = 0
     try:
@@ -38,7 +38,7 @@ def bytes_sent() -> int | None:
 
 
 def _sent_by(descriptor: int) -> int | None:
-    """0 of what is no TCP connection, or was closed meanwhile."""
+    """Returns the bytes sent by a descriptor; 0 if it is no TCP connection or is closed."""
     with contextlib.suppress(OSError):
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return 0

@@ -1,6 +1,6 @@
-"""What all ways train: sizes, optimizer, the files with first weights and batches.
+"""The training task of all programs: sizes, optimizer, files with initial weights and batches.
 
-Plain numbers and NumPy; imports neither JAX nor torch, so that all read the same.
+Plain numbers and NumPy; imports neither JAX nor torch, so that all programs can use it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 WEIGHT_DECAY = 0.01
-"""On all parameters, as torch and optax have it unless told otherwise."""
+"""Weight decay on all parameters, as by default in torch and optax."""
 CLIP_NORM = 1.0
 NUM_BATCHES = 4
-"""Few, so that the loss falls within the steps in which losses are compared."""
+"""Small number of batches, so that the loss falls within the compared steps."""
 
 Batch = dict[str, np.ndarray]
 
-# benchmarks/small_gpt.py in the words that both sides read; a test compares the two.
+# The sizes of benchmarks/small_gpt.py, readable by both frameworks; a test compares the two.
 FULL = Workload(
     kind="gpt2",
     vocab_size=512,
@@ -46,18 +46,18 @@ BATCHES = "batches.npz"
 
 
 def choose_workload(smoke: bool) -> Workload:
-    """The measured size, or one that only shows that the comparison runs."""
+    """Returns the measured size or, for a smoke run, a tiny size."""
     return SMOKE if smoke else FULL
 
 
 def read_weights(folder: Path) -> dict[str, np.ndarray]:
-    """{name: float32 array} as zerojax's model has them, layers stacked."""
+    """Returns {name: float32 array} of zerojax's model, with stacked layers."""
     with np.load(folder / WEIGHTS) as file:
         return dict(file)
 
 
 def read_batches(folder: Path) -> list[Batch]:
-    """The global batches, each {"tokens", "targets": int32 [rows, seq_len]}."""
+    """Returns the global batches, each {"tokens", "targets": int32 [rows, seq_len]}."""
     with np.load(folder / BATCHES) as file:
         tokens, targets = file["tokens"], file["targets"]
     pairs = zip(tokens, targets, strict=True)
@@ -65,6 +65,6 @@ def read_batches(folder: Path) -> list[Batch]:
 
 
 def rows_of(batch: Batch, index: int, count: int) -> Batch:
-    """What process `index` of `count` gets of a global batch."""
+    """Returns the rows of a global batch for process `index` of `count`."""
     size = len(batch["tokens"]) // count
     return {name: array[index * size : (index + 1) * size] for name, array in batch.items()}

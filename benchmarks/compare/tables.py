@@ -1,6 +1,6 @@
-"""From what was taken to the table, its goals and what it says.
+"""Computes the table, its goals and its findings from the measured times.
 
-Arithmetic on figures; measures nothing.
+Measures nothing itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FLOAT32 = 4
 
 @dataclasses.dataclass(kw_only=True)
 class Measured:
-    """All windows.
+    """Measurements of all windows.
 
     Attributes:
-      found: {"jax" | "torch" | "deepspeed": its versions, or why there are none}.
-      windows: {name of the window: {name of the way: what it took}}.
+      found: {"jax" | "torch" | "deepspeed": versions, or the reason why it is missing}.
+      windows: {name of the window: {name of the program: its measurements}}.
     """
 
     found: Mapping[str, Found]
@@ -40,7 +40,7 @@ class Measured:
 
 
 def make_record(measured: Measured, *, smoke: bool) -> Record:
-    """One row per way, also of those that are not there; goals; findings as notes."""
+    """Returns the record: a row per program (missing ones, too), goals, and findings as notes."""
     unit = wire_unit(num_parameters(smoke))
     reference = _reference(measured)
     rows = [
@@ -59,7 +59,7 @@ def make_record(measured: Measured, *, smoke: bool) -> Record:
 
 
 def num_parameters(smoke: bool) -> int:
-    """Of the model: what a step has to sum over processes."""
+    """Returns the number of parameters, whose gradients a step sums over processes."""
     w = choose_workload(smoke)
     attention = 4 * (w.embed_dim * w.embed_dim + w.embed_dim)
     mlp = 2 * w.embed_dim * w.mlp_dim + w.mlp_dim + w.embed_dim
@@ -69,7 +69,7 @@ def num_parameters(smoke: bool) -> int:
 
 
 def wire_unit(parameters: int) -> float:
-    """Bytes that each of two processes sends when all float32 parameters are gathered once.
+    """Returns the bytes that each of two processes sends for one gather of all float32 parameters.
 
     ZeRO's Psi (arXiv:1910.02054, section 7) in the dtype that is sent, times (N - 1) / N.
     """
@@ -116,7 +116,7 @@ def _row(
 
 
 def _goals_beside(rows: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
-    """zerojax beside DeepSpeed, each relative to its own bare step of the same minutes."""
+    """Returns goals of zerojax relative to DeepSpeed, each divided by its own bare step."""
     goals = []
     for zero in range(4):
         ours = rows.get(f"zerojax ZeRO {zero}", {})
@@ -134,7 +134,7 @@ def _goals_beside(rows: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
 
 
 def findings(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What the figures say in words, losses first; nothing that was not measured in this run."""
+    """Returns sentences about the figures of this run, losses first."""
     said = []
     pairs = [(BARE_JAX, BARE_TORCH), ("zerojax", BARE_TORCH), ("zerojax", BARE_JAX)]
     pairs += [(f"zerojax ZeRO {zero}", f"DeepSpeed ZeRO {zero}") for zero in range(4)]

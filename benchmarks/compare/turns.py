@@ -1,6 +1,6 @@
-"""The ways of one window, alive at once and asked for steps in turn.
+"""Runs the programs of one window at the same time and lets them take steps in turn.
 
-Knows processes, cores and variables of the environment; never what a way does in its step.
+Handles processes, cores and environment variables, whatever a program does in its step.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ TURNS = 5
 SMOKE_TURNS = 3
 CORES = 2
 PATIENCE = 240.0
-"""Seconds within which the steps of a turn, or start, compilation and warm-up, have to be done."""
+"""Time limit in seconds of the steps of a turn, or of start, compilation and warm-up."""
 _LOG_LINES = 12
 
 
 @dataclasses.dataclass
 class Taken:
-    """What the steps of a way took: lists with one entry per step, the warm-up not among the times.
+    """Measurements of a program: lists with one entry per step; times exclude the warm-up.
 
     Attributes:
-      wall, cpu: seconds, of the slower process.
-      losses: of every step from the first, averaged over the processes.
-      sent: bytes, of the process that sent more; None where the system does not count them.
-      peak_mb: of the process that had more resident.
-      failure: why it did not run to its end.
+      wall, cpu: seconds per step of the slower process.
+      losses: losses of all steps, averaged over the processes.
+      sent: bytes of the process that sent more; None if the system does not count them.
+      peak_mb: peak memory of the larger process, in MB.
+      failure: reason why the program did not finish.
     """
 
     wall: list[float] = dataclasses.field(default_factory=list)
@@ -46,7 +46,7 @@ class Taken:
     failure: str | None = None
 
     def add(self, answers: list[dict[str, Any]], *, timed: bool) -> None:
-        """The answers of all processes to one request."""
+        """Adds the answers of all processes to one request."""
         of_steps = zip(*(answer["loss"] for answer in answers), strict=True)
         self.losses += [sum(losses) / len(losses) for losses in of_steps]
         peaks = [answer["peak_mb"] for answer in answers]
@@ -66,14 +66,14 @@ def measure(
     smoke: bool,
     patience: float = PATIENCE,
 ) -> dict[str, Taken]:
-    """{name: what it took} of the ways and of the bare steps that they are held to.
+    """Returns {name: measurements} of the programs and of the bare steps of their frameworks.
 
     Args:
-      ways: whose packages are there.
-      pythons: {"jax" | "torch" | "deepspeed": the interpreter that has it}.
-      folder: of the exported files; logs are written beside them.
-      smoke: a tiny model, and fewer turns.
-      patience: seconds until a way that does not answer is given up.
+      ways: programs whose packages are installed.
+      pythons: {"jax" | "torch" | "deepspeed": Python interpreter with this package}.
+      folder: folder of the exported files; logs are written to it as well.
+      smoke: use a tiny model and fewer turns.
+      patience: seconds after which a program without an answer is ended.
     """
     ways = list(ways)
     bare = dict.fromkeys(way.bare for way in ways)
@@ -104,7 +104,7 @@ def measure(
 def _turn(
     groups: dict[str, Workers], taken: dict[str, Taken], steps: int, *, reverse: bool, timed: bool
 ) -> None:
-    """Each way takes `steps` steps while the others wait; one that fails is left out from then."""
+    """Lets each program take `steps` steps while the others wait; failed programs are left out."""
     for name in list(reversed(groups)) if reverse else list(groups):
         try:
             taken[name].add(groups[name].ask(steps), timed=timed)
@@ -116,7 +116,7 @@ def _turn(
 def _processes(
     way: Way, pythons: Mapping[str, str], folder: Path, smoke: bool
 ) -> tuple[list[list[str]], list[dict[str, str]]]:
-    """(commands, environments) of its processes on cores 0, 1, ...
+    """Returns (commands, environments) of a program's processes on cores 0, 1, ...
 
     A way of one process runs once per core, without talking, so that T1 has a busy machine, too.
     """
@@ -141,7 +141,7 @@ def _processes(
 
 
 def _environment(index: int, port: int | None) -> dict[str, str]:
-    """One thread per process; with a port also the variables that torchrun sets."""
+    """Returns variables for one thread per process and, with a port, torchrun's variables."""
     unwanted = ("XLA_FLAGS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     environment |= {

@@ -1,6 +1,6 @@
-"""One process of one way: `python -m benchmarks.compare.worker JSON`.
+"""One process of one program: `python -m benchmarks.compare.worker JSON`.
 
-Knows how weights and batches reach a model of either framework; the way itself is a user's program.
+Passes weights and batches to a model of either framework; files in `ways` are like user programs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zerojax.runtime.memory import keep_freed_memory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one worker does.
+    """Task of one worker.
 
     Attributes:
-      way: a file of `ways`; its keyword arguments: `options`.
+      way: name of a file in `ways`, whose keyword arguments are `options`.
       framework: "jax" or "torch".
-      index, count: of the group; alone: 0 of 1.
-      core: to stay on.
-      folder: of the exported files.
+      index, count: number of this process, and number of processes of the group.
+      core: core to which the process is pinned.
+      folder: folder of the exported files.
     """
 
     way: str
@@ -44,10 +44,10 @@ class Task:
 
 
 def main() -> None:
-    """Prepares the way and answers requests for steps until its input ends."""
+    """Prepares the program and answers requests for steps until standard input ends."""
     task = Task(**json.loads(sys.argv[1]))
     pin_to_core(task.core)
-    keep_freed_memory()  # all alike: it helps XLA most, and torch too
+    keep_freed_memory()  # the same for all programs: it helps XLA most, but also torch
     make_model, read = _subject_of(task)
     batches = subject.read_batches(Path(task.folder))
     own = [read(subject.rows_of(batch, task.index, task.count)) for batch in batches]
@@ -66,16 +66,17 @@ def main() -> None:
         return {"loss": loss, "sent": None if None in (sent, after) else after - sent}
 
     serve(take_step, lambda: {"peak_mb": peak_mb()})
-    # Backends that would wait for each other at exit are none of the measurement.
+    # Skips the exit of backends, which would wait for each other.
     sys.stdout.flush()
     os._exit(0)
 
 
 def _leave_out_the_shared_memory_operator() -> None:
-    """DeepSpeed compiles it on CPUs when processes join, for reductions of inference only.
+    """Prevents DeepSpeed from compiling its shared-memory operator, which only its inference uses.
 
-    That takes a compiler, ninja and 80 s of processor time; and processes that are ended meanwhile
-    leave a lock behind for which all later ones wait without an end.
+    DeepSpeed compiles it on CPUs when processes join. This takes a compiler, ninja and 80 s of
+    processor time. A process that is ended meanwhile leaves a lock for which later processes wait
+    without end.
     """
     import deepspeed  # only where it is installed
 
@@ -83,7 +84,7 @@ def _leave_out_the_shared_memory_operator() -> None:
 
 
 def _subject_of(task: Task) -> tuple[Callable[[], Any], Callable[[subject.Batch], Any]]:
-    """(what makes the model with the exported weights, what makes its framework's batch)."""
+    """Returns two functions: one makes the model with the exported weights, one makes a batch."""
     weights = subject.read_weights(Path(task.folder))
     if task.framework == "jax":
         from benchmarks import plain_jax, small_gpt  # only where JAX is installed
@@ -113,9 +114,9 @@ def _subject_of(task: Task) -> tuple[Callable[[], Any], Callable[[subject.Batch]
 
 
 def peak_mb() -> int | None:
-    """The most memory that this process has had resident, in MB; None where it is not told.
+    """Returns the peak resident memory of this process in MB; None if unknown to the system.
 
-    Not `ru_maxrss`: that begins with what the parent had when it started this process.
+    `ru_maxrss` is not used, since it starts with the memory of the parent process.
     """
     path = Path("/proc/self/status")
     if path.exists():

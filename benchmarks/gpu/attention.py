@@ -1,6 +1,6 @@
 """Part "attention": values, gradients and time of each implementation, of JAX's and of torch's.
 
-Values and gradients are held against stored scores in float32; times are of the forward and the
+Values and gradients are compared with stored scores in float32; times are of the forward and the
 backward pass of one call, causal, in bfloat16.
 """
 
@@ -25,9 +25,10 @@ from pallas_kernels.choice import missing
 from zerojax.config import SlidingWindowLayout
 
 TOLERANCE = 2e-2
-"""Of the largest value: bfloat16 keeps 8 bits, and the backward pass rounds twice."""
+"""Tolerance relative to the largest value: bfloat16 has 8 bits, and the backward pass rounds
+twice."""
 ROUNDS, STEPS, WARM_UP = 3, 5, 2
-# tokens, rows, whether stored scores fit
+# number of tokens, number of rows, whether stored scores fit
 CASES, SMOKE_CASES = ((1024, 16, True), (4096, 4, True), (32768, 1, False)), ((64, 2, True),)
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SMOKE_HEADS = (4, 2, 16)
@@ -44,7 +45,7 @@ NOT_BY_CUDNN = ("packed", "layout")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compares, times and records."""
+    """Compares and times the implementations, and writes the record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     for record in measure(arguments.smoke):
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Iterator[Record]:
-    """The record after each row: first what is compared, then what is timed."""
+    """Yields the record after each row: first the comparisons, then the times."""
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     ways = ("chunked", *_ways_of_gpu())
@@ -75,7 +76,7 @@ def measure(smoke: bool) -> Iterator[Record]:
 
 
 def _ways_of_gpu() -> tuple[str, ...]:
-    """Implementations that this GPU has; () without one."""
+    """Returns the implementations that this GPU supports; () without a GPU."""
     if jax.default_backend() != "gpu":
         return ()
     capability = float(jax.devices()[0].compute_capability)
@@ -84,7 +85,7 @@ def _ways_of_gpu() -> tuple[str, ...]:
 
 
 def _operands(tokens: int, batch: int, smoke: bool, dtype: str) -> tuple[jax.Array, ...]:
-    """Query, key, value and what the gradient is taken with."""
+    """Returns query, key, value and the cotangent for the gradients."""
     heads, kv_heads, head_dim = SMOKE_HEADS if smoke else (HEADS, KV_HEADS, HEAD_DIM)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(batch, tokens, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
@@ -101,7 +102,7 @@ def _both_passes(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def _difference(way: str, options: dict[str, Any], smoke: bool) -> float:
-    """The largest of the result and its three gradients."""
+    """Returns the largest relative difference of the result and its three gradients."""
     attend = functools.partial(zerojax.attention, **options)
     of = lambda name: _both_passes(functools.partial(attend, implementation=name))  # noqa: E731
     found = of(way)(*_operands(TOKENS, 2, smoke, "bfloat16"))
@@ -114,7 +115,7 @@ def _difference(way: str, options: dict[str, Any], smoke: bool) -> float:
 
 
 def _times(tokens: int, batch: int, stores: bool, smoke: bool) -> list[dict[str, Any]]:
-    """One row per way, timed in turns; one that fails says why."""
+    """Returns a row per implementation, timed in alternation; a failed one has the reason."""
     given = _operands(tokens, batch, smoke, "bfloat16")
     ways = {"chunked": _of_zerojax("chunked")}
     if stores:
@@ -129,7 +130,7 @@ def _times(tokens: int, batch: int, stores: bool, smoke: bool) -> list[dict[str,
         side = functools.partial(_steps, _both_passes(attend), given)
         try:
             side(1)
-        except Exception as error:  # one that cannot run must not lose the others
+        except Exception as error:  # a failure must not lose the other rows
             failed.append(
                 _named(name, tokens, batch, note=f"{type(error).__name__}: {error}"[:200])
             )
@@ -170,7 +171,7 @@ def _steps(run: Callable[..., Any], given: tuple[jax.Array, ...], steps: int) ->
 
 
 def _torch_side(tokens: int, batch: int, smoke: bool) -> Callable[[int], Sample] | None:
-    """PyTorch's fused attention on the same shapes; None where it is not installed."""
+    """Returns PyTorch's fused attention on the same shapes; None if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return None
     import torch  # only where it is installed

@@ -1,4 +1,4 @@
-"""One file of all parts of a run: `python -m benchmarks.gpu.collect FOLDER FILE`.
+"""Combines the files of all parts of a run: `python -m benchmarks.gpu.collect FOLDER FILE`.
 
 Reads and writes files; needs only the standard library and measures nothing.
 """
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """{"name": "gpu", "smoke", "status": {part: how it ended}, "parts": {part: its record}}."""
+    """Returns {"name": "gpu", "smoke", "status": {part: exit status}, "parts": {part: record}}."""
     status = {path.stem: path.read_text() for path in sorted(folder.glob("*.status"))}
     parts = {}
     for path in sorted(folder.glob("*.json")):
@@ -31,10 +31,11 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def rows_of_cache(cache: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What `zerojax tune` has kept (`tuned.json` of a user's cache), a row for each choice.
+    """Returns a row for each choice that `zerojax tune` has stored in a user's cache
+    (`tuned.json`).
 
     Args:
-      cache: {a key, as JSON: its entry}; a key that does not say what it is about is left out.
+      cache: {key as JSON: entry}; keys without the name of a choice are left out.
     """
     rows = []
     for text, entry in cache.items():
@@ -58,10 +59,10 @@ def rows_of_cache(cache: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def read_runs(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """{part: its record} of one or several runs; a later one counts, and so does what ended well.
+    """Returns {part: record} of one or several runs; the last successful record of a part counts.
 
     Args:
-      paths: of files that this module wrote, oldest first, or `tuned.json` of a user's cache.
+      paths: paths of files that this module wrote, oldest first, or of a user's `tuned.json`.
     """
     found: dict[str, dict[str, Any]] = {}
     ended_well: dict[str, bool] = {}

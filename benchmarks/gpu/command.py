@@ -1,6 +1,6 @@
 """Part "command": `zerojax train`, `eval` and `generate` as a user types them, on this device.
 
-Reads what they print and leave; knows nothing of the inside.
+Reads their output and files only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GPU = ("steps=60", "precision=bf16", "zero=3")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the three commands and records how long each took."""
+    """Runs the three commands and records the time of each."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     with tempfile.TemporaryDirectory() as folder:

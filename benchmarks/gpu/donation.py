@@ -1,7 +1,7 @@
 """Part "donation": arrays that are donated right after an asynchronous save are saved as they were.
 
-Also what their fingerprints cost. Works on any backend; on a CPU it shows that the saved values
-survive although nothing is copied for them.
+Also measures the cost of fingerprints. Works on any backend; on a CPU it shows that the saved
+values survive although they are not copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAVES, ELEMENTS, SMOKE_ELEMENTS = 8, 2**25, 2**18
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Saves, donates, compares and records; ends with an error where a bit differs."""
+    """Saves, donates, compares and writes the record; exits with an error if a bit differs."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     elements = SMOKE_ELEMENTS if arguments.smoke else ELEMENTS
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(folder: Path, elements: int, device_counts: Sequence[int]) -> Record:
-    """One row per number of devices."""
+    """Returns one row per number of devices."""
     rows = []
     for count in device_counts:
         found = [donate_after_save(folder / f"{count}-{i}", elements, count) for i in range(ROUNDS)]
@@ -55,7 +55,7 @@ def measure(folder: Path, elements: int, device_counts: Sequence[int]) -> Record
 
 
 def donate_after_save(folder: Path, elements: int, num_devices: int) -> int:
-    """Number of arrays that differ from what they were when `save` was called."""
+    """Returns the number of arrays that differ from their values when `save` was called."""
     shape = _shape(elements, num_devices)
     state, abstract = _state(shape, num_devices)
     expected = {name: np.array(x) for name, x in state.items()}
@@ -72,7 +72,7 @@ def donate_after_save(folder: Path, elements: int, num_devices: int) -> int:
 
 
 def fingerprint_rate(elements: int, num_devices: int) -> float:
-    """GB/s of the state, over all devices; the best of three."""
+    """Returns GB/s of fingerprints of the state over all devices, the best of three tries."""
     state, _ = _state(_shape(elements, num_devices), num_devices)
     jax.block_until_ready(state)
     PendingFingerprints(state).result()

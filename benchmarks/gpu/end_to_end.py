@@ -1,6 +1,6 @@
-"""Parts "gpt2" and "llama": `zerojax.train`'s loop beside a plain JAX step of the identical model.
+"""Parts "gpt2" and "llama": `zerojax.train` compared with a plain JAX step of the same model.
 
-Both in one process, in turns, from the same state on the same batches; wall time per step.
+Both alternate in one process, from the same state on the same batches; wall time per step.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write
 from zerojax.config import LogConfig
 
 LIMIT = 1.01
-LOSS_TOLERANCE = 0.02  # bfloat16 keeps 8 bits, and a few dozen steps multiply what differs
+LOSS_TOLERANCE = 0.02  # bfloat16 has 8 bits, and differences grow over a few dozen steps
 WARM_UP = 3
 TRACED_STEPS = 4
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("model", choices=("gpt2", "llama"))
@@ -46,12 +46,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(name: str, workload: Workload, traces: dict[str, Any]) -> Iterator[Record]:
-    """Takes both sides in turns; then, on a GPU, the plain step with stored scores.
+    """Times both sides in alternation; then, on a GPU, the plain step with stored scores.
 
-    Yields the record after either.
+    Yields the record after each of the two.
 
     Args:
-      name: of the workload; traces: is filled with what the GPU did in steps of each way.
+      name: name of the workload.
+      workload: model and batch sizes.
+      traces: dict to which the kernels and copies of some steps of each way are added.
     """
     with tempfile.TemporaryDirectory() as folder:
         train = _TrainSide(workload, folder)
@@ -100,10 +102,9 @@ def _row(side: str, samples: list[Sample], workload: Workload) -> dict[str, Any]
 
 
 class _TrainSide:
-    """`zerojax.train`, then its trainer's `fit`, timed between two of its own reports.
+    """The side of `zerojax.train` and its trainer's `fit`, timed between two of its reports.
 
-    From report to report is the loop at its steady pace, prefetch and files included; starting and
-    ending `fit` is not.
+    The time between reports includes prefetch and files, but not start and end of `fit`.
     """
 
     def __init__(self, workload: Workload, folder: str, *, unroll: bool = False) -> None:
@@ -129,19 +130,19 @@ class _TrainSide:
         self._times.append((step, time.perf_counter(), time.process_time()))
 
     def run(self, steps: int) -> Sample:
-        """Steps in whole intervals between reports; what comes before them is not timed."""
+        """Runs steps in whole intervals between reports; times none before the first report."""
         intervals = -(-steps // self._every)
         first = (self.trainer.num_steps // self._every + 1) * self._every
         last = first + intervals * self._every
         self._times.clear()
-        # One step more: the report of `last` is made while it runs, like every other one.
+        # One more step: the report of step `last` is made while the next step runs.
         self.trainer.fit(self._source, steps=last + 1)
         times = {step: (wall, cpu) for step, wall, cpu in self._times}
         (wall_a, cpu_a), (wall_b, cpu_b) = times[first], times[last]
         return Sample((wall_b - wall_a) / (last - first), (cpu_b - cpu_a) / (last - first))
 
     def traced(self) -> dict[str, Any]:
-        """Returns `busy_ms` and the longest kernels of some steps more."""
+        """Returns `busy_ms` and the longest kernels of some more steps."""
         if jax.default_backend() != "gpu":
             return {}
         with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +155,7 @@ class _TrainSide:
 
 
 class _BareSide:
-    """The hand-written step, starting where the trainer is after its first step."""
+    """The side of the hand-written step; starts from the trainer's state after one step."""
 
     def __init__(self, workload: Workload, trainer: zerojax.Trainer) -> None:
         self._source = make_source(workload)
@@ -186,7 +187,7 @@ class _BareSide:
 
 
 def _stored_scores_row(workload: Workload, params: Any, opt_state: Any) -> dict[str, Any]:
-    """The bare step with attention that stores its scores, in place of what `auto` takes."""
+    """Returns the row of the bare step with stored scores instead of the choice of `auto`."""
     side = "bare jit, stored scores"
     if jax.default_backend() != "gpu":
         return {"way": side, "note": "needs a GPU"}
@@ -207,13 +208,13 @@ def _stored_scores_row(workload: Workload, params: Any, opt_state: Any) -> dict[
 
     try:
         samples = interleave({side: run}, warm_up=WARM_UP, steps=workload.steps, rounds=2)
-    except Exception as error:  # too large for the GPU must not lose the two main rows
+    except Exception as error:  # out of memory must not lose the two main rows
         return {"way": side, "note": f"{type(error).__name__}: {error}"[:200]}
     return _row(side, samples[side], workload)
 
 
 def _unrolled_row(workload: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`zerojax.train` with the loop over layers as straight code: its row and its trace."""
+    """Returns row and trace of `zerojax.train` with the loop over layers unrolled."""
     side = "zerojax.train, unroll"
     with tempfile.TemporaryDirectory() as folder:
         train = _TrainSide(workload, folder, unroll=True)
@@ -224,7 +225,7 @@ def _unrolled_row(workload: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_losses(train: dict[int, float], bare: dict[int, Any]) -> None:
-    """Refuses to compare two ways that do not compute the same."""
+    """Checks that both ways compute the same losses."""
     common = sorted(set(train) & set(bare))
     if not common:
         raise RuntimeError(f"no step of {sorted(train)} was taken by the bare side as well")

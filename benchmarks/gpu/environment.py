@@ -1,7 +1,6 @@
-"""Part "environment": the GPU, its driver, the versions, and the rates of a plain product and copy.
+"""Part "environment": the GPU, its driver, versions, and the rates of a matrix product and a copy.
 
-The product's rate is what this machine reaches; MFU is given against it and against the published
-peak.
+MFU is given relative to the measured rate of the product and to the published peak.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     device = jax.devices()[0]
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _matmul_row(smoke: bool) -> dict[str, Any]:
-    """bf16 product of random matrices; zeros would run faster, since they need less power."""
+    """Times a bf16 product of random matrices; zeros need less power and would be faster."""
     size = 256 if smoke else 8192
     keys = jax.random.split(jax.random.key(0), 2)
     left, right = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
@@ -58,7 +57,7 @@ def _matmul_row(smoke: bool) -> dict[str, Any]:
 
 
 def _copy_row(smoke: bool) -> dict[str, Any]:
-    """A float32 array read once and written once."""
+    """Times a copy of a float32 array, which reads and writes it once."""
     count = (1 << 16) if smoke else (1 << 30)
     x = jnp.arange(count, dtype=jnp.float32)
     copy = jax.jit(lambda x: x + 1)
@@ -67,7 +66,7 @@ def _copy_row(smoke: bool) -> dict[str, Any]:
 
 
 def _seconds_of(run: Callable[[], Any], repeats: int) -> float:
-    """Median over three stretches of `repeats` calls that wait only for the last."""
+    """Returns seconds per call: median of three series of `repeats` calls that wait at the end."""
     for _ in range(3):
         jax.block_until_ready(run())
     stretches = []
@@ -81,7 +80,7 @@ def _seconds_of(run: Callable[[], Any], repeats: int) -> float:
 
 
 def _libraries() -> dict[str, str]:
-    """Versions of NVIDIA's libraries that are installed as packages."""
+    """Returns the versions of NVIDIA's libraries that are installed as packages."""
     found = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"] or ""

@@ -1,8 +1,8 @@
 """Part "experts": values, gradients and time of experts, by batched and by grouped products.
 
-Values and gradients in bfloat16 are held against batched products in float32; times are of the
-forward and the backward pass of one layer. Without a Hopper GPU, or with JAX before 0.11, there is
-no kernel: the loop over the same tiles is compared then, and the record says so.
+Values and gradients in bfloat16 are compared with batched products in float32; times are those of
+the forward and the backward pass of one layer. Without a Hopper GPU, or with JAX before 0.11, the
+kernel cannot run: then the loop over the same tiles is compared, and the record says so.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from pallas_kernels.choice import missing
 from pallas_kernels.grouped import COMPUTE_CAPABILITY
 
 TOLERANCE = 2e-2
-"""Of the largest value: bfloat16 keeps 8 bits, and three products follow each other."""
+"""Tolerance relative to the largest value: bfloat16 has 8 bits, and three products are in
+sequence."""
 ROUNDS, STEPS, WARM_UP = 3, 5, 2
 LOADS = ("equal", "drawn", "skewed")
-"""Of experts: the same, as a uniform draw gives them, and in proportion to 1 / (1 + number)."""
+"""Loads of experts: equal, drawn uniformly, and proportional to 1 / (1 + number of the expert)."""
 # name: tokens, width, hidden, experts, k
 CASES = {
     "OLMoE, experts over 8": (4096, 2048, 1024, 8, 8),
@@ -37,7 +38,7 @@ SMOKE_CASES = {"tiny": (96, 64, 128, 4, 2)}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compares, times and records."""
+    """Compares and times the products, and writes the record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     for record in measure(arguments.smoke):
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Iterator[Record]:
-    """The record after each load of each case."""
+    """Yields the record after each load of each case."""
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     why = why_no_kernel()
@@ -69,7 +70,7 @@ def measure(smoke: bool) -> Iterator[Record]:
 
 
 def why_no_kernel() -> str | None:
-    """Why this machine cannot run the kernel; None if it can."""
+    """Returns why this machine cannot run the kernel; None if it can."""
     if jax.default_backend() != "gpu":
         return f"they need an NVIDIA GPU, and these devices are {jax.default_backend().upper()}s"
     capability = float(jax.devices()[0].compute_capability)
@@ -79,7 +80,7 @@ def why_no_kernel() -> str | None:
 
 
 def _operands(sizes: tuple[int, ...], load: str, dtype: Any) -> tuple[Any, ...]:
-    """x, gates, ids, weights, and what the gradient is taken with."""
+    """Returns x, gates, ids, weights, and the cotangent for the gradients."""
     tokens, width, hidden, experts, k = sizes
     random = np.random.default_rng(0)
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
@@ -95,14 +96,14 @@ def _operands(sizes: tuple[int, ...], load: str, dtype: Any) -> tuple[Any, ...]:
         ids = np.arange(tokens * k).reshape(tokens, k) % experts
     else:
         share = 1.0 / np.arange(1, experts + 1) if load == "skewed" else np.ones(experts)
-        # The largest of logarithms of shares and Gumbel numbers: k different experts.
+        # The k largest sums of logarithmic shares and Gumbel noise: k different experts.
         keyed = np.log(share) + random.gumbel(size=(tokens, experts))
         ids = np.argsort(-keyed, axis=1)[:, :k]
     return x, gates, jnp.asarray(ids, jnp.int32), weights, slope
 
 
 def _mlps(weights: Any, rows: jax.Array, product: Any = None) -> jax.Array:
-    """A gated MLP of each expert, for rows [experts, slots, width] or sorted rows."""
+    """Computes a gated MLP per expert, for rows [experts, slots, width] or sorted rows."""
     times = functools.partial(jnp.einsum, "eci,eio->eco") if product is None else product
     hidden = jax.nn.silu(times(rows, weights["gate"])) * times(rows, weights["up"])
     return times(hidden, weights["down"])
@@ -120,7 +121,7 @@ def _both_passes(products: Any) -> Callable[..., Any]:
 
 
 def _compared(sizes: tuple[int, ...], load: str, ways: tuple[str, ...]) -> dict[str, float]:
-    """{way: the largest difference of the result and the gradients}."""
+    """Returns {way: largest difference of the result and the gradients}."""
     with jax.default_matmul_precision("highest"):
         expected = _both_passes("batched")(*_operands(sizes, load, jnp.float32))
     expected = [np.asarray(x) for x in jax.tree.leaves(expected)]
@@ -133,7 +134,7 @@ def _compared(sizes: tuple[int, ...], load: str, ways: tuple[str, ...]) -> dict[
 
 
 def _times(sizes: tuple[int, ...], load: str, ways: tuple[str, ...]) -> list[dict[str, Any]]:
-    """One row per way, timed in turns."""
+    """Returns one row per way, timed in alternation."""
     given = _operands(sizes, load, jnp.bfloat16)
     sides = {way: functools.partial(_steps, _both_passes(way), given) for way in ways}
     samples = interleave(sides, warm_up=WARM_UP, steps=STEPS, rounds=ROUNDS)

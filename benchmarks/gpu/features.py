@@ -1,9 +1,9 @@
 """Part "features": runs of `zerojax train` with one feature each, on the GPU and on the CPU.
 
-Both train the same steps, in float32 with exact products, so their losses differ by rounding alone.
-16-bit runs have the products that the device has by default. Each run is a process of its own: one
-that crashes does not end the others. What exists on a GPU alone (kernels) is compared with the
-plain run on the CPU. No run starts after --seconds, and those that still run are ended.
+Both run the same steps, in float32 with exact products, so their losses differ only by rounding.
+16-bit runs use the device's default products. Each run is a separate process, so that a crash does
+not end the others. Features that exist only on GPUs (kernels) are compared with the plain run on
+the CPU. After --seconds no run is started, and running ones are ended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMMON = (
 )
 TINY = ("model.embed_dim=32", "model.num_layers=2", "global_batch_size=4", "data.seq_len=32")
 AT_ONCE = 8
-"""Runs side by side: most of their time is spent on importing and compiling."""
+"""Number of runs at the same time; most of their time is spent on importing and compiling."""
 Platform = Literal["cpu", "gpu"]
 
 
@@ -51,9 +51,9 @@ class Case:
     """A run with one feature.
 
     Attributes:
-      words: overrides of `configs/tiny_shakespeare.yaml`. FOLDER stands for an empty folder.
-      limit: largest difference of a loss. 1e-5 is float32's rounding over six steps of AdamW.
-      against: overrides of the run on the CPU, where they are others.
+      words: overrides of `configs/tiny_shakespeare.yaml`; FOLDER is replaced by an empty folder.
+      limit: largest allowed loss difference; 1e-5 is float32 rounding over six steps of AdamW.
+      against: overrides of the run on the CPU, if they differ.
     """
 
     words: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ BF16 = ("precision=bf16",)
 CODES = ("model.lora.rank=8", "model.lora.alpha=16")
 EXPERTS = ("model.moe.num_experts=8", "model.moe.experts_per_token=2", "model.moe.expert_dim=128")
 BY_CODES = 1e-3
-"""A value at the border of two codes may be rounded to either."""
+"""Limit for quantized weights: a value between two codes may be rounded to either."""
 OF_BF16 = 2e-2
 
 CASES: Mapping[str, Case] = {
@@ -105,7 +105,7 @@ ON_A_GPU_ALONE = tuple(name for name, case in CASES.items() if case.against is n
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compares and records; ends with an error where losses differ or a run failed."""
+    """Compares and writes the record; exits with an error if losses differ or a run failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=1e9, help="of all runs together")
@@ -125,7 +125,9 @@ def measure(folder: Path, smoke: bool, ends: float) -> Iterator[Record]:
     """Yields the record after each feature.
 
     Args:
-      folder: of the runs; smoke: tiny sizes, three features; ends: time.monotonic() of the last.
+      folder: folder of the runs.
+      smoke: use tiny sizes and three features.
+      ends: value of time.monotonic() after which no run is started.
     """
     names = [name for name in CASES if not (smoke and name in ON_A_GPU_ALONE)]
     names = names[:3] if smoke else names
@@ -167,7 +169,7 @@ def measure(folder: Path, smoke: bool, ends: float) -> Iterator[Record]:
 def _train(
     folder: Path, platform: Platform, words: tuple[str, ...], smoke: bool, ends: float
 ) -> list[float]:
-    """Returns the losses of a run in a process of its own."""
+    """Returns the losses of a run in a separate process."""
     if time.monotonic() > ends:
         raise TimeoutError("left out: time is over")
     folder.mkdir()

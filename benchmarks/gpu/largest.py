@@ -1,7 +1,7 @@
-"""Part "largest": the largest Llama that takes three steps on this one GPU, with each of the tiers.
+"""Part "largest": the largest Llama that takes three steps on one GPU, for each kind of offload.
 
-Each attempt is a process of its own with a time limit: one that runs out of memory may take its
-process along. From the size that is expected, sizes go up until one fails, or down until one fits.
+Each attempt is a separate process with a time limit, since running out of memory may end the
+process. Starting at the expected size, sizes go up until one fails, or down until one fits.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from benchmarks.recording import Goal, Record, add_arguments, write_record
 GIB = 2**30
 STEPS = 3
 STATE_BYTES = 12
-"""Per parameter: float32 master and two moments."""
+"""Bytes per parameter: float32 master and two moments."""
 HOST_SHARE, DISK_SHARE = 0.80, 0.85
-"""Of the host's memory and of the disk's free space that may be taken."""
+"""Share of host memory and of free disk space that may be used."""
 WORKING_BYTES = 12 * GIB
-"""Of device memory left to activations, logits and the compiler's temporaries."""
+"""Share of device memory for activations, logits and the compiler's temporaries."""
 PER_PARAMETER = {"device": 4, "update_in_backward": 0}
-"""Bytes on the device beside the state: weights and gradients in bfloat16."""
+"""Bytes per parameter on the device in addition to the state: bfloat16 weights and gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Way:
     """One way to train.
 
     Attributes:
-      tiers: that hold state, nearest first.
-      expected: parameters, of the first attempt on a GPU with 141 GB.
-      in_backward: whether layers are updated as their gradients appear, weights on the host.
+      tiers: memory tiers that hold state, nearest first.
+      expected: number of parameters of the first attempt on a GPU with 141 GB.
+      in_backward: whether layers are updated in the backward pass, with weights on the host.
     """
 
     tiers: tuple[str, ...]
@@ -76,7 +76,7 @@ NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "MemoryErro
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Searches each way, or makes the one attempt that `--attempt` describes."""
+    """Searches the largest model for each way, or runs the attempt that `--attempt` describes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=500.0, help="of all attempts together")
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
 def search(
     way: str, arguments: argparse.Namespace, ends: float, keep: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Goes up from the expected size while it works, or down until it does."""
+    """Increases the expected size until an attempt fails, or decreases it until one succeeds."""
     layers = _expected_layers(WAYS[way], arguments.smoke)
     went_well: bool | None = None
     while layers >= 1:
@@ -118,7 +118,7 @@ def search(
         if row["outcome"] == FAILED:
             return  # a defect, which fewer layers would not fix
         if (went_well is not None and is_ok != went_well) or arguments.smoke:
-            return  # the border lies between the last two
+            return  # the limit is between the last two sizes
         went_well = is_ok
         layers = (
             max(layers + 1, round(layers * STRIDE))
@@ -128,7 +128,7 @@ def search(
 
 
 def _expected_layers(way: Way, smoke: bool) -> int:
-    """Of the first attempt, for the memory of this card."""
+    """Returns the number of layers of the first attempt, for the memory of this card."""
     if smoke:
         return 2
     workload = choose_workload("largest", smoke=False)
@@ -137,7 +137,7 @@ def _expected_layers(way: Way, smoke: bool) -> int:
 
 
 def _device_bytes() -> float:
-    """Of the first GPU, as its driver says; this process does not open it."""
+    """Returns the memory of the first GPU in bytes, by its driver, without opening the GPU."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     if shutil.which(query[0]) is None:
         return CARD_BYTES
@@ -166,7 +166,7 @@ def _outcome_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     text = (done.stdout + done.stderr).strip()
     short = [line for line in text.splitlines() if "Error" in line or "RESOURCE" in line]
     reason = (short or text.splitlines() or [f"exit status {done.returncode}"])[-1]
-    # The system ends a process that takes all of the host's memory with SIGKILL.
+    # The system ends a process that uses all host memory with SIGKILL.
     of_memory = done.returncode == -signal.SIGKILL or any(word in text for word in NO_MEMORY)
     outcome = "out of memory" if of_memory else FAILED
     return {"outcome": outcome, "note": reason.strip()[:200]}
@@ -176,7 +176,7 @@ def _outcome_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def attempt(way: str, layers: int, folder: str, smoke: bool) -> dict[str, Any]:
-    """Trains three steps; returns sizes and seconds, or fails as it will."""
+    """Trains three steps; returns sizes and seconds; any error ends the process."""
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
     host = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE)
     os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(max(1, host // GIB))
@@ -228,12 +228,12 @@ def attempt(way: str, layers: int, folder: str, smoke: bool) -> dict[str, Any]:
 def shares_for(
     tiers: tuple[str, ...], parameters: float, host: float, disk: float
 ) -> dict[str, float]:
-    """As much of the state on the device as fits, then on the host, the rest in files.
+    """Returns the shares of tiers: as much state on the device as fits, then host, then files.
 
     Args:
-      tiers: that may hold state, nearest first.
-      parameters: of the model.
-      host, disk: bytes that may be taken there.
+      tiers: memory tiers that may hold state, nearest first.
+      parameters: number of parameters of the model.
+      host, disk: bytes of host memory and of disk space that may be used.
     """
     state = STATE_BYTES * parameters
     beside = PER_PARAMETER["device"] * parameters + WORKING_BYTES
@@ -245,13 +245,13 @@ def shares_for(
             shares[tier] = taken / state
             left -= taken
     if left > 0:
-        # What does not fit is put into the last tier, which then says so.
+        # State that does not fit goes to the last tier, which then raises an error.
         shares[tiers[-1]] = shares.get(tiers[-1], 0.0) + left / state
     return shares
 
 
 def _plain(workload: Workload) -> dict[str, Any]:
-    """The hand-written step in plain JAX."""
+    """Runs the hand-written step in plain JAX."""
     factory, optimizer = make_factory(workload), make_optimizer()
     params = plain_jax.init_params(factory)
     total = sum(leaf.size for leaf in params.values())

@@ -1,8 +1,8 @@
-"""Part "memory": what a step was predicted to need against what the device counted.
+"""Part "memory": predicted memory of a step compared with the memory that the device counted.
 
-Two predictions: the compiler's on this device, and the forecast that a machine without one makes.
-A device never forgets its peak, so the cases run in the order of their prediction: each new peak is
-the last case's own. Stages on one device are one program; that they are is shown here as well.
+There are two predictions: the compiler's on this device, and a forecast by a process without one. A
+device cannot reset its peak, so the cases run in the order of their predictions: each new peak is
+that of the last case. On one device all ZeRO stages are the same program, which is checked, too.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Case:
 
     @property
     def program(self) -> str:
-        """What all stages have in common on one device."""
+        """Returns the name of the program, which all ZeRO stages share on one device."""
         return f"{self.num_microbatches} microbatches, remat {self.remat}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Built:
-    """A case's plan, its compiled step and what the compiler says that it needs."""
+    """A case's plan, its compiled step and the memory that the compiler reports."""
 
     plan: zerojax.Plan
     step: Any
@@ -63,7 +63,7 @@ class Built:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records; or, with `--forecast`, prints what is forecast for a card."""
+    """Writes the record; with `--forecast`, prints the forecasts for a card instead."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--forecast", metavar="CARD", help=argparse.SUPPRESS)
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     load_before = load_average()
     stages = STAGES[1::2] if arguments.smoke else STAGES
     with tempfile.TemporaryDirectory() as folder, _Forecasting(arguments.smoke) as forecasting:
-        # Equal programs, as those of all stages on one device, are compiled once.
+        # Equal programs, such as those of all stages on one device, are compiled once.
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         for record in measure(workload, stages, forecasting):
@@ -165,7 +165,7 @@ def _run(case: Case, workload: Workload, built: Built) -> dict[str, Any]:
     }
     if measured is not None:
         if measured == before and predicted.peak < LEAST * measured:
-            row["note"] = "hidden by an earlier peak"  # such as what the compiler tried kernels in
+            row["note"] = "hidden by an earlier peak"  # such as when the compiler tried kernels
         else:
             row["measured/predicted"] = measured / predicted.peak
     return row
@@ -175,7 +175,7 @@ def _run(case: Case, workload: Workload, built: Built) -> dict[str, Any]:
 
 
 def forecast_peaks(workload: Workload, card: str) -> Iterator[tuple[str, int | None]]:
-    """(program, bytes of its peak as `zerojax plan` forecasts it for this card)."""
+    """Yields (program, bytes of its peak as `zerojax plan` forecasts it for this card)."""
     for count in MICROBATCHES:
         for remat in REMAT:
             case = Case(zero=0, num_microbatches=count, remat=remat)
@@ -186,7 +186,7 @@ def forecast_peaks(workload: Workload, card: str) -> Iterator[tuple[str, int | N
 
 
 class _Forecasting:
-    """A process that forecasts while this one measures; ended with the block."""
+    """A process that forecasts while this process measures; ends with the `with` block."""
 
     def __init__(self, smoke: bool) -> None:
         card = gpu_of_device(jax.devices()[0].device_kind)
@@ -209,7 +209,7 @@ class _Forecasting:
             self._process.wait()
 
     def peaks(self) -> dict[str, int]:
-        """{program: bytes}; of a process that failed, what it had by then."""
+        """Returns {program: bytes}; if the process failed, the forecasts that it had made."""
         if self._process is None:
             return {}
         said, _ = self._process.communicate()

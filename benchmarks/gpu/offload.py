@@ -1,6 +1,6 @@
-"""Part "offload": the link, the update of a state that lies beyond it, and steps with each tier.
+"""Part "offload": the host link, the update of offloaded state, and steps with offload.
 
-Nothing is compared bit by bit here (`offload_bits`), and no model is too large (`largest`).
+Results are compared in part `offload_bits`, and the largest models are searched in `largest`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from zerojax.hardware.local_devices import LinkRates, measure_link
 from zerojax.plan.offload_costs import moved_bytes
 
 HOST_GB = "100"
-"""Most pinned host memory; JAX's own limit is 64. Read when the backend starts."""
+"""Limit of pinned host memory in GiB; JAX's default is 64. Read when the backend starts."""
 SLICES = (2**22, 2**24, 2**26)
 UPDATE_BYTES = 24
-"""Per parameter on the link: float32 master and two moments, each way."""
+"""Bytes per parameter on the link: float32 master and two moments, in each direction."""
 UTILISATION, STEP_LIMIT, OVERLAP = 0.85, 1.10, 0.90
 MIB = 2**20
 
@@ -58,7 +58,7 @@ SMOKE_SLICES = {"slice_elements": 2**10, "min_elements": 2**8}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records, after each row, so that a late failure loses little."""
+    """Measures, and writes the record after each row, so that a late failure loses little."""
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", HOST_GB)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the device
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -76,13 +76,13 @@ def main(argv: list[str] | None = None) -> None:
     def keep(row: dict[str, Any], more: list[Goal]) -> None:
         rows.append(row | {"at_s": time.perf_counter() - began})
         goals.extend(more)
-        with contextlib.redirect_stdout(io.StringIO()):  # shown once, at the end
+        with contextlib.redirect_stdout(io.StringIO()):  # the record is shown once, at the end
             record()
 
     def record() -> None:
         write_record(Record(name="offload", rows=rows, goals=goals), arguments, load_before)
 
-    keep(torch_link_row(arguments.smoke), [])  # before JAX takes memory that it keeps
+    keep(torch_link_row(arguments.smoke), [])  # before JAX allocates memory that it does not return
     rates = _measure_links(arguments.smoke, keep)
     for elements in SLICES[1:2] if arguments.smoke else SLICES:
         if not is_over():
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
 def _guarded(
     what: str, way: str, measure: Callable[..., Any], *given: Any
 ) -> tuple[dict[str, Any], list[Goal]]:
-    """(row, goals); a failure is a note in the row, so that the next row may still work."""
+    """Returns (row, goals); a failure becomes a note, so that the next row can still run."""
     row = {"what": what, "way": way}
     try:
         more, goals = measure(*given)
@@ -117,7 +117,7 @@ def _guarded(
 
 
 def _measure_links(smoke: bool, keep: Callable[..., None]) -> LinkRates:
-    """Rates of the largest array, which the goals are set against."""
+    """Measures the host link; returns the rates of the largest array, which the goals use."""
     sizes = (MIB,) if smoke else (16 * MIB, 128 * MIB, 1024 * MIB)
     for size in sizes:
         rates = measure_link(num_bytes=size, repeats=2 if smoke else 5)
@@ -128,10 +128,10 @@ def _measure_links(smoke: bool, keep: Callable[..., None]) -> LinkRates:
 
 
 def _measure_disk(folder: Path, smoke: bool, keep: Callable[..., None]) -> float | None:
-    """Bytes per second, read and written at once; None where it cannot be told."""
+    """Returns bytes per second, read and written at once; None if not measurable."""
 
     def best() -> tuple[dict[str, Any], list[Goal]]:
-        # Every number of threads is tried; the best is what a pipeline can hope for.
+        # Tries every number of threads; the best rate is the limit for a pipeline.
         found = list(measure_rates(folder, num_bytes=(4 if smoke else 512) * MIB))
         rates = max(found, key=lambda rates: rates.both)
         row = {"in_GB/s": rates.read / 1e9, "out_GB/s": rates.write / 1e9}
@@ -151,7 +151,7 @@ def _init_vector(shape: tuple[int, int]) -> Callable[[jax.Array], dict[str, jax.
 
 
 def _apply_vector(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """A forward pass that costs next to nothing beside the update: [rows] -> [rows]."""
+    """Computes a forward pass [rows] -> [rows] that is much faster than the update."""
     return x * jnp.mean(params["w"].astype(jnp.float32))
 
 
@@ -163,7 +163,7 @@ def _square(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Arr
 def _update(
     arguments: argparse.Namespace, rates: LinkRates, elements: int
 ) -> tuple[dict[str, Any], list[Goal]]:
-    """A step of half a billion parameters whose arithmetic is nothing but the update."""
+    """Times a step of half a billion parameters that consists almost only of the update."""
     shape = (4, 2**12) if arguments.smoke else (32, 2**24)
     batch = {"x": jnp.ones((8,), jnp.float32)}
     offload = SMOKE_SLICES if arguments.smoke else {"slice_elements": elements}
@@ -195,7 +195,7 @@ def _update(
 
 
 class _Step:
-    """Trains one model with one choice of tiers. `seconds` is what a step took, once it has run."""
+    """Trains one model with one kind of offload; `seconds` is the time of a step after the run."""
 
     def __init__(
         self,
@@ -243,14 +243,14 @@ class _Step:
             make_factory(workload),
             zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1]),
             example_batch=make_source(workload, 4).batch(0),
-            # A layer that is updated in the backward pass cannot wait for the norm of all.
+            # An update in the backward pass cannot wait for the norm of all gradients.
             optimizer=make_optimizer(clip_norm=None) if in_backward else make_optimizer(),
             precision="bf16",
             offload=offload,
         )
 
     def _moving_seconds(self, plan: zerojax.Plan) -> tuple[float, float]:
-        """What the link and the disk need for this step's bytes at the rates measured here."""
+        """Returns the seconds that link and disk need for a step's bytes at measured rates."""
         moved = moved_bytes(plan)
         link = sum(part.to_device + part.to_host for part in moved) / self._rates.both
         on_disk = sum(part.read + part.written for part in moved)
@@ -260,7 +260,7 @@ class _Step:
 def _time_steps(
     plan: zerojax.Plan, batch: Callable[[int], Any], *, warm_up: int, steps: int, rounds: int
 ) -> tuple[float, float, dict[str, float]]:
-    """Returns (median, least) seconds of a step, and `busy_ms` of one step more."""
+    """Returns (median, minimum) seconds of a step, and `busy_ms` of one more step."""
     state = [zerojax.init_state(plan)]
     step = zerojax.build_step(plan)
     batches = [zerojax.shard_batch(plan, batch(index)) for index in range(2)]

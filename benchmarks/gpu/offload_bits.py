@@ -1,8 +1,8 @@
-"""Part "offload_bits": every tier trains twenty steps as a run on the device does.
+"""Part "offload_bits": twenty steps with each kind of offload compared with steps on the device.
 
-A donated array that a copy to the host still reads would show here and nowhere else: on a CPU
-nothing is copied. The compiler is told to be deterministic, since two programs may otherwise take
-two kernels for one product.
+Only this part would detect a donated array that a copy to the host still reads, since on a CPU
+nothing is copied. The compiler is set to be deterministic, since two programs may otherwise use
+different kernels for the same product.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ TIERS: Mapping[str, Mapping[str, Any]] = {
     "params host": {"params": "host", "opt_state": "host"},
 }
 SAME_PROGRAM = ("opt_state host", "opt_state shares")
-"""Forward and backward are those of the device, so that no bit may differ. Where layers or their
-inputs travel, and where state in files is updated after the step, another program computes them,
-and sums may be taken in another order: with jax 0.12 on a CPU, bf16, the norm by which gradients
-are clipped differs by 4 units in the last place."""
+"""Kinds of offload whose forward and backward pass equal those on the device, so that results must
+be bit-equal. With offloaded layers or layer inputs, and with state in files, another program
+computes the results, and sums may have another order: with jax 0.12 on a CPU, bf16, the norm by
+which gradients are clipped differs by 4 units in the last place."""
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
-"""Of losses, where programs differ: as in part "stages"."""
+"""Tolerance of losses if programs differ, as in part "stages"."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compares and records; ends with an error where a bit or a loss differs that must not."""
+    """Compares and writes the record; exits with an error if bits or losses differ too much."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()  # read when the backend starts
     arguments = parse_arguments(__doc__ or "", argv)
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(workload: Workload, folder: Path, smoke: bool) -> Iterator[Record]:
-    """The record after each precision and tier, against the run on the device."""
+    """Yields the record after each comparison of a precision and a kind of offload."""
     workload = dataclasses.replace(workload, remat="full")
     rows: list[dict[str, Any]] = []
     goals = []
@@ -76,7 +76,7 @@ def measure(workload: Workload, folder: Path, smoke: bool) -> Iterator[Record]:
             more = {"folder": str(own)} if name == "opt_state nvme" else {}
             try:
                 losses, found = _train(workload, precision, {**offload, **more, **SLICES})
-            except Exception as error:  # the other tiers may still work
+            except Exception as error:  # the other kinds of offload may still work
                 row["note"] = f"{type(error).__name__}: {error}"[:300]
                 yield Record(name="offload_bits", rows=rows, goals=goals)
                 continue
@@ -97,7 +97,7 @@ def measure(workload: Workload, folder: Path, smoke: bool) -> Iterator[Record]:
 def _train(
     workload: Workload, precision: str, offload: Mapping[str, Any]
 ) -> tuple[np.ndarray, dict[str, bytes]]:
-    """(losses, {path: bytes} of the portable state, which knows no tiers)."""
+    """Returns (losses, {path: bytes} of the portable state, which does not depend on offload)."""
     source = make_source(workload)
     plan = zerojax.make_plan(
         make_factory(workload),

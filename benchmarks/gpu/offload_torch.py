@@ -1,6 +1,6 @@
-"""torch's copies between pinned host memory and the device: what the link gives to others.
+"""Times torch's copies between pinned host memory and the device, for comparison with JAX.
 
-Knows torch and clocks; never JAX.
+Uses torch and does not import JAX.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 
 def torch_link_row(smoke: bool) -> dict[str, Any]:
-    """GB/s of one GiB in, out, and both at once on two streams; a note where it cannot be had."""
+    """Returns GB/s of one GiB in, out, and both at once on two streams; a note if that fails."""
     row: dict[str, Any] = {"what": "link", "way": "torch, pinned copies"}
     if importlib.util.find_spec("torch") is None:
         return row | {"note": "left out: torch is not installed (pip install torch)"}
     try:
         return row | _measure(1 << 20 if smoke else 1 << 30)
-    except Exception as error:  # the rows of JAX do not depend on it
+    except Exception as error:  # a failure must not lose the rows of JAX
         return row | {"note": f"{type(error).__name__}: {error}"[:200]}
 
 

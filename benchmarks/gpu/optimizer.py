@@ -1,4 +1,4 @@
-"""Part "optimizer": kernels, XLA, optax and torch's fused AdamW against the copy of the same run.
+"""Part "optimizer": kernels, XLA, optax and torch's fused AdamW, relative to the rate of a copy.
 
 On a CPU (--smoke) the kernels run in interpret mode, so that only the program is shown to work.
 """
@@ -54,16 +54,16 @@ GPT2_LAYER = [
     (768,),
 ]
 GPT2 = [(50257, 768), (1024, 768), *GPT2_LAYER * 12, (768,), (768,)]
-"""124 million parameters in 148 leaves."""
+"""Shapes of GPT-2: 124 million parameters in 148 leaves."""
 LAYOUTS: Mapping[str, Leaves] = {"1 leaf": [(1 << 20, 1 << 10)], "148 leaves": GPT2}
 SMOKE_LAYOUTS: Mapping[str, Leaves] = {"1 leaf": [(2, 512)], "2 leaves": [(700,), (512,)]}
 LAUNCHES = ("fusion", "custom-call", "copy", "fusion-start", "copy-start")
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
-"""XLA starts each kernel by itself. Without this option it gathers five or more of them in one
-command buffer (a CUDA graph)."""
+"""With this option XLA launches each kernel separately. Without it, XLA puts five or more kernels
+into one command buffer (a CUDA graph)."""
 TABLES = ("adamw", "lion", "stats", "adam8bit")
 KINDS = ("adamw", "stats", "lion", "adam8bit")
-"""In the order in which they are measured."""
+"""Kinds of update in the order of their measurement."""
 TRACED = ("XLA", "XLA, no command buffers", "kernel, a table of leaves")
 UPDATES = 10
 """In one program."""
@@ -72,24 +72,24 @@ NOTE = (
     "program of one update"
 )
 TORCH_BYTES = 28
-"""Per parameter of torch's AdamW, all float32: four arrays read, three written."""
+"""Bytes per parameter of torch's AdamW in float32: four arrays are read and three written."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records, after each kind, so that a late failure loses little."""
+    """Measures, and writes the record after each kind, so that a late failure loses little."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after this")
     arguments = parser.parse_args(argv)
     load_before = load_average()
     ends = time.monotonic() + arguments.seconds
-    # torch and JAX share the device, one after the other.
+    # torch and JAX use the device one after the other.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     record = Record(name="optimizer", rows=rows, goals=goals, notes=[NOTE])
     for layout, shapes in (SMOKE_LAYOUTS if arguments.smoke else LAYOUTS).items():
-        torch_row = _torch_row(shapes, arguments.smoke)  # before JAX takes memory that it keeps
+        torch_row = _torch_row(shapes, arguments.smoke)  # before JAX allocates its memory
         copy = copy_rate(1 << 16 if arguments.smoke else 1 << 30)
         rows.append({"leaves": layout, "kind": "copy", "way": "x + 1", "TB/s": copy / 1e12})
         if "TB/s" in torch_row:
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def copy_rate(count: int) -> float:
-    """Bytes per second of a float32 array read once and written once."""
+    """Returns bytes per second of a copy, which reads and writes a float32 array once."""
     x = jnp.arange(count, dtype=jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     repeats = 20
@@ -133,13 +133,13 @@ def copy_rate(count: int) -> float:
 def implementations(
     kind: str, smoke: bool, *, many_leaves: bool = False
 ) -> tuple[dict[str, Ours], str | None]:
-    """(ways of ours, why there is no kernel among them or None)."""
+    """Returns (zerojax's ways, reason why they contain no kernel, or None)."""
     reference = Choice("xla", "to compare with")
     ours = {"XLA": Ours(reference)}
     if many_leaves and kind == "adamw":
         ours["XLA, no command buffers"] = Ours(reference, options=NO_GRAPHS)
     if many_leaves and kind == "adam8bit" and not smoke:
-        ours = {}  # 148 leaves of it take the compiler 100 s of processor time
+        ours = {}  # compiling it for 148 leaves takes 100 s of processor time
     try:
         kernel = choose("interpret" if smoke else "mosaic_gpu", kernel=kind)
     except KernelUnavailable as error:
@@ -157,14 +157,14 @@ def implementations(
 def measure_kind(
     kind: str, shapes: Leaves, copy: float, smoke: bool, ends: float
 ) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Rows and goals of one kind of work.
+    """Returns rows and goals of one kind of update.
 
     Args:
-      kind: of `BYTES`.
-      shapes: of the leaves.
-      copy: bytes per second of the copy.
-      smoke: whether to show only that it runs.
-      ends: on the monotonic clock; nothing is begun afterwards.
+      kind: kind of update, a key of `BYTES`.
+      shapes: shapes of the leaves.
+      copy: bytes per second of a copy.
+      smoke: only show that it runs.
+      ends: value of time.monotonic() after which nothing is started.
     """
     ours, why_not = implementations(kind, smoke, many_leaves=len(shapes) > 1)
     updates = 2 if smoke else UPDATES
@@ -191,14 +191,14 @@ def measure_kind(
         row |= {"TB/s": rate / 1e12, "/copy": rate / copy}
         try:
             row |= _facts_of_one(name, ways, shapes, ends)
-        except Exception as error:  # the times stand without them
+        except Exception as error:  # a failure must not lose the times
             row["note"] = short(error)
         rows.append(row)
     return rows, _goals(kind, samples, {row["way"]: row for row in rows}, len(shapes) > 1)
 
 
 def _build(way: Way, shapes: Leaves, updates: int, ends: float) -> str | None:
-    """Compiles what will be timed; why it cannot be, or None."""
+    """Compiles the timed program; returns why that failed, or None."""
     if time.monotonic() > ends:
         return "left out: time is over"
     try:
@@ -235,7 +235,7 @@ def _named(goal: Goal, layout: str) -> Goal:
 def _facts_of_one(
     name: str, ways: Mapping[str, Way], shapes: Leaves, ends: float
 ) -> dict[str, Any]:
-    """Of a program of one update: kernels that it starts, bytes, and what it computes."""
+    """Returns facts of a program of one update: launched kernels, bytes, largest difference."""
     if "command buffers" in name or time.monotonic() > ends:
         return {}
     facts = _program_facts(ways[name], shapes)
@@ -245,7 +245,7 @@ def _facts_of_one(
 
 
 def _program_facts(way: Way, shapes: Leaves) -> dict[str, Any]:
-    """What the compiler says: kernels that one step starts, and bytes it needs."""
+    """Returns what the compiler reports: number of launched kernels and bytes of one step."""
     compiled = compile_way(way, shapes)
     program = hlo.read_program(compiled.as_text())
     launches = 0
@@ -262,7 +262,7 @@ def _program_facts(way: Way, shapes: Leaves) -> dict[str, Any]:
 
 
 def traced_rows(kind: str, smoke: bool, ends: float) -> Iterator[dict[str, Any]]:
-    """What the profiler counts on the device in one update of many leaves; nothing on a CPU."""
+    """Returns rows of the profiler's counts in one update of many leaves; no rows on a CPU."""
     if jax.default_backend() != "gpu":
         return
     shapes = LAYOUTS["148 leaves"]
@@ -301,7 +301,7 @@ def short(error: Exception) -> str:
 
 
 def largest_difference(way: Way, other: Way, shapes: Leaves) -> int:
-    """Units in the last place between all float32 arrays of two ways after one step."""
+    """Returns the largest difference of two ways after a step, in units in the last place."""
     grads = make_gradients(shapes)
     results = []
     for one in (way, other):
@@ -317,7 +317,7 @@ def largest_difference(way: Way, other: Way, shapes: Leaves) -> int:
 
 
 def _ordered(x: Any) -> Any:
-    """Neighbouring floats as neighbouring uint32."""
+    """Maps floats to uint32 such that neighbouring floats are neighbouring numbers."""
     raw = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(raw >> 31 == 1, ~raw, raw | jnp.uint32(1 << 31))
 
@@ -361,7 +361,7 @@ def _torch_side(shapes: Leaves) -> tuple[Callable[[int], Sample], Callable[[], i
         return sample(one_after_the_other, steps)
 
     def peak() -> int | None:
-        """The most that torch held; it holds nothing afterwards."""
+        """Returns the peak memory of torch, and frees its memory."""
         if not on_gpu:
             return None
         found = torch.cuda.max_memory_allocated()

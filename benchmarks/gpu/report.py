@@ -1,4 +1,4 @@
-"""What a run on a GPU found, as Markdown, and what `impl="auto"` should then be.
+"""Converts results of a GPU to Markdown, and derives what `impl="auto"` should select.
 
 `python -m benchmarks.gpu.report gpu.json ...` reads the files of one or several runs, oldest first,
 and `tuned.json` of a user's cache, which has the same form. It measures and changes nothing.
@@ -16,9 +16,10 @@ from benchmarks.gpu.collect import read_runs
 from benchmarks.gpu.summary import speed_rows
 
 AHEAD, BEHIND = 0.97, 1.01
-"""A kernel is taken that needs at most AHEAD of XLA's time somewhere, and nowhere above BEHIND."""
+"""A kernel is selected if it takes at most AHEAD of XLA's time in a case, and in no case above
+BEHIND."""
 KERNELS = {"adamw": "adamw", "lion": "lion", "adam8bit": "adam8bit", "stats": "gradient_stats"}
-"""Kind of work -> name that `pallas_kernels.choice.choose` is asked with."""
+"""{kind of update: name of the kernel for `pallas_kernels.choice.choose`}."""
 TABLE = "kernel, a table of leaves"
 
 Parts = Mapping[str, Mapping[str, Any]]
@@ -27,12 +28,12 @@ Columns = Sequence[tuple[str, str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What one kind of work should take.
+    """Implementation that one kind of update should use.
 
     Attributes:
-      kind: of work; kernel: as `choose` knows it.
-      takes_kernel: whether `"auto"` should take the kernel; None: nothing was measured.
-      reason: with the figures.
+      kind: kind of update.
+      takes_kernel: whether `"auto"` should select the kernel; None if nothing was measured.
+      reason: reason with the figures.
     """
 
     kind: str
@@ -45,12 +46,12 @@ class Decision:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the report of the files that are named."""
+    """Prints the report of the given files."""
     print(report(read_runs([Path(name) for name in (sys.argv[1:] if argv is None else argv)])))
 
 
 def report(parts: Parts) -> str:
-    """All sections for which something was measured."""
+    """Returns all sections of the report that have measurements."""
     sections = [_machine(parts), _speeds(parts), _optimizers(parts)]
     sections += [_tuned(parts), _decisions(parts), _memory(parts), _offload(parts)]
     sections += [_features(parts), _experts(parts), _goals(parts)]
@@ -58,7 +59,7 @@ def report(parts: Parts) -> str:
 
 
 def decide(rows: Sequence[Mapping[str, Any]]) -> list[Decision]:
-    """What the rows of part "optimizer" say for each kind of work."""
+    """Returns the decision for each kind of update, from the rows of part "optimizer"."""
     return [_decide(kind, [row for row in rows if row["kind"] == kind]) for kind in KERNELS]
 
 
@@ -130,7 +131,7 @@ def _optimizers(parts: Parts) -> str:
 
 
 def _tuned(parts: Parts) -> str:
-    """What `zerojax tune` chooses on this card, and what a user's cache has kept of it."""
+    """Returns the section on the choices of `zerojax tune` on this card and in a user's cache."""
     columns = [
         ("what", "measured as zerojax tune does", "{}"),
         ("device", "card", "{}"),
@@ -227,7 +228,7 @@ def _goals(parts: Parts) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], columns: Columns) -> str:
-    """Markdown; a column that no row has is left out."""
+    """Formats a Markdown table, without columns that no row has."""
     shown = [column for column in columns if any(row.get(column[0]) is not None for row in rows)]
     if not rows or not shown:
         return ""

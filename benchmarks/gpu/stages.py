@@ -1,7 +1,7 @@
-"""Part "stages": ZeRO 0-3, accumulation and both precisions run here and agree with stage 0.
+"""Part "stages": ZeRO 0-3, accumulation and two precisions on this machine, compared with stage 0.
 
-On one GPU a stage has nothing to split; what is checked is that its program compiles and computes
-the same. With several GPUs all of them are used.
+On one GPU a stage shards nothing; the part checks that its program compiles and gives the same
+losses. With several GPUs all of them are used.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from benchmarks.gpu.workloads import Workload, choose_workload
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
 
-# fp32 with exact products: only the order of sums differs. bf16 keeps 8 bits of a number.
+# fp32 with exact products: only the order of sums differs. bf16 has 8 bits.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
-# (ZeRO stage, microbatches); the first is what the others are held against.
+# (ZeRO stage, microbatches); the others are compared with the first.
 CASES = {"fp32": ((0, 1), (1, 1), (2, 1), (3, 1), (3, 4)), "bf16": ((0, 1), (2, 1), (3, 4))}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records."""
+    """Runs the benchmark and writes its record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
-    # TF32 products would hide errors of the size that is looked for.
+    # TF32 products would hide errors of the size to detect.
     jax.config.update("jax_default_matmul_precision", "highest")
     for record in measure(choose_workload("stages", arguments.smoke)):
         save_so_far(record, arguments, load_before)
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(workload: Workload) -> Iterator[Record]:
-    """The record after each case; the first of a precision is what the others are held against."""
+    """Yields the record after each case; cases of a precision are compared with its first."""
     rows: list[dict[str, Any]] = []
     for precision in TOLERANCES:
         reference = None

@@ -1,6 +1,6 @@
 """The zerojax model and the batches of a workload.
 
-Knows how a workload is told to zerojax; never a clock.
+Translates a workload to zerojax's model and data; times nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerojax.zoo import build_model
 
 
 def make_factory(workload: Workload, *, attention: Any = "auto") -> Callable[[Any], Any]:
-    """`rngs -> model`."""
+    """Returns a function `rngs -> model`."""
     config = ModelConfig(
         name=workload.kind,
         vocab_size=workload.vocab_size,
@@ -46,7 +46,7 @@ def make_factory(workload: Workload, *, attention: Any = "auto") -> Callable[[An
 
 
 def make_source(workload: Workload, num_batches: int = 64) -> TokenSource:
-    """Batches of random tokens; longer runs see them again, in another order."""
+    """Returns batches of random tokens; longer runs repeat them in another order."""
     count = num_batches * workload.batch_size * (workload.seq_len + 1)
     dtype = np.uint16 if workload.vocab_size <= 1 << 16 else np.uint32
     ids = np.random.default_rng(0).integers(0, workload.vocab_size, count, dtype=dtype)
@@ -59,7 +59,7 @@ def make_source(workload: Workload, num_batches: int = 64) -> TokenSource:
 
 
 def make_optimizer(*, clip_norm: float | None = CLIP_NORM) -> Any:
-    """AdamW with decay on matrices only, at a constant rate."""
+    """Returns AdamW with weight decay on matrices only and a constant learning rate."""
     b1, b2 = BETAS
     return adamw(
         LEARNING_RATE,
@@ -73,5 +73,5 @@ def make_optimizer(*, clip_norm: float | None = CLIP_NORM) -> Any:
 
 
 def peak_device_bytes() -> int | None:
-    """The most that the first device has held in this process; None where it does not count."""
+    """Returns the peak bytes of the first device in this process; None if not counted."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -14,13 +14,13 @@ from benchmarks.recording import format_table
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the summary of the files that are named, oldest first."""
+    """Prints the summary of the given files, oldest first."""
     arguments = sys.argv[1:] if argv is None else argv
     print(summarise(read_runs([Path(name) for name in arguments])))
 
 
 def summarise(parts: dict[str, dict[str, Any]]) -> str:
-    """Environment, speeds, goals."""
+    """Returns the summary as text: environment, speeds, goals."""
     lines = []
     product = None
     if "environment" in parts:
@@ -46,7 +46,7 @@ def summarise(parts: dict[str, dict[str, Any]]) -> str:
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """Without what is too long for a line."""
+    """Returns a row without values that are too long for a line."""
     return {
         key: value[:60] if isinstance(value, str) else value
         for key, value in row.items()
@@ -55,7 +55,7 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def speed_rows(parts: dict[str, dict[str, Any]], product: float | None) -> list[dict[str, Any]]:
-    """One row per model and way, each with its speed relative to `zerojax.train`."""
+    """Returns a row per model and way, with its speed relative to `zerojax.train`."""
     rows = []
     for model in ("gpt2", "llama"):
         ways = list(parts.get(model, {}).get("rows", []))

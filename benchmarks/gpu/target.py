@@ -1,6 +1,6 @@
-"""Part "target": what this GPU says of itself to the compiler, beside the description we ship.
+"""Part "target": the GPU's own description for the compiler, compared with zerojax's.
 
-Differences decide how far a forecast made elsewhere can be from this machine.
+Differences limit the accuracy of a forecast for this GPU that another machine makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.hardware.gpus import find_gpu, target_text
 
-# What decides tiling, memory and schedules; names and versions may differ.
+# Fields that determine tiling, memory and schedules; names and versions may differ.
 DECISIVE = (
     "core_count",
     "shared_memory_per_block_optin",
@@ -34,7 +34,7 @@ TOLERANCE = 0.01
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compares and records."""
+    """Compares and writes the record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     device = jax.devices()[0]
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(device: Any) -> Record:
-    """One row per field that either description has."""
+    """Returns one row per field of either description."""
     if device.platform not in ("gpu", "cuda"):
         note = f"{device.platform}: there is no GPU description to compare"
         return Record(name="target", rows=[], notes=[note])
@@ -62,7 +62,7 @@ def measure(device: Any) -> Record:
 
 
 def read_fields(text: str) -> dict[str, str]:
-    """Simple fields of a text proto by name; of a repeated name, the first.
+    """Returns simple fields of a text proto by name; for a repeated name, the first.
 
     >>> read_fields('info { core_count: 132 name: "H200" }')
     {'core_count': '132', 'name': 'H200'}

@@ -1,6 +1,6 @@
-"""Part "torch": the identical models in PyTorch, compiled and eager, same shapes and optimizer.
+"""Part "torch": the same models in PyTorch, compiled and eager, with the same shapes and optimizer.
 
-Two ways to train in bf16 are known there, and both are measured: bf16 parameters with float32
+PyTorch has two ways to train in bf16, and both are measured: bf16 parameters with float32
 masters (the arithmetic of zerojax), and autocast over float32 parameters (what most scripts do).
 """
 
@@ -20,7 +20,7 @@ from benchmarks.recording import Record, add_arguments, write_record
 
 WARM_UP = 3
 TRACED_STEPS = 4
-# The most important first: what the time does not reach is left out, and said.
+# The most important first; cases after the time limit are left out with a note.
 CASES = (
     ("gpt2", "masters", True),
     ("llama", "masters", True),
@@ -32,7 +32,7 @@ CASES = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures case after case, and records after each, so that a late failure loses little."""
+    """Measures the cases, and writes the record after each, so that a late failure loses little."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this")
@@ -67,7 +67,7 @@ def _row(name: str, precision: str, compiled: bool, smoke: bool) -> dict[str, An
 
 
 def measure(workload: Workload, precision: str, *, compile_model: bool) -> dict[str, Any]:
-    """Times one model; the state of an earlier one is gone by then."""
+    """Times one model, after the state of the previous one is freed."""
     import torch  # only where it is installed
 
     from benchmarks.gpu.torch_model import Decoder
@@ -75,7 +75,7 @@ def measure(workload: Workload, precision: str, *, compile_model: bool) -> dict[
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    torch.compiler.reset()  # it would hold on to the last case's model
+    torch.compiler.reset()  # otherwise it would keep the model of the last case
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -134,7 +134,7 @@ def _longest_kernels(run: Callable[[], Any], count: int = 25) -> list[dict[str, 
 
 
 def _masters_step(model: Any, forward: Any, _: Any) -> Callable[[Any, Any], Any]:
-    """bf16 parameters; AdamW updates float32 masters, from which they are written again."""
+    """Builds a step with bf16 parameters, copied from float32 masters that AdamW updates."""
     import torch
 
     from benchmarks.gpu.torch_model import make_optimizer
@@ -164,7 +164,7 @@ def _masters_step(model: Any, forward: Any, _: Any) -> Callable[[Any, Any], Any]
 
 
 def _autocast_step(model: Any, forward: Any, device: Any) -> Callable[[Any, Any], Any]:
-    """float32 parameters, cast to bf16 where products are taken."""
+    """Builds a step with float32 parameters, cast to bf16 for matrix products."""
     import torch
 
     from benchmarks.gpu.torch_model import make_optimizer

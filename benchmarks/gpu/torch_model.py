@@ -1,6 +1,6 @@
-"""The two reference models once more in PyTorch: same parts, shapes, order and arithmetic.
+"""The two reference models in PyTorch, with the same parts, shapes, order and arithmetic.
 
-Knows torch and a workload; never JAX, so that it runs where only torch is installed.
+Does not import JAX, so that it runs with only torch installed.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Attention(nn.Module):
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of [batch, heads, seq, head_dim]; feature i turns with i + head_dim / 2."""
+    """Rotates [batch, heads, seq, head_dim] by positions; feature i pairs with i + head_dim / 2."""
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return rotated.to(x.dtype)
 
 
 class GeluMlp(nn.Module):
-    """down(gelu(up(x))), biases, tanh form."""
+    """Computes down(gelu(up(x))) with biases and the tanh form of gelu."""
 
     def __init__(self, w: Workload) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class GeluMlp(nn.Module):
 
 
 class SwiGluMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), no biases."""
+    """Computes down(silu(gate(x)) * up(x)) without biases."""
 
     def __init__(self, w: Workload) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class SwiGluMlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, w: Workload) -> None:
         super().__init__()
@@ -106,14 +106,14 @@ class Block(nn.Module):
 
 
 def make_norm(w: Workload) -> nn.Module:
-    """LayerNorm for GPT-2, RMSNorm for Llama."""
+    """Returns LayerNorm for GPT-2 and RMSNorm for Llama."""
     if w.kind == "gpt2":
         return nn.LayerNorm(w.embed_dim, eps=w.norm_eps)
     return RMSNorm(w.embed_dim, w.norm_eps)
 
 
 class Decoder(nn.Module):
-    """GPT-2 (learned positions, tied unless told) or a Llama-style decoder (rotary, untied)."""
+    """GPT-2 (learned positions, tied head by default) or a Llama-style decoder (rotary, untied)."""
 
     def __init__(self, w: Workload) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean next-token cross-entropy, in float32."""
+        """Returns the mean next-token cross-entropy, computed in float32."""
         x = self.token_embedding(tokens)
         rotary = None
         if self.position_embedding is not None:
@@ -156,11 +156,11 @@ class Decoder(nn.Module):
 
 
 def make_optimizer(model: nn.Module, *, masters: dict[str, nn.Parameter] | None = None) -> Any:
-    """Fused AdamW with decay on what is a matrix in each layer, as zerojax decides it.
+    """Returns fused AdamW with weight decay on each layer's matrices, as zerojax selects them.
 
     Args:
-      model: names and shapes come from it.
-      masters: {name: the parameter to update}, where it is not the model's own.
+      model: model that gives names and shapes.
+      masters: {name: parameter to update}, if not the model's own parameters.
     """
     named = dict(model.named_parameters()) if masters is None else masters
     groups = [
@@ -171,12 +171,12 @@ def make_optimizer(model: nn.Module, *, masters: dict[str, nn.Parameter] | None 
 
 
 def load_jax_parameters(model: Decoder, params: dict[str, np.ndarray]) -> None:
-    """Copies zerojax's parameters, {name: array with layers stacked}, into the twin.
+    """Copies zerojax's parameters, {name: array with stacked layers}, into the PyTorch model.
 
-    Kernels are [in..., out...] there and [out, in] here; heads are their own dimension there.
+    Kernels are [in..., out...] in JAX and [out, in] in PyTorch; JAX has heads as a dimension.
 
     Raises:
-      ValueError: a parameter of one side has no place on the other.
+      ValueError: a parameter of one model has no counterpart in the other.
     """
     left = dict(params)
     with torch.no_grad():
@@ -187,17 +187,17 @@ def load_jax_parameters(model: Decoder, params: dict[str, np.ndarray]) -> None:
             left.pop(theirs, None)
             value = params[theirs] if layer is None else params[theirs][layer]
             if theirs.endswith("kernel"):
-                # Only the attention's output reduces over several dimensions.
+                # Only the kernel of attention's output has several input dimensions.
                 num_in = 2 if theirs.endswith("attention/output/kernel") else 1
                 inputs = int(np.prod(value.shape[:num_in]))
                 value = value.reshape(inputs, -1).T
             parameter.copy_(torch.from_numpy(np.array(value).reshape(parameter.shape)))
     if left:
-        raise ValueError(f"the twin has no place for {sorted(left)}")
+        raise ValueError(f"the PyTorch model has no parameters for {sorted(left)}")
 
 
 def _jax_name(name: str) -> tuple[str, int | None]:
-    """("blocks/mlp/up/kernel", 3) for "blocks.3.mlp.up.weight"."""
+    """Returns ("blocks/mlp/up/kernel", 3) for "blocks.3.mlp.up.weight"."""
     parts = name.split(".")
     layer = None
     if parts[0] == "blocks":

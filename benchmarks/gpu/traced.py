@@ -1,6 +1,6 @@
-"""What ran on a GPU, one by one, as the profiler of JAX has seen it.
+"""Kernels and copies that ran on a GPU, from a trace of JAX's profiler.
 
-Reads the trace's file; knows nothing of what was traced.
+Reads the file of a trace of any program.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class DeviceEvent:
     """One kernel or copy on a stream of the GPU.
 
     Attributes:
-      start, duration: microseconds.
+      start, duration: time in microseconds.
       kind: "in" for a copy from the host, "out" for a copy to it, otherwise "compute".
-      name: of the kernel or copy.
+      name: name of the kernel or copy.
     """
 
     start: float
@@ -41,7 +41,7 @@ class DeviceEvent:
 
 
 def device_events(folder: str) -> list[DeviceEvent]:
-    """Returns what ran on a GPU's streams, from the newest trace in `folder`."""
+    """Returns the kernels and copies on a GPU's streams, from the newest trace in `folder`."""
     path = newest_trace(folder)
     if path is None:
         raise FileNotFoundError("the profiler wrote no trace")

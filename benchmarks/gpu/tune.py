@@ -1,8 +1,9 @@
-"""Part "tune": what `zerojax tune` measures, by its own code: kernels, attention, slices, steps.
+"""Part "tune": the measurements of `zerojax tune`: kernels, attention, slices, steps.
 
-On arrays of GPT-2's sizes (slices: of a Llama's), each checked against what it would replace and
-timed in turns; then whole steps, as planned, with XLA's fusions and with the kernels. What is kept
-of each choice is in the record as a user's cache has it (`tuned.json`).
+Uses arrays of GPT-2's sizes (slices: of a Llama's). Each candidate is compared with the
+implementation that it would replace, and both are timed in alternation; then whole steps are timed,
+as planned, with XLA's fusions and with the kernels. The record has each choice in the form of a
+user's cache (`tuned.json`).
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ NOTES = [
 ]
 TIMES = ("ways", "reference_ms", "other_ms")
 SMOKE_ELEMENTS = 2**14
-"""Of the arrays of an update: an interpreted kernel takes some 20 ms for each block."""
+"""Size of the arrays of an update: an interpreted kernel takes about 20 ms per block."""
 Ask = Callable[[], Question]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures and records; ends with an error where a kernel is wrong or fails."""
+    """Writes the record; exits with an error if a kernel is wrong or fails."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
     if arguments.smoke:
@@ -75,11 +76,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool, kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each choice, then for each whole step.
+    """Yields a row for each choice, then for each whole step.
 
     Args:
-      smoke: tiny sizes, and kernels in interpret mode.
-      kept: is filled with what the cache keeps.
+      smoke: use tiny sizes, and kernels in interpret mode.
+      kept: dict to which the entries of the cache are added.
     """
     kernel = "interpret" if smoke else "mosaic_gpu"
     # An interpreted kernel takes seconds for each round.
@@ -92,7 +93,7 @@ def measure(smoke: bool, kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def questions(smoke: bool, optimizers: Sequence[str], kernel: str) -> Iterator[tuple[str, Ask]]:
-    """(what it is about, the question), of what a start asks for these models."""
+    """Yields (name of the choice, its measurement) for all choices at a start with these models."""
     workload = choose_workload("gpt2", smoke)
     plans = {name: make_plan(workload, name) for name in optimizers}
     first = plans["adamw"]
@@ -113,7 +114,7 @@ def questions(smoke: bool, optimizers: Sequence[str], kernel: str) -> Iterator[t
 
 
 def offloaded_plans(smoke: bool) -> Iterator[tuple[int, zerojax.Plan, zerojax.Plan]]:
-    """(elements of a slice, the plan of a Llama with its state on the host, with such slices)."""
+    """Yields (elements per slice, plan with state on the host, the plan with such slices)."""
     small = {"min_elements": 2**8} if smoke else {}
     offload = {"opt_state": "host", **small}
     plan = make_plan(choose_workload("llama", smoke), "adamw", offload=offload)
@@ -122,7 +123,7 @@ def offloaded_plans(smoke: bool) -> Iterator[tuple[int, zerojax.Plan, zerojax.Pl
 
 
 def make_plan(workload: Workload, optimizer: str, **options: Any) -> zerojax.Plan:
-    """The plan of one device's step."""
+    """Returns the plan of a step on one device."""
     return zerojax.make_plan(
         make_factory(workload),
         {"data": 1},
@@ -135,10 +136,12 @@ def make_plan(workload: Workload, optimizer: str, **options: Any) -> zerojax.Pla
 
 
 def choose(what: str, ask: Ask, kept: dict[str, Any]) -> dict[str, Any]:
-    """What is chosen between two implementations, and the times that were kept of both.
+    """Measures one choice; returns its row with the selected implementation and both times.
 
     Args:
-      what: it is about; kept: takes what the cache keeps.
+      what: name of the choice.
+      ask: runs the measurement.
+      kept: dict to which the entry of the cache is added.
     """
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
@@ -154,9 +157,9 @@ def choose(what: str, ask: Ask, kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_refused(answer: Answer) -> bool:
-    """Whether something ran and was not taken for what it did, or could not be asked at all.
+    """Returns whether a candidate was rejected for its result, or could not be measured at all.
 
-    Noise or no card are no fault.
+    Noisy times and a missing GPU do not count.
     """
     words = ("results are wrong", "failed", "other bits", "nothing was measured")
     return any(word in answer.reason for word in words)

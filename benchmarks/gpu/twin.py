@@ -1,7 +1,7 @@
-"""Part "twin": that the PyTorch models are the identical models, on the CPU in float32.
+"""Part "twin": checks on the CPU in float32 that the PyTorch models equal those of zerojax.
 
-`export` writes zerojax's first parameters, batches and losses; `check` trains the twin on them.
-The two steps need not run in one Python environment.
+`export` writes zerojax's initial parameters, batches and losses; `check` trains the PyTorch model
+on them. The two need not run in the same Python environment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = ("gpt2", "llama")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Exports and checks in two processes; or does one of the two where `--only` says so."""
+    """Exports and checks in two processes; with `--only`, does one of the two in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--only", choices=("export", "check"))
@@ -73,12 +73,12 @@ def _check(arguments: argparse.Namespace, folder: Path, load_before: float) -> N
         goals.append(Goal(name=name, value=difference, limit=LIMIT))
     write_record(Record(name="twin", rows=rows, goals=goals), arguments, load_before)
     if not all(goal.is_met for goal in goals):
-        raise SystemExit("the twins are not identical: their speeds must not be compared")
+        raise SystemExit("losses of the PyTorch and JAX models differ; do not compare their speeds")
 
 
 def export(kind: str, folder: Path) -> None:
-    """Writes KIND.npz: parameters, batches, and the losses of zerojax's own steps."""
-    # The checking process may run where there is no JAX.
+    """Writes KIND.npz with parameters, batches, and the losses of zerojax's steps."""
+    # The checking process may run without JAX.
     import zerojax
     from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
 
@@ -103,7 +103,7 @@ def export(kind: str, folder: Path) -> None:
 
 
 def compare(kind: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(losses of zerojax, losses of the twin) from the same parameters on the same batches."""
+    """Returns (losses of zerojax, of PyTorch) from the same parameters and batches."""
     import torch  # only where it is installed
 
     from benchmarks.gpu.torch_model import Decoder, load_jax_parameters, make_optimizer

@@ -1,8 +1,8 @@
-"""Which models are measured on the GPU, at which batch, and how much arithmetic that is.
+"""The models that are measured on the GPU, with batch sizes and FLOPs.
 
-Plain numbers; imports neither JAX nor torch, so that both sides read the same. Batches are sized
-for a card of 80 GB, with the states of two sides on it and room for each side's temporaries, since
-the allocator may not get one's whole place back for the other.
+Plain numbers; imports neither JAX nor torch, so that both sides can use it. Batches are sized for a
+card of 80 GB with the states of two sides and separate space for the temporaries of each side,
+since the allocator may not be able to reuse all memory of one side for the other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Workload:
     Attributes:
       kind: "gpt2" or "llama".
       seq_len, batch_size: tokens per row and rows per step.
-      untied: a GPT-2 with output weights of its own (a Llama has them anyway).
-      steps: per sample, so that a sample takes a few seconds; rounds: samples per side.
-      The others are the model's sizes, as `zerojax.config.ModelConfig` has them.
+      untied: whether a GPT-2 has separate output weights (a Llama always has).
+      steps: number of steps per sample, so that a sample takes a few seconds.
+      rounds: number of samples per side.
+      Other attributes are sizes of the model, as in `zerojax.config.ModelConfig`.
     """
 
     kind: str
@@ -56,10 +57,10 @@ class Workload:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward, matrix products only, attention over all positions.
+        """Returns FLOPs per token of the matrix products in forward and backward pass.
 
-        The convention of published MFUs (PaLM, arXiv:2204.02311 appendix B), without what remat
-        computes again.
+        Attention counts all positions, recomputation is not counted. This is the convention of
+        published MFUs (PaLM, arXiv:2204.02311 appendix B).
         """
         width, kv_width = self.embed_dim, self.num_kv_heads * self.head_dim
         matrices = 3 if self.kind == "llama" else 2
@@ -151,9 +152,9 @@ FULL = {
 
 
 def model_rates(workload: Workload, seconds: float, device_kind: str) -> dict[str, float | None]:
-    """Tokens per second, TFLOP/s and MFU of steps that take so long.
+    """Returns tokens per second, TFLOP/s and MFU of steps that take `seconds` seconds.
 
-    MFU is against the published dense bf16 rate of the card; None for a card that is not known.
+    MFU is relative to the published dense bf16 rate of the card; None for an unknown card.
     """
     tflops = workload.flops_per_token * workload.tokens_per_step / seconds / 1e12
     card = gpu_of_device(device_kind)
@@ -169,7 +170,7 @@ TINY = {"vocab_size": 128, "seq_len": 16, "num_layers": 2, "num_heads": 4, "embe
 
 
 def choose_workload(name: str, smoke: bool) -> Workload:
-    """A workload at its full size, or the same kind at sizes that only show that it runs."""
+    """Returns a workload at its full size or, for a smoke run, at tiny sizes."""
     full = FULL[name]
     if not smoke:
         return full

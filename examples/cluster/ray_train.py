@@ -1,10 +1,10 @@
-"""zerojax on a Ray cluster: one worker for each GPU, started again from the last good checkpoint.
+"""zerojax on a Ray cluster: one worker per GPU, restarted from the last complete checkpoint.
 
     python examples/cluster/ray_train.py --workers 16 -- configs/llama_8b_zero3_8xh100.yaml zero=3
 
-The words after -- are those of `zerojax train`; run_dir must be a folder that all hosts share. Ray
-finds the places and shows each worker one GPU; the training itself runs in a process of its own,
-which ends with its worker. `--gpus 0 --cpu-devices 1` tries it on a machine without GPUs.
+The arguments after -- are those of `zerojax train`; run_dir must be a folder that all hosts share.
+Ray places the workers and gives each worker one GPU. The training runs in a separate process, which
+ends when its worker ends. Try it with `--gpus 0 --cpu-devices 1` on a machine without GPUs.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ SAVED_AND_STOPPED, BAD_INPUT = 75, 2
 
 @ray.remote(max_restarts=0)
 class Worker:
-    """One process of the run, on the host where Ray has put it."""
+    """One process of the run, on a host that Ray selected."""
 
     def address(self) -> str:
-        """Where the others reach this worker, with a port that is free now."""
+        """Returns the address of this worker for the others, with a port that is free now."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
 
     def train(self, words: list[str], variables: dict[str, str]) -> int:
-        """Runs `zerojax train`; the exit code, minus the number of a signal."""
-        # The boot ends the process when this worker ends, however that ends.
+        """Runs `zerojax train`; returns the exit code, or minus the number of a signal."""
+        # The boot module ends the process when this worker ends for any reason.
         boot = ["-m", "zerojax.runtime.launch.boot", f"--launcher={os.getpid()}", "-m", "zerojax"]
         command = [sys.executable, *boot, "train", *words]
         return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
 def run_once(args: argparse.Namespace, restart: int) -> int:
-    """All workers once; the exit code of the first that failed, else 0 or 75."""
+    """Runs all workers once; returns the exit code of the first that failed, else 0 or 75."""
     bundle = {"CPU": args.cpus, "GPU": args.gpus}
     group = placement_group([bundle] * args.workers, strategy="PACK")
     ray.get(group.ready())
@@ -70,11 +70,11 @@ def run_once(args: argparse.Namespace, restart: int) -> int:
         ]
         return first_code(running)
     finally:
-        remove_placement_group(group)  # also ends the workers, and these their trainings
+        remove_placement_group(group)  # also ends the workers, which end their trainings
 
 
 def first_code(running: list) -> int:
-    """Waits until all have ended well or one has failed."""
+    """Waits until all workers have succeeded or one has failed; returns the exit code."""
     code = 0
     names = {reference: index for index, reference in enumerate(running)}
     while running:
@@ -92,12 +92,12 @@ def first_code(running: list) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, required=True, help="processes in all")
-    parser.add_argument("--gpus", type=float, default=1, help="of each worker (%(default)s)")
-    parser.add_argument("--cpus", type=float, default=8, help="of each worker (%(default)s)")
+    parser.add_argument("--workers", type=int, required=True, help="number of processes")
+    parser.add_argument("--gpus", type=float, default=1, help="GPUs of each worker (%(default)s)")
+    parser.add_argument("--cpus", type=float, default=8, help="cores of each worker (%(default)s)")
     parser.add_argument("--cpu-devices", type=int, help="virtual CPU devices of each worker")
-    parser.add_argument("--max-restarts", type=int, default=10, help="(%(default)s)")
-    parser.add_argument("words", nargs="+", help="those of `zerojax train`")
+    parser.add_argument("--max-restarts", type=int, default=10, help="restarts (%(default)s)")
+    parser.add_argument("words", nargs="+", help="arguments of `zerojax train`")
     args = parser.parse_args()
     ray.init()
     for restart in range(args.max_restarts + 1):

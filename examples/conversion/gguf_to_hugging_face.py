@@ -1,13 +1,13 @@
-"""Conversion of a Llama model in llama.cpp's format (GGUF) to a folder of Hugging Face.
+"""Converts a Llama model in llama.cpp's format (GGUF) to a Hugging Face folder.
 
     pip install 'zerojax[examples]'
     python examples/conversion/gguf_to_hugging_face.py model.gguf weights/model --dtype bf16
 
 `zerojax.from_hugging_face("weights/model")` loads the folder. The package `gguf` dequantises one
-tensor at a time to float32; what quantisation has rounded away does not come back.
+tensor at a time to float32; the rounding of the quantisation remains.
 
-The package walks as many items as a file claims to have, one by one, and takes what lies behind the
-end for empty: a length of 2^40 keeps it busy for weeks. So the table of a file is checked first.
+The package reads as many items as a file claims to have, one by one, and treats data after the end
+of the file as empty: a length of 2^40 would take weeks. So the table of a file is checked first.
 """
 
 from __future__ import annotations
@@ -48,36 +48,36 @@ PRE_TOKENIZERS = {
     "smollm": {"type": "Sequence", "pretokenizers": [DIGITS, BYTES]},
 }
 CONTROL, USER_DEFINED = 3, 4
-"""Kinds of tokens that are found in a text before it is split."""
+"""Kinds of tokens that are searched for in a text before it is split into pieces."""
 
 MAX_TABLE = 2**28
-"""Bytes of a table that are read; the arrays lie behind it."""
+"""Maximum number of bytes of the table at the start of a file; the arrays follow it."""
 MAX_ITEMS = 2**22
-"""Of all lists together. The longest of files that exist are vocabularies: some hundred thousand
-tokens, and as many merges."""
+"""Maximum number of items of all lists together. The longest lists of real files are vocabularies:
+some hundred thousand tokens, and as many merges."""
 MAX_DEPTH = 4
 MAX_DIMENSIONS = 4
-"""GGML_MAX_DIMS."""
+"""Maximum number of dimensions of a tensor (GGML_MAX_DIMS of llama.cpp)."""
 MAX_NAME = 2**16 - 1
 STRING, ARRAY = 8, 9
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a single value of each kind."""
+"""Number of bytes of a value of each kind."""
 
 
 def convert(path: Path, out: Path, dtype: str = "float32") -> str:
-    """Writes config.json, safetensors and, where its kind is known, the tokenizer.
+    """Writes config.json, safetensors and, if its kind is supported, the tokenizer.
 
     Args:
-      path: a GGUF file of a Llama model.
-      out: a folder that is new or empty.
-      dtype: of the weights, "float32" or "bfloat16".
+      path: path of a GGUF file of a Llama model.
+      out: folder to write, which must be new or empty.
+      dtype: dtype of the written weights, "float32" or "bfloat16".
 
     Returns:
-      A sentence about what was written.
+      A sentence that describes the written files.
 
     Raises:
-      FileExistsError: something is in `out`.
-      ValueError: no whole GGUF file, or a model that zerojax's Llama does not compute.
+      FileExistsError: `out` is not empty.
+      ValueError: the file is no complete GGUF file, or zerojax's Llama does not support the model.
     """
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; name a new folder")
@@ -122,28 +122,28 @@ def convert(path: Path, out: Path, dtype: str = "float32") -> str:
 
 
 def number_of(fields: dict[str, Any], key: str, default: float | None = None) -> Any:
-    """A setting of a Llama that is one number for all layers."""
+    """Reads a setting of a Llama that must be one number for all layers."""
     value = fields.get(f"llama.{key}", default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"llama.{key}={quoted(value)}; one number for all layers is needed")
+        raise ValueError(f"llama.{key}={quoted(value)}; it must be one number for all layers")
     return value
 
 
 def count_of(fields: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A setting that counts something."""
+    """Reads a setting that must be a positive integer."""
     value = number_of(fields, key, default)
     if not isinstance(value, int) or not 1 <= value < 2**31:
-        raise ValueError(f"llama.{key}={quoted(value)}; a whole number of at least 1 is needed")
+        raise ValueError(f"llama.{key}={quoted(value)}; an integer of at least 1 is needed")
     return value
 
 
 def model_config(fields: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the model; refuses what zerojax's Llama does not compute."""
+    """Returns the model's config.json; refuses models that zerojax's Llama does not support."""
     kind = fields.get("general.architecture")
     if kind != "llama":
-        raise ValueError(f"general.architecture={kind!r}; only 'llama' is converted")
+        raise ValueError(f"general.architecture={kind!r}; only 'llama' can be converted")
     if "token_embd.weight" not in stored:
-        raise ValueError("no token_embd.weight: this is one part of several")
+        raise ValueError("token_embd.weight is missing: merge the parts of a split model first")
 
     number, count = (functools.partial(one, fields) for one in (number_of, count_of))
     shape = shape_of(stored["token_embd.weight"])
@@ -152,13 +152,13 @@ def model_config(fields: dict[str, Any], stored: dict[str, Any]) -> dict[str, An
     vocab_size, width = shape
     heads, layers = count("attention.head_count"), count("block_count")
     if layers * len(LAYER_TENSORS) > len(stored):
-        raise ValueError(f"llama.block_count={layers}; {len(stored)} tensors are no such model")
+        raise ValueError(f"llama.block_count={layers}; {len(stored)} tensors do not fit it")
     head_dim = count("attention.key_length", width // heads)
     if (turned := count("rope.dimension_count", head_dim)) != head_dim:
         raise ValueError(f"llama.rope.dimension_count={turned}; all {head_dim} features must turn")
     scaling = fields.get("llama.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
-        raise ValueError(f"llama.rope.scaling.type={scaling!r}; only none and linear are converted")
+        raise ValueError(f"llama.rope.scaling.type={scaling!r}; only none and linear are supported")
     linear = {"rope_type": "linear", "factor": number("rope.scaling.factor", 1.0)}
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -173,7 +173,7 @@ def model_config(fields: dict[str, Any], stored: dict[str, Any]) -> dict[str, An
         "num_attention_heads": heads,
         "num_hidden_layers": layers,
         "num_key_value_heads": count("attention.head_count_kv", heads),
-        # A float32 of the file as people write it: 1e-5, not 9.999999747378752e-06.
+        # A float32 of the file in short form: 1e-5, not 9.999999747378752e-06.
         "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.7g}"),
         "rope_scaling": linear if scaling == "linear" else None,
         "rope_theta": number("rope.freq_base", 10000.0),
@@ -187,7 +187,7 @@ def model_config(fields: dict[str, Any], stored: dict[str, Any]) -> dict[str, An
 
 
 def tensor_names(config: dict[str, Any]) -> dict[str, str]:
-    """{name of Hugging Face: name of llama.cpp} of every tensor of a model."""
+    """Returns {name of Hugging Face: name of llama.cpp} of every tensor of a model."""
     names = {"model.embed_tokens.weight": "token_embd.weight"}
     for layer in range(config["num_hidden_layers"]):
         for name, theirs in LAYER_TENSORS.items():
@@ -199,16 +199,16 @@ def tensor_names(config: dict[str, Any]) -> dict[str, str]:
 
 
 def check_tensors(names: dict[str, str], stored: dict[str, Any], config: dict[str, Any]) -> None:
-    """Refuses tensors that are missing, others, such as biases, and those of another shape.
+    """Refuses missing tensors, additional ones such as biases, and tensors of other shapes.
 
     Args:
-      names: {name of Hugging Face: name of llama.cpp}.
+      names: {name of Hugging Face: name of llama.cpp} of the expected tensors.
     """
     if missing := sorted(set(names.values()) - set(stored)):
         raise ValueError(f"{len(missing)} tensors are missing, such as {missing[0]}")
     if others := sorted(set(stored) - set(names.values())):
         raise ValueError(
-            f"{len(others)} tensors have no place in a Llama, such as {quoted(others[0])}"
+            f"{len(others)} tensors do not belong to a Llama, such as {quoted(others[0])}"
         )
     width, hidden = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
@@ -231,25 +231,25 @@ def check_tensors(names: dict[str, str], stored: dict[str, Any], config: dict[st
 
 
 def shape_of(stored: Any) -> tuple[int, ...]:
-    """GGUF stores the fastest dimension first."""
+    """Returns the shape of a tensor; GGUF stores the fastest dimension first."""
     return tuple(int(size) for size in reversed(stored.shape))
 
 
 def in_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of each head as Hugging Face has them.
+    """Reorders the rows of each head to Hugging Face's order.
 
-    Rotary positions turn pairs of features: llama.cpp stores the two of a pair side by side,
-    Hugging Face stores all first ones, then all second ones.
+    Rotary positions rotate pairs of features. llama.cpp stores the two features of a pair next to
+    each other; Hugging Face stores all first features, then all second features.
 
     Args:
-      values: [heads * head_dim, embed].
+      values: array [heads * head_dim, embed].
     """
     pairs = values.reshape(num_heads, -1, 2, values.shape[-1])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
 def tokenizer_json(fields: dict[str, Any]) -> dict[str, Any] | str:
-    """tokenizer.json of a byte-level vocabulary; of another one the reason why there is none."""
+    """Returns tokenizer.json of a byte-level vocabulary, or the reason why it cannot be written."""
     kind, split = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or split not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
@@ -280,7 +280,7 @@ def tokenizer_json(fields: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json: special tokens by their use, and the chat template."""
+    """Returns tokenizer_config.json: special tokens by their use, and the chat template."""
     tokens = fields["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for theirs, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
@@ -293,10 +293,10 @@ def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class Table:
-    """One pass over the bytes of a file's table, without keeping it.
+    """One pass over the bytes of a file's table, which is checked but not stored.
 
     Args:
-      content: the first bytes of a file.
+      content: first bytes of a file.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -307,16 +307,16 @@ class Table:
         """Reads all fields and all tensors.
 
         Raises:
-          ValueError: this cannot be a table.
+          ValueError: the bytes are not a valid table.
         """
         if self._take(4, "the first bytes") != b"GGUF":
             raise ValueError("the first bytes are not GGUF")
         (version,) = struct.unpack("<I", self._take(4, "the version"))
-        if version & 0xFFFF == 0:  # of a machine with the other order of bytes
+        if version & 0xFFFF == 0:  # written on a machine with the other byte order
             self._order = ">"
             version = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in (2, 3):
-            raise ValueError(f"version {version} of the format; 2 and 3 are read")
+            raise ValueError(f"version {version} of the format is not supported; only 2 and 3 are")
         num_tensors, num_fields = self._number("Q"), self._number("Q")
         self._check_count(num_fields, 8 + 4 + 1, "fields")
         self._check_count(num_tensors, 8 + 4 + 4 + 8, "tensors")
@@ -354,7 +354,7 @@ class Table:
         self._check_count(length, least, f"items of {quoted(name)}")
         self._items += length
         if self._items > MAX_ITEMS:
-            raise ValueError(f"{quoted(name)} has {length} items; {MAX_ITEMS} in all are read")
+            raise ValueError(f"{quoted(name)} has {length} items; {MAX_ITEMS} are allowed in all")
         if kind in SIZES:
             self._take(length * least, f"the items of {quoted(name)}")
         else:
@@ -374,7 +374,7 @@ class Table:
     def _check_count(self, count: int, least: int, what: str) -> None:
         left = len(self._content) - self._at
         if count * least > left:
-            raise ValueError(f"{count} {what} are claimed, and {left} bytes are left")
+            raise ValueError(f"{count} {what} are claimed, but only {left} bytes are left")
 
     def _string(self, what: str, most: int = MAX_TABLE) -> bytes:
         length = self._number("Q")
@@ -388,7 +388,7 @@ class Table:
     def _take(self, count: int, what: str) -> bytes:
         found = self._content[self._at : self._at + count]
         if len(found) < count:
-            raise ValueError(f"it is cut short within {what}")
+            raise ValueError(f"it ends within {what}")
         self._at += count
         return found
 

@@ -1,4 +1,4 @@
-"""zerojax with the loop one's own: any stage, one process or several."""
+"""zerojax's step in a loop of the user: any ZeRO stage, one process or several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""zerojax's one call; its trainer then takes one step at a time, so that others can have turns."""
+"""`zerojax.train`; its trainer takes one step at a time, so that programs can alternate."""
 
 from __future__ import annotations
 
