@@ -153,9 +153,9 @@ def test_any_mesh_restores_every_bit(options, precision, theirs, tmp_path):
     [
         (
             None,
-            r"leaves 12 frozen arrays in \S+/gone, which is not there; put the original files back",
+            r"reads 12 frozen arrays from \S+/gone, which does not exist; put the original files",
         ),
-        (flip, r"where 'frozen/\S+' \(in model.safetensors\) differs from what the run had; put"),
+        (flip, r"where 'frozen/\S+' \(in model.safetensors\) differs from the run's values; put"),
         (lambda content: content.pop(), r"/there, which cannot be read: .*is truncated"),
     ],
     ids=["gone", "one bit", "cut"],
@@ -243,8 +243,8 @@ def test_what_is_left_and_what_is_said(theirs, tmp_path):
     assert base.folder == theirs
     assert set(base.files) == {FILE}
     assert said == (
-        f"checkpoints leave {size} of frozen weights in {theirs}, which must not change "
-        "(checkpoint.frozen=saved: checkpoints hold all weights)"
+        f"checkpoints do not store {size} of frozen weights, which are in {theirs}; do "
+        "not change that folder (checkpoint.frozen=saved: checkpoints hold all weights)"
     )
     kept = base_of(plan, "saved")
     assert kept == (None, f"checkpoints hold frozen weights ({size}): checkpoint.frozen=saved")
@@ -303,10 +303,10 @@ def test_frozen_weights_that_somebody_puts_into_a_state_are_saved(theirs, tmp_pa
 @pytest.mark.parametrize(
     ("base", "what"),
     [
-        ([1], r"'base' is \[1\] in place of an object with folder, files and arrays"),
-        ({"folder": "a"}, r"in place of an object with folder, files and arrays"),
+        ([1], r"'base' is \[1\] instead of an object with folder, files and arrays"),
+        ({"folder": "a"}, r"instead of an object with folder, files and arrays"),
         ({"folder": "a", "files": {FILE: 1}, "arrays": ["a"]}, r"which is not an absolute path"),
-        ({"folder": "/a", "files": {}, "arrays": ["a"]}, r"has the files .* in place of an object"),
+        ({"folder": "/a", "files": {}, "arrays": ["a"]}, r"has the files .* instead of an object"),
         ({"folder": "/a", "files": {"../x": 1}, "arrays": ["a"]}, r"for the file '../x'"),
         ({"folder": "/a", "files": {FILE: -1}, "arrays": ["a"]}, r"has -1 for the file"),
         ({"folder": "/a", "files": {FILE: 1}, "arrays": []}, r"has the array \[\]"),
@@ -381,7 +381,7 @@ def test_runs_go_on_and_are_exported_as_from_whole_checkpoints(theirs, tmp_path,
     # From here on the folder is elsewhere.
     there = place.rename(tmp_path / "there")
     for read in (zerojax.load_run, lambda run: zerojax.to_hugging_face(run, tmp_path / "none")):
-        with pytest.raises(BaseWeightsError, match=r"/place, which is not there; put .*back"):
+        with pytest.raises(BaseWeightsError, match=r"/place, which does not exist; put .*back"):
             read(runs[0])
     zerojax.to_peft(runs[0], tmp_path / "adapters")  # needs no frozen weight
     same_bits(zerojax.load_run(runs[0], pretrained=there).state, loaded[0].state)
@@ -397,7 +397,7 @@ def test_runs_go_on_and_are_exported_as_from_whole_checkpoints(theirs, tmp_path,
     assert read_metadata(runs[1] / "checkpoints" / "6").base == {}
     said = " ".join(capsys.readouterr().out.split())
     assert "step 4 holds frozen weights, and later steps will, too" in said
-    assert f"of frozen weights in {there}, which must not change" in said
+    assert f"of frozen weights, which are in {there}; do not change" in said
     assert "checkpoints hold frozen weights (261.5 KiB): checkpoint.frozen=saved" in said
     assert not list((tmp_path / "auto" / "checkpoints").glob("*.damaged"))
 
@@ -563,6 +563,6 @@ def test_each_of_two_processes_reads_its_own_parts_and_is_told(theirs, tmp_path)
         kind, text = one["told"]
         assert kind == "BaseWeightsError"
         assert (
-            "(in model.safetensors) differs from what the run had; put the original files back"
+            "(in model.safetensors) differs from the run's values; put the original files back"
             in text
         )

@@ -290,7 +290,7 @@ def test_a_checkpoint_of_the_first_format_restores_unchecked(run: Path) -> None:
     for name in ("fingerprints", "checksums", "sections", "checksum"):
         del body[name]
     path.write_text(json.dumps({**body, "format": 1}))
-    restored = restore_with_warning(run, "/3 has no fingerprints, so its bits are not checked$")
+    restored = restore_with_warning(run, "/3 has no fingerprints, so its values are not checked$")
     assert_is_step(restored, 3)
     found = Checkpointer(run).verify(3)
     assert found.is_good

@@ -301,10 +301,10 @@ def test_an_array_is_read_only_once_it_is_written_or_gone(tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"num_buckets": 0}, "num_buckets=0; at least 1"),
-        ({"bucket_bytes": 0}, "bucket_bytes=0; at least 1"),
-        ({"num_buffers": 2}, "num_buffers=2; at least 3"),
-        ({"num_threads": 0}, "num_threads=0; at least 1"),
+        ({"num_buckets": 0}, "num_buckets=0 is below the minimum; use at least 1"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 is below the minimum; use at least 1"),
+        ({"num_buffers": 2}, "num_buffers=2 is below the minimum; use at least 3"),
+        ({"num_threads": 0}, "num_threads=0 is below the minimum; use at least 1"),
     ],
 )
 def test_numbers_that_are_too_small(tmp_path, options, match):

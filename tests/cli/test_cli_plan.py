@@ -131,7 +131,7 @@ def test_the_vocabulary_without_reading_data(words, size, tmp_path):
     assert vocab_size_of(settings(*words)) == size
 
 
-@pytest.mark.parametrize("known", ["does not exist to say", "does not say"])
+@pytest.mark.parametrize("known", ["does not exist, so it does not say", "does not say"])
 def test_a_vocabulary_that_only_the_data_could_tell(known, tmp_path):
     path = tmp_path / "a.bin"
     if known == "does not say":

@@ -190,8 +190,8 @@ def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
     assert train(tmp_path / "file" / "run", "steps=1") != 0
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
-    assert f"cannot make the run folder '{tmp_path / 'file' / 'run'}'" in err
-    assert "choose another with run_dir=" in err
+    assert f"cannot create the run folder '{tmp_path / 'file' / 'run'}'" in err
+    assert "choose another folder with run_dir=" in err
 
 
 def test_eval_agrees_with_the_validation_loss_of_training(run, capsys):

@@ -36,7 +36,7 @@ YAML = {
     "mappings of aliases": (aliases(as_lists=False), "each alias"),
     "lists of aliases": (aliases(as_lists=True), "each alias"),
     "merged aliases": (aliases(as_lists=False).replace("x: ", "<<: "), "each alias"),
-    "an alias of itself": ("model: &a\n  x: *a", r"\*a is an alias inside the value"),
+    "an alias of itself": ("model: &a\n  x: *a", r"\*a is inside the value"),
     "lists in lists": ("[" * 100_000, "nested more than 64 levels deep"),
     "sections in sections": ("{a: " * 50_000, "nested more than 64 levels deep"),
     "indented": ("".join(" " * i + "a:\n" for i in range(200)), "deep; .*:65"),
@@ -59,7 +59,7 @@ YAML = {
     "a list as a key": ("? [a]\n: 1", "a key must be a name"),
     "more than a configuration": (
         "#" * (MAX_CHARACTERS + 1),
-        "characters, too long for a configuration",
+        "characters, too many for a configuration",
     ),
 }
 
@@ -111,7 +111,7 @@ def test_a_device_is_read_no_further_than_a_configuration():
         ("steps=" + "[" * 100_000, "nested more than 64 levels deep"),
         ("steps=" + "9" * 5000, "expected an integer, got '999"),
         ("learning_rate=" + "9" * 5000, "expected a number, got '999"),
-        ("mesh={a: &a [*a]}", "is an alias inside the value"),
+        ("mesh={a: &a [*a]}", "is inside the value"),
         ("mesh={zero: 1, zero: 2}", "zero: the key appears twice"),
         ("x" * 100_000 + "=1", "unknown key"),
         ("x" * 100_000, "is not KEY=VALUE"),
@@ -133,7 +133,7 @@ def test_a_word_that_yaml_does_not_read_is_a_text():
 DS_CONFIG = {
     "5,000 digits": (
         '{"train_batch_size": ' + "9" * 5000 + "}",
-        "5,000 digits, but a number may have at most 100",
+        "5,000 digits; write a number of at most 100",
     ),
     "beyond a float": ('{"gradient_clipping": 1e999}', "'1e999' is infinite or NaN"),
     "lists in lists": ('{"a": ' + "[" * 100_000, "nested more than 64 levels deep"),
@@ -148,7 +148,7 @@ DS_CONFIG = {
     ),
     "more than a configuration": (
         '{"a": "' + "x" * MAX_CHARACTERS + '"}',
-        "too long for a configuration",
+        "too many for a configuration",
     ),
 }
 

@@ -219,7 +219,7 @@ def test_so_does_an_engine():
 REFUSED = {
     "no attention": (
         own(attend=lambda x, *_, **__: x),
-        "call it in the model, or take the section out",
+        "call it in the model, or remove the section",
     ),
     "another layout": (
         own(BigBirdLayout(block=4, num_random_blocks=0)),

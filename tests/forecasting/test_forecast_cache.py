@@ -125,7 +125,7 @@ def test_an_entry_that_cannot_be_read_is_ignored(folder):
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="was not kept: .*ZEROJAX_CACHE"):
+    with pytest.warns(UserWarning, match="was not stored: .*ZEROJAX_CACHE"):
         forecast_cache.store(KEY, VALUE)
 
 

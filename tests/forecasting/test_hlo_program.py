@@ -124,7 +124,7 @@ def test_elements_below_a_byte_are_packed_only_where_the_layout_says_so():
 def test_bad_types_are_refused():
     with pytest.raises(ValueError, match="dtype 'f7' in the type f7"):
         read_type("f7[3]")
-    with pytest.raises(ValueError, match="is not the type of a value"):
+    with pytest.raises(ValueError, match="is not a type in XLA"):
         read_type("(f32[3]")
 
 
@@ -207,9 +207,11 @@ def test_backend_configurations_that_are_no_json_are_empty():
 
 
 def test_what_is_no_program_is_refused():
-    with pytest.raises(ValueError, match=r"no HLO module.*compiled\.as_text"):
+    with pytest.raises(ValueError, match=r"has no HLO module.*compiled\.as_text"):
         read_program("module @jit_step { }")
-    with pytest.raises(ValueError, match="computation 'main' is no HLO instruction: .*nonsense"):
+    with pytest.raises(
+        ValueError, match="computation 'main' is not an HLO instruction: .*nonsense"
+    ):
         read_program(PLAIN.replace("  ROOT e", "  nonsense\n  ROOT e"))
 
 

@@ -245,7 +245,7 @@ def test_host_memory_is_counted_apart_and_donated_in_place(num_devices):
 def test_arithmetic_on_the_host_is_refused_with_a_remedy():
     devices = compile_client.gpu_devices(H100, 1)
     lowered = lower_with_host_memory(1, lambda piece: piece * 2)
-    with pytest.raises(compile_client.CompileError, match=r"bring it to the device first"):
+    with pytest.raises(compile_client.CompileError, match=r"move it to the device first"):
         compile_client.compile_for_gpus(
             lowered, devices=devices, options=compile_client.HOST_OPTIONS
         )

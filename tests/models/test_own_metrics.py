@@ -287,7 +287,7 @@ DEPENDENT = {
 @pytest.mark.parametrize("weight", DEPENDENT.values(), ids=DEPENDENT)
 def test_a_weight_that_training_changes_is_refused(weight):
     message = (
-        r"the second value .* computed from trained parameters \((embed|head).*has_aux=True .*"
+        r"whose weight is computed from trained parameters \((embed|head).*has_aux=True .*"
         r'return loss, \{"accuracy": accuracy\}.*'
         r"return loss_sum, jax.lax.stop_gradient\(weight\)"
     )

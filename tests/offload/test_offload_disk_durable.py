@@ -82,9 +82,14 @@ def test_a_scratch_store_is_never_gone_on_from(tmp_path):
 @pytest.mark.parametrize(
     ("shares", "precision", "processes", "match"),
     [
-        (SHARES, Precision(), 1, "is in device and host memory is lost with the process"),
-        ("nvme", as_precision("bf16", param_dtype="bf16"), 1, "rebuilt from float32 masters"),
-        ("nvme", Precision(), 2, "durable with 2 processes: killed between"),
+        (SHARES, Precision(), 1, "state in device and host memory is lost with the process"),
+        (
+            "nvme",
+            as_precision("bf16", param_dtype="bf16"),
+            1,
+            "rebuilt from float32 master weights",
+        ),
+        ("nvme", Precision(), 2, "durable with 2 processes: if they are killed"),
     ],
 )
 def test_what_a_killed_run_could_not_go_on_from(tmp_path, shares, precision, processes, match):

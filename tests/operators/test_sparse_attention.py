@@ -446,7 +446,7 @@ def test_a_pretrained_model_takes_the_layout_of_its_run_file(tmp_path):
     ("given", "words"),
     [
         ({"mode": "longformer"}, "attention_layout.mode: .* did you mean 'bslongformer'"),
-        ({"block": 32}, "attention_layout.block: 32 belongs to a layout; set mode"),
+        ({"block": 32}, "attention_layout.block: 32 has no effect without a layout; set mode"),
         ({"mode": "bigbird", "num_local_blocks": 2}, "bigbird has no such key; it has block"),
         ({"mode": "fixed", "num_global_blocks": 3}, r"does not divide num_local_blocks \(4\)"),
     ],

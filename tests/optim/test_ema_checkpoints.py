@@ -107,7 +107,7 @@ def test_a_checkpoint_without_one_begins_it_as_its_weights(where, saved_in, tmp_
     save(tmp_path / "saved", before, state)
     plan = planned(PLACES[where], ADAMW, tmp_path / "b")
     begun, said = restore(tmp_path / "saved", plan)
-    assert said == ["step 3 was saved without an ema, which starts as its weights"]
+    assert said == ["step 3 was saved without an ema; the ema starts as a copy of the weights"]
     assert differing(average_of(plan, begun), weights_of(before, state)) == []
     run = Followed(plan, begun)(*BATCHES[2:])
     run.check()
@@ -122,7 +122,7 @@ def test_a_run_that_keeps_none_leaves_it_out(where, tmp_path):
     save(tmp_path / "saved", run.plan, run.state)
     plan = planned(PLACES[where], PLAIN, tmp_path / "b")
     state, said = restore(tmp_path / "saved", plan)
-    assert said == ["step 3 was saved with an ema, which this run does not keep"]
+    assert said == ["step 3 was saved with an ema; this run does not keep it"]
     assert differing(weights_of(plan, state), weights_of(run.plan, run.state)) == []
     step = zerojax.build_step(plan)
     for batch in BATCHES[2:]:
@@ -285,9 +285,9 @@ def test_a_run_that_is_resumed_says_where_its_average_begins(tmp_path, capsys):
     config = {"learning_rate": 1e-3, "warmup_steps": 0}
     for steps, ema_decay, said in [
         (1, None, ""),
-        (2, 0.9, "step 1 was saved without an ema, which starts as its weights"),
+        (2, 0.9, "step 1 was saved without an ema; the ema starts as a copy of the weights"),
         (3, 0.9, ""),
-        (4, None, "step 3 was saved with an ema, which this run does not keep"),
+        (4, None, "step 3 was saved with an ema; this run does not keep it"),
     ]:
         optimizer = zerojax.OptimizerConfig(**config, ema_decay=ema_decay)
         trainer = zerojax.train(
@@ -364,7 +364,7 @@ def test_an_engine_keeps_one_and_says_where_it_begins(tmp_path, capsys):
     with engine(ADAMW) as kept:
         kept.load_checkpoint(tmp_path / "plain")
         kept.train_batch(BATCHES[1])
-        assert "was saved without an ema, which starts as its weights" in capsys.readouterr().out
+        assert "was saved without an ema; the ema starts as a copy" in capsys.readouterr().out
         average = named(kept.to_model(weights="ema"))
         assert differing(average, average_of(kept.plan, kept.state)) == []
         assert differing(average, named(kept.to_model())) != []

@@ -241,7 +241,7 @@ def test_the_plan_says_what_is_sent_in_8_bits_and_what_could_be():
 
 def test_what_could_send_nothing_in_8_bits_is_refused():
     with pytest.raises(
-        ValueError, match=r"zero=2 gathers none so; use zero=3, or wire.weights=compute"
+        ValueError, match=r"zero=2 gathers none on use; use zero=3, or wire.weights=compute"
     ):
         plan_for(model_of(), zero=2, wire=EIGHT)
     plan_for(model_of(), zero=3, wire=EIGHT)

@@ -216,7 +216,7 @@ def test_a_page_says_what_stays_in_a_node():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"zero": 0}, "zero=0 gathers none so; use zero=3, or wire.secondary=false"),
+        ({"zero": 0}, "zero=0 gathers none on use; use zero=3, or wire.secondary=false"),
         ({"zero": 1}, "zero=1 gathers none"),
         ({"zero": 2}, "zero=2 gathers none"),
         ({"node": 8}, "all 8 are in one node; use wire.secondary=false, or set mesh.node"),

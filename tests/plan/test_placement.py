@@ -84,7 +84,7 @@ def test_a_read_that_is_no_trailing_slice_needs_the_whole_parameter():
     assert leaf.access is Access.GATHER_ONCE
     assert leaf.stored_spec == P("data", None)
     assert leaf.reasons == (
-        "is read with shape [4, 8], no trailing slice of [16, 8]: gathered once per step",
+        "is read with shape [4, 8], not a trailing slice of [16, 8]: gathered once per step",
     )
 
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_gathered_on_use_is_gathered_once(zero):
 
 def test_functions_are_listed_since_all_is_gathered_as_they_start():
     (reason,) = place({"w": (8, 8)}, lazily=False)["w"].reasons
-    assert reason == "for a model of functions (init, apply) all are gathered when apply starts"
+    assert reason == "a model of functions (init, apply) gathers all parameters when apply starts"
 
 
 def test_frozen_parameters_are_sharded_and_integers_are_whole():
@@ -305,7 +305,7 @@ def test_a_stack_that_is_not_read_layer_by_layer_is_refused():
     message = "stack is stacked over the layers of the pipeline, but is read whole; read it inside"
     with pytest.raises(ValueError, match=message):
         place({"stack": shape}, axes=PIPELINE, rows={"stack": EVEN})
-    with pytest.raises(ValueError, match=r"but is read with shape \[2, 8\], no trailing slice"):
+    with pytest.raises(ValueError, match=r"but is read with shape \[2, 8\], not a trailing slice"):
         place({"stack": shape}, axes=PIPELINE, rows={"stack": EVEN}, reads={"stack": [(2, 8)]})
 
 

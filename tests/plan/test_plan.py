@@ -234,8 +234,9 @@ def batch_of(rows, targets=None):
         ({"num_microbatches": 0}, "num_microbatches=0 is below 1; give at least 1"),
         (
             {"batch": lambda _: batch_of(8, 16)},
-            "batch leaf 'y' has 16 rows, others have 8; dimension 0 is the batch: give every "
-            "leaf the same number of rows",
+            "batch['y'] has 16 rows, but other arrays of the batch have 8; dimension 0 is the "
+            "rows: give every "
+            "array the same number of rows",
         ),
         (
             {"batch": lambda _: {"x": 3.0}},
@@ -267,7 +268,8 @@ def batch_of(rows, targets=None):
         ),
         (
             {"freeze": ("first", "last")},
-            "freeze= leaves none of the 4 parameters to train; freeze fewer, see plan.table() for "
+            "freeze= matches all 4 parameters, so nothing is trained; freeze fewer, see "
+            "plan.table() for "
             "their names",
         ),
         (
@@ -282,10 +284,10 @@ def batch_of(rows, targets=None):
         ),
         (
             {"mesh": {"stage": 2}},
-            "pipeline stages need a model whose layers run in one jax.lax.scan over stacked "
-            "parameters: use zerojax.Stages(embed, block, head), flax.linen.scan, or stack the "
-            "layers with nnx.vmap and scan them. Found no loop in the loss: layers that a Python "
-            "loop calls are unrolled",
+            "the loss has no loop (layers that a Python loop calls are unrolled), but pipeline "
+            "stages need one jax.lax.scan over the stacked parameters of all layers; use "
+            "zerojax.Stages(embed, block, head), flax.linen.scan, or stack the layers with "
+            "nnx.vmap and scan them, or train without pipeline stages (stage=1)",
         ),
         (
             {"mesh": {"model": 2}, "rules": (("last/kernel", (None, "model")),)},
@@ -333,7 +335,7 @@ def test_a_model_without_parameters_and_complex_ones_are_refused():
 
     with pytest.raises(ValueError, match="the nnx factory has no parameters; pass a model"):
         plan_for(lambda rngs: Empty(), batch=regression_batch)
-    with pytest.raises(ValueError, match="parameter w is complex64; use real parameters"):
+    with pytest.raises(ValueError, match="parameter w is complex64; use real numbers"):
         plan_for(lambda rngs: Complex(), batch=regression_batch)
 
 

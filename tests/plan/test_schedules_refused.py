@@ -158,8 +158,8 @@ def test_no_operation_may_run_earlier_than_its_inputs(name):
         ),
         ("interleaved", (4, 10, 2), "microbatches=10 is not divisible by the 4.*use 8 or 12"),
         ("interleaved(3)", (4, 8, 2), "chunks=2 disagree"),
-        ("1f1b", (1000, 1, None), "stages=1000, the limit is 256; use fewer stages"),
-        ("1f1b", (4, MAX_OPERATIONS, None), "200,000 forwards, the limit is 50,000"),
+        ("1f1b", (1000, 1, None), "stages=1000 is above the limit 256; use fewer stages"),
+        ("1f1b", (4, MAX_OPERATIONS, None), "200,000 forwards, above the limit 50,000"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused_with_the_remedy(source, numbers, reason):

@@ -185,7 +185,7 @@ def test_a_signal_at_any_time_saves(tmp_path, undisturbed, processes, what, at, 
     ended = run.run(fault=fault, pace=0.15)
     if (processes, at) == (1, "start"):
         assert ended.codes == [128 + signal.SIGTERM], ended.outputs
-        assert "SIGTERM outside of the steps" in ended.sentence(0)
+        assert "SIGTERM received while no step was running" in ended.sentence(0)
         assert run.saved() == []
         return
     assert ended.codes == [shutdown.SAVED_AND_STOPPED] * processes, ended.outputs

@@ -182,7 +182,7 @@ class TestStopRequest:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(5)
 
-        with pytest.raises(Interrupted, match="outside of the steps"):
+        with pytest.raises(Interrupted, match="while no step was running"):
             send()
 
 

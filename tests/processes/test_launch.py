@@ -266,7 +266,7 @@ def test_the_first_that_fails_is_named_and_the_others_are_ended(fault, code, wor
     assert result.returncode == code
     (sentence,) = [line for line in result.stderr.splitlines() if line.startswith("zerojax launch")]
     assert sentence.startswith(f"zerojax launch: rank 1 failed first, {words}")
-    assert sentence.endswith("The other 2 were ended.")
+    assert sentence.endswith("The other 2 processes were ended.")
     if "ValueError" in fault:
         assert "[1] ValueError: bad luck" in result.stderr
         assert "script.py" in result.stderr
@@ -460,7 +460,7 @@ def test_another_program_than_python():
         pytest.param(
             ["--nprocs", "2"],
             ("python", "no_such.py"),
-            "there is no script 'no_such.py'",
+            "the script 'no_such.py' does not exist",
             marks=pytest.mark.thorough,
         ),
         ([], ("zerojax", "keys"), "no GPU is visible"),
@@ -530,7 +530,7 @@ class TestTwoHosts:
             launchers[1].kill()
             _, error = launchers[0].communicate(timeout=LIMIT)
         assert launchers[0].returncode == 1
-        assert "the launcher of host 1 was lost first; all were ended. No restart" in error
+        assert "the launcher of host 1 was lost first; all processes ended. No restart" in error
 
     def test_host_0_is_lost(self, start):
         with start("wait()") as launchers:

@@ -64,7 +64,7 @@ class TestToken:
         file = tmp_path / "short"
         file.write_text("gu3ss")
         for token in (lambda: Token({TOKEN: "gu3ss"}), lambda: Token({}, str(file)).read()):
-            with pytest.raises(ValueError, match="has 5 characters; give at least 16") as caught:
+            with pytest.raises(ValueError, match="has 5 characters; use at least 16") as caught:
                 token()
             assert "gu3ss" not in str(caught.value)
         monkeypatch.setenv("ZEROJAX_CACHE", "off")
@@ -115,7 +115,7 @@ class TestGreeting:
             Handshake(pair[0], b"a" * 20, seconds=LIMIT),
             Handshake(pair[1], b"b" * 20, seconds=LIMIT),
         )
-        with pytest.raises(UnauthenticatedPeer, match="its token differs"):
+        with pytest.raises(UnauthenticatedPeer, match="the token differs"):
             self.exchange(leader, follower)
 
     def test_a_leader_with_another_token_is_not_obeyed(self, pair):
@@ -205,7 +205,7 @@ def test_strangers_hold_nobody_up_and_are_named():
     silent.close()
     dropped = [line for line in said if "a connection from 127.0.0.1 was dropped" in line]
     assert len(dropped) == 10
-    assert dropped[-1].endswith("further ones are dropped and not named")
+    assert dropped[-1].endswith("further dropped connections are not reported")
 
 
 @pytest.mark.thorough
@@ -243,7 +243,7 @@ class TestRealLaunchers:
         with started[0] as (first,), started[1] as (second,):
             errors = [each.communicate(timeout=LIMIT)[1] for each in (first, second)]
         assert (first.returncode, second.returncode) == (1, 1), errors
-        assert "was dropped: its token differs" in errors[0]
+        assert "was dropped: the token differs" in errors[0]
         assert "no launcher of host 1" in errors[0]
         assert (
             "the token of host 0 differs from that of this host; set ZEROJAX_LAUNCH_TOKEN"

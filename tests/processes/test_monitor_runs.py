@@ -47,7 +47,8 @@ def test_the_slow_process_is_named_with_its_reason(tmp_path, processes, what, ra
     slow = [line for line in printed.splitlines() if " is slow: " in line]
     assert len(slow) == 1, printed
     host = re.escape(socket.gethostname())
-    assert re.match(rf"step \d+: rank {rank} \({host}\) is slow: 0\.\d+ s of each step", slow[0])
+    words = rf"step \d+: rank {rank} \({host}\) is slow: it begins each step 0\.\d+ s late"
+    assert re.match(words, slow[0])
     assert f"({reason} 0." in slow[0]
     assert not any("is slow" in output for output in others), "only process 0 reports"
     metrics = read_metrics(tmp_path)

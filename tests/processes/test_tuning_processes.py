@@ -74,7 +74,7 @@ def test_a_process_that_dies_while_it_measures_ends_the_other_and_is_not_tried_a
     assert status != 0, output
     assert "mosaic_gpu:" not in output, "nothing was chosen"
     first, second = chosen(["0.5", folder], ["0.5", folder])
-    assert first.startswith("xla: mosaic_gpu was not taken: it cannot run on another process")
+    assert first.startswith("xla: mosaic_gpu was not chosen: it cannot run on another process")
     assert "it failed in an earlier start, or ended it" in second
     tried = chosen(["0.5", folder, "again"], ["0.5", folder, "again"])
     assert all(line.startswith("mosaic_gpu: mosaic_gpu is 2.00 times") for line in tried)
@@ -89,7 +89,7 @@ def test_a_process_that_hangs_while_it_measures_ends_with_the_other_one(tmp_path
     assert status != 0, output
     assert "mosaic_gpu:" not in output, "nothing was chosen"
     lines = chosen(["0.5", folder], ["0.5", folder])
-    assert all(line.startswith("xla: mosaic_gpu was not taken: it ") for line in lines)
+    assert all(line.startswith("xla: mosaic_gpu was not chosen: it ") for line in lines)
     assert any("it failed in an earlier start, or ended it" in line for line in lines)
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_a_kernel_ended_or_held_up_goes_on_without_it(mode: str, tmp_
         assert "start again: the failed trial is skipped" in ended.stdout
     again = start(mode, folder, limit)  # it would end, or hang, as before
     assert again.returncode == 0, again.stdout
-    why = "mosaic_gpu was not taken: it failed in an earlier start, or ended it"
+    why = "mosaic_gpu was not chosen: it failed in an earlier start, or ended it"
     assert f"gradient statistics by xla: {why}" in again.stdout
     assert "trained 2 steps" in again.stdout
 

@@ -233,19 +233,19 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
             None,
             None,
             ("model.pretrained=else",),
-            "pretrained=else conflicts with FOLDER.*leave the override model.pretrained out",
+            "pretrained=else conflicts with FOLDER.*omit the override model.pretrained",
         ),
         (
             None,
             None,
             ("run_dir=else",),
-            "run_dir=else conflicts with --out.*; leave the override run_dir out",
+            "run_dir=else conflicts with --out.*; omit the override run_dir",
         ),
         (
             None,
             None,
             ("data.path=else",),
-            "data.path=else conflicts with DATA.*; leave the override data.path out",
+            "data.path=else conflicts with DATA.*; omit the override data.path",
         ),
         (
             None,
@@ -262,7 +262,7 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
         (None, None, ("mesh.data=3",), "mesh .*data=3.* needs 3 devices, but found 8"),
         (None, None, ("lora.targets=[attn/]",), "attn/"),
         (None, None, ("lora.rnk=4",), "did you mean 'model.lora.rank'"),
-        (None, None, ("--epochs", "0"), "epochs=0: it must be above 0, such as 1 or 3"),
+        (None, None, ("--epochs", "0"), "epochs=0 is not above 0; use a number such as 1 or 3"),
     ],
 )
 def test_what_is_wrong_is_one_line_before_devices_and_leaves_nothing(
@@ -337,7 +337,7 @@ def test_masks_of_prepared_chats_are_looked_at(model, tmp_path, capsys, monkeypa
     (run / "run.yaml").unlink()
     told = fails(capsys, *words, str(tmp_path / "ones"), "--bad", "skip")
     assert "--bad skip is an option for preparing chats" in told
-    assert "ones is already prepared; leave the option out" in told
+    assert "ones is already prepared; omit the option" in told
     assert main([*words, str(tmp_path / "all_but_one"), "seq_len=16"]) == 0
     assert "are trained on" not in capsys.readouterr().out
 
@@ -349,7 +349,7 @@ def test_data_of_other_kinds_are_refused(model, tmp_path, capsys):
     assert main(["data", "prepare", str(tmp_path / "book.txt"), str(tmp_path / "tokens")]) == 0
     capsys.readouterr()
     told = fails(capsys, *words, str(tmp_path / "tokens"))
-    assert "holds tokens of plain text, without marked answers; give chats" in told
+    assert "holds tokens of plain text, without marked answers; pass chats" in told
     assert "no/such" in fails(capsys, *words, "no/such")
     other = write_chat_model(tmp_path / "other")
     content = json.loads((other / "tokenizer.json").read_text())
@@ -368,7 +368,7 @@ def test_a_model_that_continues_no_text_is_refused(tmp_path, capsys):
     folder = write_folder(tmp_path / "model", "llama", tensors=tensors)
     (folder / "config.json").write_text(json.dumps(case["config"]))
     told = fails(capsys, "finetune", str(folder), str(chat_file(tmp_path / "c.jsonl")))
-    assert "is a t5, which is not a decoder" in told
+    assert "has a model of type t5, which is not a decoder" in told
 
 
 def test_one_of_several_processes_is_told_how(model, chats, capsys, monkeypatch):

@@ -181,7 +181,7 @@ def test_an_old_folder_is_described_by_going_on(run, tmp_path):
     record = (run.folder / "run.json").read_text()
     (run.folder / "run.json").unlink()
     try:
-        with pytest.raises(ValueError, match=r"no run\.json.*the command or the call"):
+        with pytest.raises(ValueError, match=r"no run\.json.*the same command or call"):
             zerojax.load_run(run.folder)
         zerojax.train(gpt2, SHARDED, checkpoint=run.folder, **SETTINGS).close()
         assert json.loads((run.folder / "run.json").read_text()) == json.loads(record)
@@ -195,7 +195,7 @@ def test_an_old_folder_is_described_by_going_on(run, tmp_path):
     ("changes", "part"),
     [
         ({"py/object": "os.system"}, "unknown key"),
-        ({"architecture": "os"}, "known are gpt2"),
+        ({"architecture": "os"}, "use one of gpt2"),
         ({"sizes": {"vocab": 3}}, "known keys: vocab_size"),
         ({"batch": {"shape": "x"}}, "not a description of a batch"),
         ({"num_devices": "many"}, "num_devices"),

@@ -72,5 +72,5 @@ def test_foreign_lines_are_counted(tmp_path, line):
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl in '.*'; give the folder"):
+    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl in '.*'; pass the folder"):
         read_metrics(tmp_path)

@@ -245,7 +245,7 @@ def test_a_resumed_run_says_how_many_parts(tmp_path):
 
 
 def test_a_folder_without_reports_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="give the folder of a run"):
+    with pytest.raises(FileNotFoundError, match="pass the folder of a run"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "step": 0}\n')
     with pytest.raises(ValueError, match="has no finished report yet"):

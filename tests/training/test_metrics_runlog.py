@@ -209,12 +209,12 @@ def test_a_new_run_leaves_the_metrics_of_another_aside(tmp_path):
         run.log.close()
     first, last = (tmp_path / name for name in ("metrics.1.jsonl", "metrics.jsonl"))
     assert sorted(tmp_path.glob("metrics*")) == [first, last]
-    assert "the metrics of an earlier run there are now metrics.1.jsonl" not in run.lines()
+    assert "the metrics of an earlier run in this folder are now metrics.1.jsonl" not in run.lines()
     metrics = read_metrics(tmp_path)
     assert [start["step"] for start in metrics.starts] == [0]
     assert [(m["step"], m["grad_norm"]) for m in metrics.train] == [(10, 1.0)]
     run = Run(tmp_path, is_new=True)
-    assert "the metrics of an earlier run there are now metrics.2.jsonl" in run.lines()
+    assert "the metrics of an earlier run in this folder are now metrics.2.jsonl" in run.lines()
     run.log.close()
     assert first.read_text().count('"train"') == 3
 

@@ -166,8 +166,8 @@ def test_a_process_is_named_after_some_reports_and_once():
     (finding,) = found[IN_A_ROW - 1]
     assert finding.process == 2
     assert finding.text == (
-        "rank 2 (n2) is slow: 0.061 s of each step pass before it joins (waiting for data 0.06 s), "
-        "0.001 s on the others; a step takes 0.1 s, without this about 0.04 s"
+        "rank 2 (n2) is slow: it begins each step 0.061 s late (waiting for data 0.06 s), "
+        "the others 0.001 s; a step takes 0.1 s, and would take about 0.04 s without this delay"
     )
 
 

@@ -190,8 +190,8 @@ def test_a_run_that_stays_non_finite_ends_with_the_name():
         report(reports, BF16, 3, overflow(3, bad_leaf=1))
     assert str(end.value) == (
         "loss 2.5, gradient norm inf, first in the gradient of 'mlp/kernel' at step 3: not finite "
-        "at 3 reports in a row, 3 updates skipped. The parameters are those before the first of "
-        "them. Lower the learning rate, use precision='fp32', or look at the data"
+        "at 3 reports in a row, 3 updates skipped. The parameters are those before the first "
+        "skipped update. Lower the learning rate, use precision='fp32', or look at the data"
     )
 
 
@@ -289,9 +289,9 @@ def test_at_the_floor_the_run_ends_with_name_and_remedies():
         report(Reports(5), FP16, 21, overflow(18, **AT_FLOOR), log)
     assert str(end.value) == (
         "step 21 overflowed: loss 2.5, gradient norm inf, first in the gradient of 'mlp/kernel', "
-        "loss scale 1: that is the smallest allowed, and a smaller one is needed. 18 updates "
-        "skipped, this one too. Lower the learning rate, use precision='bf16', which has the range "
-        "of float32, or look at 'mlp/kernel' and what it is multiplied with"
+        "loss scale 1: this loss scale is the smallest allowed, but a smaller one is needed. 18 "
+        "updates were skipped, including this one. Lower the learning rate, use precision='bf16', "
+        "which has the range of float32, or look at 'mlp/kernel' and what it is multiplied with"
     )
     assert "step 21: loss 2.5" in log.messages[0], "the log has it too"
 
@@ -302,8 +302,9 @@ def test_a_loss_that_is_not_finite_is_told_apart():
         report(Reports(5), FP16, 21, held)
     assert str(end.value) == (
         "step 21 overflowed: loss nan, gradient norm inf, loss scale 1: the loss itself is not "
-        "finite, and no loss scale changes that. 18 updates skipped, this one too. Look at the "
-        "data and at the largest activations, use precision='bf16', which has the range of float32"
+        "finite, and no loss scale changes that. 18 updates were skipped, including this one. "
+        "Look at the data and at the largest activations, use precision='bf16', which has the "
+        "range of float32"
     )
 
 
@@ -364,7 +365,9 @@ def test_a_float16_run_ends_at_the_floor_and_names_its_parameter():
         reports.hold(plan, number, held)
         if number < 3:
             reports.read(plan, None)
-    with pytest.raises(FloatingPointError, match="step 3 overflowed.*'steep'.*3 updates skipped"):
+    with pytest.raises(
+        FloatingPointError, match="step 3 overflowed.*'steep'.*3 updates were skipped"
+    ):
         reports.read(plan, None)
     assert scales == [4.0, 2.0, 1.0]
     np.testing.assert_array_equal(state["params"]["steep"], np.full(8, 1e-4, np.float32))

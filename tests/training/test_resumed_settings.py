@@ -59,7 +59,7 @@ def test_the_saved_value_of_an_injected_setting_counts_and_is_said(tmp_path, cap
     ("first", "second", "said"),
     [
         (cosine(100), cosine(10), "is 0.09045; in the saved run it would have been 0.0999"),
-        (None, None, "(steps=2 there, steps=4 here): the schedule of this call is used"),
+        (None, None, "(saved run: steps=2, this call: steps=4): the schedule of this call is used"),
         (cosine(100), cosine(100), None),
         (injected(0.1), injected(0.1), None),
         (

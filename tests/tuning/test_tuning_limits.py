@@ -40,7 +40,7 @@ from zerojax.training.tuning import (
 )
 from zerojax.training.tuning.measured_choices import AT_START, BY_ITSELF
 
-OVER = "the 10 s of a start were used up; zerojax tune measures it"
+OVER = "the 10 s for measurements are used up; run zerojax tune"
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_where_the_check_takes_all_of_the_time_nothing_is_timed_or_kept(
 ) -> None:
     other = Runs(clock, 0.1)
     answer = asked(clock, kept, other, deadline=1.0)
-    assert answer == Answer(choice="xla", reason=f"mosaic_gpu was not taken: {OVER}")
+    assert answer == Answer(choice="xla", reason=f"mosaic_gpu was not chosen: {OVER}")
     assert other.times == 2
     fast, reference = Runs(clock, 0.01), Runs(clock, 0.015)
     found = asked(clock, kept, fast, reference=reference, deadline=100.0)
@@ -98,7 +98,7 @@ def test_rounds_end_with_the_time_but_for_the_first_three(clock: Clock, kept: Ke
 def test_the_time_of_one_process_counts_for_all(tmp_path: Path) -> None:
     slow = process(tmp_path, 1, 0.5, deadline=0.6)
     found = Processes(2).run(process(tmp_path, 0, 0.5, deadline=100.0), slow)
-    assert [answer.reason for answer in found] == [f"mosaic_gpu was not taken: {OVER}"] * 2
+    assert [answer.reason for answer in found] == [f"mosaic_gpu was not chosen: {OVER}"] * 2
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_a_device_that_is_lost_while_it_is_timed_ends_the_start(
 def test_a_difference_that_cannot_be_told_refuses(clock: Clock, kept: KeptChoices) -> None:
     answer = asked(clock, kept, Runs(clock, 0.5, result=object()))
     assert answer.choice == "xla"
-    assert "mosaic_gpu was not taken: it failed: " in answer.reason
+    assert "mosaic_gpu was not chosen: it failed: " in answer.reason
 
 
 # Noise
@@ -241,7 +241,7 @@ def test_a_gain_within_the_noise_is_none(clock: Clock, kept: KeptChoices) -> Non
     patient = dataclasses.replace(AT_START, rounds=7, seconds=100.0)
     answer = asked(clock, kept, wide, effort=patient)
     assert answer.choice == "xla"
-    assert "times were too noisy to tell (5.0% less, +- 10.3%)" in answer.reason
+    assert "times vary too much to decide (5.0% less, +- 10.3%)" in answer.reason
     narrow = Runs(clock, 0.5, 0.5, 0.5, 0.94, 0.96, 0.95, 0.94, 0.96, 0.95, 0.95)
     assert asked(clock, kept, narrow, effort=patient).choice == "mosaic_gpu", "nothing was kept"
 

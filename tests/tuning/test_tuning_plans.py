@@ -284,7 +284,7 @@ def test_a_trial_trains_and_tells_what_failed() -> None:
 
 
 def test_a_plan_says_why_a_kernel_was_not_taken() -> None:
-    plan, why = plan_for(), "mosaic_gpu was not taken: its results are wrong"
+    plan, why = plan_for(), "mosaic_gpu was not chosen: its results are wrong"
     answers = {what: Answer(choice="xla", reason=why) for what in ("update", "statistics")}
     reasons = tuned_plan.with_answers(plan, answers).reasons
     for title in ("optimizer update", "gradient statistics"):
@@ -365,7 +365,7 @@ def test_attention_that_is_wrong_is_refused(
     monkeypatch.setattr(attention_choices, "attention", wrong)
     choice = zerojax.tune(plan_for(), kept=kept, clock=Clock()).program.kernels[KIND]
     assert choice.implementation == "xla"
-    assert "chunked was not taken: its results are wrong: the result differs by" in choice.reason
+    assert "chunked was not chosen: its results are wrong: the result differs by" in choice.reason
 
 
 @pytest.mark.usefixtures("chunked_is_faster")

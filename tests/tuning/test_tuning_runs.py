@@ -22,7 +22,7 @@ from zerojax.training.metrics import write_report
 from zerojax.training.tuning import tuned_plan
 
 MODEL = (init_functions, apply_functions)
-WHY = "mosaic_gpu was not taken: its results are wrong: "
+WHY = "mosaic_gpu was not chosen: its results are wrong: "
 
 
 @pytest.fixture

@@ -181,7 +181,7 @@ def test_where_nothing_is_left_of_the_time_slices_stay(kept: KeptChoices) -> Non
     now = iter([0.0, *[11.0] * 99])
     tuned = zerojax.tune(plan := plan_of(HOST), kept=kept, clock=lambda: next(now))
     assert tuned.offload == plan.offload
-    assert "nothing was measured: the 10 s of a start were used up" in tuned.reasons[-1]
+    assert "nothing was measured: the 10 s for measurements are used up" in tuned.reasons[-1]
 
 
 # What is measured
@@ -230,7 +230,7 @@ def test_slices_with_other_bits_are_refused(
     answer = decide(lambda: asked(plan_of(HOST)), kept)
     assert answer == Answer(
         choice="16,777,216 elements at most",
-        reason="256 elements at most was not taken: its results are wrong: an element has other "
+        reason="256 elements at most was not chosen: its results are wrong: an element has other "
         "bits",
     )
 

@@ -161,7 +161,7 @@ def test_what_is_planned_and_wrong_is_left_out_with_its_reason(kept: KeptChoices
     for _ in range(2):
         answer = asked(clock, kept, wrong, planned=COUNTED)
         assert answer.choice == "xla"
-        assert answer.reason.startswith("mosaic_gpu was not taken: ")
+        assert answer.reason.startswith("mosaic_gpu was not chosen: ")
 
 
 def test_what_is_planned_stays_where_the_question_cannot_be_asked(kept: KeptChoices) -> None:
@@ -201,6 +201,6 @@ def test_a_start_checks_the_kernel_of_8_bit_adamw(
     chosen = zerojax.tune(plan, kept=kept).program.kernels["update"]
     if is_wrong:
         assert chosen.implementation == "xla"
-        assert "interpret was not taken: its results are wrong" in chosen.reason
+        assert "interpret was not chosen: its results are wrong" in chosen.reason
     else:
         assert chosen == counted

@@ -300,7 +300,7 @@ def test_mistakes_are_refused_with_what_to_do():
         add_lora({}, LORA)
     with pytest.raises(TypeError, match=r"cannot add adapters to a tuple: pass an nnx.Module"):
         add_lora(lambda rngs: (1, 2), LORA)(nnx.Rngs(0))
-    with pytest.raises(ConfigError, match=r"targets: names no projection"):
+    with pytest.raises(ConfigError, match=r"targets: \[\] selects no projection"):
         LoraConfig(rank=2, targets=())
     with pytest.raises(ConfigError, match=r"rank: -1 must be >= 0"):
         LoraConfig(rank=-1)

@@ -275,7 +275,7 @@ def test_arithmetic_is_that_of_the_chosen_experts():
 
 REFUSED = {
     "more than there are": ({"num_experts": 2, "experts_per_token": 3}, "more than num_experts"),
-    "no experts": ({"expert_dim": 8}, "there are no experts"),
+    "no experts": ({"expert_dim": 8}, "num_experts is 0"),
     "groups that do not fit": ({"num_experts": 6, "num_groups": 4}, "does not divide"),
     "too many groups": ({"num_experts": 6, "num_groups": 2, "groups_per_token": 3}, "at most 2"),
     "groups too small": (

@@ -340,7 +340,7 @@ def test_settings():
     assert weights == [0.01, 0, 0, 1e-4, 0]
     with pytest.raises(ConfigError, match=r"bias_rate.*-0\.1"):
         MoEConfig(num_experts=2, bias_rate=-0.1)
-    with pytest.raises(ConfigError, match="there are no experts"):
+    with pytest.raises(ConfigError, match="num_experts is 0"):
         MoEConfig(bias_rate=0.1)
 
 

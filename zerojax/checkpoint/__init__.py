@@ -1,8 +1,9 @@
-"""Checkpoints: named arrays in verified folders, and byte buckets on a disk.
+"""Checkpoints: saves training states as named arrays, verifies them, and restores them.
 
-Knows trees of arrays, JSON, and where a Hugging Face folder has the weights that a checkpoint does
-not store; never what a model computes, plans or how a state is padded. Sub-package: `store` (the
-buckets).
+A checkpoint is a folder with arrays, JSON metadata and checksums. This package knows trees of
+arrays, JSON, and the Hugging Face folder that holds frozen weights which a checkpoint does not
+store. It does not know models, plans or the padding of a state. The sub-package `store` keeps
+numbered buckets of bytes in files, for states that do not fit into memory.
 """
 
 from __future__ import annotations

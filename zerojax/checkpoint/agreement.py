@@ -1,8 +1,8 @@
-"""Collective agreement on failures, so that no process waits for one that has failed.
+"""Lets all processes agree on a failure, so that no process waits for one that has failed.
 
-With one process nothing is sent. All functions are collective: every process calls them, from its
-main thread or while its main thread waits, so that collectives are enqueued in the same order
-everywhere.
+A single process sends nothing. All functions are collective: every process calls them in the same
+order, from its main thread or while its main thread waits. So all processes enqueue collectives in
+the same order.
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ _KINDS = (
     *(CheckpointError, DiskFullError, DamagedError, DivergedError, MachineError),
     FolderInUseError,
     BaseWeightsError,
-    GivenUpError,  # last: reported only if no process has another error
+    GivenUpError,  # the last kind: reported only if no process has another error
 )
 _UNDER_WAY = 255
 _ROUND_SECONDS = 0.5
 
 
 def raise_together(error: BaseException | None) -> None:
-    """Raises on every process if `error` is not None on any of them.
+    """Raises an error on every process if any process passes an error.
+
+    Args:
+      error: the error of this process; None if it has none.
 
     Raises:
-      CheckpointError: on all processes, with the type and text of the first process that failed by
-        itself. With one process, `error` itself.
+      CheckpointError: on all processes, with the type and text of the error of the first process
+        that has one. A single process raises `error` itself.
     """
     if jax.process_count() == 1:
         if error is not None:
@@ -65,9 +68,9 @@ def failing_together() -> Iterator[Callable[[], None]]:
     """Context manager that raises on all processes if one of them fails in its block.
 
     Yields:
-      A function that raises here if another process has failed. All processes call it equally
-      often, between collectives, so that a failed process joins no collective that it does not
-      reach.
+      A function `agree()` that raises if another process has failed. Every process calls it
+      equally often, before each collective inside the block, so that no process enters a
+      collective that a failed process never reaches.
 
     Raises:
       Exception: the failed process keeps its own error; the others get a CheckpointError.
@@ -83,8 +86,8 @@ def failing_together() -> Iterator[Callable[[], None]]:
     try:
         yield agree
     except Exception as error:
-        # An error of a device is raised inside a collective, in which the other processes still
-        # wait.
+        # A device error can be raised inside a collective while the other processes still wait in
+        # the same collective.
         if not is_told and not isinstance(error, jax.errors.JaxRuntimeError):
             with contextlib.suppress(CheckpointError):
                 raise_together(error)
@@ -98,9 +101,9 @@ def wait_together(
     """Waits until `task` is done, and cancels it if the same task has failed in another process.
 
     Args:
-      task: this process's; every process has one, and they may wait for each other.
-      give_up: makes `task` end; called if another process has failed. That process may have no
-        other way to report it, for example when its file server is gone.
+      task: the task of this process. Every process has one, and the tasks may wait for each other.
+      give_up: function that makes `task` end. It is called if another process has failed. The
+        failed process may have no other way to report it, for example without its file server.
 
     Returns:
       The error of this process's task; None if it succeeded.
@@ -119,11 +122,11 @@ def wait_together(
 
 
 def _exchange(error: BaseException | None, *, is_under_way: bool = False) -> np.ndarray:
-    """Gathers one row of bytes from each process: 0 (its task is done), `_UNDER_WAY`, or 1 + the
-    index of its error in `_KINDS`; then the error's text.
+    """Gathers the state of each process's task: one row of bytes per process.
 
-    All rows have one size whatever they contain, so that a process may repeat a call in which it
-    was interrupted.
+    The first byte of a row is 0 (the task is done), `_UNDER_WAY`, or 1 + the index of the error's
+    type in `_KINDS`; the text of the error follows. All rows have the same size, so a process can
+    repeat a call in which it was interrupted.
     """
     buffer = np.zeros(_TEXT_BYTES, np.uint8)
     if error is not None:
@@ -141,10 +144,14 @@ def _text_in(row: np.ndarray) -> str:
 
 
 def same_everywhere(value: str, *, what: str) -> None:
-    """Raises if a value differs between processes.
+    """Raises if `value` is not the same text on all processes.
+
+    Args:
+      value: the text of this process.
+      what: name of the value in the error message.
 
     Raises:
-      CheckpointError: on all processes.
+      CheckpointError: the values differ; raised on all processes.
     """
     if jax.process_count() == 1:
         return
@@ -159,14 +166,14 @@ def same_everywhere(value: str, *, what: str) -> None:
 
 
 def from_process_0(number: int) -> int:
-    """Returns, on every process, the `number` that process 0 passed."""
+    """Returns, on every process, the `number` that process 0 passed to this function."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def gather(values: np.ndarray) -> np.ndarray:
-    """Stacks the `values` of all processes, of equal shape everywhere, in process order."""
+    """Returns the `values` of all processes, stacked in process order. All have one shape."""
     if jax.process_count() == 1:
         return values[None]
     gathered = np.asarray(multihost_utils.process_allgather(values))

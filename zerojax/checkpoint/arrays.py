@@ -1,12 +1,12 @@
 """Stores named arrays with Orbax, and restores them with any sharding into separate memory.
 
-No other module imports Orbax. Arrays are stored as one flat `{name: array}`, so that a checkpoint
-does not depend on container types and any part of it can be read alone.
+No other module imports Orbax. Arrays are stored as one flat `{name: array}`, so a checkpoint does
+not depend on container types, and any part of it can be read alone.
 
-A CPU device uses aligned NumPy memory without a copy (JAX 0.10 and 0.12). Devices with copies of
-one shard would then share memory, and a step that receives these arrays as donated buffers would
-overwrite all copies. `jax.device_put` and `jax.make_array_from_callback` share memory in this way;
-`array_of_parts` and `with_own_memory` do not.
+On CPU, `jax.device_put` and `jax.make_array_from_callback` use aligned NumPy memory without a copy
+(JAX 0.10 and 0.12). Several CPU devices that hold copies of one shard would then share its memory,
+and a step that receives these arrays as donated buffers would overwrite all copies.
+`array_of_parts` and `with_own_memory` give every device its own memory.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ PyTree = Any
 _ITEM = "state"
 
 LAYER_BYTES = 512 << 10
-"""Smallest size of one layer (one index of a shard's first dimension) that is stored as a chunk of
-its own. TensorStore reads whole chunks, so such a layer can be read without the others."""
+"""Smallest size in bytes of one layer (one index of an array's first dimension) that is stored as
+a chunk of its own. TensorStore reads whole chunks, so such a layer can be read without the others.
+"""
 Index = tuple[slice, ...]
 
 
 _NOT_STORED = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float8_e4m3fn"}
-"""{dtype that TensorStore's zarr3 driver cannot store: a dtype to use instead}."""
+"""{dtype that TensorStore's zarr3 driver cannot store: dtype that the error message recommends}."""
 
 
 def check_storable(leaves: Mapping[str, Any]) -> None:
     """Raises if an array has a dtype that checkpoints cannot store.
 
     Args:
-      leaves: name -> array, or its `ShapeDtypeStruct`.
+      leaves: {name: array or `ShapeDtypeStruct`}.
 
     Raises:
-      TypeError: an unsupported dtype; the message names a supported one.
+      TypeError: an array has an unsupported dtype. The message names a supported dtype.
     """
     for name, leaf in leaves.items():
         if (other := _NOT_STORED.get(str(leaf.dtype))) is not None:
@@ -57,7 +58,7 @@ def named_arrays(state: PyTree) -> dict[str, jax.Array]:
     """Returns `{name: array}` of a state, after checking that every leaf can be stored.
 
     Raises:
-      TypeError: there is no leaf, or a leaf is not a live `jax.Array` of plain numbers.
+      TypeError: the state has no leaf, or a leaf is not a live `jax.Array` of plain numbers.
     """
     leaves = flatten_names(state)
     if not leaves:
@@ -85,7 +86,7 @@ def named_arrays(state: PyTree) -> dict[str, jax.Array]:
 
 
 class Write(Protocol):
-    """Write of arrays that continues in the background."""
+    """Handle of a write of arrays that continues in the background."""
 
     def result(self) -> None:
         """Waits until the arrays are on disk; raises the error if the write failed."""
@@ -94,13 +95,14 @@ class Write(Protocol):
 def start_write(folder: Path, arrays: Mapping[str, jax.Array]) -> Write:
     """Starts to write arrays into `folder`, which must not exist yet.
 
-    Arrays without elements are in no file: their shapes and dtypes are enough for `read` to create
-    them. Small arrays are stored in packs, whose table (`packs`) is written next to `folder`. Their
-    bytes are first copied on the devices, at most `packs.DEVICE_BYTES` on each.
+    Arrays without elements are not written: `read` creates them from shape and dtype. Small arrays
+    are stored in packs (`checkpoint.packs`: many small arrays stacked into one), and the table of
+    the packs is written next to `folder`. The devices first copy the small arrays, at most
+    `packs.DEVICE_BYTES` on each.
 
-    Collective over all processes. Returns once the arrays may be donated: on an accelerator they
-    have been copied to the host; on CPU Orbax holds a reference to the buffers, and the runtime
-    then gives a donating computation other memory (tested).
+    Every process must call this function. It returns once the arrays may be donated. An accelerator
+    has then copied them to the host. On CPU, Orbax holds a reference to the buffers, and the
+    runtime gives a donating computation other memory (tested).
     """
     orbax, context = _orbax()
     written, table = packs.stack({name: x for name, x in arrays.items() if x.size})
@@ -120,12 +122,12 @@ def _in_layers(leaf: jax.Array) -> bool:
 
 
 def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str, jax.Array]:
-    """Reads the arrays that `abstract` names, with its shardings. Collective over all processes.
+    """Reads the arrays named in `abstract`, with its shardings. Every process must call it.
 
     Args:
-      folder: what `start_write` wrote.
-      abstract: name -> `ShapeDtypeStruct` with a sharding.
-      subset: the folder may hold more names than `abstract`; they are not read.
+      folder: folder that `start_write` wrote.
+      abstract: {name: `ShapeDtypeStruct` with a sharding}.
+      subset: True: the folder may hold arrays that `abstract` does not name; they are not read.
     """
     orbax, context = _orbax()
     context.pytree_options.loading.partial_load = subset
@@ -137,18 +139,18 @@ def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str
 
 
 def _empty(leaf: Any) -> jax.Array:
-    """Returns an array of the shape, dtype and sharding of `leaf`, which has no elements."""
+    """Returns an array without elements that has the shape, dtype and sharding of `leaf`."""
     shape = leaf.sharding.shard_shape(leaf.shape)
     return array_of_parts(leaf.shape, leaf.sharding, lambda _: np.empty(shape, leaf.dtype))
 
 
 def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:
-    """Reads one whole array into the memory of every process. Collective over all processes.
+    """Reads one whole array into the host memory of every process. Every process must call it.
 
     Args:
-      folder: what `start_write` wrote.
-      name: of the array.
-      leaf: has its shape and dtype.
+      folder: folder that `start_write` wrote.
+      name: name of the array.
+      leaf: any object with the shape and dtype of the array.
     """
     if not math.prod(leaf.shape):
         return np.empty(leaf.shape, leaf.dtype)
@@ -160,16 +162,17 @@ def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:
 
 
 def open_layers(folder: Path, name: str) -> Callable[[int], np.ndarray] | None:
-    """Returns a function that reads one layer of a stored array, an index of its first dimension;
-    not collective.
+    """Returns a function that reads one layer of a stored array: one index of its first dimension.
+
+    A single process may call it.
 
     Args:
-      folder: what `start_write` wrote.
-      name: of the array.
+      folder: folder that `start_write` wrote.
+      name: name of the array.
 
     Returns:
-      A function of the index, or None if a chunk of the array holds several indices, so that
-      reading one costs as much as reading all.
+      A function from the index of a layer to its values. None if a chunk of the stored array holds
+      several layers: reading one layer would then cost as much as reading the whole array.
     """
     # Imported here because the import is slow and only exports need it.
     import tensorstore
@@ -186,11 +189,11 @@ def open_layers(folder: Path, name: str) -> Callable[[int], np.ndarray] | None:
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """Returns False for Orbax's log records, so that a logger drops them.
+    """Returns False for log records of Orbax, so that a logger drops them.
 
-    For every failure that it raises, Orbax also logs a long traceback in the background; the raised
-    error is reported in one sentence. `logging.getLogger("zerojax").setLevel("DEBUG")` shows the
-    records.
+    Orbax raises an error for every failure and also logs a long traceback. zerojax reports the
+    raised error in one sentence, so the traceback is dropped.
+    `logging.getLogger("zerojax").setLevel("DEBUG")` shows the records.
     """
     if "/orbax/checkpoint/" not in record.pathname + record.getMessage():
         return True
@@ -198,10 +201,10 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
 
 
 def _orbax() -> tuple[Any, Any]:
-    """Returns Orbax v1 and a new context with our options.
+    """Returns the Orbax v1 module and a new Orbax context with the options of zerojax.
 
-    Imported here because the import takes longer than a second and a run without checkpoints, or
-    `zerojax --help`, does not need it.
+    The import takes longer than a second, so it is done here and not at the top of the module: runs
+    without checkpoints and `zerojax --help` do not need it.
     """
     from orbax.checkpoint import v1 as orbax
 
@@ -211,8 +214,8 @@ def _orbax() -> tuple[Any, Any]:
     # float32 masters and moments are close to random bits: compression saves 7 % of the bytes and
     # costs 4.7 times the processor time (README.md, 2026-11-21).
     context.array_options.saving.use_compression = False
-    # Orbax measures these seconds with the wall clock, so a clock that is set forward by more than
-    # its default of 1200 fails a save (seen). The watchdog handles a save that hangs.
+    # Orbax measures its timeout with the wall clock. If the clock is set forward by more than the
+    # default of 1200 s, the save fails (seen). The watchdog handles a save that hangs.
     context.async_options.timeout_secs = 10**9
     return orbax, context
 
@@ -220,13 +223,13 @@ def _orbax() -> tuple[Any, Any]:
 def array_of_parts(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding, part: Callable[[Index], np.ndarray]
 ) -> jax.Array:
-    """Builds a global array; every process provides the parts of its own devices.
+    """Builds a global array from parts; every process provides the parts for its own devices.
 
     Args:
-      shape: of the whole array.
-      sharding: of the result.
-      part: index of a device's part -> its values, in memory that is not shared. Called once for
-        each device of this process, one after the other.
+      shape: shape of the global array.
+      sharding: sharding of the global array.
+      part: function from a device's index in the array to the values there, in memory that nothing
+        else uses. It is called once for each device of this process, one after the other.
     """
     kind = sharding.memory_kind
     placed = [

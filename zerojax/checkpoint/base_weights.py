@@ -1,8 +1,8 @@
-"""Frozen weights that a checkpoint does not store, because they are in a Hugging Face folder.
+"""Frozen weights that a checkpoint does not store, because a Hugging Face folder holds them.
 
-A restore reads them again, each process its own parts, and compares them with fingerprints that
-were computed on the devices. So restored weights have the bits that were trained with, even if the
-folder has changed, and no file is read only for the comparison.
+A restore reads them from that folder again: each process reads the parts of its own devices. Their
+fingerprints, computed on the devices, are compared with the saved fingerprints. So restored weights
+have the bits that the run trained with, or the restore fails. No file is read only to be compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zerojax.zoo.hugging_face import StoredArray, arrays_in
 from zerojax.zoo.hugging_face.folder import Folder
 
 PREFIX = "frozen/"
-"""Prefix of the names of frozen weights in a checkpoint."""
+"""Prefix of the names of frozen arrays in a checkpoint."""
 _REMEDY = (
     "put the original files back, or name a folder that has them: --pretrained FOLDER, in Python "
     "pretrained=FOLDER; to continue a run, set model.pretrained=FOLDER, or "
@@ -40,12 +40,12 @@ class BaseWeights:
     checkpoints.
 
     Attributes:
-      folder: absolute.
-      files: name relative to the folder -> (bytes, modification time in ns), when the folder was
-        opened.
-      arrays: their names in a checkpoint.
-      fingerprints: name -> fingerprint of the values that the run read; empty before the first
-        read.
+      folder: absolute path of the folder that holds the weights.
+      files: {file name relative to `folder`: (bytes, modification time in ns)}, recorded when the
+        folder was opened.
+      arrays: names of the frozen arrays in a checkpoint.
+      fingerprints: {array name: fingerprint of the values that the run read}; empty before the
+        first read.
     """
 
     folder: Path
@@ -54,22 +54,24 @@ class BaseWeights:
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the dict for `Metadata.base`."""
+        """Returns the JSON form of this object, which a checkpoint stores as `Metadata.base`."""
         sizes = {name: size for name, (size, _) in self.files.items()}
         return {"folder": str(self.folder), "files": sizes, "arrays": list(self.arrays)}
 
     def as_read(self, fingerprints: Mapping[str, str]) -> BaseWeights | None:
-        """Returns a copy with only the arrays named in `fingerprints`, and these fingerprints; None
-        if no array is left."""
+        """Returns a copy that has these fingerprints and only the arrays they name; None if no
+        array is left."""
         both = tuple(sorted(set(self.arrays) & set(fingerprints)))
         known = {name: fingerprints[name] for name in both}
         return dataclasses.replace(self, arrays=both, fingerprints=known) if both else None
 
     def change(self) -> str | None:
-        """Returns how the files have changed since the folder was opened, as a clause; None if
-        unchanged.
+        """Describes the first file that changed since the folder was opened, or returns None.
 
-        Compares only sizes and times.
+        Compares only sizes and modification times.
+
+        Returns:
+          A clause such as "config.json was changed".
         """
         for name, before in self.files.items():
             try:
@@ -85,11 +87,11 @@ def base_weights(folder: Folder, params: Iterable[str]) -> BaseWeights:
     """Describes the frozen weights that checkpoints may leave in `folder` instead of storing them.
 
     Args:
-      folder: open.
-      params: names of parameters that are read from it and are not trained.
+      folder: the open Hugging Face folder.
+      params: names of the parameters that are read from the folder and are not trained.
 
     Raises:
-      OSError: from the operating system.
+      OSError: the operating system reports an error.
     """
     return BaseWeights(
         folder=folder.path,
@@ -104,30 +106,30 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def at_another_place(metadata: Metadata, pretrained: str | os.PathLike[str] | None) -> Metadata:
-    """Returns the metadata of a step with another folder for its frozen weights.
+    """Returns a step's metadata with `pretrained` as the folder of its frozen weights.
 
     Args:
-      metadata: of the step; unchanged if the step stores all its arrays.
-      pretrained: the folder; None: the original one.
+      metadata: metadata of the step. Returned unchanged if the step stores all its arrays.
+      pretrained: folder that now holds the frozen weights; None: the recorded folder.
     """
     if pretrained is None or not metadata.base:
         return metadata
     folder = str(user_path(pretrained).absolute())
     if folder == metadata.base["folder"]:
         return metadata
-    # The other folder may have the same tensors in files with other names and sizes.
+    # The new folder may hold the same tensors in files with other names and sizes.
     return dataclasses.replace(metadata, base={**metadata.base, "folder": folder, "files": {}})
 
 
 class BaseReader:
-    """Reader of a step's frozen weights that are in another folder; opens files on first use.
+    """Reader of the frozen weights that a step does not store; opens their files on first use.
 
     Attributes:
-      names: of the arrays, as in the step; empty if the step stores all arrays.
+      names: names of the frozen arrays in the step's metadata; empty if the step stores all arrays.
     """
 
     def __init__(self, step: Path, metadata: Metadata) -> None:
-        """Takes the folder of the step and its metadata. Reads nothing."""
+        """Initializes a reader for the step in folder `step`; reads nothing yet."""
         self._step, self._metadata = step, metadata
         self.names: frozenset[str] = frozenset(metadata.base.get("arrays", ()))
 
@@ -140,7 +142,7 @@ class BaseReader:
         """Opens the files of the frozen weights to check that they exist; reads no values.
 
         Raises:
-          BaseWeightsError: files are missing, or hold other tensors.
+          BaseWeightsError: files are missing, or hold tensors of other names or shapes.
         """
         if self.names:
             self._arrays  # noqa: B018
@@ -148,7 +150,7 @@ class BaseReader:
     @functools.cached_property
     def _arrays(self) -> dict[str, StoredArray]:
         if not self.folder.is_dir():
-            raise self._error("which is not there")
+            raise self._error("which does not exist")
         missing = [x for x in self._metadata.base["files"] if not (self.folder / x).is_file()]
         if missing:
             raise self._error(f"where {missing[0]} is missing")
@@ -164,20 +166,20 @@ class BaseReader:
 
     @functools.cached_property
     def _codes(self) -> dict[str, WeightCodes]:
-        """{parameter: its codes} of the parameters that the step stores as codes."""
+        """{parameter name: its quantization codes}, for parameters that the step keeps as codes."""
         return codes_of_plan(self._metadata.plan)
 
     def _lazy(self, name: str) -> LazyArray:
-        """Returns a frozen array in the form in which the step would store it, such as codes; reads
-        no values."""
+        """Returns a frozen array in the form that the step would store, such as quantization codes;
+        reads no values."""
         array, codes = self._arrays[name], self._codes.get(name.removeprefix(PREFIX))
         return array if codes is None else CodedArray(array, codes)
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """Reads a part of an array into new memory, in the dtype that the step has.
+        """Reads a part of an array into new memory, in the dtype of the step.
 
         Raises:
-          BaseWeightsError: it cannot be read.
+          BaseWeightsError: the array cannot be read.
         """
         array, (start, size) = self._lazy(name), box
         values = np.empty(size, as_abstract(self._metadata.arrays[name]).dtype)
@@ -187,7 +189,7 @@ class BaseReader:
                 if not array.is_stacked:
                     values[...] = array.read(ranges)
                     return values
-                for row in range(size[0]):  # holds only one layer at a time in the files' dtype
+                for row in range(size[0]):  # so that only one layer is held in the files' dtype
                     layer = start[0] + row
                     values[row] = array.read([(layer, layer + 1), *ranges[1:]])[0]
         except (OSError, ValueError) as error:
@@ -195,8 +197,8 @@ class BaseReader:
         return values
 
     def layers(self, name: str) -> Callable[[int], np.ndarray] | None:
-        """Returns a function that reads one index of a stack's first dimension, or None for no
-        stack."""
+        """Returns a function that reads one layer (index of the first dimension) of a stacked
+        array; None if the array is not a stack of layers."""
         array = self._lazy(name)
         if not array.is_stacked:
             return None
@@ -204,19 +206,20 @@ class BaseReader:
         return lambda index: self.read(name, ((index, *start), (1, *rest)))[0]
 
     def differs(self, name: str, others: int = 0) -> BaseWeightsError:
-        """Returns the error for an array whose values differ from the saved ones.
+        """Returns the error for an array whose values differ from those that the run trained with.
 
         Args:
+          name: name of the array.
           others: number of further arrays that differ.
         """
-        more = f" (so do {others} more arrays)" if others else ""
+        more = f" ({others} more arrays differ too)" if others else ""
         files = self._arrays[name].files
         sizes = self._metadata.base["files"]
-        # A changed size shows which of several files was changed; an equal size shows nothing.
+        # A changed size shows which of several files was changed; equal sizes show nothing.
         resized = [x for x in files if x in sizes and _stamp(self.folder / x)[0] != sizes[x]]
         where = " or ".join(resized or files)
-        return self._error(f"where {name!r} (in {where}) differs from what the run had{more}")
+        return self._error(f"where {name!r} (in {where}) differs from the run's values{more}")
 
     def _error(self, what: str) -> BaseWeightsError:
-        left = f"checkpoint {self._step} leaves {len(self.names)} frozen arrays in {self.folder}"
+        left = f"checkpoint {self._step} reads {len(self.names)} frozen arrays from {self.folder}"
         return BaseWeightsError(f"{left}, {what}; {_REMEDY}")

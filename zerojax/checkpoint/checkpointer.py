@@ -1,4 +1,4 @@
-"""The checkpointer: background saves, retention, and the choice of the step to resume from."""
+"""Saves checkpoints in the background, deletes old ones, and chooses the step to resume from."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A checkpoint that `Checkpointer.restore` read."""
+    """Result of `Checkpointer.restore`: the state and the metadata of the checkpoint it read."""
 
     step: int
     state: PyTree
-    """Same tree, shapes, dtypes and shardings as the requested abstract state."""
+    """The restored tree, with the shapes, dtypes and shardings of the requested abstract state."""
 
     data_state: dict[str, Any]
     config: dict[str, Any]
     plan: dict[str, Any]
 
     arrays: dict[str, str]
-    """Name -> dtype and shape, such as `"float32[64,64]"`, of every array in the checkpoint,
-    including those not requested."""
+    """{name: dtype and shape, such as "float32[64,64]"} of every array in the checkpoint, including
+    arrays that were not requested."""
 
     base: dict[str, str]
-    """Name -> fingerprint of each frozen array that was read from a folder of pretrained weights
+    """{name: fingerprint} of each frozen array that was read from a folder of pretrained weights
     because the checkpoint does not store it."""
 
 
@@ -63,16 +63,16 @@ class Restored:
 class Checkpointer:
     """Saves training states as checkpoints in one folder, and restores them.
 
-    With several processes, all must call every method except `steps`, `latest_step` and `metadata`,
-    in the same order and with the same arguments, on a shared file system.
+    With several processes, all processes must call every method except `steps`, `latest_step` and
+    `metadata`, in the same order and with the same arguments, on a shared file system.
 
-    Only one process writes into a folder: the first process of a run, for all of them. It locks the
-    folder from `check_writable` or the first save until `close` or the end of the process.
-    Meanwhile another writer gets an error; `zerojax.runtime.folder_lock` documents the exceptions.
-    Readers need no lock.
+    Only the first process of a run writes into the folder. It locks the folder from
+    `check_writable` or the first save until `close` or the end of the process. Another writer gets
+    an error meanwhile; `zerojax.runtime.folder_lock` documents the exceptions. Readers need no
+    lock.
 
-    Use it as a context manager: `close` waits for the write in flight, which is lost if the
-    interpreter exits first (earlier checkpoints are not).
+    Use it as a context manager: `close` waits for the save in progress. If the interpreter exits
+    before `close`, that save is lost; earlier checkpoints remain.
     """
 
     def __init__(
@@ -83,13 +83,15 @@ class Checkpointer:
         asynchronous: bool = True,
         fingerprints: bool = True,
     ) -> None:
-        """Takes the folder of the checkpoints; creates and deletes nothing in it before the first
-        save, so the folder of a running job may be read.
+        """Initializes a checkpointer for a folder.
+
+        Nothing in the folder is created or deleted before the first save, so the folder of a
+        running job can be read.
 
         Args:
           path: folder of a mounted file system; created by the first save.
           keep: number of newest checkpoints to keep, or a `Retention`.
-          asynchronous: False: `save` returns only when the checkpoint is visible.
+          asynchronous: False: `save` returns only when the checkpoint is complete in the folder.
           fingerprints: whether devices compute fingerprints of saved arrays, so that a restore can
             compare the arrays with what was saved.
 
@@ -114,8 +116,8 @@ class Checkpointer:
         self._closed = False
 
     def take_notes(self) -> list[str]:
-        """Returns the problems with checkpoints found since the last call of this method, one
-        sentence each; they were also issued as warnings."""
+        """Returns the problems with checkpoints found since the last call, one sentence each. Each
+        was also issued as a warning."""
         notes, self._candidates.notes = self._candidates.notes, []
         return notes
 
@@ -136,7 +138,7 @@ class Checkpointer:
         """Reads the metadata of a saved step (None: the newest), without its arrays.
 
         Raises:
-          CheckpointError: no such step, damaged, or of a newer format.
+          CheckpointError: the step does not exist, is damaged, or has a newer format.
         """
         step = self._candidates.existing(step)
         return read_metadata(folders.step_folder(self.path, step))
@@ -145,7 +147,7 @@ class Checkpointer:
         """Checks before a run starts that its checkpoints can be written.
 
         Args:
-          state_bytes: size of one unsharded state; 0 skips the check of free space.
+          state_bytes: size in bytes of the whole unsharded state; 0 skips the check of free space.
 
         Raises:
           FolderInUseError: another process writes into the folder.
@@ -163,12 +165,12 @@ class Checkpointer:
         agreement.raise_together(error)
 
     def _hold_folder(self) -> None:
-        """Locks the checkpoint folder for this process, or checks that its lock is still held.
+        """Locks the checkpoint folder for this process, or checks that its lock is still valid.
         Called only in the first process.
 
         Raises:
           FolderInUseError: another process holds the lock.
-          OSError: from the operating system.
+          OSError: the operating system reports an error.
         """
         try:
             if self._hold is None:
@@ -192,20 +194,21 @@ class Checkpointer:
     ) -> None:
         """Saves a state in the background; returns when the arrays of `state` may be donated.
 
-        Waits first for the previous save. If that failed, its error is raised here and nothing is
-        saved.
+        Waits first for the previous save. If that save failed, its error is raised here and nothing
+        new is saved.
 
         Args:
-          step: batches consumed; above every saved step.
+          step: number of batches consumed; must be above every saved step.
           state: portable (unpadded) tree of `jax.Array`.
-          data_state: position of the data source; JSON values; the same on all processes.
-          config: the resolved configuration; JSON values.
-          plan: the plan; JSON values.
-          write_pieces: writes the arrays that `state` has as `ShapeDtypeStruct`s into the given
-            folder, with a `checkpoint.store.pieces.PieceWriter`; done before this method returns.
-          base: arrays of `state` that were read from a folder, and are read from there again
-            instead of being written. If its files or the arrays have changed, all are written, with
-            a warning.
+          data_state: position of the data source, made of JSON values; equal on all processes.
+          config: resolved configuration of the run, made of JSON values.
+          plan: plan of the run, made of JSON values.
+          write_pieces: function that gets a folder and writes into it, with a
+            `checkpoint.store.pieces.PieceWriter`, the arrays that `state` has only as
+            `ShapeDtypeStruct`s. It is done before this method returns.
+          base: arrays of `state` that were read from a folder of pretrained weights. They are not
+            written, because a restore reads them from that folder. If the files or the arrays have
+            changed, all arrays are written, with a warning.
 
         Raises:
           CheckpointError: this or the previous save failed. Earlier checkpoints are intact.
@@ -254,15 +257,15 @@ class Checkpointer:
             hold_folder=self._hold_folder,
             started=concurrent.futures.Future(),
         )
-        # The whole save runs in the writer's thread, so a Ctrl-C here interrupts only the waiting:
-        # the save continues, and `close` waits for it.
+        # The whole save runs in the writer's thread. A Ctrl-C here interrupts only the waiting: the
+        # save continues, and `close` waits for it.
         self._pending = self._writer.submit(write, save)
         if not save.started.result() or not self.asynchronous:
             self.wait()
 
     def _is_unchanged(self, base: BaseWeights, leaves: Mapping[str, jax.Array]) -> bool:
-        """Returns True on all processes if the frozen weights and their files are unchanged since
-        they were read from the folder of `base`."""
+        """Returns True on all processes if the frozen weights, and the files of the folder they
+        were read from, are unchanged."""
         change = base.change() if is_first_process() else None
         sums = fingerprints_of({name: leaves[name] for name in base.arrays})
         differing = [name for name in base.arrays if sums[name] != base.fingerprints[name]]
@@ -278,7 +281,7 @@ class Checkpointer:
         """Waits until the last save is complete and its step is visible in the folder.
 
         Raises:
-          CheckpointError: the save failed. Raised once; the next save starts from scratch.
+          CheckpointError: the save failed. Raised only once; the next save starts anew.
         """
         if self._pending is None:
             return
@@ -291,8 +294,8 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the last save and ends the writer's thread. May be called twice.
 
-        A first Ctrl-C during the wait is raised after the save has finished, a second one
-        immediately.
+        A first Ctrl-C during the wait is raised after the save has finished. A second Ctrl-C is
+        raised immediately.
 
         Raises:
           CheckpointError: the last save failed.
@@ -320,16 +323,16 @@ class Checkpointer:
         self._hold.release()
 
     def finish_alone(self, seconds: float) -> str | None:
-        """Closes the checkpointer without communication, for a process that fails while the others
-        continue.
+        """Closes the checkpointer without communication, in a process that fails while other
+        processes continue.
 
-        Waits for a save in flight, since it may need only this process's part.
+        Waits for a save in progress, because it may need only the part of this process.
 
         Args:
-          seconds: longest wait.
+          seconds: maximum number of seconds to wait.
 
         Returns:
-          The problem with the save in flight, or None.
+          Description of the problem with the save in progress, or None.
         """
         self._closed = True
         self._writer.shutdown(wait=False)
@@ -369,31 +372,33 @@ class Checkpointer:
         passed_over: Collection[str] = (),
         pretrained: str | os.PathLike[str] | None = None,
     ) -> Restored:
-        """Reads a state into the shardings of `abstract`, from a checkpoint of any mesh.
+        """Restores a state with the shardings of `abstract`, from a checkpoint of any mesh.
 
-        The arrays are compared with what was saved. With `step=None` a damaged step is skipped and
-        the step before it is used, with a warning. The next save renames its folder to `N.damaged`,
-        so that the step can be saved again and its files can be inspected.
+        The arrays are compared with the saved fingerprints. With `step=None` a damaged step is
+        skipped, with a warning, and the step before it is restored. The next save renames the
+        folder of the damaged step N to `N.damaged`, so that step N can be saved again and the
+        damaged files can be inspected.
 
         Args:
-          abstract: tree of `ShapeDtypeStruct` with shardings, portable (unpadded) shapes.
-          step: a saved step; None: the newest undamaged one.
+          abstract: tree of `ShapeDtypeStruct` with shardings and portable (unpadded) shapes.
+          step: number of a saved step; None: the newest undamaged step.
           subset: True: `abstract` may lack leaves of the checkpoint, which are then not read (for
             example only `{"params": ...}`, to generate text).
-          unread: names of leaves that are not read now: a `checkpoint.stored_arrays.Unread`
-            replaces each one and reads any part of it later.
-          optional: names of leaves that may be missing from the checkpoint, all of them or none.
-            Missing ones keep their entry of `abstract`.
-          optional_groups: more such names; each group may be missing independently.
-          passed_over: names of leaves that the checkpoint may have although `abstract` does not; a
+          unread: names of leaves that are not read now. A `checkpoint.stored_arrays.Unread`
+            replaces each of them and reads any part of it later.
+          optional: names of leaves that the checkpoint either has all or lacks all. A missing leaf
+            keeps its entry of `abstract`.
+          optional_groups: more groups of names like `optional`. Each group may be missing
+            independently of the others.
+          passed_over: names of leaves that the checkpoint may have although `abstract` does not. A
             name that ends with a slash is a prefix.
-          pretrained: the folder with the frozen weights that a checkpoint does not store; None: the
-            one that they were read from.
+          pretrained: folder with the frozen weights that a checkpoint does not store; None: the
+            folder recorded in the checkpoint.
 
         Raises:
-          BaseWeightsError: those weights are missing or changed. No other step is tried then.
-          CheckpointError: no such step; damaged; saved by another model (names the first differing
-            leaf); or of a newer format.
+          BaseWeightsError: the frozen weights are missing or changed. No other step is tried.
+          CheckpointError: the step does not exist, is damaged, was saved by another model (the
+            message names the first differing leaf), or has a newer format.
           TypeError: a leaf of `abstract` has no sharding.
         """
         self.wait()
@@ -429,7 +434,7 @@ class Checkpointer:
         self._candidates.pass_over(lost, f"step {chosen} is used in its place")
         if metadata.format == 1:
             self._candidates.note(
-                f"checkpoint {folder} has no fingerprints, so its bits are not checked"
+                f"checkpoint {folder} has no fingerprints, so its values are not checked"
             )
         return Restored(
             step=metadata.step,
@@ -444,16 +449,16 @@ class Checkpointer:
     def usable_step(self) -> int | None:
         """Returns the newest step with intact metadata and small files; None if nothing is saved.
 
-        Steps above it are skipped from now on, with a warning.
+        Later steps that are damaged are skipped from now on, with a warning.
 
         Raises:
-          CheckpointError: all saved steps are damaged, or the newest is of a newer format.
+          CheckpointError: all saved steps are damaged, or the newest step has a newer format.
         """
         self.wait()
         return self._candidates.usable()
 
     def kept_steps(self) -> dict[str, dict[str, Any]]:
-        """Returns {name: {"step": number, ...}} of the steps that are kept by name.
+        """Returns {name: {"step": number, ...}} of the steps that are protected under a name.
 
         Raises:
           MachineError: the file with the names cannot be read.
@@ -461,17 +466,18 @@ class Checkpointer:
         return kept_steps(self.path)
 
     def keep_step(self, name: str, step: int, about: Mapping[str, Any] | None = None) -> None:
-        """Keeps a saved step under a name, and releases the step that had the name.
+        """Protects a saved step from deletion under a name, and releases the previous step of that
+        name.
 
-        Collective over all processes.
+        Every process must call it.
 
         Args:
-          name: such as "best".
-          step: saved, or being saved (waits for it).
-          about: JSON-able; additional entries for `kept_steps`.
+          name: name under which the step is protected, such as "best".
+          step: number of a saved step, or of the save in progress (this method waits for it).
+          about: additional JSON values for the step's entry in `kept_steps`.
 
         Raises:
-          CheckpointError: there is no such step, or the name cannot be stored.
+          CheckpointError: the step does not exist, or the name cannot be stored.
         """
         self.wait()
         error = None
@@ -489,11 +495,16 @@ class Checkpointer:
     def check_step(
         self, step: int | None = None, *, pretrained: str | os.PathLike[str] | None = None
     ) -> None:
-        """Raises if the metadata, small files or frozen weights' folder of a saved step would make
-        `restore` fail.
+        """Checks that `restore` can read a saved step: its metadata, its small files, and the
+        folder of its frozen weights.
+
+        Args:
+          step: number of a saved step; None: the newest usable step.
+          pretrained: folder of the frozen weights; None: the folder recorded in the checkpoint.
 
         Raises:
-          CheckpointError: as `restore`.
+          CheckpointError: the step is missing, damaged or of a newer format, or its frozen weights
+            are missing.
         """
         self.wait()
         self._candidates.check(step)
@@ -509,15 +520,20 @@ class Checkpointer:
     def verify(
         self, step: int | None = None, *, pretrained: str | os.PathLike[str] | None = None
     ) -> Verification:
-        """Reads a whole step and compares it with what was saved. For one process; needs no model.
+        """Reads a whole step and compares it with its checksums and fingerprints.
+
+        A single process is enough, and no model is needed.
 
         Args:
-          step: a saved step; None: the newest.
-          pretrained: as in `restore`.
+          step: number of a saved step; None: the newest.
+          pretrained: folder of the frozen weights; None: the folder recorded in the checkpoint.
+
+        Returns:
+          The result, which lists all damage.
 
         Raises:
-          CheckpointError: no such step; of a newer format; or unreadable for a reason other than
-            damage. Damage is in the result.
+          CheckpointError: the step does not exist, has a newer format, or cannot be read for a
+            reason other than damage.
         """
         self.wait()
         step = self._candidates.existing(step)
@@ -529,7 +545,7 @@ class Checkpointer:
         that were skipped.
 
         Returns:
-          The step, and a number that no other writer of this folder has.
+          The step, and a number of this writer that no other writer of the folder has.
         """
         step = operator.index(step)
         error: CheckpointError | None = None
@@ -550,8 +566,8 @@ class Checkpointer:
                 error = failure
             except OSError as failure:
                 error = MachineError(
-                    f"step {step} was not saved in {self.path}: a damaged step there cannot be "
-                    f"renamed: {reason(failure)}; rename or remove its folder"
+                    f"step {step} was not saved in {self.path}: a damaged step in this folder "
+                    f"cannot be renamed: {reason(failure)}; rename or remove its folder"
                 )
         agreement.raise_together(error)
         return step, agreement.from_process_0(self._hold.number if self._hold is not None else -1)

@@ -1,6 +1,6 @@
-"""Collects the results of each process's part of a save, through files in the shared folder.
+"""Collects a report from each process about its part of a save, through files in the shared folder.
 
-Nothing is sent between devices: a save runs in the background of training.
+No device collective is used, because a save runs in the background of training.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from zerojax.runtime.bounded_json import loads, read_bytes
 from zerojax.runtime.user_files import replace_text
 
 LIMIT = 1800.0
-"""Seconds that the first process waits for the others after it has written its own part. A process
-that dies ends the run long before."""
+"""Seconds that the first process waits for the reports of the others, after it has written its own
+part. If a process dies, the run ends long before this limit."""
 
 _PAUSE = 0.01, 1.0
 _NOTE = re.compile(r"written\.process_(\d+)\.(?:json|errno_(\d+))")
@@ -37,13 +37,13 @@ _NOTE = re.compile(r"written\.process_(\d+)\.(?:json|errno_(\d+))")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """Result of one process's part of a save.
+    """Report of one process about its part of a save.
 
     Attributes:
-      checksums: file name -> checksum of each file that the process wrote.
-      sums: fingerprints of the shards on its devices.
-      error: the reason for a failure; None after success.
-      disk_full: whether the failure was for lack of space.
+      checksums: {file name: checksum} of each file that the process wrote.
+      sums: fingerprints of the shards on the devices of the process.
+      error: reason of the failure; None if the process succeeded.
+      disk_full: True if the disk had too little space.
     """
 
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -56,15 +56,16 @@ def report_written(folder: Path, process: int, part: Contribution) -> None:
     """Reports to the first process that all data of this process is on disk.
 
     Raises:
-      OSError: from the operating system.
+      OSError: the operating system reports an error.
     """
     replace_text(_path(folder, process), json.dumps(dataclasses.asdict(part)))
 
 
 def report_failure(folder: Path, process: int, error: BaseException) -> None:
-    """Reports to the first process why this process failed, if the report can be written.
+    """Reports to the first process why this process failed. Does nothing if that is not possible.
 
-    A disk without space for a sentence may have space for the name of an empty file.
+    If a full disk has no space for the text, the error number is reported in the name of an empty
+    file.
     """
     with contextlib.suppress(OSError):  # also if the first process has removed the folder
         report_written(
@@ -77,11 +78,11 @@ def report_failure(folder: Path, process: int, error: BaseException) -> None:
 
 
 def raise_failures(folder: Path) -> None:
-    """Raises the failure that another process has reported, if any; does not wait.
+    """Raises if another process has reported a failure; does not wait for reports.
 
     Raises:
       MachineError: another process has failed.
-      OSError: another process has no space, or an error of the operating system here.
+      OSError: another process has no disk space, or the operating system reports an error here.
     """
     for process, name in _notes(folder).items():
         _raise_failure(process, _read(folder, name))
@@ -95,18 +96,18 @@ def collect(
     sleep: Callable[[float], Any] = time.sleep,
 ) -> list[Contribution]:
     """Waits until each of `processes` has reported its part of a save; returns the reports and
-    deletes them.
+    deletes their files.
 
     Args:
-      folder: the folder of the reports.
-      processes: their numbers.
-      limit: seconds.
-      sleep: waits; returns True to stop waiting.
+      folder: folder of the reports.
+      processes: numbers of the processes.
+      limit: maximum number of seconds to wait.
+      sleep: function that waits a number of seconds and returns True to stop waiting.
 
     Raises:
-      MachineError: a process has failed, or reports nothing within `limit`.
-      GivenUpError: `sleep` asked to stop waiting.
-      OSError: a process has no space, or an error of the operating system here.
+      MachineError: a process has failed, or does not report within `limit`.
+      GivenUpError: `sleep` returned True.
+      OSError: a process has no disk space, or the operating system reports an error here.
     """
     parts, pause = [], _PAUSE[0]
     deadline = time.monotonic() + limit
@@ -139,9 +140,10 @@ def _path(folder: Path, process: int) -> Path:
 
 
 def _notes(folder: Path) -> dict[int, str]:
-    """Returns {number of a process: file name of its report} of the reports in `folder`.
+    """Returns {process number: file name of its report} for the reports in `folder`.
 
-    Lists the folder, because a network file system may cache that a file did not exist.
+    Lists the folder instead of testing each file, because a network file system may cache that a
+    file does not exist.
     """
     found = filter(None, map(_NOTE.fullmatch, os.listdir(folder)))
     return {int(match[1]): match[0] for match in found}

@@ -1,4 +1,4 @@
-"""Errors of reads and writes: one sentence with the original cause."""
+"""Errors of reading and writing checkpoints; each message is one sentence with the cause."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _OS_ERROR_IN_TEXT = re.compile(r"os_error_code='(\d+)'")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the text names the value, limit and remedy.
+    """A checkpoint cannot be written or read; the message names the value, limit and remedy.
 
     Attributes:
-      is_bad_input: whether the cause is the user's input and not the state of the machine.
+      is_bad_input: True if the user's input is the cause, False if the state of the machine is.
     """
 
     is_bad_input = True
 
 
 class DiskFullError(CheckpointError):
-    """Too little space for a checkpoint; existing checkpoints are intact."""
+    """The disk has too little space for a checkpoint; existing checkpoints are intact."""
 
     is_bad_input = False
 
 
 class FolderInUseError(CheckpointError):
-    """Another process writes into the folder; nothing was changed there."""
+    """Another process writes into the checkpoint folder, so this process changed nothing in it."""
 
 
 class MachineError(CheckpointError):
     """A disk, a file server or this machine prevented a checkpoint from being written or read.
 
-    The same command may succeed later, here or elsewhere, so tools that restart runs should retry.
+    Tools that restart runs should retry: the same command may succeed later or on another machine.
     """
 
     is_bad_input = False
@@ -50,37 +50,37 @@ class MachineError(CheckpointError):
 class BaseWeightsError(CheckpointError):
     """Frozen weights that a checkpoint does not store are missing or changed in their folder.
 
-    The files in the checkpoint may be intact, so this is not damage, and no other step is tried.
+    The files of the checkpoint may be intact, so no other step is tried.
     """
 
 
 class GivenUpError(MachineError):
-    """This process stopped because another one failed; the other process has the reason."""
+    """This process stopped because another process failed; the other process reports the reason."""
 
 
 class DamagedError(CheckpointError):
-    """The contents of a checkpoint's folder differ from what was saved."""
+    """Files of a checkpoint are missing, or differ from the saved files."""
 
     is_bad_input = False
 
 
 class DivergedError(CheckpointError):
-    """Devices that should hold equal values differ, so there is no single state to save."""
+    """Replicas of an array differ between devices, so there is no single state to save."""
 
     is_bad_input = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Damage:
-    """One problem of a saved step.
+    """One problem found in the files of a saved step.
 
     >>> str(Damage(file="arrays/d/1", what="is missing"))
     'arrays/d/1 is missing'
 
     Attributes:
-      what: the rest of a sentence whose subject is the file or the leaf.
-      file: relative to the folder of the step; None if it is not a single file.
-      leaf: name of the array whose values are wrong; None if the file may hold several or none.
+      what: predicate of the sentence whose subject is the file or the leaf.
+      file: path of the file relative to the folder of the step; None if several files are meant.
+      leaf: name of the array whose values are wrong; None if the file holds several arrays or none.
     """
 
     what: str
@@ -96,9 +96,9 @@ class Damage:
 def reason(error: BaseException) -> str:
     """Returns why an operation failed, in one line.
 
-    Orbax wraps the original error several times ("incompatible handler", exception groups) and
-    TensorStore reports operating system errors only as text. So the whole chain is searched, first
-    for an operating system error, then for the innermost exception.
+    Orbax wraps the original error several times ("incompatible handler", exception groups), and
+    TensorStore reports errors of the operating system only as text. So the whole chain of causes is
+    searched, first for an error of the operating system, then for the innermost exception.
 
     Returns:
       For example `"no space left on device"` or `"ValueError: shape (3,) ..."`, at most 240
@@ -120,22 +120,22 @@ def reason(error: BaseException) -> str:
 
 
 def os_error_code(error: BaseException) -> int | None:
-    """Returns the operating system's error number of the outermost exception in the chain that has
-    one, or None."""
+    """Returns the operating system's error number of the outermost exception in the chain of causes
+    that has one, or None."""
     codes = (_os_error_code(link) for link in _chain(error))
     return next((code for code in codes if code is not None), None)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Returns True if the operating system reported a lack of space or quota."""
+    """Returns True if the operating system reported too little disk space or an exceeded quota."""
     codes = {_os_error_code(link) for link in _chain(error)}
     return bool(codes & {errno.ENOSPC, errno.EDQUOT})
 
 
 def is_damage(error: BaseException) -> bool:
-    """Returns True if a failed read indicates damaged files and not a problem of this machine.
+    """Returns True if a failed read means damaged files and not a problem of this machine.
 
-    Missing permissions, too little memory or an unreachable file server do not change a checkpoint.
+    Missing permissions, too little memory or an unreachable file server are not damage.
     """
     text = " ".join(str(link) for link in _chain(error))
     if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
@@ -152,7 +152,7 @@ def _os_error_code(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and then its causes, outermost first; of a group only the first member."""
+    """Yields the error and then its causes, outermost first; of a group only its first member."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

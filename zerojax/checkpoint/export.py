@@ -1,4 +1,4 @@
-"""Exports a step's parameters to safetensors files, one array at a time."""
+"""Exports the parameters of a saved step to safetensors files, one array at a time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from zerojax.zoo.hugging_face.safetensors import (
 
 AVERAGE = "opt_state/ema/"
 PREFIXES = {"params/": "", AVERAGE: "", "frozen/": "", "extras/": "extras."}
-"""{prefix in a state: prefix in the files} of the arrays that make up a model. Either the
-parameters or their average are exported."""
+"""{prefix of array names in a checkpoint: prefix in the exported files}, for the arrays of a model.
+An export contains either the parameters (`params/`) or their average (`opt_state/ema/`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,10 @@ class Exported:
     """Result of an export.
 
     Attributes:
-      folder: its folder.
+      folder: folder of the exported files.
       files: names of the safetensors files.
-      num_arrays, num_bytes: of the exported arrays.
+      num_arrays: number of exported arrays.
+      num_bytes: size in bytes of the exported arrays.
     """
 
     folder: Path
@@ -62,24 +63,26 @@ def export(
 ) -> Exported:
     """Writes parameters, config.json and the tokenizer into a new folder.
 
-    Needs host memory for the largest array. Every array is compared with its fingerprint.
+    Needs host memory for the largest array. Compares every array with its fingerprint.
 
     Args:
-      saved: the step.
-      out: must not exist, or be empty; the folder gets this name when it is complete.
-      dtype: of all floating-point arrays, such as "bfloat16"; None: the saved dtypes, and float32
-        for weights that were saved as codes.
-      shard_bytes: limit for one file, unless a single array is larger.
+      saved: the saved step.
+      out: new folder, which must either not exist or be empty. It gets this name when all files
+        are complete.
+      dtype: dtype of all exported floating-point arrays, such as "bfloat16"; None: the saved
+        dtypes, and float32 for weights that were saved as quantization codes.
+      shard_bytes: maximum bytes of one file, unless a single array is larger.
       config: content of config.json besides the step; None: the settings in the checkpoint.
-      tokenizer: a file to copy unchanged.
-      weights: "ema": the average of the weights instead of the parameters.
+      tokenizer: tokenizer file that is copied unchanged.
+      weights: "trained" exports the parameters, "ema" their exponential moving average.
 
     Raises:
-      DamagedError: the step differs from what was saved. MachineError: it is not readable now.
-      CheckpointError: it is of a newer format, has no parameters or no average, or has an array of
-        a dtype that the format does not support.
+      DamagedError: the step is damaged.
+      MachineError: the step cannot be read now.
+      CheckpointError: the step has a newer format, has no parameters or no average, or has an array
+        of a dtype that safetensors does not support.
       FileExistsError: `out` exists.
-      OSError: from the disk.
+      OSError: the disk reports an error.
     """
     metadata = saved.whole_metadata()
     saved_names: dict[str, str] = {}
@@ -119,13 +122,14 @@ def export(
 
 
 def model_arrays(saved: SavedStep, weights: Literal["trained", "ema"]) -> dict[str, str]:
-    """Returns {name of an array in a step: its name in the model} for the arrays that are exported.
+    """Returns the arrays that are exported: {name in the checkpoint: name in the model}.
 
     Args:
-      saved: the step; weights: as in `export`.
+      saved: the saved step.
+      weights: "trained" for the parameters, "ema" for their exponential moving average.
 
     Raises:
-      CheckpointError: the average is requested, but the step has none.
+      CheckpointError: "ema" is requested, but the step has no average.
     """
     left_out = AVERAGE if weights == "trained" else "params/"
     prefixes = tuple(prefix for prefix in PREFIXES if prefix != left_out)
@@ -136,20 +140,20 @@ def model_arrays(saved: SavedStep, weights: Literal["trained", "ema"]) -> dict[s
 
 
 def saved_codes(saved: SavedStep) -> dict[str, WeightCodes]:
-    """Returns {name of an array in a step: its `WeightCodes`} from the plan of the step."""
+    """Returns {name of an array in a step: its quantization codes}, read from the step's plan."""
     found = codes_of_plan(saved.whole_metadata().plan)
     return {f"frozen/{name}": codes for name, codes in found.items()}
 
 
 def as_decoded(leaf: Any, codes: WeightCodes | None) -> Any:
-    """Returns the decoded shape and dtype of an array of codes; `leaf` itself without `codes`."""
+    """Returns the decoded shape and dtype of a quantized array; `leaf` itself without `codes`."""
     if codes is None:
         return leaf
     return jax.ShapeDtypeStruct(codes.true_shape(leaf.shape), np.float32)
 
 
 def without_average(step: str) -> str:
-    """Returns the error message for a step without an average of its weights (EMA)."""
+    """Returns the error message for a step that has no average (EMA) of its weights."""
     return (
         f"{step} has no ema: weights='ema' (--weights ema) needs a run with an average of "
         "its weights (optimizer.ema_decay, zerojax.with_ema); use weights='trained' (the default)"
@@ -161,7 +165,7 @@ def _prefix(saved: str) -> str:
 
 
 def _name(saved: str) -> str:
-    """Converts a saved name: `params/blocks/kernel` -> `blocks.kernel`."""
+    """Converts a checkpoint's name to a model's name: `params/blocks/kernel` -> `blocks.kernel`."""
     prefix = _prefix(saved)
     return PREFIXES[prefix] + saved.removeprefix(prefix).replace("/", ".")
 
@@ -188,16 +192,16 @@ def _write(
 
 
 def read_whole(saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -> np.ndarray:
-    """Reads an array of a step, and raises if it differs from what was saved.
+    """Reads an array of a step, and raises if its values differ from its saved fingerprint.
 
     Args:
-      saved: the step.
-      name: of the array.
-      unread: the array's entry of `open_arrays`.
-      shape: of the whole array.
+      saved: the saved step.
+      name: name of the array.
+      unread: entry of the array in the result of `open_arrays`.
+      shape: shape of the whole array.
 
     Raises:
-      DamagedError: it differs, or cannot be read.
+      DamagedError: the array differs from its fingerprint, or cannot be read.
     """
     assert saved.metadata is not None
     try:
@@ -227,16 +231,16 @@ def _check(saved: SavedStep, name: str, sums: fingerprint_math.Sums) -> None:
 
 
 class Layers:
-    """Reader of a stacked array in a step that holds one layer in memory at a time.
+    """Reader of a stacked array in a saved step that holds only one layer in memory.
 
-    If the files do not store layers separately (those written before 2026-11-22, or with small
-    layers), the whole stack stays in memory.
+    Files written before 2026-11-22, and files with small layers, do not store layers separately.
+    The whole stack then stays in memory.
 
     Args:
-      saved: the step.
-      name: of the array.
-      unread: the array's entry of `open_arrays`.
-      shape: of the whole array.
+      saved: the saved step.
+      name: name of the array.
+      unread: entry of the array in the result of `open_arrays`.
+      shape: shape of the whole array.
     """
 
     def __init__(self, saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -> None:
@@ -247,7 +251,8 @@ class Layers:
         self._sums: dict[int, fingerprint_math.Sums] = {}
 
     def layer(self, index: int) -> np.ndarray:
-        """Reads one layer. After all were read, raises DamagedError if the stack was changed."""
+        """Reads one layer. Once all layers are read, raises DamagedError if the stack differs from
+        its saved fingerprint."""
         if self._read is None:
             assert self._whole is not None
             return self._whole[index]

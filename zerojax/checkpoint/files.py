@@ -1,10 +1,10 @@
-"""Files of a checkpoint: sizes, checksums, and folders that appear once they are durable.
+"""Files of a checkpoint: sizes, checksums, and folders that become visible once they are durable.
 
-A file belongs to the process whose number is in its name, as in `process_3`; all others belong to
-the first process. A process writes its files, computes their checksums and syncs them to the disk.
+A file whose name contains `process_3` is written by process 3; process 0 writes all others. A
+process writes its files, computes their checksums and syncs them to the disk.
 
-A step's folder may be reached through links. Inside, there must be only folders and regular files:
-anything else, links included, is damage, and is neither followed nor opened.
+The path of a step's folder may contain links. Inside the folder there must be only folders and
+regular files. Any other entry, such as a link, counts as damage and is neither followed nor opened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from zerojax.config.regular_files import UnreadableError, kind_of, open_regular
 from zerojax.runtime.user_files import to_disk
 
 SMALL = 1 << 20
-"""Files of up to this many bytes are always read and checked; they hold tables, not arrays."""
+"""Files of up to this many bytes are read and checked at every restore; they hold tables and no
+arrays."""
 
 _BLOCK = 1 << 20
 _THREADS = 4
@@ -36,13 +37,13 @@ _PROCESS = re.compile(r"process_(\d+)")
 
 
 def names_below(folder: Path) -> list[str]:
-    """Returns every file in a folder and below, relative to it, sorted."""
+    """Returns the paths of all files below a folder, relative to the folder and sorted."""
     files = (Path(at, name) for at, _, names in os.walk(folder) for name in names)
     return sorted(str(file.relative_to(folder)) for file in files)
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Returns name -> bytes of every file in a folder and below, sorted by name.
+    """Returns {path relative to the folder: bytes} of every file below a folder, sorted by path.
 
     Skips files that were deleted after listing, as in the folder of a running save.
     """
@@ -51,7 +52,7 @@ def sizes_of(folder: Path) -> dict[str, int]:
 
 
 def last_change(folder: Path) -> float | None:
-    """Returns the last modification time in a folder, itself included; None if it does not exist.
+    """Returns the latest modification time of a folder and its entries; None if it does not exist.
 
     Returns:
       Seconds since the epoch.
@@ -62,8 +63,8 @@ def last_change(folder: Path) -> float | None:
 
 
 def names_of_process(names: Iterable[str], process: int, num_processes: int) -> list[str]:
-    """Returns those of `names` that `process` wrote: its number is in the name, or no process's is
-    and `process` is 0."""
+    """Returns the names in `names` of files that `process` wrote: their name contains its number.
+    Process 0 also wrote the files without any process number."""
 
     def owner(name: str) -> int:
         found = _PROCESS.search(name)
@@ -74,11 +75,11 @@ def names_of_process(names: Iterable[str], process: int, num_processes: int) -> 
 
 
 def checksum(path: Path) -> str:
-    """Returns the CRC-32 of a file, 8 hexadecimal digits; reads it in blocks.
+    """Returns the CRC-32 of a file as 8 hexadecimal digits; reads the file in blocks.
 
     Raises:
-      UnreadableError: it is not a regular file.
-      OSError: from the operating system.
+      UnreadableError: the path is not a regular file.
+      OSError: the operating system reports an error.
     """
     total, block = 0, bytearray(_BLOCK)
     view = memoryview(block)
@@ -89,13 +90,13 @@ def checksum(path: Path) -> str:
 
 
 def settle(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Syncs files to the disk, and computes their checksums from the page cache meanwhile.
+    """Syncs files to the disk, and meanwhile computes their checksums from the page cache.
 
     Returns:
-      Name -> checksum; files that were deleted after listing are left out.
+      {name: checksum}, without files that were deleted since they were listed.
 
     Raises:
-      OSError: from the operating system.
+      OSError: the operating system reports an error.
     """
     names = list(names)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -108,14 +109,14 @@ def settle(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def wrong_sizes(folder: Path, sizes: Mapping[str, int]) -> Iterator[Damage]:
-    """Yields entries below a folder that are not regular files, then missing files and wrong sizes.
+    """Yields the problems of a folder: irregular entries, then missing files and wrong sizes.
 
     Args:
-      folder: of a step.
-      sizes: name -> bytes; every name is of a file below the folder.
+      folder: folder of the step.
+      sizes: {path of a file relative to the folder: expected bytes}.
 
     Raises:
-      OSError: from the operating system, for a reason other than damage.
+      OSError: the operating system reports an error that does not mean damage.
     """
     there: dict[str, int] = {}
     for name, status in _entries(folder, ""):
@@ -132,7 +133,7 @@ def wrong_sizes(folder: Path, sizes: Mapping[str, int]) -> Iterator[Damage]:
 
 
 def _entries(folder: Path, before: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields (name, status) of all entries below a folder except folders, sorted; follows no
+    """Yields (path, status) of all entries below a folder except folders, sorted; follows no
     link."""
     try:
         with os.scandir(folder) as scanned:
@@ -151,7 +152,7 @@ def _entries(folder: Path, before: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def wrong_checksums(folder: Path, checksums: Mapping[str, str]) -> Iterator[Damage]:
-    """Yields the files, in name order, whose bytes differ from those that were written.
+    """Yields the files, in name order, whose bytes do not match their checksums.
 
     Raises:
       OSError: a file cannot be read now, for a reason other than damage.
@@ -187,16 +188,17 @@ def _if_there(function: Callable[[Path], T], path: Path) -> T | None:
 
 @contextlib.contextmanager
 def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Path]:
-    """Context manager with a draft folder that is renamed to `out` at the end, or removed on error.
+    """Yields a temporary folder that is renamed to `out` at the end, or removed after an error.
 
     Args:
-      out: must not exist, or be an empty folder.
-      num_bytes: size of what will be written.
-      remedy: a further remedy for too little space, a clause that begins with "or"; None: none.
+      out: final folder; it must either not exist or be empty.
+      num_bytes: number of bytes that will be written.
+      remedy: additional remedy in the message about too little space, a clause that begins with
+        "or"; None: no additional remedy.
 
     Raises:
-      FileExistsError: `out` exists.
-      OSError: from the disk.
+      FileExistsError: `out` exists and is not empty.
+      OSError: the disk reports an error.
     """
     if out.exists() and (not out.is_dir() or os.listdir(out)):
         raise FileExistsError(f"{out} already exists; name a folder that does not exist yet")

@@ -1,9 +1,9 @@
 """Fingerprint of an array: two 32-bit sums that detect changed bits under any sharding.
 
-Element i with bits b contributes m = mix(b xor key(i)), where `mix` is a bijection of 32-bit words;
-64-bit elements count as two words. The sums are those of m, and of m times an odd weight of i,
-modulo 2^32. They add up over disjoint parts, so a shard, a slice in a file and the whole array
-agree.
+Element i with bits b contributes m = mix(b xor key(i)), where `mix` is a bijection of 32-bit words.
+A 64-bit element counts as two words. The first sum adds m, the second adds m times an odd weight of
+i, both modulo 2^32. Sums of disjoint parts can be added, so the fingerprint of an array is the same
+whether it is computed from shards, from slices in a file, or from the whole array.
 
 Proof: xor and `mix` are bijections, so a change within one word changes its m. The first sum then
 differs by a value that is not 0 modulo 2^32, and so does the second, because an odd weight has an
@@ -36,7 +36,7 @@ _TWO_BITS = (ml_dtypes.int2, ml_dtypes.uint2)
 
 
 def add(*sums: Sums) -> Sums:
-    """Adds the fingerprints of disjoint parts of an array."""
+    """Adds the fingerprints of disjoint parts to the fingerprint of their union."""
     return sum(one[0] for one in sums) & _MASK, sum(one[1] for one in sums) & _MASK
 
 
@@ -55,12 +55,12 @@ def of_array(values: np.ndarray) -> Sums:
 
 
 def of_part(values: np.ndarray, start: Sequence[int], shape: Shape) -> Sums:
-    """Returns the fingerprint of a part of an array in host memory, in buffers of constant size.
+    """Returns the fingerprint of a part of an array in host memory, using a buffer of fixed size.
 
     Args:
-      values: the part, a box.
-      start: index of its first element in each dimension.
-      shape: of the whole array.
+      values: values of the part, which is a box (rectangular part) of the array.
+      start: index of the part's first element in each dimension of the array.
+      shape: shape of the whole array.
     """
     words = _num_words(values.dtype)
     keys, weights = _factors((*shape, words))
@@ -81,13 +81,13 @@ def traced(
     """Computes the fingerprint of a part of an array inside a traced function, in one pass.
 
     Args:
-      values: the part.
-      start: index of its first element in each dimension; may be traced.
-      shape: of the whole array.
-      on_cpu: whether it is compiled for CPUs.
+      values: values of the part.
+      start: index of the part's first element in each dimension of the array; may be traced.
+      shape: shape of the whole array.
+      on_cpu: True if the function is compiled for CPUs.
 
     Returns:
-      uint32 of shape [2].
+      The two sums, uint32 [2].
     """
     bits = _traced_bits(values)
     keys, weights = _factors((*shape, bits.shape[-1]))
@@ -117,7 +117,7 @@ def traced(
 
 
 def _mix(x: Any) -> Any:
-    """Maps 32 bits to 32 bits, a bijection (the finalizer of MurmurHash3)."""
+    """Maps 32-bit words to 32-bit words bijectively (the finalizer of MurmurHash3)."""
     unsigned = np.uint32
     x = x ^ (x >> unsigned(16))
     x = x * unsigned(0x85EBCA6B)
@@ -130,8 +130,8 @@ def _mix(x: Any) -> Any:
 def _factors(shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the increments of (key, weight) for each dimension of an array.
 
-    A key is the index of the element times an odd constant, so two elements of an array below 2^32
-    elements never share one. Weights increase by unrelated even numbers (and start at 1).
+    A key is the index of the element times an odd constant, so no two elements of an array with
+    fewer than 2^32 elements share a key. Weights start at 1 and grow by unrelated even numbers.
     """
     keys, weights, stride = [], [], 1
     for number, size in enumerate(reversed(shape), 1):
@@ -146,7 +146,8 @@ def _mix_int(x: int) -> int:
 
 
 def _chunks(shape: Shape) -> Iterator[tuple[tuple[Any, ...], Shape]]:
-    """Yields boxes of at most `_CHUNK` elements that cover an array: (index, start)."""
+    """Yields boxes (rectangular parts) that cover an array: (index, start of the box). A box has at
+    most `_CHUNK` elements."""
     if 0 in shape:
         return
     dim, rest = 0, math.prod(shape)
@@ -165,14 +166,14 @@ def _chunks(shape: Shape) -> Iterator[tuple[tuple[Any, ...], Shape]]:
 
 
 def _positions(shape: Shape, start: Sequence[int], factors: Sequence[int]) -> np.ndarray:
-    """Returns one number per element of a box: the sum over dimensions of its index times a factor.
+    """Returns one number per element of a box: the sum over dimensions of index times factor.
 
-    A box is a rectangular part of an array; the index is that in the whole array.
+    A box is a rectangular part of an array. Indices count from the start of the whole array.
 
     Args:
-      shape: of the box.
-      start: index of its first element in each dimension of the array.
-      factors: one per dimension.
+      shape: shape of the box.
+      start: index of the box's first element in each dimension of the array.
+      factors: factor of each dimension.
 
     Returns:
       uint32 of shape `shape`, modulo 2^32.
@@ -201,8 +202,8 @@ def _bits(values: np.ndarray, words: int) -> np.ndarray:
 
 
 def _traced_bits(values: jax.Array) -> jax.Array:
-    """Returns the bits of `values` as uint32 [..., words], as `_bits` does, in a
-    traced function."""
+    """Returns the bits of `values` as uint32 [..., words], like `_bits`, inside a traced
+    function."""
     if values.dtype == jnp.bool_:
         values = values.astype(jnp.uint8)
     if jnp.issubdtype(values.dtype, jnp.complexfloating):

@@ -1,7 +1,7 @@
-"""Fingerprints of a state's arrays, computed on the devices that hold them.
+"""Fingerprints (two checksums per array) of a state, computed on the devices that hold it.
 
-Every device sums its own shard in a program without communication, so that the program can run next
-to a training step whenever that waits; the host adds the results.
+Every device sums its own shard in a program without communication, so this program can run while a
+training step waits. The host adds the results of the devices.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from zerojax.checkpoint.fingerprint_math import Shape, Sums
 from zerojax.checkpoint.store.boxes import Box
 
 Parts = dict[str, dict[int, Sums]]
-"""Name of an array -> id of a device -> the sums of its shard."""
+"""{array name: {device id: sums of the shard on that device}}."""
 
 
 class PendingFingerprints:
-    """Fingerprints of shards that their devices are computing; the arrays may be
-    donated meanwhile."""
+    """Fingerprints of shards that the devices are still computing; the arrays may already be
+    donated."""
 
     def __init__(self, leaves: Mapping[str, jax.Array]) -> None:
         """Starts the computation; returns immediately, except for arrays in host memory."""
         self._sums = {name: _start(leaf) for name, leaf in leaves.items()}
 
     def result(self) -> Parts:
-        """Waits for the fingerprints of the shards on this process's devices."""
+        """Waits for the fingerprints of the shards on this process's devices, and returns them."""
         return {name: _by_device(sums) for name, sums in self._sums.items()}
 
 
 def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
-    """Returns the fingerprint of a whole array from those of its shards.
+    """Returns the fingerprint of a whole array, computed from the fingerprints of its shards.
 
     Args:
-      leaf: has the shape and the sharding of the array.
-      parts: id of a device -> fingerprint of its shard, for all devices of the array.
+      leaf: any object with the shape and the sharding of the array.
+      parts: {device id: fingerprint of its shard}, for all devices of the array.
     """
     found: dict[Box, Sums] = {}
     for device, box in _boxes(leaf.sharding, leaf.shape).items():
@@ -51,7 +51,7 @@ def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
 
 
 def differing_copies(leaf: Any, parts: Mapping[int, Sums]) -> tuple[int, int] | None:
-    """Returns two devices that hold different copies of one part of an array, or None."""
+    """Returns two devices whose copies of the same part of an array differ, or None."""
     first: dict[Box, int] = {}
     for device, box in _boxes(leaf.sharding, leaf.shape).items():
         other = first.setdefault(box, device)
@@ -90,8 +90,8 @@ def _on_device(sharding: Sharding) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> Any:
-    """Builds a jitted function that fingerprints the shards of an array: uint32 [devices, 2], one
-    row per device."""
+    """Builds a jitted function that fingerprints the shards of an array. It returns uint32
+    [devices, 2], one row per device."""
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     if isinstance(sharding, SingleDeviceSharding):
         return jax.jit(
@@ -120,7 +120,7 @@ def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> An
 
 @functools.lru_cache(maxsize=4096)
 def _boxes(sharding: Sharding, shape: Shape) -> dict[int, Box]:
-    """Returns {id of a device: its part of the array}, for the devices of all processes."""
+    """Returns {device id: its part of the array}, for the devices of all processes."""
     return {
         device.id: _box(index, shape)
         for device, index in sharding.devices_indices_map(shape).items()

@@ -1,11 +1,11 @@
-"""Folders of steps: each appears and disappears by one rename.
+"""Folders of saved steps: a step's folder appears and disappears by one atomic rename.
 
-path/20            a complete checkpoint: the name is the step number
-path/30.partial-1  (some number) being written, or abandoned: removed by the next save
-path/10.expired    being deleted: removed by the next save
-path/40.damaged    differed from what was saved: kept for inspection
-path/writer.lock   names the process that writes here, while it does
-(`zerojax.runtime.folder_lock`)
+path/20            a complete checkpoint; the name is the step number
+path/30.partial-1  (any number) a save in progress, or an abandoned one; the next save removes it
+path/10.expired    a deletion in progress; the next save finishes it
+path/40.damaged    a checkpoint that differed from its checksums; remains for inspection
+path/writer.lock   exists while a process writes into `path`, and names it
+                   (`zerojax.runtime.folder_lock`)
 
 Runs ignore all entries except complete checkpoints.
 """
@@ -26,8 +26,8 @@ _INVISIBLE = re.compile(r"\d+\.(partial-\d+|expired)")
 
 
 def list_steps(path: Path) -> tuple[int, ...]:
-    """Returns the numbers of the steps that are completely saved in `path`, oldest first; () if the
-    folder does not exist."""
+    """Returns the numbers of the completely saved steps in `path`, oldest first; () if the folder
+    does not exist."""
     try:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -36,29 +36,30 @@ def list_steps(path: Path) -> tuple[int, ...]:
 
 
 def step_folder(path: Path, step: int) -> Path:
-    """Returns the folder of a step's complete checkpoint, whether or not it exists."""
+    """Returns the path of a step's complete checkpoint, which need not exist."""
     return path / str(step)
 
 
 def partial_folder(path: Path, step: int, writer: int, attempt: int) -> Path:
-    """Returns the folder in which a checkpoint is written before it is complete.
+    """Returns the folder in which a checkpoint is written until it is complete.
 
-    Threads of a failed attempt may still be writing when the next attempt begins. So may a writer
-    that was suspended for so long that another one replaced it. So each attempt has its own folder.
+    Each attempt has a folder of its own, because threads of a failed attempt may still write when
+    the next attempt begins. The same holds for a writer that was suspended for so long that another
+    writer replaced it.
     """
     return path / f"{step}.partial-{writer:06d}{attempt:03d}"
 
 
 def make_partial(partial: Path) -> None:
-    """Creates the empty folder `partial`; removes partial folders of interrupted saves next
-    to it."""
+    """Creates the empty folder `partial`, after removing other partial folders next to it, which
+    interrupted saves left."""
     partial.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(partial.parent)
     partial.mkdir()
 
 
 def check_free(folder: Path, num_bytes: int) -> None:
-    """Raises if the disk of a folder has too little space.
+    """Raises if the disk of a folder has fewer than `num_bytes` free.
 
     Raises:
       OSError: ENOSPC.
@@ -68,15 +69,15 @@ def check_free(folder: Path, num_bytes: int) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Deletes partial and expired folders; only for the process that saves here, between saves."""
+    """Deletes partial and expired folders. Only the saving process may call it, between saves."""
     for name in os.listdir(path):
         if _INVISIBLE.fullmatch(name):
             shutil.rmtree(path / name, ignore_errors=True)
 
 
 def commit(partial: Path, step: int) -> None:
-    """Makes a written checkpoint visible: syncs its partial folder to disk and renames it to the
-    step's number."""
+    """Makes a written checkpoint visible: syncs its partial folder to the disk and renames it to
+    the step's number."""
     for folder, _, names in os.walk(partial):
         for name in names:
             to_disk(os.path.join(folder, name))
@@ -86,7 +87,8 @@ def commit(partial: Path, step: int) -> None:
 
 
 def remove(path: Path, step: int) -> None:
-    """Deletes a complete checkpoint; an interruption leaves no visible partial checkpoint."""
+    """Deletes a complete checkpoint. An interruption leaves no partial checkpoint that looks
+    complete."""
     expired = path / f"{step}.expired"
     os.rename(step_folder(path, step), expired)
     shutil.rmtree(expired)
@@ -103,7 +105,7 @@ def set_aside(path: Path, step: int) -> Path:
 
 
 def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
-    """Returns the error that prevents saving a state of this size in a folder, or None.
+    """Tests whether a state of this size can be saved in a folder; returns the error, or None.
 
     Creates the folder, and writes, syncs and deletes a small file in it.
     """
@@ -128,14 +130,14 @@ def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
 
 
 def unwritable(error: OSError) -> CheckpointError:
-    """Returns the error for a folder in which nothing can be written."""
+    """Returns the error for a folder in which no file can be written."""
     return CheckpointError(
         f"checkpoints cannot be written: {reason(error)}; use a folder with write permission"
     )
 
 
 def free_text(path: Path) -> str:
-    """Returns the free space for an error text: `"1.5 GiB free"`."""
+    """Returns the free space of a folder's disk for a message, such as "1.5 GiB free"."""
     try:
         return f"{format_bytes(shutil.disk_usage(path).free)} free"
     except OSError:

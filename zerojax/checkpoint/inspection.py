@@ -1,6 +1,6 @@
-"""Lists a checkpoint folder without changing it: complete steps and everything else.
+"""Lists the contents of a checkpoint folder without changing it: complete steps and leftovers.
 
-Reads no array, so a running training is not disturbed.
+Reads no array, so it does not disturb a running training.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _WHY = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedStep:
-    """Saved step as found in its folder; its save was finished, but it may have been damaged since.
+    """A completely saved step, as found in its folder. It may have been damaged after its save.
 
     Attributes:
-      step, folder: its number and folder.
-      num_bytes: of all its files, with their present sizes.
-      metadata: None if it cannot be read.
-      error: the problem shown by metadata, file names and sizes; None if there is none.
+      step: number of the step.
+      folder: folder of the step.
+      num_bytes: present size in bytes of all its files.
+      metadata: metadata of the step; None if it cannot be read.
+      error: problem found in metadata, file names and sizes; None if there is none.
     """
 
     step: int
@@ -49,10 +50,10 @@ class SavedStep:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether the step's files could be read and differ from those that were saved.
+        """True if the step's files were read and differ from the saved ones.
 
-        False for checkpoints of a newer zerojax, and if the operating system could not read them:
-        that says nothing about the files.
+        False for checkpoints of a newer zerojax, and for files that the operating system could not
+        read: their contents are unknown.
         """
         return isinstance(self.error, DamagedError) and not isinstance(
             self.error.__cause__, OSError
@@ -60,16 +61,16 @@ class SavedStep:
 
     @property
     def problem(self) -> str | None:
-        """The problem with the step, without the path of the checkpoint; None if there is none."""
+        """Problem with the step, without the path of the checkpoint; None if there is none."""
         if self.error is None:
             return None
         return re.sub(rf"^checkpoint {re.escape(str(self.folder))} [^:]*: ", "", str(self.error))
 
     def whole_metadata(self) -> Metadata:
-        """Returns the metadata of this step.
+        """Returns the metadata of this step after checking that the step has no problem.
 
         Raises:
-          CheckpointError: the step has a problem.
+          CheckpointError: the step is damaged or cannot be read.
         """
         if self.error is not None:
             raise self.error
@@ -82,11 +83,11 @@ class Leftover:
     """Folder of an unfinished, expired or damaged checkpoint, from which no run resumes.
 
     Attributes:
-      folder: its path.
+      folder: path of the folder.
       kind: "partial", "expired" or "damaged".
-      num_bytes: of all its files.
-      why: the reason why it exists, a clause.
-      changed: time of the last write to one of its files; seconds since the epoch.
+      num_bytes: size in bytes of all files in the folder.
+      why: clause that explains why the folder exists.
+      changed: time of the last write to one of its files, in seconds since the epoch.
     """
 
     folder: Path
@@ -97,13 +98,16 @@ class Leftover:
 
 
 def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
-    """Finds (folder of checkpoints, step or None) for the path that a user gave for a run.
+    """Finds the checkpoints that a user's path refers to.
 
     Args:
-      run: a run's folder, its folder of checkpoints, or the folder of one step.
+      run: folder of a run, folder of its checkpoints, or folder of one step.
+
+    Returns:
+      The folder of the checkpoints, and the step if `run` is the folder of one step, else None.
 
     Raises:
-      CheckpointError: there are no checkpoints.
+      CheckpointError: the path has no checkpoints.
     """
     path = user_path(run).absolute()
     if not path.is_dir():
@@ -130,14 +134,14 @@ def find_step(
     """Finds one saved step of a run.
 
     Args:
-      run: as in `find_checkpoints`.
-      step: a saved step, or the name of a kept one, such as "best"; None: the step whose folder
-        `run` is, else the newest.
-      pretrained: folder of frozen weights that the checkpoint does not store; None: the original
-        one.
+      run: folder of a run, folder of its checkpoints, or folder of one step.
+      step: number of a saved step, or the name of a protected step, such as "best". None: the step
+        whose folder `run` is, otherwise the newest step.
+      pretrained: folder of frozen weights that the checkpoint does not store; None: the folder
+        recorded in the checkpoint.
 
     Raises:
-      CheckpointError: there is none; lists the saved steps.
+      CheckpointError: the step does not exist; the message lists the saved steps.
     """
     path, named = find_checkpoints(run)
     steps = saved_steps(path)
@@ -155,14 +159,14 @@ def find_step(
 
 
 def _named_by_run(path: Path) -> list[Path]:
-    """Returns the folder of checkpoints that a run's settings name, if any."""
+    """Returns the folder of checkpoints that a run's settings name; empty if they name none."""
     named = run_settings(path).get("checkpoint")
     place = named.get("path") if isinstance(named, dict) else None
     return [user_path(place)] if isinstance(place, str) else []
 
 
 def run_settings(path: Path) -> dict[str, Any]:
-    """Returns the settings in a run's folder, or {} if they cannot be read."""
+    """Returns the settings stored in a run's folder, or {} if they cannot be read."""
     try:
         settings = load(path / "config.json")
     except (OSError, ValueError):
@@ -171,13 +175,13 @@ def run_settings(path: Path) -> dict[str, Any]:
 
 
 def saved_steps(path: Path) -> list[SavedStep]:
-    """Returns the saved steps in a folder of checkpoints, damaged ones too, oldest first."""
+    """Returns the saved steps in a folder of checkpoints, including damaged ones, oldest first."""
     found = (_saved_step(path, step) for step in folders.list_steps(path))
     return [one for one in found if one is not None]
 
 
 def _saved_step(path: Path, step: int) -> SavedStep | None:
-    """Describes a saved step; None if a run has deleted or renamed it after listing."""
+    """Describes a saved step; None if a run deleted or renamed its folder after it was listed."""
     folder = folders.step_folder(path, step)
     metadata, error = None, None
     try:
@@ -199,7 +203,7 @@ def _saved_step(path: Path, step: int) -> SavedStep | None:
 
 
 def leftovers(path: Path) -> list[Leftover]:
-    """Returns the partial, expired and damaged folders next to the checkpoints, sorted by name."""
+    """Returns the partial, expired and damaged folders in a folder of checkpoints, by name."""
     found = []
     for name in sorted(os.listdir(path)):
         match = _REST.fullmatch(name)
@@ -217,10 +221,10 @@ def leftovers(path: Path) -> list[Leftover]:
 
 
 def open_arrays(folder: Path, metadata: Metadata) -> Mapping[str, Unread]:
-    """Returns every array of a step as `Unread`, to be read on the host later, in any parts.
+    """Returns {name: `Unread`} of every array of a step, so that the host can read parts later.
 
     Raises:
-      DamagedError: the tables cannot be read.
+      DamagedError: the tables of the arrays cannot be read.
     """
     wanted = {name: as_abstract(text) for name, text in metadata.arrays.items()}
     try:

@@ -1,13 +1,13 @@
-"""Metadata of a saved step: its seal, valid values, and comparison with the state to restore.
+"""Metadata of a saved step: its checksums, valid values, and comparison with the wanted state.
 
-The file is one readable JSON object. It is sealed: the last line is a checksum of all bytes before
-it, and the object contains checksums of its values, so that a changed value can be named. Every
-later format will end in the same line. A seal detects accidental changes; the check of each field
-also covers files that were changed on purpose.
+The file is one readable JSON object. It is sealed: its last line is a checksum of all bytes before
+it, and the object contains checksums of its values, so that an error can name the changed value.
+All later formats will end in the same line. The seal detects accidental changes; the check of each
+field also covers files that were changed on purpose.
 
-Readers ignore unknown keys, so later versions may add some. `format` is increased only when an
-older reader would misread the checkpoint, or when a newer one may rely on more. Format 1 had
-neither seal, checksums nor fingerprints; format 2 has all arrays in the checkpoint.
+Readers ignore unknown keys, so later versions may add keys. `format` increases only when an older
+reader would misread the checkpoint, or when a newer reader may rely on more. Format 1 had neither
+seal, checksums nor fingerprints. In format 2 the checkpoint contains all arrays.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from zerojax.runtime.bounded_json import (
 )
 
 FORMAT = 3
-"""Newest format that this version reads; written if a checkpoint leaves frozen arrays in another
-folder."""
+"""Newest format that this version reads. It is written if frozen arrays of a checkpoint are in
+another folder."""
 _WHOLE = 2
-"""Written if all arrays are in the checkpoint, so that older versions read it."""
+"""Format that is written if the checkpoint contains all arrays; older versions can read it."""
 FILE_NAME = "metadata.json"
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 SECTIONS = "sections"
@@ -51,7 +51,7 @@ _LAST_LINE = re.compile(rb',\n "checksum": "([0-9a-f]{8})"\n\}\n\Z')
 _NAMED_BY_LEAF = ("config", "data_state")
 _MOST = 3
 _LARGEST = 2**48
-"""Limit of one dimension in elements, and of one array or file in bytes: 256 TiB."""
+"""Largest dimension of an array in elements, and largest array or file in bytes: 256 TiB."""
 _SIZE = "(?:0|[1-9][0-9]{0,17})"
 _ARRAY = re.compile(rf"([a-z][a-z0-9_]{{0,31}})\[({_SIZE}(?:,{_SIZE})*)?\]")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -61,46 +61,47 @@ _MOST_DIMENSIONS = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """All contents of one checkpoint except the arrays."""
+    """Everything that a checkpoint stores except the arrays."""
 
     step: int
-    """Batches consumed when the state was saved."""
+    """Number of batches consumed when the state was saved."""
 
     arrays: dict[str, str]
-    """Name -> dtype and unpadded shape, such as `"float32[64,64]"`, sorted by name."""
+    """{array name: dtype and unpadded shape, such as "float32[64,64]"}, sorted by name."""
 
     files: dict[str, int]
-    """Bytes of every file of the arrays, relative to the folder of the step; set last."""
+    """{path relative to the folder of the step: bytes} of every file that holds arrays; set last.
+    """
 
     data_state: dict[str, Any]
     config: dict[str, Any]
     plan: dict[str, Any]
 
     versions: dict[str, str]
-    """Package name -> version that wrote the checkpoint."""
+    """{package name: version} of the packages that wrote the checkpoint."""
 
     saved: str
-    """Time of the save, ISO 8601, UTC."""
+    """Time of the save in UTC, as ISO 8601."""
 
     num_devices: int
     num_processes: int
 
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Name of an array -> its fingerprint (`fingerprint_math`), independent of its sharding; empty
-    if none were computed."""
+    """{array name: fingerprint} (`fingerprint_math`), independent of the sharding; empty if no
+    fingerprints were computed."""
 
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
-    """File -> CRC-32 of its bytes, 8 hexadecimal digits; the same files as in `files`."""
+    """{file: CRC-32 of its bytes as 8 hexadecimal digits}, for the same files as in `files`."""
 
     base: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Frozen arrays that the checkpoint does not store because they are in the folder that they
-    were read from, in the form of `BaseWeights.to_dict`. {}: all arrays are in the checkpoint."""
+    """Description (`BaseWeights.to_dict`) of the frozen arrays that the checkpoint does not store
+    because a folder of pretrained weights holds them. {}: the checkpoint contains all arrays."""
 
     format: int = _WHOLE
 
 
 def describe(leaf: Any) -> str:
-    """Formats dtype and shape of an array or `ShapeDtypeStruct`.
+    """Formats dtype and shape of an array or `ShapeDtypeStruct` as text.
 
     >>> describe(jax.ShapeDtypeStruct((2, 3), "float32"))
     'float32[2,3]'
@@ -109,7 +110,7 @@ def describe(leaf: Any) -> str:
 
 
 def as_abstract(description: str) -> jax.ShapeDtypeStruct:
-    """Parses dtype and shape from a text that `describe` wrote.
+    """Parses a text that `describe` wrote into dtype and shape.
 
     >>> as_abstract("float32[2,3]")
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
@@ -132,14 +133,17 @@ def make_metadata(
     """Builds the metadata of a state that is about to be saved.
 
     Args:
-      step: batches consumed.
+      step: number of batches consumed.
       leaves: {name: array}, including arrays that are not written.
-      data_state, config, plan: as in `Metadata`.
-      base: the arrays that are not written, as in `Metadata.base`; None: all are written.
-      fingerprints: name -> fingerprint of the arrays that are not written.
+      data_state: position of the data source, made of JSON values.
+      config: configuration of the run, made of JSON values.
+      plan: plan of the run, made of JSON values.
+      base: description of the arrays that are not written (`Metadata.base`); None: all are written.
+      fingerprints: {name: fingerprint} of the arrays that are not written.
 
     Raises:
-      TypeError: `data_state`, `config` or `plan` is not made of JSON values; names the place.
+      TypeError: `data_state`, `config` or `plan` contains a value that is not JSON; the message
+        names the place.
     """
     for name, value in (("data_state", data_state), ("config", config), ("plan", plan)):
         if not isinstance(value, dict):
@@ -166,7 +170,7 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
     """Writes `metadata.json` into `folder`.
 
     Raises:
-      CheckpointError: the file would exceed the size that can be read.
+      CheckpointError: the file would be larger than the limit for reading (`MAX_BYTES`).
     """
     content = seal({"format": metadata.format} | dataclasses.asdict(metadata)).encode("utf-8")
     if len(content) > MAX_BYTES:
@@ -182,7 +186,8 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises:
       DamagedError: the file is missing, not written by zerojax, or changed after it was written.
-      MachineError: not readable now. CheckpointError: of a newer format.
+      MachineError: the file cannot be read now.
+      CheckpointError: the file has a newer format.
     """
     try:
         content = read_bytes(folder / FILE_NAME, follow=False)
@@ -211,7 +216,7 @@ def read_metadata(folder: Path) -> Metadata:
         writer = versions.get("zerojax", "unknown") if isinstance(versions, dict) else "unknown"
         raise CheckpointError(
             f"{folder} has checkpoint format {number}, written by zerojax"
-            f" {quoted(writer).strip(chr(39))}; this version"
+            f" {quoted(writer).strip(chr(39))}; this zerojax"
             f" reads formats up to {FORMAT}; update zerojax"
         )
     known = dataclasses.fields(Metadata)
@@ -232,24 +237,24 @@ def _damaged(folder: Path, what: str) -> DamagedError:
 def check_same_arrays(
     saved: Mapping[str, str], wanted: Mapping[str, Any], *, where: str, subset: bool
 ) -> None:
-    """Compares a saved state with the requested one, before any array is read.
+    """Raises if a checkpoint has other arrays than the wanted state; reads no array.
 
     Args:
-      saved: `Metadata.arrays`.
-      wanted: name -> any object with `.shape` and `.dtype`.
-      where: the checkpoint, for the error text.
-      subset: allow the checkpoint to hold more arrays than `wanted`.
+      saved: {name: dtype and shape} of the checkpoint (`Metadata.arrays`).
+      wanted: {name: any object with `.shape` and `.dtype`}.
+      where: name of the checkpoint in the error message.
+      subset: True: the checkpoint may hold more arrays than `wanted`.
 
     Raises:
-      CheckpointError: names the run's random key or the first differing leaf in name order, what
-        both sides have, how many more differ, and the remedy.
+      CheckpointError: the arrays differ. The message names the run's random key or the first
+        differing array, both dtypes and shapes, the number of further differences, and the remedy.
     """
     described = {name: describe(leaf) for name, leaf in wanted.items()}
     names = described.keys() if subset else described.keys() | saved.keys()
     different = sorted(name for name in names if described.get(name) != saved.get(name))
     if not different:
         return
-    # Models may have keys of their own.
+    # A model may also have arrays that are random keys.
     other_keys = "rng" in different and "rng" in described and "rng" in saved
     name = "rng" if other_keys else different[0]
     ours, theirs = described.get(name), saved.get(name)
@@ -265,9 +270,9 @@ def check_same_arrays(
         raise CheckpointError(f"{where}: {what}{more}; {remedy}")
     if other_keys:
         raise CheckpointError(
-            f"{where}: {what}{more}: its random keys have another implementation; set the "
-            "jax_default_prng_impl with which it was saved ([2]: threefry2x32, [4]: rbg or "
-            "unsafe_rbg), or use another checkpoint folder"
+            f"{where}: {what}{more}: its random keys have another implementation; set "
+            "jax_default_prng_impl as in the run that saved it (keys of shape [2]: threefry2x32, "
+            "[4]: rbg or unsafe_rbg), or use another checkpoint folder"
         )
     raise CheckpointError(
         f"{where} was saved by another model or optimizer: {what}{more}; give the model and the "
@@ -280,11 +285,13 @@ _CODED = {"uint8": "codes (nf4 or int8)"}
 
 
 def _remedy_of_frozen(name: str, saved: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """Returns the remedy for a parameter that is frozen on one side only, or stored in another
-    dtype.
+    """Returns the remedy for a parameter that is frozen in only one of checkpoint and run, or that
+    is stored in another dtype.
 
     Args:
-      name: of an array that differs; saved, wanted: {name: dtype and shape}.
+      name: name of an array that differs.
+      saved: {name: dtype and shape} of the checkpoint.
+      wanted: {name: dtype and shape} of this run.
     """
     role, _, rest = name.partition("/")
     roles = [
@@ -332,8 +339,8 @@ def _versions() -> dict[str, str]:
 def _check_json(value: Any, where: str, depth: int = 2) -> None:
     """Raises for values that JSON would lose or change, or that could not be read again.
 
-    These are integer keys, arrays, non-finite numbers, text that is not Unicode, numbers with too
-    many digits, and values that are nested too deeply.
+    Such values are integer keys, arrays, non-finite numbers, text that is not Unicode, numbers with
+    too many digits, and values that are nested too deeply.
     """
     if isinstance(value, dict | list | tuple) and depth > MAX_DEPTH:
         raise TypeError(f"{where[:80]}... is nested deeper than {MAX_DEPTH} levels; flatten it")
@@ -372,14 +379,14 @@ def _check_text(text: str, where: str) -> None:
 
 
 def seal(body: Mapping[str, Any]) -> str:
-    """Returns a JSON object as text with a seal: checksums of its values and of the text."""
+    """Returns a JSON object as text with a seal: checksums of its values and of the whole text."""
     text = json.dumps({**body, SECTIONS: dict(_checksums(body))}, indent=1)
     inside = text.removesuffix("\n}")
     return f'{inside},\n "checksum": "{_checksum(inside.encode())}"\n}}\n'
 
 
 def is_sealed(content: bytes) -> bool:
-    """Returns True if a file ends with a seal, or did before it was damaged."""
+    """Returns True if a file has a seal, or had one before it was damaged."""
     return _LAST_LINE.search(content) is not None or f'"{SECTIONS}": '.encode() in content
 
 
@@ -390,7 +397,8 @@ def is_unbroken(content: bytes) -> bool:
 
 
 def changed_values(body: Mapping[str, Any]) -> list[str]:
-    """Returns at most three values that do not match their checksums, such as "config.seed"."""
+    """Returns the names of at most three values, such as "config.seed", that do not match their
+    checksums."""
     saved = body.get(SECTIONS)
     if not isinstance(saved, dict):
         return []
@@ -400,8 +408,8 @@ def changed_values(body: Mapping[str, Any]) -> list[str]:
 
 
 def _checksums(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields (name, checksum) of each value; for `config` and `data_state`, of each leaf instead,
-    such as "config.seed"."""
+    """Yields (name, checksum) of each value. For `config` and `data_state`, yields each of their
+    leaves instead, such as "config.seed"."""
     for name, value in body.items():
         if name == SECTIONS:
             continue
@@ -423,24 +431,24 @@ def _checksum(content: bytes) -> str:
 
 
 def problem_with(body: Mapping[str, Any]) -> str | None:
-    """Returns the problem with the fields of a checkpoint's metadata, as a clause, or None.
+    """Returns a clause that describes the first invalid field of metadata, or None.
 
     Args:
-      body: a whole object of metadata.json; missing fields are not checked.
+      body: content of metadata.json; missing fields are not checked.
     """
     for name, is_right, kind in _FIELDS:
         if name in body and not is_right(body[name]):
-            return f"{name!r} is {quoted(body[name])} in place of {kind}"
+            return f"{name!r} is {quoted(body[name])} instead of {kind}"
     for name, is_key, is_value, kind in _TABLES:
         if name not in body:
             continue
         if not isinstance(body[name], dict):
-            return f"{name!r} is {quoted(body[name])} in place of an object"
+            return f"{name!r} is {quoted(body[name])} instead of an object"
         for key, value in body[name].items():
             if not is_key(key):
                 return f"{name!r} has {quoted(key)}, which is not the {kind[0]}"
             if not is_value(value):
-                return f"{name!r} has {quoted(value)} for {quoted(key)} in place of {kind[1]}"
+                return f"{name!r} has {quoted(value)} for {quoted(key)} instead of {kind[1]}"
     if (problem := _problem_with_base(body)) is not None:
         return problem
     for name, of in (("checksums", "files"), ("fingerprints", "arrays")):
@@ -455,12 +463,12 @@ def _problem_with_base(body: Mapping[str, Any]) -> str | None:
     if base == {}:
         return None
     if not isinstance(base, dict) or base.keys() != {"folder", "files", "arrays"}:
-        return f"'base' is {quoted(base)} in place of an object with folder, files and arrays"
+        return f"'base' is {quoted(base)} instead of an object with folder, files and arrays"
     folder, sizes, names = base["folder"], base["files"], base["arrays"]
     if not isinstance(folder, str) or not Path(folder).is_absolute() or "\0" in folder:
         return f"'base' has the folder {quoted(folder)}, which is not an absolute path"
     if not isinstance(sizes, dict) or not sizes:
-        return f"'base' has the files {quoted(sizes)} in place of an object"
+        return f"'base' has the files {quoted(sizes)} instead of an object"
     for name, size in sizes.items():
         if not inside(name) or not _is_int(0)(size):
             return (
@@ -476,7 +484,7 @@ def _problem_with_base(body: Mapping[str, Any]) -> str | None:
 
 
 def is_array(description: Any) -> bool:
-    """Returns True if a text is dtype and shape of an array, as `metadata.describe` writes them.
+    """Returns True if a text is a valid dtype and shape in the format of `describe`.
 
     >>> is_array("float32[2,3]"), is_array("float33[2]"), is_array("float32[-1]")
     (True, False, False)
@@ -491,7 +499,7 @@ def is_array(description: Any) -> bool:
         return False
     if dtype.kind in "OSUMm" or not dtype.itemsize or len(shape) > _MOST_DIMENSIONS:
         return False
-    # Zeros count as ones, so that other dimensions stay within what NumPy supports.
+    # Zeros are multiplied as ones, so that the other dimensions stay within what NumPy supports.
     return math.prod(max(1, size) for size in shape) * dtype.itemsize <= _LARGEST
 
 

@@ -1,12 +1,13 @@
 """Packs: small arrays stacked into a few large ones, because each stored array has a fixed cost.
 
 Saving 232 arrays of 2.25 MB took 1.1 to 1.5 s of processor time and 0.7 to 1 s of waiting; the same
-bytes in 8 arrays took 0.4 to 0.5 and 0.1 s (two cores that were also used by others).
+bytes in 8 arrays took 0.4 to 0.5 s and 0.1 s (two cores that other programs also used).
 
-Every device stacks its own shards, so nothing is sent; of a shard with several copies, each device
-takes a part. The table stores the place of each part of each array, so that any mesh can read it. A
-pack has one dtype: XLA on CPU copies what it stacks, while a conversion, even of bits, becomes a
-loop over elements (44 against 87 ms of processor time for 65 MB).
+Every device stacks its own shards, so nothing is sent between devices. If several devices hold
+copies of a shard, each of them writes a part. A table stores where each part of each array is, so
+that any mesh can read it. A pack has one dtype, because XLA on CPU copies arrays that it stacks,
+but converts dtypes, even bits, with a loop over elements (44 against 87 ms of processor time for
+65 MB).
 """
 
 from __future__ import annotations
@@ -34,35 +35,37 @@ FILE_NAME = "packs.json"
 PREFIX = "pack/"
 
 LARGEST = 1 << 20
-"""Shards of at least this many bytes are written separately. The cost is per shard: 232 arrays of
-2.25 MB on one device are saved in 0.94 s separately and in 1.1 s in packs, on eight devices in 1.8
-and 1.1 s; stacking makes a save block for 0.2 to 0.3 s (522 MB, two cores)."""
+"""Shards of at least this many bytes are written separately, because the cost is per shard: 232
+arrays of 2.25 MB on one device are saved in 0.94 s separately and in 1.1 s in packs; on eight
+devices in 1.8 s and 1.1 s. Stacking makes a save block for 0.2 to 0.3 s (522 MB, two cores)."""
 
 PACK_BYTES = 64 << 20
-"""Largest size of one pack, over all devices; a reader holds one pack in host memory. A larger
-array is written separately, however small its shards are."""
+"""Largest size of one pack in bytes, summed over all devices; a reader holds one pack in host
+memory. A larger array is written separately, even if its shards are small."""
 
 DEVICE_BYTES = 256 << 20
-"""Largest memory that packs take on each device until they are on the host; further arrays are not
-packed."""
+"""Maximum bytes that packs occupy on each device until they are copied to the host. Arrays beyond
+this limit are not packed."""
 
 _PLAIN = frozenset(
     ("float32", "int32", "uint32", "bfloat16", "float16", "int16", "uint16", "int8", "uint8")
 )
 _FORMAT = 1
 _MOST_BYTES = 256 << 20
-"""Largest file of the table, which needs about 40 bytes for each device that has a part of an
-array."""
+"""Maximum size of the table's file in bytes. The table needs about 40 bytes for each device that
+holds a part of an array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Consecutive elements of a block of an array, and their place in a pack.
+    """Consecutive elements of a block (rectangular part) of an array, and their place in a pack.
 
     Attributes:
-      start, shape: of the block, a box of the array.
-      first, count: elements of the block in C order.
-      offset: of the first of them in the pack, in elements.
+      start: index of the block's first element in the array.
+      shape: shape of the block.
+      first: index, in C order, of the first of these elements in the block.
+      count: number of elements.
+      offset: index of the first of these elements in the pack.
     """
 
     start: Shape
@@ -74,7 +77,7 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Place of a small array: its pack, the number of elements of that pack, and its runs."""
+    """Place of a small array: its pack, the pack's number of elements, dtype, and its runs."""
 
     pack: str
     elements: int
@@ -83,7 +86,7 @@ class _Place:
 
 
 class Table:
-    """Table of the pack and the position in it of each small array."""
+    """Table of packs: for each small array, its pack and its positions in the pack."""
 
     def __init__(self, places: Mapping[str, _Place]) -> None:
         self._places = places
@@ -94,15 +97,20 @@ class Table:
         return frozenset(self._places)
 
     def pack_of(self, name: str) -> tuple[str, jax.ShapeDtypeStruct]:
-        """Returns the name of the pack that has an array, and the pack's shape and dtype."""
+        """Returns the pack that contains an array: its name, and its shape and dtype."""
         place = self._places[name]
         return place.pack, jax.ShapeDtypeStruct((place.elements,), np.dtype(place.dtype))
 
     def part(self, name: str, pack: np.ndarray, box: Box) -> np.ndarray:
         """Copies a part of an array out of its pack, into new memory.
 
+        Args:
+          name: name of the array.
+          pack: values of the pack.
+          box: the part of the array.
+
         Raises:
-          ValueError: the table lacks some of its elements.
+          ValueError: the table lacks some elements of the part.
         """
         place = self._places[name]
         result, is_there = np.empty(box[1], pack.dtype), np.zeros(box[1], bool)
@@ -121,7 +129,7 @@ class Table:
         return result
 
     def save(self, folder: Path) -> None:
-        """Writes the table into the folder of a step."""
+        """Writes the table into the folder of the step."""
         body = {
             name: {
                 **vars(place),
@@ -134,11 +142,11 @@ class Table:
 
 
 def load_table(folder: Path) -> Table:
-    """Reads the table of a step; empty for a step without packs.
+    """Reads the table of a step; the table is empty for a step without packs.
 
     Raises:
-      ValueError: the file differs from what was written.
-      OSError: from the operating system.
+      ValueError: the file differs from the file that was written.
+      OSError: the operating system reports an error.
     """
     try:
         body = load(folder / FILE_NAME, max_bytes=_MOST_BYTES, follow=False)
@@ -148,7 +156,7 @@ def load_table(folder: Path) -> Table:
         raise ValueError(f"{FILE_NAME} has no table of arrays")
     if body.get("format") != _FORMAT:
         raise ValueError(
-            f"{FILE_NAME} is of format {quoted(body.get('format'))}, this version reads {_FORMAT}"
+            f"{FILE_NAME} has format {quoted(body.get('format'))}, this version reads {_FORMAT}"
         )
     return Table({name: _as_place(name, entry) for name, entry in body["arrays"].items()})
 
@@ -157,7 +165,7 @@ def _as_place(name: str, entry: Any) -> _Place:
     """Converts an entry of the table to a `_Place`.
 
     Raises:
-      ValueError: it is not a valid entry, or its elements are out of range.
+      ValueError: the entry is invalid, or its elements are out of range.
     """
     try:
         pack, elements, dtype = entry["pack"], entry["elements"], entry["dtype"]
@@ -181,12 +189,14 @@ def _as_place(name: str, entry: Any) -> _Place:
 
 
 def stack(arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Table]:
-    """Stacks small arrays into packs; returns ({name: array to write}, the table of the packs).
+    """Stacks small arrays into packs, which are fewer and larger arrays.
 
-    The arrays to write are the packs, and unchanged the arrays that are in no pack.
+    The packs are copied immediately, so the arrays may be donated afterwards. Every process must
+    call it.
 
-    The packs are copied immediately, so the arrays may be donated afterwards. Every process calls
-    it.
+    Returns:
+      {name: array to write}, which contains the packs and the arrays that are in no pack; and the
+      table of the packs.
     """
     result, places = dict(arrays), {}
     for number, names in enumerate(_groups(arrays)):
@@ -203,8 +213,8 @@ def stack(arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Table]
 
 
 def _groups(arrays: Mapping[str, jax.Array]) -> list[list[str]]:
-    """Returns the names of the arrays of each pack; a pack has one mesh, one dtype and at least two
-    arrays."""
+    """Groups arrays into packs; returns the names of the arrays of each pack. All arrays of a pack
+    have one mesh and one dtype, and a pack has at least two arrays."""
     full: list[list[str]] = []
     waiting: dict[tuple[Mesh, np.dtype], list[str]] = {}
     sizes: dict[tuple[Mesh, np.dtype], int] = {}
@@ -280,7 +290,7 @@ def _stacker(mesh: Mesh, specs: tuple[P, ...]) -> Any:
 def _places(
     pack: str, names: Sequence[str], group: Sequence[jax.Array], packed: jax.Array
 ) -> dict[str, _Place]:
-    """Returns {name: place} of the arrays that `_stacker` has stacked into `packed`."""
+    """Returns {name: place in the pack} of the arrays that `_stacker` has stacked into `packed`."""
     mesh = _mesh_of(group[0])
     assert mesh is not None
     result, before = {}, 0

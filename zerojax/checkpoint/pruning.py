@@ -1,7 +1,7 @@
-"""Deletes checkpoints on request.
+"""Deletes checkpoints on a user's request.
 
-The newest complete step is never deleted, nor, if none is complete, anything that could be
-recovered.
+The newest complete step is never deleted. If no step is complete, nothing is deleted that might
+still be recovered.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from zerojax.checkpoint.retention import Retention, kept_steps
 from zerojax.runtime.folder_lock import FolderTakenError, hold
 
 STALE_SECONDS = 3600.0
-"""A partial folder without writes for this long is not a save in progress."""
+"""Number of seconds without writes after which a partial folder is not a save in progress."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Removal:
-    """Folder to be deleted.
+    """A folder that will be deleted.
 
     Attributes:
-      folder: its path.
-      step: of a complete checkpoint; None for anything else.
-      num_bytes: size of its files.
-      why: the reason, a clause.
+      folder: path of the folder.
+      step: step number of a complete checkpoint; None for any other folder.
+      num_bytes: size in bytes of its files.
+      why: clause with the reason for the deletion.
     """
 
     folder: Path
@@ -52,16 +52,16 @@ def removals(
     """Lists the folders that would be deleted from a folder of checkpoints; deletes nothing.
 
     Args:
-      path: the folder.
-      keep: number of newest intact steps to keep, besides those that `every` keeps and those that
-        the run keeps by name, such as the best.
-      every: keep steps divisible by it; without `keep` the newest step also stays.
-      damaged: also delete what no run resumes from: damaged steps, and remains of interrupted
-        saves; not steps that cannot be read now, or only by a newer version.
-      now: seconds since the epoch; None: the present time.
+      path: folder of the checkpoints.
+      keep: number of newest intact steps to keep, in addition to the steps that `every` keeps and
+        to the steps that the run protects under a name, such as "best".
+      every: keep steps divisible by this number. Without `keep` the newest step also remains.
+      damaged: True: also delete damaged steps and the remains of interrupted saves. Steps that
+        cannot be read now, or only by a newer version, are not deleted.
+      now: present time in seconds since the epoch; None: the clock's time.
 
     Raises:
-      ValueError: a number below 1, or no option was given.
+      ValueError: `keep` or `every` is below 1, or no option was given.
       CheckpointError: damaged steps would be deleted, but no intact step would remain.
     """
     if keep is None and every is None and not damaged:
@@ -103,10 +103,10 @@ def removals(
 
 @contextlib.contextmanager
 def alone_in(path: Path) -> Iterator[None]:
-    """Context manager that locks a folder of checkpoints against runs that write into it.
+    """Locks a folder of checkpoints inside a `with` block, so that no run can write into it.
 
     Raises:
-      FolderInUseError: a run writes into it.
+      FolderInUseError: a run is writing into the folder.
       MachineError: the folder cannot be written.
     """
     try:
@@ -127,10 +127,10 @@ def alone_in(path: Path) -> Iterator[None]:
 
 
 def remove(path: Path, removal: Removal) -> None:
-    """Deletes one folder; an interruption leaves no visible partial checkpoint.
+    """Deletes one folder. An interruption leaves no partial checkpoint that looks complete.
 
     Raises:
-      OSError: from the operating system.
+      OSError: the operating system reports an error.
     """
     if removal.step is not None and os.path.exists(removal.folder):
         folders.remove(path, removal.step)

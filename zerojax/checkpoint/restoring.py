@@ -1,4 +1,4 @@
-"""Restores one step and compares it with what was saved; falls back to an earlier step if damaged.
+"""Restores one step and compares it with its checksums; uses an earlier step if it is damaged.
 
 All processes agree on the result.
 """
@@ -32,7 +32,7 @@ from zerojax.checkpoint.saving import ARRAYS, PIECES, is_first_process
 from zerojax.checkpoint.stored_arrays import StoredArrays
 from zerojax.config.checks import warn_user
 
-_MOST = 3  # number of damaged files in one message
+_MOST = 3  # maximum number of damaged files in one message
 
 
 def read_step(
@@ -46,29 +46,33 @@ def read_step(
     passed_over: Collection[str] = (),
     pretrained: str | os.PathLike[str] | None = None,
 ) -> tuple[Metadata, dict[str, Any]]:
-    """Reads metadata and arrays of a step. Collective over all processes.
+    """Reads metadata and arrays of a step. Every process must call it.
 
-    Small files are always compared with their checksums, and all files are if some arrays are not
-    read now. Arrays that are read are compared with their fingerprints on their devices.
+    Small files are always compared with their checksums. If some arrays are not read now, all files
+    are. Arrays that are read are compared with their fingerprints on the devices that hold them.
 
     Args:
-      folder: of the step.
-      wanted: name -> `ShapeDtypeStruct` with a sharding.
-      subset: the checkpoint may hold more.
-      unread: names that are not read now.
-      optional: names that may be missing from the checkpoint, all of them or none; for missing ones
+      folder: folder of the step.
+      wanted: {name: `ShapeDtypeStruct` with a sharding}.
+      subset: True: the checkpoint may hold more arrays than `wanted`.
+      unread: names of arrays that are not read now.
+      optional: names of arrays that the checkpoint either has all or lacks all. For a missing array
         the entry of `wanted` is returned.
-      optional_groups: more such names; each group may be missing independently.
-      passed_over: names that the checkpoint may have although they are not wanted; a name that ends
-        with a slash is a prefix.
-      pretrained: folder of frozen weights that the checkpoint does not store; None: the original
-        one.
+      optional_groups: more groups of names like `optional`. Each group may be missing independently
+        of the others.
+      passed_over: names of arrays that the checkpoint may have although `wanted` does not. A name
+        that ends with a slash is a prefix.
+      pretrained: folder of frozen weights that the checkpoint does not store; None: the folder
+        recorded in the checkpoint.
+
+    Returns:
+      The metadata, and {name: array} for `wanted`.
 
     Raises:
-      BaseWeightsError: such weights are missing.
-      DamagedError: the contents differ from what was saved; names files and arrays.
-      MachineError: not readable now.
-      CheckpointError: saved by another model, or of a newer format.
+      BaseWeightsError: frozen weights are missing.
+      DamagedError: the contents differ from the saved ones; the message names files and arrays.
+      MachineError: the step cannot be read now.
+      CheckpointError: the step was saved by another model, or has a newer format.
     """
     error, metadata, base, flat, lacking = None, None, None, {}, {}
     try:
@@ -105,11 +109,12 @@ def read_step(
 
 
 def check_quickly(folder: Path) -> Metadata:
-    """Checks metadata, file sizes and small files of a step; reads no arrays. For one process.
+    """Checks metadata, file sizes and small files of a step. Reads no arrays; one process calls it.
 
     Raises:
-      DamagedError: a check failed. MachineError: not readable now. CheckpointError: of a newer
-        format.
+      DamagedError: a check failed.
+      MachineError: the step cannot be read now.
+      CheckpointError: the step has a newer format.
     """
     metadata = read_metadata(folder)
     if folder.name != str(metadata.step):
@@ -143,7 +148,8 @@ def _small(metadata: Metadata) -> dict[str, str]:
 def _check_fingerprints(
     folder: Path, metadata: Metadata, arrays: Mapping[str, jax.Array], base: BaseReader
 ) -> None:
-    """Compares arrays on their devices with what was saved; the same result on all processes."""
+    """Compares arrays on their devices with the saved fingerprints. Raises the same error on all
+    processes."""
     known = {name: x for name, x in arrays.items() if name in metadata.fingerprints}
     if not known:
         return
@@ -169,14 +175,14 @@ def _check_fingerprints(
 
 
 def fingerprints_of(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """Returns {name: fingerprint} of `arrays`, equal on all processes. Collective; waits for the
-    arrays."""
+    """Returns {name: fingerprint} of `arrays`, equal on all processes. Every process must call it;
+    it waits for the arrays."""
     parts = _of_all_processes(PendingFingerprints(arrays).result())
     return {name: as_text(whole(leaf, parts[name])) for name, leaf in arrays.items()}
 
 
 def _of_all_processes(parts: Parts) -> Parts:
-    """Returns the fingerprints of the shards on all processes' devices, on every process."""
+    """Returns, on every process, the shard fingerprints of the devices of all processes."""
     if jax.process_count() == 1:
         return parts
     devices = [device.id for device in jax.local_devices()]
@@ -199,8 +205,8 @@ def _of_all_processes(parts: Parts) -> Parts:
 
 
 def _failed_read(folder: Path, metadata: Metadata, failure: Exception) -> CheckpointError:
-    """Chooses the error for arrays that could not be read: damage, unless all files match their
-    checksums."""
+    """Chooses the error for arrays that could not be read: damage if a file does not match its
+    checksum, otherwise a general error."""
     if isinstance(failure, BaseWeightsError):
         return failure
     if not is_damage(failure):
@@ -220,7 +226,7 @@ def _failed_read(folder: Path, metadata: Metadata, failure: Exception) -> Checkp
 
 
 def _damaged_files(folder: Path, metadata: Metadata) -> str:
-    """Returns the end of a message about wrong arrays: the files that are damaged."""
+    """Returns the end of a message about wrong arrays: the list of damaged files."""
     try:
         found = list(files.wrong_checksums(folder, metadata.checksums))
     except OSError as error:
@@ -252,24 +258,25 @@ def _unreadable(folder: Path, error: Exception) -> MachineError:
 class Candidates:
     """Saved steps that a run may resume from.
 
-    Process 0 reads the folder and the others follow; all processes call every method.
+    All processes call every method. Process 0 reads the folder; the others get its results.
 
     Attributes:
-      notes: problems found, one sentence each; only in process 0.
+      notes: problems found, one sentence each; filled only in process 0.
     """
 
     def __init__(self, path: Path, steps: Callable[[], tuple[int, ...]]) -> None:
-        """Takes the folder of the checkpoints, and a function that lists its steps."""
+        """Initializes with the folder of the checkpoints and a function that lists its steps."""
         self.notes: list[str] = []
         self._path, self._steps = path, steps
         self._damaged: set[int] = set()
 
     def existing(self, step: int | None) -> int:
-        """Returns `step` after checking that it is saved, or for None the newest saved step. Not
-        collective.
+        """Returns `step` after checking that it is saved; for None, the newest saved step.
+
+        A single process may call it.
 
         Raises:
-          CheckpointError: there is none.
+          CheckpointError: the step is not saved, or nothing is.
         """
         steps = self._steps()
         if step is None and not steps:
@@ -282,11 +289,11 @@ class Candidates:
         return steps[-1] if step is None else step
 
     def first(self, step: int | None) -> int:
-        """Returns the step to restore first: `step`, or for None the newest one that is not known
-        to be damaged.
+        """Returns the step to restore first: `step`; for None, the newest step that is not known to
+        be damaged.
 
         Raises:
-          CheckpointError: there is none.
+          CheckpointError: there is no such step.
         """
         error, chosen = None, -1
         if is_first_process():
@@ -300,13 +307,13 @@ class Candidates:
         return agreement.from_process_0(chosen)
 
     def below(self, lost: Mapping[int, str]) -> int:
-        """Returns the newest saved step that is earlier than all steps in `lost`.
+        """Returns the newest saved step that is earlier than all damaged steps in `lost`.
 
         Args:
-          lost: step -> its problem.
+          lost: {damaged step: description of its damage}.
 
         Raises:
-          DamagedError: there is none.
+          DamagedError: there is no earlier step.
         """
         earlier = [step for step in self._steps() if step < min(lost)]
         chosen = agreement.from_process_0(max(earlier, default=-1))
@@ -319,7 +326,7 @@ class Candidates:
         are skipped from then on.
 
         Raises:
-          CheckpointError: all are damaged, or the newest is of a newer format.
+          CheckpointError: all steps are damaged, or the newest step has a newer format.
         """
         error, found, lost = None, -1, {}
         if is_first_process():
@@ -340,10 +347,10 @@ class Candidates:
         return None if found < 0 else found
 
     def check(self, step: int | None) -> None:
-        """Raises if a step is missing or looks damaged; with None, if no saved step is usable.
+        """Raises if a step is missing or looks damaged; for None, if no saved step is usable.
 
         Raises:
-          CheckpointError: with the problem.
+          CheckpointError: the message describes the problem.
         """
         if step is None and self.usable() is not None:
             return
@@ -358,30 +365,35 @@ class Candidates:
         agreement.raise_together(error)
 
     def pass_over(self, lost: Mapping[int, str], instead: str) -> None:
-        """Warns of damaged steps, and skips them from now on."""
+        """Warns about the damaged steps in `lost`, and skips them from now on.
+
+        Args:
+          lost: {damaged step: description of its damage}.
+          instead: clause of the warning that says which step is used.
+        """
         for step, text in sorted(lost.items(), reverse=True):
             self.note(f"{text}; {instead}; the next save renames its folder {step}.damaged")
         self._damaged.update(lost)
 
     def note(self, text: str) -> None:
-        """Issues a warning, once for all processes."""
+        """Adds a sentence to `notes` and issues it as a warning, in one process only."""
         if is_first_process():
             self.notes.append(text)
             warn_user(text, RuntimeWarning)
 
     def set_aside(self) -> None:
-        """Renames the folders of the damaged steps that were skipped. Only in process 0.
+        """Renames the folders of the damaged steps that were skipped. Called only in process 0.
 
         Raises:
-          OSError: from the operating system.
+          OSError: the operating system reports an error.
         """
         for step in sorted(self._damaged.intersection(self._steps())):
             folders.set_aside(self._path, step)
         self._damaged.clear()
 
     def remedy(self, damaged: int) -> str:
-        """Returns the remedy for a damaged step, as a clause: another step to restore, the newest
-        earlier one that looks intact, or else a later one."""
+        """Returns a clause that recommends another step for a damaged one: the newest earlier step
+        that looks intact, otherwise a later intact step."""
         others = [step for step in self._steps() if step != damaged]
         for step in sorted(others, key=lambda step: (step > damaged, -step)):
             with contextlib.suppress(CheckpointError):

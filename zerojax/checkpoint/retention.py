@@ -1,7 +1,7 @@
-"""Retention: which saved steps are kept, by number, or by name such as the best one.
+"""Decides which saved steps are not deleted: by their number, or by a name such as "best".
 
-Names are in one small file in the folder of checkpoints, so that every save, by this or a later
-process, and every deletion by hand, leaves these steps alone.
+One small file in the folder of checkpoints stores the names. Every save, by this or a later
+process, and every deletion by a user, reads that file and leaves the named steps alone.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _MAX_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Rules that keep saved steps: a step is kept if either rule applies.
+    """Rules that protect saved steps from deletion: a step is kept if either rule applies.
 
     >>> Retention(last=2, every=100).expired([90, 100, 110, 120])
     (90,)
     """
 
     last: int | None = 3
-    """The newest `last` steps are kept; None keeps all. At least 1: the newest is never deleted."""
+    """Number of newest steps that are kept, at least 1; None keeps all steps."""
 
     every: int | None = None
-    """Steps divisible by `every` are kept permanently; None: no such steps."""
+    """Steps divisible by this number are kept permanently; None: the rule keeps no step."""
 
     def __post_init__(self) -> None:
         for name in ("last", "every"):
@@ -59,8 +59,8 @@ def as_retention(keep: int | Retention) -> Retention:
 
 
 def kept_steps(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the steps that are kept by name in a folder of checkpoints: {name: {"step": number,
-    ...}}.
+    """Returns the steps of a folder of checkpoints that are protected under a name: {name:
+    {"step": number, ...}}.
 
     Raises:
       MachineError: the file exists but cannot be read, so the steps to keep are unknown.
@@ -85,10 +85,10 @@ def kept_steps(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def named_step(kept: Mapping[str, Mapping[str, Any]], name: str) -> int:
-    """Returns the step that is kept under a name.
+    """Returns the number of the step that is protected under a name.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: no step has the name.
     """
     if name not in kept:
         names = ", ".join(map(repr, sorted(kept))) or "none"
@@ -100,8 +100,8 @@ def named_step(kept: Mapping[str, Mapping[str, Any]], name: str) -> int:
 
 
 def keep_step(path: Path, name: str, step: int, about: Mapping[str, Any]) -> None:
-    """Protects a saved step from deletion under a name, and releases the step that had the name.
-    For one process.
+    """Protects a saved step from deletion under a name, and releases the previous step of that
+    name. Called by one process only.
 
     Raises:
       MachineError: the file cannot be written.

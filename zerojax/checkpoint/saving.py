@@ -1,10 +1,10 @@
-"""One save, from arrays to a visible folder, safe against a kill at any moment.
+"""Saves one step, from arrays to a complete folder; a kill at any moment leaves no broken step.
 
-Orbax's threads wait for a signal that the folder exists before they write. If creating the folder
-failed, the signal never comes, and Python waits for these threads at exit, so the process hangs
-(seen where a folder was removed, and where two runs wrote into one). `end_stuck_threads` ends that
-wait. With several processes the signal comes through their group, and
-`runtime.shutdown.leave_group_when_over` ends the wait.
+Orbax's threads wait for a signal that the folder exists before they write. If the folder could not
+be created, the signal never comes. Python waits for these threads at exit, so the process would
+hang (seen where a folder was removed, and where two runs wrote into one folder).
+`end_stuck_threads` ends that wait. With several processes the signal comes through the process
+group, and `runtime.shutdown.leave_group_when_over` ends the wait.
 """
 
 from __future__ import annotations
@@ -57,31 +57,33 @@ ARRAYS, PIECES = "arrays", "pieces"
 _LOOK_SECONDS = 0.5
 POLL_SECONDS = 0.5
 STUCK_SECONDS = 2.0
-"""Seconds after which a wait of Orbax's threads for a folder is ended, after a failed save;
-creating a folder takes less time."""
+"""Seconds after a failed save until the waits of Orbax's threads for a folder are ended. Creating a
+folder takes less time."""
 _FUNCTION, _PACKAGE = "blocking_key_value_get", "orbax"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save in progress."""
+    """Everything that one save needs: metadata, arrays, folder and limits."""
 
     metadata: Metadata
     partial: Path
-    """Folder in which the checkpoint is written before it is complete; inside the folder of the
-    checkpoints."""
+    """Folder inside the folder of the checkpoints in which this checkpoint is written until it is
+    complete."""
 
     keep: Retention
     leaves: dict[str, jax.Array]
     state_bytes: int
     write_pieces: Callable[[Path], None] | None
-    """Writes the arrays that are not in memory into a folder; returns when all are written."""
+    """Function that writes into a folder the arrays that are not in memory, and returns when all
+    are written; None if there are none."""
 
     fingerprints: bool
     """Whether fingerprints are computed and stored."""
 
     hold_folder: Callable[[], None]
-    """Raises `FolderInUseError` in the first process if another writer has locked the folder."""
+    """Function that raises `FolderInUseError` in the first process if another writer has locked the
+    folder."""
 
     given_up: threading.Event
     """Set when another process has failed, or this one ends without the others."""
@@ -91,10 +93,10 @@ class Save:
 
 
 def write(save: Save) -> list[str]:
-    """Runs one whole save, in the checkpointer's thread.
+    """Runs one whole save, in the thread of the checkpointer.
 
     Returns:
-      Warnings for the user.
+      Sentences to show to the user as warnings.
 
     Raises:
       CheckpointError: no checkpoint became visible; earlier checkpoints are intact.
@@ -119,15 +121,15 @@ def write(save: Save) -> list[str]:
 
 
 def is_first_process() -> bool:
-    """Returns True in the process that creates, names and deletes folders."""
+    """Returns True in process 0, which creates, renames and deletes the folders."""
     return jax.process_index() == 0
 
 
 def _start(save: Save) -> tuple[arrays.Write, PendingFingerprints]:
     """Creates the partial folder and copies the arrays to the host.
 
-    Raises before copying if the disk has too little space: a run whose disk others fill up then
-    ends between two steps, with its last checkpoint intact.
+    Raises before copying if the disk has too little space. So if other programs fill the disk, the
+    run ends between two steps with its last checkpoint intact.
     """
     error = None
     if is_first_process():
@@ -161,10 +163,10 @@ def _start(save: Save) -> tuple[arrays.Write, PendingFingerprints]:
 def _finish(
     save: Save, writing: arrays.Write, computation: PendingFingerprints
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Waits until this process's part is on disk, and in the first process for all parts.
+    """Waits until this process's part is on disk; the first process waits for all parts.
 
     Returns:
-      In the first process, checksums of files and fingerprints of arrays.
+      In the first process: {file: checksum} and {array: fingerprint}.
     """
     process, count = jax.process_index(), jax.process_count()
     try:
@@ -188,16 +190,17 @@ def _finish(
 def _await(save: Save, writing: arrays.Write) -> None:
     """Waits until this process's part of the save is written; stops if another process has failed.
 
-    Orbax waits for a message of every process, which never comes from a failed one, whether it had
-    no space or lost its file server. So all processes watch the folder meanwhile: a process that
-    fails writes its report there for the first process, which then cancels the save and removes the
-    folder. The other processes detect this by the missing table of packs: it is written before
-    anything else, and does not reappear, whereas the folder does if threads of a failed save
-    continue to write.
+    Orbax waits for a message from every process. A process that failed, for example because its
+    disk is full or its file server is gone, never sends this message. So all processes watch the
+    folder while they wait. A process that fails writes a report into the folder for the first
+    process, which then cancels the save and removes the folder. The other processes notice that the
+    table of packs is missing. They test for the table and not for the folder, because threads of a
+    failed save may create the folder again, but the table is written only once, before all else.
 
     Raises:
-      GivenUpError: another process has failed. MachineError, OSError: with its reason. Otherwise
-        the error of this process.
+      GivenUpError: another process has failed.
+      MachineError, OSError: another process has failed and reported its reason, or this process has
+        failed.
     """
     if jax.process_count() == 1:
         writing.result()
@@ -212,7 +215,7 @@ def _await(save: Save, writing: arrays.Write) -> None:
 
     threading.Thread(target=wait, name="zerojax-write", daemon=True).start()
     while not concurrent.futures.wait([done], _LOOK_SECONDS).done:
-        # Read first: a process writes its report before the others learn that it has failed.
+        # The reports are read first, because a process reports before the others see its failure.
         is_given_up = save.given_up.is_set()
         if is_first_process():
             raise_failures(save.partial)
@@ -224,7 +227,7 @@ def _await(save: Save, writing: arrays.Write) -> None:
 
 
 def _cause(name: str) -> str:
-    """Returns why copies of an array differ, and the remedy."""
+    """Returns a clause with the reason why copies of an array differ, and the remedy."""
     if name.startswith("extras/"):
         return (
             "the model writes a different value on each device (for example from "
@@ -240,11 +243,11 @@ def _cause(name: str) -> str:
 
 
 def _fingerprints(save: Save, parts: list[Contribution]) -> dict[str, str]:
-    """Returns {name: fingerprint} of the saved arrays, combined from all processes.
+    """Returns {name: fingerprint} of the saved arrays, computed from the reports of all processes.
 
     Raises:
-      DivergedError: copies of an array differ. It is undefined which of them is written, or how
-        much of each.
+      DivergedError: copies of an array on several devices differ, so the written value is
+        undefined.
     """
     found = {}
     for name, leaf in save.leaves.items():
@@ -264,7 +267,7 @@ def _fingerprints(save: Save, parts: list[Contribution]) -> dict[str, str]:
 
 
 def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str]) -> list[str]:
-    """Makes the checkpoint visible, then deletes expired ones."""
+    """Makes the checkpoint visible, then deletes expired checkpoints; returns warnings."""
     path, step = save.partial.parent, save.metadata.step
     sizes = files.sizes_of(save.partial)
     checksums |= files.settle(save.partial, [name for name in sizes if name not in checksums])
@@ -294,7 +297,7 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
 
 
 def _lost(save: Save, error: BaseException) -> CheckpointError:
-    """Frees the space of a failed save and returns its error."""
+    """Removes the files of a failed save and returns its error."""
     _end_threads()
     if is_first_process():
         shutil.rmtree(save.partial, ignore_errors=True)
@@ -311,9 +314,9 @@ def not_saved(path: Path, step: int, error: BaseException, state_bytes: int) -> 
 
     Args:
       path: folder of the checkpoints.
-      step: the step of the save.
-      error: the reason.
-      state_bytes: of one unsharded state.
+      step: number of the step that was not saved.
+      error: reason of the failure.
+      state_bytes: size in bytes of one unsharded state.
     """
     text = f"step {step} was not saved in {path}: {reason(error)}"
     if is_disk_full(error):
@@ -331,12 +334,12 @@ def not_saved(path: Path, step: int, error: BaseException, state_bytes: int) -> 
 
 
 class SaveFailed(Exception):
-    """Raised in a thread of a save that has failed."""
+    """Raised in a thread of a failed save to end its wait."""
 
 
 @functools.cache
 def end_stuck_threads() -> None:
-    """Starts a thread that ends waits of Orbax's threads for a folder that is never created."""
+    """Starts a thread that ends waits of Orbax's threads for folders that are never created."""
     threading.Thread(target=_watch_threads, name="zerojax-stuck-threads", daemon=True).start()
 
 
@@ -354,14 +357,14 @@ def _watch_threads() -> None:
 
 
 def _stuck_waits() -> list[tuple[int, FrameType, str]]:
-    """Returns (thread, its waiting frame, the key it waits for) of each of Orbax's threads that
-    waits."""
+    """Returns (thread id, waiting frame, key that the thread waits for) of each waiting thread of
+    Orbax."""
     found = []
     others = threading.main_thread().ident, threading.get_ident()
     for thread, top in sys._current_frames().items():
         frame: Any = top if thread not in others else None
         # A running thread may leave a frame while it is inspected: with Python 3.11.7 a dict was
-        # seen in its place. A waiting thread, which is what we search for, leaves none.
+        # seen in its place. A waiting thread, as searched for here, leaves no frame.
         while isinstance(frame, FrameType):
             code = frame.f_code
             if code.co_name == _FUNCTION and _PACKAGE in code.co_filename:
@@ -372,11 +375,11 @@ def _stuck_waits() -> list[tuple[int, FrameType, str]]:
 
 
 def _end_wait(thread: int, frame: FrameType) -> None:
-    """Raises `SaveFailed` in a thread, and wakes it.
+    """Raises `SaveFailed` in a thread, and wakes the thread.
 
-    The exception is raised when the thread next runs Python code, so its wait has to be notified:
-    setting any key does that. Setting the key that it waits for would let it write the state once
-    more.
+    The exception is raised when the thread next runs Python code, so its wait has to be notified.
+    Setting any key does that. Setting the key that the thread waits for would let it write the
+    state once more.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SaveFailed))
     client = frame.f_locals.get("self")

@@ -1,6 +1,7 @@
-"""Reads arrays of a checkpoint, whole or in part.
+"""Reads arrays of a checkpoint, whole or in part, from each of the four places that store arrays.
 
-Each array is stored separately, in a pack, in pieces, or in another folder: `BaseReader`.
+An array is in Orbax's files, in a pack (`packs`: small arrays stacked), in pieces (`store.pieces`:
+arrays that do not fit into memory), or in a folder of pretrained weights (`BaseReader`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from zerojax.checkpoint.store.pieces import PieceReader
 
 
 class Unread:
-    """Array of a checkpoint that has not been read yet.
+    """An array of a checkpoint that has not been read yet; `open` reads any part of it.
 
     Attributes:
-      shape, dtype: of the whole array.
+      shape: shape of the whole array.
+      dtype: dtype of the array.
     """
 
     def __init__(
@@ -37,38 +39,39 @@ class Unread:
         self._open, self._open_layers = open_array, open_layers
 
     def open(self) -> Callable[[Box], np.ndarray]:
-        """Returns a function that reads any part of the array, a box.
+        """Returns a function that reads any part (box) of the array.
 
-        Orbax's files are read as a whole array, onto the host, collectively over all processes; the
-        memory is freed when the returned function is. From pieces only the part is read.
+        An array in Orbax's files is read as a whole into host memory, and every process must call
+        this method; the memory is freed with the returned function. From pieces, only the requested
+        part is read.
         """
         return self._open()
 
     def open_layers(self) -> Callable[[int], np.ndarray] | None:
-        """Returns a function that reads one index of the array's first dimension, or None; not
-        collective.
+        """Returns a function that reads one layer (index of the first dimension) of the array.
 
-        None if the files hold several indices in one chunk: then `open` costs less.
+        A single process may call it. Returns None if the files hold several layers in one chunk;
+        `open` then costs less.
         """
         return self._open_layers()
 
 
 class StoredArrays:
-    """Reader of the arrays of one checkpoint."""
+    """Reader of the arrays of one checkpoint, wherever each array is stored."""
 
     def __init__(self, folder: Path, pieces: Path, base: BaseReader) -> None:
         """Opens the tables that say where each array is stored.
 
         Args:
-          folder: of Orbax's files.
-          pieces: of the files of `checkpoint.store.pieces`; it may be missing.
-          base: reader of the arrays that are not in the checkpoint.
+          folder: folder of Orbax's files.
+          pieces: folder of files written by `checkpoint.store.pieces`; it may be missing.
+          base: reader of the arrays that the checkpoint does not store.
         """
         self._base = base
         self._folder = folder
         self._reader = PieceReader(pieces) if pieces.is_dir() else None
         self._table = packs.load_table(folder.parent)
-        self._pack: tuple[str, np.ndarray] | None = None  # the last one that was read
+        self._pack: tuple[str, np.ndarray] | None = None  # the pack that was read last
 
     def read(
         self, wanted: Mapping[str, Any], *, unread: Collection[str], subset: bool
@@ -76,9 +79,9 @@ class StoredArrays:
         """Returns {name: array} for `wanted`, with an `Unread` in place of each array in `unread`.
 
         Args:
-          wanted: name -> `ShapeDtypeStruct` with a sharding.
-          unread: names to be read later.
-          subset: the checkpoint may hold more.
+          wanted: {name: `ShapeDtypeStruct` with a sharding}.
+          unread: names of arrays to be read later.
+          subset: True: the checkpoint may hold more arrays than `wanted`.
         """
         in_pieces = frozenset() if self._reader is None else self._reader.names
         in_packs, in_base = self._table.names, self._base.names
@@ -102,8 +105,8 @@ class StoredArrays:
         return result
 
     def _from_pieces(self, name: str, leaf: Any) -> jax.Array:
-        """Reads every device's part of an array from pieces; holds one part in host memory at a
-        time."""
+        """Reads an array from pieces, one device's part after the other; holds only one part in
+        host memory."""
         reader = self._reader
         assert reader is not None
         return array_of_parts(
@@ -111,8 +114,8 @@ class StoredArrays:
         )
 
     def _from_base(self, name: str, leaf: Any) -> jax.Array:
-        """Reads every device's part of an array from the folder of frozen weights; equal parts of
-        consecutive devices once."""
+        """Reads an array from the folder of frozen weights, one device's part after the other. If
+        consecutive devices have the same part, it is read once."""
         last: tuple[Box, np.ndarray] | None = None
 
         def part(index: Any) -> np.ndarray:
@@ -138,7 +141,8 @@ class StoredArrays:
         return self._table.pack_of(name)[0]
 
     def _read_pack(self, name: str) -> np.ndarray:
-        """Reads the whole pack that has an array. Collective; keeps the last pack."""
+        """Reads the whole pack that contains an array, and caches the last pack. Every process must
+        call it."""
         pack, leaf = self._table.pack_of(name)
         if self._pack is None or self._pack[0] != pack:
             self._pack = None  # frees the old pack before the next is read

@@ -1,6 +1,6 @@
-"""Verifies a saved step completely, file by file and array by array.
+"""Verifies a whole saved step, file by file and array by array.
 
-All damage is reported, not only the first. One process suffices.
+Reports all damage, not only the first. A single process is enough.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _PART_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verification:
-    """Result of a verification.
+    """Result of verifying a saved step.
 
     Attributes:
-      step, folder: of the checkpoint.
-      num_leaves: arrays that were compared with their fingerprints.
-      num_files: files that were compared with their checksums.
-      num_bytes: of these files.
-      has_fingerprints: False if none were saved, so that only files were compared.
-      damages: all problems, files first.
+      step: number of the step.
+      folder: folder of the step.
+      num_leaves: number of arrays that were compared with their fingerprints.
+      num_files: number of files that were compared with their checksums.
+      num_bytes: size in bytes of these files.
+      has_fingerprints: False if the step has no fingerprints, so that only files were compared.
+      damages: all problems found, those of files first.
     """
 
     step: int
@@ -56,24 +57,25 @@ class Verification:
 
     @property
     def is_good(self) -> bool:
-        """Whether all files and arrays that were compared equal what was saved."""
+        """True if all compared files and arrays equal the saved ones."""
         return not self.damages
 
 
 def verify_step(
     folder: Path, step: int, *, pretrained: str | os.PathLike[str] | None = None
 ) -> Verification:
-    """Reads a whole step, and frozen weights that it does not store, and compares all with what was
-    saved; one array at a time.
+    """Reads a whole step and its frozen weights, one array at a time, and compares all with what
+    was saved.
 
     Args:
-      folder: of the step.
-      step: its number.
-      pretrained: folder of the frozen weights; None: the original one.
+      folder: folder of the step.
+      step: number of the step.
+      pretrained: folder of the frozen weights that the step does not store; None: the folder
+        recorded in the checkpoint.
 
     Raises:
-      MachineError: not readable now, for a reason other than damage. CheckpointError: of a newer
-        format.
+      MachineError: the step cannot be read now, for a reason other than damage.
+      CheckpointError: the step has a newer format.
     """
     try:
         metadata = at_another_place(read_metadata(folder), pretrained)
@@ -133,7 +135,7 @@ def _wrong_leaves(folder: Path, metadata: Metadata) -> Iterator[Damage]:
 
 
 def _without_base(base: BaseReader) -> Damage | None:
-    """Returns the problem with the folder of frozen weights as a whole, or None."""
+    """Returns the problem that makes the folder of frozen weights unusable, or None."""
     try:
         base.check()
     except BaseWeightsError as error:

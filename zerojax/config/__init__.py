@@ -1,6 +1,6 @@
 """Settings of a run: every option, its default and the reason; read from YAML, text or Python.
 
-Knows no JAX and no devices; only `loader` reads files.
+The package imports no JAX and does not look at devices. Only its module `loader` reads files.
 """
 
 from zerojax.config.attention_layouts import (

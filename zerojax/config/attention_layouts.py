@@ -1,7 +1,8 @@
-"""Settings of block-sparse attention: which blocks of keys each block of queries attends to.
+"""Settings of block-sparse attention, which let each block of queries attend to chosen blocks of
+keys.
 
 The five layouts and their parameters are those of DeepSpeed's sparse attention.
-`zerojax.operators.sparse_layouts` builds their tables.
+`zerojax.operators.sparse_layouts` computes their tables of visible blocks.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ Direction = Literal["bidirectional", "unidirectional"]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """Base of all layouts. Rows and columns of a table are blocks of queries and of keys.
+    """Base class of all block-sparse layouts.
 
-    `attention="unidirectional"` excludes blocks after the diagonal one, to the extent that
-    DeepSpeed's layout of that name does; inside a block tokens see later ones unless attention is
-    `causal`.
+    A layout is a table for each head: its rows are blocks of queries, its columns blocks of keys,
+    and an entry says whether the query block attends to the key block. With
+    `attention="unidirectional"` a query block does not attend to later key blocks, as far as
+    DeepSpeed's layout of that name excludes them. Inside one block a token still sees later tokens
+    unless the attention itself is causal.
     """
 
     mode: ClassVar[str]
 
     block: int = 16
-    """Tokens of a block."""
+    """Number of tokens in a block."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -38,11 +41,11 @@ class BlockLayout:
         self._check()
 
     def _check(self) -> None:
-        """Raises ConfigError if the layout's fields do not fit together."""
+        """Raises ConfigError if the layout's parameters contradict each other."""
 
     @property
     def is_per_head(self) -> bool:
-        """Whether heads may have different tables."""
+        """Whether the tables of different heads may differ."""
         return getattr(self, "different_layout_per_head", False)
 
 
@@ -53,22 +56,26 @@ _COUNTS |= {"num_sliding_window_blocks"}
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class FixedLayout(BlockLayout):
-    """Windows of neighbouring blocks, with some blocks visible to all (arXiv:1904.10509)."""
+    """Block-sparse layout with windows of neighbouring blocks, and some blocks of each window that
+    all blocks attend to (arXiv:1904.10509)."""
 
     mode: ClassVar[str] = "fixed"
 
     different_layout_per_head: bool = False
     """Whether heads have separate layouts; required for several global patterns."""
     num_local_blocks: int = 4
-    """Blocks of a window; a block attends to those of its own window."""
+    """Number of blocks in a window. A block attends to the blocks of its own window."""
     num_global_blocks: int = 1
-    """Blocks at the end of each window that the blocks of other windows attend to."""
+    """Number of blocks at the end of each window to which the blocks of all other windows attend,
+    too."""
     attention: Direction = "bidirectional"
-    """unidirectional: no block attends to later global blocks or to later blocks of its window."""
+    """unidirectional: a block attends neither to later global blocks nor to later blocks of its
+    window."""
     horizontal_global_attention: bool = False
-    """Whether global blocks also attend to all blocks; only with bidirectional."""
+    """Whether a global block also attends to all blocks. Only with bidirectional attention."""
     num_different_global_patterns: int = 1
-    """Head h uses pattern h modulo this; pattern p has its global blocks p positions earlier."""
+    """Number n of positions of the global blocks in a window. Head h has pattern p = h modulo n, in
+    which the global blocks are p positions before the end of the window."""
 
     def _check(self) -> None:
         if self.num_local_blocks % self.num_global_blocks:
@@ -90,41 +97,45 @@ class FixedLayout(BlockLayout):
             refuse(
                 "num_different_global_patterns",
                 patterns,
-                "needs heads of different layouts; set different_layout_per_head to true, or use 1",
+                "needs a separate layout for each head; set different_layout_per_head to true, "
+                "or use 1",
             )
 
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class VariableLayout(BlockLayout):
-    """Windows of chosen sizes, chosen global blocks, and random blocks."""
+    """Block-sparse layout with windows of chosen sizes, chosen global blocks to which all blocks
+    attend, and random blocks."""
 
     mode: ClassVar[str] = "variable"
 
     different_layout_per_head: bool = False
     """Whether each head has its own random blocks."""
     num_random_blocks: int = 0
-    """Random blocks that each block also attends to, drawn from all blocks, including later
-    ones."""
+    """Number of random blocks to which each block also attends. They are drawn from all blocks of
+    the sequence, including later blocks."""
     local_window_blocks: tuple[int, ...] = (4,)
-    """Blocks of the first window, the second and so on; the last number applies to all further
-    ones."""
+    """Number of blocks in the first window, in the second window and so on. The last number holds
+    for all further windows."""
     global_block_indices: tuple[int, ...] = (0,)
-    """Blocks that all blocks attend to; indices beyond the sequence are ignored."""
+    """Indices of the blocks to which all blocks attend. Indices beyond the sequence are ignored."""
     global_block_end_indices: tuple[int, ...] | None = None
-    """One end for each index, exclusive: the blocks from the index to its end are global."""
+    """Exclusive end for each entry of global_block_indices: all blocks from the index to its end
+    are global. null: only the blocks of the indices are global."""
     attention: Direction = "bidirectional"
-    """unidirectional: no block attends to later global blocks or to later blocks of its window."""
+    """unidirectional: a block attends neither to later global blocks nor to later blocks of its
+    window."""
     horizontal_global_attention: bool = False
-    """Whether global blocks also attend to all blocks; only with bidirectional."""
+    """Whether a global block also attends to all blocks. Only with bidirectional attention."""
     seed: int = 0
-    """Seed of the random blocks, which equal DeepSpeed's after `random.seed(seed)`."""
+    """Seed of the random blocks. DeepSpeed draws the same blocks after `random.seed(seed)`."""
 
     def _check(self) -> None:
         check_at_least(self, 0, "num_random_blocks")
         sizes = self.local_window_blocks
         if not sizes or min(sizes) < 1:
-            refuse("local_window_blocks", list(sizes), "must be numbers of at least 1, as in [4]")
+            refuse("local_window_blocks", list(sizes), "must be a list of numbers >= 1, as in [4]")
         _check_horizontal(self)
         _check_indices(self)
 
@@ -132,24 +143,27 @@ class VariableLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class BigBirdLayout(BlockLayout):
-    """A sliding window, global first blocks, and random blocks (arXiv:2007.14062)."""
+    """Block-sparse layout with a sliding window, global blocks at the start of the sequence, and
+    random blocks (arXiv:2007.14062)."""
 
     mode: ClassVar[str] = "bigbird"
 
     different_layout_per_head: bool = False
     """Whether each head has its own random blocks."""
     num_random_blocks: int = 1
-    """Random blocks that each block also attends to; unidirectional: drawn from the blocks up to
-    its own, all of them if there are fewer."""
+    """Number of random blocks to which each block also attends. With unidirectional attention they
+    are drawn from the blocks up to the block itself; a block with fewer earlier blocks attends to
+    all of them."""
     num_sliding_window_blocks: int = 3
-    """Width of the window around each block, including the block; an even width counts as one
-    more."""
+    """Number of blocks in the window around each block, with the block itself. An even number has
+    the effect of the next odd number."""
     num_global_blocks: int = 1
-    """Number of first blocks of the sequence that all blocks attend to, and that attend to all."""
+    """Number of blocks at the start of the sequence that attend to all blocks, and to which all
+    blocks attend."""
     attention: Direction = "bidirectional"
-    """unidirectional: no block after the diagonal one."""
+    """unidirectional: a block does not attend to later blocks."""
     seed: int = 0
-    """Seed of the random blocks, which equal DeepSpeed's after `random.seed(seed)`."""
+    """Seed of the random blocks. DeepSpeed draws the same blocks after `random.seed(seed)`."""
 
     def _check(self) -> None:
         check_at_least(self, 0, "num_random_blocks")
@@ -158,22 +172,24 @@ class BigBirdLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class BSLongformerLayout(BlockLayout):
-    """A sliding window and global blocks in both directions (arXiv:2004.05150, in blocks)."""
+    """Block-sparse layout with a sliding window, and global blocks that attend to all blocks and to
+    which all blocks attend (arXiv:2004.05150, applied to blocks of tokens)."""
 
     mode: ClassVar[str] = "bslongformer"
 
     different_layout_per_head: bool = False
     """No effect: all heads have one layout. Accepted because DeepSpeed has it."""
     num_sliding_window_blocks: int = 3
-    """Width of the window around each block, including the block; an even width counts as one
-    more."""
+    """Number of blocks in the window around each block, with the block itself. An even number has
+    the effect of the next odd number."""
     global_block_indices: tuple[int, ...] = (0,)
-    """Blocks that all blocks attend to and that attend to all; indices beyond the sequence are
-    ignored."""
+    """Indices of the blocks that attend to all blocks, and to which all blocks attend. Indices
+    beyond the sequence are ignored."""
     global_block_end_indices: tuple[int, ...] | None = None
-    """One end for each index, exclusive: the blocks from the index to its end are global."""
+    """Exclusive end for each entry of global_block_indices: all blocks from the index to its end
+    are global. null: only the blocks of the indices are global."""
     attention: Direction = "bidirectional"
-    """unidirectional: no block after the diagonal one."""
+    """unidirectional: a block does not attend to later blocks."""
 
     def _check(self) -> None:
         _check_indices(self)
@@ -182,15 +198,16 @@ class BSLongformerLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowLayout(BlockLayout):
-    """Only a sliding window; DeepSpeed's local sliding window."""
+    """Block-sparse layout with a sliding window and no global blocks, as in DeepSpeed's local
+    sliding window attention."""
 
     mode: ClassVar[str] = "sliding_window"
 
     num_sliding_window_blocks: int = 3
-    """Width of the window around each block, including the block; an even width counts as one
-    more."""
+    """Number of blocks in the window around each block, with the block itself. An even number has
+    the effect of the next odd number."""
     attention: Direction = "unidirectional"
-    """unidirectional: the half of the window up to the block itself."""
+    """unidirectional: only the half of the window up to the block itself."""
 
 
 LAYOUTS: dict[str, type[BlockLayout]] = {
@@ -206,10 +223,11 @@ LAYOUTS: dict[str, type[BlockLayout]] = {
 
 
 def layout_of_mode(values: Mapping[str, Any]) -> BlockLayout | None:
-    """Builds the layout of {"mode": ..., its parameters}, or returns None for "dense".
+    """Builds a layout from its mode and parameters, such as {"mode": "fixed", "block": 16}; returns
+    None for mode "dense".
 
     Raises:
-      ConfigError: an unknown mode or parameter, or values that are not valid for the layout.
+      ConfigError: an unknown mode, an unknown parameter, or a value that the layout refuses.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(
@@ -232,56 +250,62 @@ def layout_of_mode(values: Mapping[str, Any]) -> BlockLayout | None:
 
 
 def values_of_layout(layout: BlockLayout | None) -> dict[str, Any] | None:
-    """Returns a layout as JSON values, which `layout_of_mode` reads; None for no layout."""
+    """Converts a layout to a dict of JSON values that `layout_of_mode` reads back; None stays
+    None."""
     return None if layout is None else {"mode": layout.mode, **to_dict(layout)}
 
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """Block-sparse layout of attention selected by its mode, as in DeepSpeed's sparse_attention.
+    """Section of a run file for block-sparse attention; its `mode` selects the layout, as in
+    DeepSpeed's sparse_attention section.
 
-    A null key has the default of its mode's layout; a key that the mode does not have is an error.
+    A key that is null has the default of the selected layout. A key that the selected layout does
+    not have is an error.
     """
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "sliding_window"] = (
         "dense"
     )
-    """dense: every token may attend to all. The others are the layouts of `zerojax.config`, such as
-    BigBirdLayout."""
+    """dense: every token may attend to all tokens. Every other mode selects a layout class of
+    `zerojax.config`; bigbird selects BigBirdLayout, for example."""
     block: int | None = None
-    """Tokens of a block."""
+    """Number of tokens in a block."""
     different_layout_per_head: bool | None = None
     """Whether heads have separate layouts."""
     attention: Direction | None = None
-    """unidirectional: no blocks after the diagonal one, to the extent defined by the layout."""
+    """unidirectional: a block does not attend to later blocks, as far as the layout excludes
+    them."""
     num_local_blocks: int | None = None
-    """Blocks of a window (fixed)."""
+    """Number of blocks in a window (fixed)."""
     num_global_blocks: int | None = None
-    """Global blocks: of each window (fixed), or the first of the sequence (bigbird)."""
+    """Number of global blocks in each window (fixed), or at the start of the sequence (bigbird)."""
     horizontal_global_attention: bool | None = None
-    """Whether global blocks also attend to all blocks (fixed, variable)."""
+    """Whether a global block also attends to all blocks (fixed, variable)."""
     num_different_global_patterns: int | None = None
-    """Number of different positions of the global blocks in a window, by head (fixed)."""
+    """Number of different positions of the global blocks in a window; the head selects one
+    (fixed)."""
     num_random_blocks: int | None = None
-    """Random blocks that each block attends to (variable, bigbird)."""
+    """Number of random blocks to which each block attends (variable, bigbird)."""
     local_window_blocks: tuple[int, ...] | None = None
-    """Blocks of each window in order (variable)."""
+    """Number of blocks in each window, in order (variable)."""
     global_block_indices: tuple[int, ...] | None = None
-    """Global blocks, or first blocks of global ranges (variable, bslongformer)."""
+    """Indices of global blocks, or first indices of ranges of global blocks (variable,
+    bslongformer)."""
     global_block_end_indices: tuple[int, ...] | None = None
-    """Ends of these ranges, exclusive (variable, bslongformer)."""
+    """Exclusive ends of the ranges of global blocks (variable, bslongformer)."""
     num_sliding_window_blocks: int | None = None
-    """Width of the window around each block (bigbird, bslongformer, sliding_window)."""
+    """Number of blocks in the window around each block (bigbird, bslongformer, sliding_window)."""
     seed: int | None = None
-    """Seed of random blocks (variable, bigbird)."""
+    """Seed of the random blocks (variable, bigbird)."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
         given = self._given()
         if self.mode == "dense" and len(given) > 1:
             name = next(name for name in given if name != "mode")
-            refuse(name, given[name], "belongs to a layout; set mode, such as mode: fixed")
+            refuse(name, given[name], "has no effect without a layout; set mode, such as fixed")
         layout_of_mode(given)
 
     def _given(self) -> dict[str, Any]:
@@ -290,7 +314,8 @@ class LayoutConfig:
 
     @property
     def layout(self) -> BlockLayout | None:
-        """The layout; None if every token may attend to all."""
+        """Layout that these settings describe; None for mode dense, in which every token may attend
+        to all."""
         return layout_of_mode(self._given())
 
 

@@ -1,7 +1,8 @@
-"""Validates option values and keywords; each error has the value and the limit.
+"""Checks of option values and of keyword names; each error states the value and the limit that it
+breaks.
 
-For a misspelled keyword the error names the nearest valid name, and warnings point at the user's
-line.
+The error for a misspelled keyword suggests the nearest valid name. Warnings are reported at a line
+of the user's code instead of a line of this package.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NOT_THE_USERS = ("zerojax", "jax", "flax", "contextlib", "functools")
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Issues a warning at the line of the user's code that led to it."""
+    """Issues a warning whose reported location is the line of the user's code that led to it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _module_of(frame) in _NOT_THE_USERS:
         frame, level = frame.f_back, level + 1
@@ -47,12 +48,12 @@ def _module_of(frame: types.FrameType) -> str:
 
 
 def refuse(name: str, value: Any, reason: str) -> None:
-    """Raises the ConfigError of a field `name`: its value, and the problem with it (`reason`)."""
+    """Raises a ConfigError for the field `name`; its message is the value followed by `reason`."""
     raise ConfigError(f"{quoted(value)} {reason}", (name,))
 
 
 def check_whole_number(name: str, value: Any, limit: int, most: int | None = None) -> None:
-    """Raises if the argument `value` is not an integer from `limit` to `most`; None passes."""
+    """Raises if the argument `value` is not an integer from `limit` to `most`. None is accepted."""
     if value is None:
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
@@ -67,7 +68,8 @@ def check_whole_number(name: str, value: Any, limit: int, most: int | None = Non
 
 
 def check_folder(name: str, value: str | None) -> None:
-    """Raises if `value` is a URL, as only folders can be used; None passes."""
+    """Raises if `value` is a URL, because only folders of a file system can be used. None is
+    accepted."""
     if value is not None and "://" in value:
         refuse(
             name,
@@ -78,7 +80,8 @@ def check_folder(name: str, value: str | None) -> None:
 
 
 def expand_folders(config: Any, *names: str) -> None:
-    """Expands `~` in fields of a frozen dataclass; None stays None."""
+    """Replaces a leading `~` by the home folder in fields of a frozen dataclass; None stays
+    None."""
     for name in names:
         value = getattr(config, name)
         if value is not None:
@@ -104,13 +107,13 @@ def as_patterns(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
-    """Raises if the argument `value` is not of a type in `kinds`; None passes."""
+    """Raises if the argument `value` has none of the types in `kinds`. None is accepted."""
     if value is not None and not isinstance(value, kinds):
         raise TypeError(f"{name} is a {type(value).__name__}; give {wanted}")
 
 
 def check_at_least(config: Any, limit: int, *names: str) -> None:
-    """Raises if a field named in `names` is below `limit`; None passes."""
+    """Raises if a field named in `names` is below `limit`. A field that is None is accepted."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value >= limit:
@@ -118,7 +121,7 @@ def check_at_least(config: Any, limit: int, *names: str) -> None:
 
 
 def check_size(config: Any, *names: str, least: int = 1, most: int = MAX_SIZE) -> None:
-    """Raises if a field named in `names` is outside of [least, most]; None passes."""
+    """Raises if a field named in `names` is below `least` or above `most`. None is accepted."""
     check_at_least(config, least, *names)
     for name in names:
         value = getattr(config, name)
@@ -127,7 +130,7 @@ def check_size(config: Any, *names: str, least: int = 1, most: int = MAX_SIZE) -
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raises if a field named in `names` is not above 0; None passes."""
+    """Raises if a field named in `names` is 0 or below. A field that is None is accepted."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value > 0:
@@ -135,7 +138,8 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def check_finite(config: Any) -> None:
-    """Raises if a number of a dataclass is infinite or NaN, which run files cannot store."""
+    """Raises if a field of a dataclass is an infinite number or NaN, because run files cannot store
+    these values."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -143,7 +147,7 @@ def check_finite(config: Any) -> None:
 
 
 def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:
-    """Raises if a field named in `names` is outside of [0, 1], or with `below_one` of [0, 1)."""
+    """Raises if a field named in `names` is outside of [0, 1], or of [0, 1) with `below_one`."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not (0 <= value < 1 or (value == 1 and not below_one)):
@@ -161,14 +165,16 @@ def check_regex(name: str, pattern: str) -> None:
 def names_keywords(
     *, also: Collection[str] = (), elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[F], F]:
-    """Returns a decorator that names the nearest valid keyword in errors for unknown keywords.
+    """Returns a decorator that makes errors about unknown keywords suggest the nearest valid
+    keyword.
 
-    The function or class keeps its signature, for `inspect` and for type checkers; a class is
-    returned itself, with another `__init__`.
+    The decorated function or class keeps its signature for `inspect` and type checkers. A class
+    stays the same object; only its `__init__` is replaced.
 
     Args:
-      also: valid keywords that are part of `**options`.
-      elsewhere: {keyword: what to write instead} for keywords that belong to another place.
+      also: valid keywords that the signature does not name, because they are part of `**options`.
+      elsewhere: {keyword: what to write instead}, for keywords that a user may expect here but that
+        another function or section has.
     """
 
     def decorate(target: F) -> F:
@@ -212,9 +218,11 @@ def unknown_keyword(
     """Returns the error message for a keyword that a function does not have.
 
     Args:
-      name: of the function.
-      known: its keywords.
-      elsewhere: see `names_keywords`.
+      name: name of the function.
+      keyword: the unknown keyword.
+      known: valid keywords of the function.
+      elsewhere: {keyword: what to write instead}, for keywords that another function or section
+        has.
     """
     keyword = keyword[:_MAX_NAME]
     if keyword in elsewhere:

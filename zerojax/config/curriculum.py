@@ -1,8 +1,9 @@
-"""Curricula of the row length: settings, the length of each step, the lengths that are compiled.
+"""Curricula of the row length: their settings, the row length of each step, and the lengths that
+are compiled.
 
-Arithmetic only; imports no JAX. The schedules are DeepSpeed's (`data_pipeline/
-curriculum_scheduler.py`): fixed_linear, fixed_root and fixed_discrete. A step is counted from 1, as
-DeepSpeed does for the number that it passes to the model.
+This module only computes numbers and imports no JAX. The schedules fixed_linear, fixed_root and
+fixed_discrete are DeepSpeed's (`data_pipeline/curriculum_scheduler.py`). The first step has number
+1, as in the step number that DeepSpeed passes to the model.
 """
 
 import functools
@@ -15,8 +16,9 @@ from zerojax.config.checks import check_positive, check_size, names_keywords, re
 from zerojax.config.loader import ConfigError, coerce_fields
 
 MAX_RUNGS = 8
-"""Maximum number of compiled lengths. Lengths between two of them are computed at the longer one,
-with weights of 0 at the end of each row."""
+"""Largest number of row lengths that are compiled. A step whose length is between two compiled
+lengths runs at the longer one, and the loss weights of the surplus tokens at the end of each row
+are 0."""
 _COUNTED_STEPS = 100_000
 """A schedule that reaches its end within so many steps is followed step by step."""
 _NEVER = 2**62
@@ -25,30 +27,33 @@ _NEVER = 2**62
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
-    """Curriculum of the row length (arXiv:2108.06084): early steps train on the first tokens of
-    each row only."""
+    """Curriculum of the row length (arXiv:2108.06084): early steps train only on the first tokens
+    of each row."""
 
     type: Literal["seqlen"] | None = None
     """seqlen: the length of rows grows with the steps. null: rows always have full length."""
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"] = "fixed_linear"
-    """Growth, as in DeepSpeed: linear in the step, by a root of the step, or by a list."""
+    """How the length grows, as in DeepSpeed: linearly with the step, with a root of the step, or by
+    a list of lengths."""
     min_length: int | None = None
-    """Tokens of a row in the first step. null: length_step."""
+    """Number of tokens per row in the first step. null: length_step."""
     max_length: int | None = None
-    """Tokens of a row at the end of the curriculum and after it. null: those of the data's rows."""
+    """Number of tokens per row at the end of the curriculum and after it. null: the row length of
+    the data."""
     total_steps: int | None = None
-    """Steps until the length is max_length (fixed_linear, fixed_root)."""
+    """Number of steps until the length reaches max_length (fixed_linear, fixed_root)."""
     length_step: int = 8
     """Lengths below max_length are multiples of this; at least 8 suits tensor cores."""
     root_degree: float = 2.0
     """Degree of the root, for fixed_root: 2 is the square root."""
     lengths: tuple[int, ...] = ()
-    """Tokens of a row in each phase of fixed_discrete."""
+    """Number of tokens per row in each phase of fixed_discrete."""
     until_steps: tuple[int, ...] = ()
-    """Last step of each phase except the last, for fixed_discrete."""
+    """Last step of each phase of fixed_discrete. The last phase has no entry because it has no
+    end."""
     keys: tuple[str, ...] = ()
     """Names of the batch arrays [rows, tokens, ...] that are shortened. (): tokens, targets and
-    weights, for a next-token loss of zerojax."""
+    weights, the arrays of zerojax's next-token losses."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -122,15 +127,16 @@ class CurriculumConfig:
 
     @property
     def first_length(self) -> int:
-        """Lower limit of the schedule, with `length_step` for null, before it is rounded down."""
+        """Smallest length of the schedule: `min_length`, or `length_step` if `min_length` is null.
+        The schedule rounds it down to a multiple of `length_step`."""
         return self.length_step if self.min_length is None else self.min_length
 
     @property
     def last_length(self) -> int:
-        """Tokens of a row after the curriculum.
+        """Number of tokens per row after the end of the curriculum.
 
         Raises:
-          ConfigError: `max_length` is null, so that it depends on the data.
+          ConfigError: `max_length` is null, so the value depends on the data.
         """
         if self.schedule_type == "fixed_discrete":
             return self.lengths[-1]
@@ -142,13 +148,13 @@ class CurriculumConfig:
         return self.max_length
 
     def length(self, step: int) -> int:
-        """Returns the tokens of a row in a step.
+        """Returns the number of tokens per row in a training step.
 
-        DeepSpeed's formulas, with its rounding in float64. Its schedule stops at max_length, which
-        is the same for schedules that never fall.
+        The formulas and their rounding in float64 are DeepSpeed's. DeepSpeed's schedule stays at
+        max_length once reached, and so does this one, because its lengths never fall.
 
         Args:
-          step: from 1; `max_length` must not be null.
+          step: number of the step; the first step is 1. `max_length` must not be null.
         """
         if self.schedule_type == "fixed_discrete":
             place = sum(step > last for last in self.until_steps)
@@ -166,7 +172,8 @@ class CurriculumConfig:
         return min(grown - grown % self.length_step, high)
 
     def spans(self, after: int, until: int) -> Iterator[tuple[int, int]]:
-        """Yields (length, number of successive steps with it) of steps `after` + 1 to `until`."""
+        """Groups the steps from `after` + 1 to `until` by their length: yields (length, number of
+        successive steps with this length)."""
         while after < until:
             length = self.length(after + 1)
             end = _first(lambda step, now=length: self.length(step) > now, after + 1, until + 1) - 1
@@ -174,8 +181,8 @@ class CurriculumConfig:
             after = end
 
     def first_step_above(self, length: int, after: int) -> int | None:
-        """Returns the first step after `after` whose rows are longer than `length`; None if there
-        is none."""
+        """Returns the first step after `after` whose rows are longer than `length`; None if no step
+        is."""
         if length >= self.last_length:
             return None
         found = _first(lambda step: self.length(step) > length, after + 1, _NEVER)
@@ -183,17 +190,20 @@ class CurriculumConfig:
 
     @property
     def all_lengths(self) -> tuple[int, ...]:
-        """The lengths of the schedule, rising; of a slow schedule, all that it may have."""
+        """All lengths that the schedule has, ascending. For a schedule of very many steps, all
+        multiples of `length_step` in its range."""
         return _all_lengths(self)
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """The compiled lengths, rising, at most `MAX_RUNGS`: each equally many lengths apart."""
+        """Row lengths that are compiled, ascending: at most `MAX_RUNGS`, evenly spaced among all
+        lengths, always with the longest."""
         falling = self.all_lengths[::-1]
         return falling[:: -(-len(falling) // MAX_RUNGS)][::-1]
 
     def rung(self, length: int) -> int:
-        """Returns the smallest compiled length that holds `length` tokens."""
+        """Returns the compiled length for rows of `length` tokens: the smallest that is not
+        shorter."""
         return min(rung for rung in self.rungs if rung >= length)
 
 
@@ -209,10 +219,11 @@ def _all_lengths(config: CurriculumConfig) -> tuple[int, ...]:
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Returns the first number from `low` on for which `holds`; `high` if there is none below it.
+    """Finds by bisection the first number from `low` on for which `holds` is true; returns `high`
+    if `holds` is false for all numbers below `high`.
 
     Args:
-      holds: once true, true for all larger numbers.
+      holds: condition on a number; if it is true for a number, it is true for all larger numbers.
     """
     reach = 1
     while low + reach < high and not holds(low + reach - 1):

@@ -1,7 +1,8 @@
-"""Displays untrusted text and values without control characters and with bounded length.
+"""Displays untrusted text and values without control characters and with limited length.
 
-A name in a model, a path or a value of a configuration may contain bytes that move a terminal's
-cursor, clear its screen or set its title, or characters that reverse the order of displayed text.
+The name of an array in a model, a path or a configuration value may contain bytes that move a
+terminal's cursor, clear its screen or set its title, or characters that reverse the order of the
+displayed text.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 MAX_VALUE = 80
-"""Limit of characters of a value that is quoted in a sentence."""
+"""Largest number of characters of a value that is quoted in a sentence."""
 MAX_MESSAGE = 4000
-"""Limit of characters of a whole message."""
+"""Largest number of characters of a message."""
 _MESSAGE_END = 1000
 _MAX_DEPTH = 4
 _MAX_BITS = 512
@@ -36,9 +37,9 @@ def printable(text: object, *, is_page: bool = False) -> str:
     r"""Returns the text with control characters as escapes, such as `\x1b`, `\n` and `\u202e`.
 
     Args:
-      text: a name, a path, a sentence; other objects are converted with `str`.
-      is_page: whether line feeds and tabs stay, as in a page of several lines. Names within it
-        should have passed through this function before, so that none adds a line.
+      text: a name, a path or a sentence; any other object is converted with `str`.
+      is_page: whether line feeds and tabs are kept, for a text of several lines. Pass each name
+        through this function alone before it becomes part of a page, so that no name adds a line.
     """
     text = text if isinstance(text, str) else str(text)
     return (_UNSAFE_IN_PAGE if is_page else _UNSAFE).sub(_escape, text)
@@ -49,33 +50,35 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def show(*values: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Prints like `print`, with control characters as escapes; used by all commands."""
+    """Prints like `print`, but with control characters as escapes; all commands print with it."""
     text = " ".join(map(str, values))
     print(printable(text, is_page=True), end=end, file=file, flush=flush)
 
 
 def as_html(text: object) -> str:
-    """Returns the text for a page of HTML: no tags, no control characters."""
+    """Escapes text for an HTML page, so that it contains no tags and no control characters."""
     return html.escape(printable(text, is_page=True))
 
 
 def cut(text: str, limit: int) -> str:
-    """Returns `text`; if it is longer than `limit`, its first `limit` characters and its length."""
+    """Shortens `text` to its first `limit` characters followed by its full length; returns shorter
+    text unchanged."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def shorten(text: str) -> str:
-    """Shortens a message to about `MAX_MESSAGE` characters; keeps its end, which has the remedy."""
+    """Shortens the middle of a message to about `MAX_MESSAGE` characters in all; the end is kept
+    because it states the remedy."""
     if len(text) <= MAX_MESSAGE:
         return text
     return f"{cut(text, MAX_MESSAGE - _MESSAGE_END)} ... {text[-_MESSAGE_END:]}"
 
 
 def quoted(value: Any, limit: int = MAX_VALUE) -> str:
-    """Returns the `repr` of a value, limited to about `limit` characters.
+    """Returns the `repr` of a value, cut to about `limit` characters.
 
-    Lists and mappings are read only as far as they are shown, so a list that contains itself, or
-    repeats its parts a million times, costs no more than any other.
+    Lists and mappings are read only as far as they are shown. So a list that contains itself, or a
+    list of millions of items, takes no more time than a short list.
     """
     text = ""
     for piece in _pieces(value, limit, 0):
@@ -86,7 +89,7 @@ def quoted(value: Any, limit: int = MAX_VALUE) -> str:
 
 
 def _pieces(value: Any, limit: int, depth: int) -> Iterator[str]:
-    """Yields the parts of a `repr` in order, so that the caller can stop early."""
+    """Yields successive parts of the `repr` of a value, so that the caller can stop early."""
     kind = type(value)
     if isinstance(value, str):
         yield repr(str(value[: limit + 1]))
@@ -113,12 +116,13 @@ def _pieces(value: Any, limit: int, depth: int) -> Iterator[str]:
 def _repr(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # of a foreign class
+    except Exception:  # a class of the user may raise anything in __repr__
         return f"<{type(value).__name__}>"
 
 
 def as_details(title: str, page: str) -> str:
-    """Returns a page of text as HTML for notebooks: one line that opens to the whole page."""
+    """Returns text as HTML for notebooks: a title line that expands to the whole text when
+    clicked."""
     return (
         f"<details><summary><code>{as_html(title)}</code></summary><pre>{as_html(page)}</pre>"
         "</details>"

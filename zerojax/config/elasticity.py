@@ -1,12 +1,12 @@
-"""Elastic batches: a batch size that many numbers of devices can divide.
+"""Elastic batches: one batch size that many numbers of devices can divide.
 
-Arithmetic only; imports no JAX.
+This module only computes numbers and imports no JAX.
 
-The arithmetic is DeepSpeed's (`deepspeed/elasticity/elasticity.py`, version 0.1 and, for devices
-that join and leave in whole nodes, 0.2), so that a run started there continues here with the same
-batch. Candidates are each micro-batch size, and their least common multiple, times the largest
-highly composite number that stays below the limit; the candidate that most numbers of devices can
-divide is chosen.
+The arithmetic is DeepSpeed's (`deepspeed/elasticity/elasticity.py`: version 0.1, and version 0.2
+for devices that join and leave in whole nodes). So a run that started in DeepSpeed continues here
+with the same batch. The candidate batch sizes are each micro-batch size, and the least common
+multiple of all micro-batch sizes, each multiplied by the largest highly composite number that keeps
+the product below the limit. The candidate that the most numbers of devices can divide is chosen.
 """
 
 import functools
@@ -22,13 +22,14 @@ _MAX_SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticBatch:
-    """Batch of an elastic run.
+    """Batch size of an elastic run, and the numbers of devices that can compute it.
 
     Attributes:
-      global_batch_size: rows of a step, on every number of devices.
-      device_counts: the numbers of devices that can divide it, smallest first.
-      devices_per_shard: devices that share the rows of one data shard (context x stage x model).
-      micro_batch_sizes: allowed numbers of rows of a data shard per forward pass.
+      global_batch_size: number of rows in a step, equal for every number of devices.
+      device_counts: numbers of devices that can divide the batch, smallest first.
+      devices_per_shard: number of devices that share the rows of one data shard (context x stage x
+        model).
+      micro_batch_sizes: allowed numbers of rows that a data shard computes in one forward pass.
     """
 
     global_batch_size: int
@@ -37,11 +38,12 @@ class ElasticBatch:
     micro_batch_sizes: tuple[int, ...]
 
     def micro_batch_size(self, num_devices: int) -> int:
-        """Returns the rows of a data shard per forward pass: the largest size that divides its
-        rows.
+        """Returns the number of rows that a data shard computes in one forward pass: the largest
+        allowed size that divides the shard's rows.
 
         Raises:
-          ConfigError: this number of devices cannot divide the batch; names the nearest that can.
+          ConfigError: `num_devices` devices cannot divide the batch; the message names the nearest
+            number of devices that can.
         """
         if num_devices not in self.device_counts:
             shown = ", ".join(map(str, self.device_counts[:_MAX_SHOWN]))
@@ -58,10 +60,10 @@ class ElasticBatch:
         return max(size for size in self.micro_batch_sizes if rows % size == 0)
 
     def num_microbatches(self, num_devices: int) -> int:
-        """Returns the number of microbatches of every data shard.
+        """Returns the number of microbatches into which each data shard divides its rows.
 
         Raises:
-          ConfigError: see `micro_batch_size`.
+          ConfigError: `num_devices` devices cannot divide the batch.
         """
         size = self.micro_batch_size(num_devices)
         return self.global_batch_size * self.devices_per_shard // (num_devices * size)
@@ -70,26 +72,31 @@ class ElasticBatch:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class ElasticityConfig:
-    """One global batch for many numbers of devices. The defaults are DeepSpeed's.
+    """Settings of an elastic run: one global batch size for many numbers of devices. The defaults
+    are DeepSpeed's.
 
-    The batch is chosen once, from these settings only; its division into microbatches follows from
-    the available devices. So losses are equal for all numbers of devices, up to rounding.
+    The batch size depends only on these settings. The number of microbatches depends on the
+    available devices. So losses are equal for all numbers of devices, up to rounding.
     """
 
     enabled: bool = False
     """true: this section sets global_batch_size and num_microbatches."""
     max_global_batch_size: int = 2000
-    """Rows. The batch is the largest below this limit that many numbers of devices can divide."""
+    """Limit of the batch in rows. The chosen batch is at most this large, and many numbers of
+    devices can divide it."""
     micro_batch_sizes: tuple[int, ...] = (2, 4, 6)
-    """Rows of a data shard that fit into memory in one pass."""
+    """Allowed numbers of rows that a data shard computes in one forward pass; each must fit into
+    memory."""
     min_devices: int = 1
-    """Fewest devices of the run."""
+    """Smallest number of devices of the run."""
     max_devices: int = 10_000
-    """Most devices of the run."""
+    """Largest number of devices of the run."""
     devices_per_node: int | None = None
-    """Devices join and leave in whole nodes of this size. null: one by one."""
+    """Number of devices in a node, if devices join and leave in whole nodes. null: they join and
+    leave one by one."""
     prefer_larger_batch: bool = True
-    """If equally many numbers of devices divide two batch sizes, take the larger one."""
+    """Whether the larger of two batch sizes is chosen if equally many numbers of devices can divide
+    them."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -112,14 +119,15 @@ class ElasticityConfig:
             )
 
     def choose_batch(self, devices_per_shard: int = 1) -> ElasticBatch:
-        """Returns the batch, with the numbers of devices that can divide it.
+        """Chooses the batch size, and lists the numbers of devices that can divide it.
 
         Args:
-          devices_per_shard: devices that share the rows of a data shard (context x stage x model).
+          devices_per_shard: number of devices that share the rows of one data shard (context x
+            stage x model).
 
         Raises:
-          ConfigError: nodes that data shards do not divide, or no number of devices within the
-            limits.
+          ConfigError: a node is not a whole number of data shards, or no number of devices within
+            the limits can divide a batch.
         """
         # The unit that joins and leaves: a node, or the devices of one data shard.
         unit = self.devices_per_node or devices_per_shard
@@ -160,8 +168,12 @@ class ElasticityConfig:
 def _best(
     largest: int, sizes: tuple[int, ...], limits: tuple[int, int], prefer_larger: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """Returns (batch, numbers of units) of the candidate batch that most numbers of units can
-    divide; a unit is a node or a data shard."""
+    """Chooses the candidate batch that the most numbers of units can divide; a unit is a node or
+    the devices of a data shard.
+
+    Returns:
+      (batch, numbers of units that can divide it).
+    """
     bases = {base for base in (*sizes, math.lcm(*sizes)) if base <= largest}
     candidates = {base * _highly_composite(largest // base) for base in bases}
     found = [(batch, _counts(batch, sizes, limits)) for batch in candidates]
@@ -170,8 +182,8 @@ def _best(
 
 
 def _counts(batch: int, sizes: tuple[int, ...], limits: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the numbers of units (nodes or data shards), within `limits`, whose shares of a batch
-    are whole micro-batches."""
+    """Returns the numbers of units (nodes or data shards) within `limits` for which the share of
+    each unit is a whole number of micro-batches."""
     whole = {n for size in sizes if batch % size == 0 for n in _divisors(batch // size)}
     return tuple(sorted(n for n in whole if limits[0] <= n <= limits[1]))
 
@@ -199,8 +211,8 @@ def _highly_composite(limit: int) -> int:
 def _falling_products(
     number: int, divisors: int, exponent: int, limit: int, primes: tuple[int, ...]
 ) -> Iterator[tuple[int, int]]:
-    """Yields (number, count of its divisors) of all products of `primes` up to a limit with
-    non-increasing exponents."""
+    """Yields (product, number of its divisors) for all products of `primes` up to `limit` whose
+    exponents do not increase from one prime to the next."""
     yield number, divisors
     if not primes:
         return

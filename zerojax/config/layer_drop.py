@@ -1,7 +1,8 @@
-"""Progressive layer drop: settings, and the probability with which each layer is kept.
+"""Progressive layer drop: its settings, and the probability with which a step keeps each layer.
 
-Arithmetic only; imports no JAX. The schedule is DeepSpeed's (`runtime/progressive_layer_drop.py`),
-the probabilities are those of Zhang and He 2020 (arXiv:2010.13369).
+This module only computes numbers and imports no JAX. The schedule is DeepSpeed's
+(`runtime/progressive_layer_drop.py`). The probabilities are from Zhang and He 2020
+(arXiv:2010.13369).
 """
 
 import math
@@ -18,14 +19,15 @@ GAMMA = 0.001
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class LayerDropConfig:
-    """Progressive layer drop (arXiv:2010.13369): steps leave out layers, drawn anew for each
-    microbatch."""
+    """Settings of progressive layer drop (arXiv:2010.13369): each step skips randomly chosen
+    layers, which are drawn again for every microbatch."""
 
     theta: float = 1.0
-    """Probability of keeping the last layer, after many steps. The first layers are kept more
-    often. 1: no layer is left out. DeepSpeed advises 0.5."""
+    """Probability, after many steps, that the last layer is kept. Earlier layers are kept more
+    often. 1: no layer is skipped. DeepSpeed recommends 0.5."""
     gamma: float = GAMMA
-    """Rate at which the probability falls from 1 to theta: 63 % of the way in 1 / gamma steps."""
+    """Rate at which the probability falls from 1 to theta: after 1 / gamma steps it has fallen 63 %
+    of the way."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -45,8 +47,8 @@ class LayerDropConfig:
         """Returns the probability of keeping the last layer in a step.
 
         Args:
-          step: number of steps before it.
-          exp: exponential function for the type of `step`.
+          step: number of completed steps.
+          exp: exponential function for the type of `step`, such as `jnp.exp` for an array.
         """
         return (1 - self.theta) * exp(-self.gamma * step) + self.theta
 
@@ -54,8 +56,8 @@ class LayerDropConfig:
         """Returns the expected fraction of layers that a step keeps.
 
         Args:
-          num_layers: of the loop.
-          step: number of steps before it; None: after many steps.
+          num_layers: number of layers that can be skipped.
+          step: number of completed steps. None: the limit after many steps.
         """
         theta = self.theta if step is None else self.theta_of(step)
         return 1 - (1 - theta) * (num_layers + 1) / (2 * num_layers)

@@ -1,4 +1,4 @@
-"""Loads configurations from YAML and KEY=VALUE text, with file and line in each error."""
+"""Loads configurations from YAML files and KEY=VALUE text; each error states the file and line."""
 
 import contextlib
 import dataclasses
@@ -25,9 +25,10 @@ Key = tuple[str, ...]
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """PyYAML's safe loader, in C if PyYAML was built with it: ten times as fast.
+    """PyYAML's safe loader, with numbers as in YAML 1.2; ten times as fast if PyYAML was built with
+    its C library.
 
-    YAML 1.1 reads 1e-3 and 5e8 as text; YAML 1.2, and this loader, read them as numbers.
+    YAML 1.1 reads 1e-3 and 5e8 as text. YAML 1.2, and this loader, read them as numbers.
     """
 
 
@@ -38,11 +39,12 @@ _Loader.add_implicit_resolver(
 )
 
 MAX_CHARACTERS = 2**20
-"""Limit of a configuration's text."""
+"""Largest number of characters of a configuration's text."""
 MAX_DEPTH = 64
-"""Limit of nested sections and lists."""
+"""Largest depth of nested sections and lists."""
 MAX_NODES = 100_000
-"""Limit of sections, lists and values, with each alias (*name) counted as its expansion."""
+"""Largest number of sections, lists and values in a text, in which each alias (*name) counts with
+all values that it expands to."""
 MAX_DIGITS = 100
 """Limit of an integer's digits; larger ones are not sizes, counts or seeds, and take Python
 quadratic time."""
@@ -54,12 +56,14 @@ _MAX_NAME = 100
 
 
 class ConfigError(ValueError):
-    """An error in a configuration: the value, why it is not possible, what to write instead.
+    """An invalid configuration; the message states the value, why it is not possible, and what to
+    write instead.
 
     Args:
       message: the sentence, without the key in front.
-      key: path of the field, outermost first; empty if the error has no field.
-      where: "file.yaml:12" or "command line"; empty if the value came from Python.
+      key: path of the field, outermost section first; empty if the error concerns no field.
+      where: place of the value, "file.yaml:12" or "command line"; empty if the value came from
+        Python.
     """
 
     def __init__(self, message: str, key: Key = (), where: str = ""):
@@ -79,14 +83,15 @@ class NotYaml(ConfigError):
 
 
 class CommandText(str):
-    """Text typed on the command line; its type is decided when the field is known."""
+    """Text that was typed on the command line. It is converted to the type of its field once the
+    field is known."""
 
     __slots__ = ()
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Converts a configuration to JSON-able dicts, lists, numbers and text; inverse of
-    `from_dict`."""
+    """Converts a configuration to dicts, lists, numbers and text that JSON can store; `from_dict`
+    reverses it."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
@@ -102,7 +107,8 @@ def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
     """Builds the dataclass `cls` from nested mappings.
 
     Raises:
-      ConfigError: an unknown or missing key (the nearest known one is named), or a wrong value.
+      ConfigError: an unknown key (the message suggests the nearest known key), a missing key, or an
+        invalid value.
     """
     _check_keys(cls, values)
     fields: tuple[dataclasses.Field, ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -110,7 +116,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
         has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
         if field.name not in values and not has_default:
             raise ConfigError(
-                f"{cls.__name__} needs this key, as it has no default; set it", (field.name,)
+                f"{cls.__name__} needs this key, which has no default; set it", (field.name,)
             )
     return cls(**values)
 
@@ -127,13 +133,14 @@ def load_dataclass(
 
     Args:
       cls: a dataclass whose fields may be dataclasses.
-      path: YAML file; None starts from `base`, or from the defaults.
-      base: settings to which the overrides are applied, in place of a file.
-      overrides: "mesh.zero=3", or "zero=3" if one field nearest to the top has that name.
-      defaults: values for fields that neither the file nor an override sets.
+      path: path of the YAML file. None: start from `base`, or from the defaults if `base` is None.
+      base: settings to start from if there is no file.
+      overrides: texts such as "mesh.zero=3", or "zero=3" if only one field nearest to the top level
+        has that name.
+      defaults: values of fields that neither the file nor an override sets.
 
     Raises:
-      ConfigError: with the key, the value, the nearest known key, and file:line.
+      ConfigError: the message states the key, the value, the nearest known key, and file:line.
     """
     values, where = dict[str, Any](), dict[Key, str]()
     if path is not None:
@@ -159,8 +166,12 @@ def load_dataclass(
 
 
 def _culprit(build: Callable[..., Any], overrides: Sequence[str]) -> str | None:
-    """Returns the override without which the configuration is valid; all if no single one is at
-    fault; None if it is invalid without overrides, too."""
+    """Finds the override that makes a configuration invalid.
+
+    Returns:
+      The only override whose removal makes the configuration valid; all overrides if there is no
+      single one; None if the configuration is invalid even without overrides.
+    """
 
     def is_right(chosen: Sequence[str]) -> bool:
         try:
@@ -180,11 +191,11 @@ def _without(items: Sequence[str], index: int) -> Sequence[str]:
 
 
 def coerce_fields(config: Any) -> None:
-    """Converts every field of a frozen dataclass to its declared type, in place, from
-    __post_init__.
+    """Converts every field of a frozen dataclass to its declared type, in place; called in
+    `__post_init__`.
 
     Raises:
-      ConfigError: naming the field, its type and the value.
+      ConfigError: the message states the field, its type and the value.
     """
     for name, hint in _hints(type(config)).items():
         try:
@@ -195,7 +206,7 @@ def coerce_fields(config: Any) -> None:
 
 
 def is_null(value: Any) -> bool:
-    """Returns True if `value` is None, or the text for it on a command line."""
+    """Returns whether `value` is None or a command-line text that means null."""
     typed = isinstance(value, CommandText) and value.lower() in ("none", "null", "~")
     return value is None or typed
 
@@ -237,7 +248,8 @@ def _check_keys(cls: type, values: Any, prefix: Key = (), root: type | None = No
 
 
 def _nearest(name: str, cls: type, prefix: Key, root: type) -> str:
-    """Returns the end of an unknown-key message: the probable key, or all known keys."""
+    """Returns the last part of the message for an unknown key: the key that was probably meant, or
+    all known keys."""
     here = [*_hints(cls)]
     if match := _closest(name, here):
         return f"did you mean '{'.'.join((*prefix, match))}'?"
@@ -248,14 +260,14 @@ def _nearest(name: str, cls: type, prefix: Key, root: type) -> str:
 
 
 def _closest(name: str, known: Sequence[str]) -> str | None:
-    name = name[:_MAX_NAME]  # comparing costs the product of both lengths
+    name = name[:_MAX_NAME]  # the time to compare two texts is the product of their lengths
     initials = [k for k in known if "".join(word[0] for word in k.split("_")) == name]
     return next(iter(initials + difflib.get_close_matches(name, known, 1, 0.6)), None)
 
 
 def _resolve(cls: type, text: str) -> Key:
-    """Returns the full key of an override: itself, or the key nearest to the top that ends in
-    it."""
+    """Returns the full key of an override. A text that is not a full key stands for the key nearest
+    to the top level that ends in it."""
     key = tuple(text.split("."))
     leaves = [*_leaves(cls)]
     if key in leaves or any(leaf[: len(key)] == key for leaf in leaves):
@@ -273,7 +285,7 @@ def _resolve(cls: type, text: str) -> Key:
     for value in (prefix for prefix in _prefixes(key[:-1]) if prefix in leaves):
         name = ".".join(value)
         raise ConfigError(
-            f"{name} is a value and has no keys; write {name}=...", key, _COMMAND_LINE
+            f"{name} is a single value, not a section; write {name}=VALUE", key, _COMMAND_LINE
         )
     raise ConfigError(f"unknown key; {_nearest(key[-1], cls, (), cls)}", key, _COMMAND_LINE)
 
@@ -306,7 +318,8 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
 
 
 def _is_set(values: Any, key: Key) -> bool:
-    """Returns True if nested dicts have a key; for an empty key, if the dict is not empty."""
+    """Returns whether nested dicts contain a key; for an empty key, whether the dict is not
+    empty."""
     for name in key:
         if not isinstance(values, dict) or name not in values:
             return False
@@ -327,10 +340,10 @@ def _section_hint(cls: type, key: Key, value: str) -> str:
 
 
 def user_path(value: str | os.PathLike[str]) -> Path:
-    """Makes a path from user input: `~` and `~name` at its start are home folders.
+    """Makes a path from user input, with `~` or `~name` at its start replaced by the home folder.
 
     Raises:
-      ConfigError: no such home folder, or a zero byte.
+      ConfigError: the home folder does not exist, or the text contains a zero byte.
     """
     if "\0" in os.fspath(value):
         raise ConfigError(
@@ -362,11 +375,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
 
 
 def read_text(path: Path, *, encoding: str = "utf-8") -> str:
-    """Reads a configuration file, up to the length limit.
+    """Reads a configuration file up to the limit of its length.
 
     Raises:
-      ConfigError: it is longer than `MAX_CHARACTERS`.
-      OSError, UnicodeDecodeError, UnreadableError: it cannot be read.
+      ConfigError: the file is longer than `MAX_CHARACTERS`.
+      OSError, UnicodeDecodeError, UnreadableError: the file cannot be read.
     """
     with open_text(path, encoding=encoding) as file:
         text = file.read(MAX_CHARACTERS + 1)
@@ -378,26 +391,28 @@ def check_length(text: str, source: str) -> None:
     """Raises if a configuration's text is longer than `MAX_CHARACTERS`."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            f"more than {MAX_CHARACTERS:,} characters, too long for a configuration; give the path "
+            f"the text has more than {MAX_CHARACTERS:,} characters, too many for a "
+            "configuration; give the path "
             "of a configuration file",
             where=source,
         )
 
 
 def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
-    """Returns the value of a YAML text (None if empty), and the line of each of its keys.
+    """Parses a YAML text, and finds the line of each key.
 
-    Its length, nesting depth and the expansion of its aliases are checked before anything is built
-    from it: nine lines of aliases can expand to more values than fit into memory.
+    The length, the nesting depth and the expansion of aliases are checked before any value is
+    built, because nine lines of aliases can expand to more values than fit into memory.
 
     Args:
-      source: name of the text in messages and places, such as its file's path.
+      text: the YAML text.
+      source: name of the text in messages and line references, such as the path of its file.
 
     Returns:
-      (value, {key path: "source:line"}).
+      (value, or None for an empty text, {key path: "source:line"}).
 
     Raises:
-      ConfigError: not YAML, beyond the limits, or a duplicate key.
+      ConfigError: the text is not YAML, exceeds a limit, or repeats a key.
     """
     where: dict[Key, str] = {}
     check_length(text, source)
@@ -419,11 +434,11 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
 
 
 def _check_depth_before(error: yaml.YAMLError, text: str, source: str) -> None:
-    """Raises for nesting beyond the limit that precedes a syntax error.
+    """Raises if values are nested too deeply before the place of a syntax error.
 
-    libyaml looks ahead and, in some versions, has its own limit: it can fail at a later place of
-    the text than the one where the nesting becomes too deep. The parser in Python does not look
-    ahead.
+    libyaml looks ahead and, in some versions, has its own depth limit, so its error can be at a
+    later place than the first value that is nested too deeply. The parser written in Python does
+    not look ahead.
     """
     mark = getattr(error, "problem_mark", None)
     before = text[: mark.index] if mark else text
@@ -432,9 +447,10 @@ def _check_depth_before(error: yaml.YAMLError, text: str, source: str) -> None:
 
 
 def _check_events(text: str, source: str, loader: type) -> None:
-    """Raises for nesting and aliases beyond the limits, from the stream of events."""
-    weights: dict[str, tuple[int, int]] = {}  # of anchored nodes: nodes, levels below
-    opened: list[tuple[str | None, int, int]] = []  # anchor, nodes before it, levels below so far
+    """Raises if the stream of YAML events exceeds the limits of nesting depth or of alias
+    expansion."""
+    weights: dict[str, tuple[int, int]] = {}  # {anchor: (number of nodes, levels below)}
+    opened: list[tuple[str | None, int, int]] = []  # (anchor, nodes before, levels below so far)
     total = 0
     for event in yaml.parse(text, Loader=loader):
         anchor, below, before = None, 0, total
@@ -449,7 +465,7 @@ def _check_events(text: str, source: str, loader: type) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if any(name == event.anchor for name, _, _ in opened):
                 problem = (
-                    f"*{event.anchor} is an alias inside the value that it refers to; write the "
+                    f"the alias *{event.anchor} is inside the value that it refers to; write the "
                     "values out"
                 )
                 raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
@@ -460,7 +476,7 @@ def _check_events(text: str, source: str, loader: type) -> None:
         if opened and below >= opened[-1][2]:
             opened[-1] = (*opened[-1][:2], below)
         if len(opened) + below > MAX_DEPTH or total > MAX_NODES:
-            problem = f"nested more than {MAX_DEPTH} levels deep; use fewer levels"
+            problem = f"values are nested more than {MAX_DEPTH} levels deep; use fewer levels"
             if total > MAX_NODES:
                 problem = (
                     f"more than {MAX_NODES:,} values (each alias *name counts with all values "
@@ -471,7 +487,7 @@ def _check_events(text: str, source: str, loader: type) -> None:
 
 
 def _check_scalars(root: yaml.Node, source: str) -> None:
-    """Raises for single values on which PyYAML itself fails, such as 2024-99-99 or !!int x."""
+    """Raises for single values that PyYAML cannot convert, such as 2024-99-99 or !!int x."""
     waiting: list[Any] = [root]
     seen = set()
     trial = yaml.SafeLoader("")
@@ -490,7 +506,7 @@ def _check_scalars(root: yaml.Node, source: str) -> None:
                 trial.construct_object(node)
             except yaml.YAMLError:
                 raise
-            except Exception:  # ValueError, KeyError, AttributeError, OverflowError: by its tag
+            except Exception:  # its type depends on the value's tag
                 is_readable = False
             if not is_readable:
                 raise NotYaml(
@@ -518,10 +534,10 @@ def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key
 
 
 def parse_text(text: str) -> Any:
-    """Returns the YAML value of a text typed on a command line, or the text if it is not YAML.
+    """Parses a text from the command line as YAML; returns the text itself if it is not valid YAML.
 
     Raises:
-      ConfigError: beyond the limits of `read_yaml`.
+      ConfigError: the text exceeds the limits of `read_yaml`.
     """
     text = str(text)
     try:
@@ -536,7 +552,8 @@ def parse_text(text: str) -> Any:
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """Converts `value` to the type `hint`, or raises ConfigError with the expected type."""
+    """Converts `value` to the type `hint`; raises ConfigError with the expected type if it
+    cannot."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value)
@@ -612,7 +629,8 @@ def _convert_tuple(args: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
 
 
 def _convert_mapping(args: tuple[Any, ...], value: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """Converts {first: second}, another form of a list of pairs; errors are placed at `first`."""
+    """Converts a mapping {first: second}, which is another way to write a list of pairs; the key
+    `first` locates errors."""
     pairs = []
     for pair in value.items():
         try:
@@ -623,7 +641,7 @@ def _convert_mapping(args: tuple[Any, ...], value: Mapping[Any, Any]) -> tuple[A
 
 
 def _convert_number(hint: Any, value: Any, *, is_typed: bool = False) -> Any:
-    """Converts a number to its type. Text is not a number, except on a command line."""
+    """Converts a number to its type. Text is refused, unless it was typed on a command line."""
     wanted = "an integer" if hint is int else "a number"
     number = value
     if isinstance(value, str) and len(value) <= MAX_DIGITS:

@@ -1,7 +1,8 @@
-"""Distinguishes a DeepSpeed dict from the fields of a `MeshConfig`.
+"""Distinguishes a DeepSpeed configuration dict from a dict of `MeshConfig` fields by the names of
+its keys.
 
-`tests/deepspeed/test_deepspeed.py` compares the names with the table of the translation; no name
-is in both.
+`tests/deepspeed/test_deepspeed.py` compares the DeepSpeed keys with the table of translated keys.
+No name is both a DeepSpeed key and a `MeshConfig` field.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ _MAX_NAME, _MAX_NAMES = 100, 100
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Returns True if a dict has the keys of a ds_config; a dict without known keys is judged by
-    the nearest known name.
+    """Returns whether a dict has the keys of a ds_config. A dict without any known key is
+    classified by the known name most similar to one of its keys.
 
     Raises:
-      ConfigError: it has keys of both.
+      ConfigError: the dict has keys of a ds_config and fields of a MeshConfig.
     """
     of_deepspeed = [key for key in values if key in DEEPSPEED_KEYS]
     of_mesh = [key for key in values if key in MESH_KEYS]
@@ -113,7 +114,8 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
 
 
 def _likeness(names: list[str], known: frozenset[str]) -> float:
-    """Returns the best similarity of a name to a known one; 0 if none is similar."""
+    """Returns the highest similarity between one of `names` and a known name; 0 if none is
+    similar."""
     return max(
         (
             difflib.SequenceMatcher(None, name, match[0]).ratio()

@@ -1,7 +1,5 @@
-"""Opens regular files for reading; raises for pipes, devices, sockets and folders.
-
-Reading one of those could wait for its other end, or never end.
-"""
+"""Opens regular files for reading; raises for named pipes, devices, sockets and folders, because
+reading a pipe or device could wait forever."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ _OF_PROCESSES = ("/proc/", "/dev/fd/")
 
 
 class UnreadableError(ValueError):
-    """A file that cannot be read as a regular file.
+    """Error for a path that cannot be read as a regular file.
 
     Attributes:
-      what: the rest of a sentence whose subject is the file, such as "is a named pipe, ...".
+      what: the reason, as the rest of a sentence whose subject is the file: "is a named pipe, ...".
     """
 
     def __init__(self, what: str, path: str | os.PathLike[str] | None = None) -> None:
@@ -34,22 +32,23 @@ class UnreadableError(ValueError):
 
 
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
-    """Opens a regular file for reading, and nothing else.
+    """Opens a regular file for reading; raises for any other kind of file.
 
-    Opening a pipe waits for its other end, and opening a device may have side effects. So the type
-    is checked first, and again for the opened file, in case the name changed in between.
+    Opening a pipe would wait for a writer, and opening a device may have side effects. So the type
+    is checked before opening, and again for the opened file, in case another file took the name in
+    between.
 
     Args:
-      path: of the file.
-      follow: whether it may be a symbolic link, as in caches of Hugging Face. Parent folders always
-        may.
+      path: path of the file.
+      follow: whether the file itself may be a symbolic link, as in caches of Hugging Face. Parent
+        folders may always be links.
 
     Returns:
-      A descriptor, to be closed.
+      A file descriptor, which the caller must close.
 
     Raises:
-      UnreadableError: it is not a regular file.
-      OSError: from the operating system.
+      UnreadableError: the path is not a regular file.
+      OSError: the operating system refuses to open the file.
     """
     check_regular(os.stat(path) if follow else os.lstat(path), path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
@@ -63,13 +62,13 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
 
 
 def open_text(path: str | os.PathLike[str], *, encoding: str = "utf-8") -> TextIO:
-    """Opens a short text that a user may also pass as `<(command)` or /dev/stdin.
+    """Opens a short text file, which may also be `<(command)` of a shell or /dev/stdin.
 
-    The caller limits how much it reads: a device may be endless.
+    The caller must limit how much it reads, because a device may be endless.
 
     Raises:
-      UnreadableError: it is a named pipe in a folder, a socket or a folder.
-      OSError: from the operating system.
+      UnreadableError: the path is a named pipe in a folder, a socket or a folder.
+      OSError: the operating system refuses to open the file.
     """
     kind = os.stat(path).st_mode
     is_open_already = os.path.realpath(path).startswith(_OF_PROCESSES)
@@ -79,15 +78,15 @@ def open_text(path: str | os.PathLike[str], *, encoding: str = "utf-8") -> TextI
 
 
 def check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
-    """Raises if a file is not a regular file.
+    """Raises if a file's status does not belong to a regular file.
 
     Raises:
-      UnreadableError: names the file and its type.
+      UnreadableError: the message states the path and the type of the file.
     """
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableError(f"is {kind_of(status)}, not a regular file", path)
 
 
 def kind_of(status: os.stat_result) -> str:
-    """Describes the type of a file that is not a regular one: "a named pipe"."""
+    """Describes the type of a file that is not a regular file, as in "a named pipe"."""
     return _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")

@@ -1,6 +1,7 @@
-"""Options of a run: name, unit, default, and the reason of the default.
+"""Options of a run: the name, unit and default of each option, and the reason for the default.
 
-The dataclasses are frozen and validated when created; they import no JAX and read no files.
+The dataclasses are frozen and validated when they are created. They import no JAX and read no
+files.
 """
 
 import dataclasses
@@ -74,71 +75,75 @@ T = TypeVar("T")
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One of the built-in language models. The defaults are a 3-million-parameter GPT."""
+    """Settings of one of the built-in language models. The defaults are a GPT with 3 million
+    parameters."""
 
     name: Literal["gpt2", "llama"] = "gpt2"
-    """Architecture."""
+    """Architecture of the model."""
     vocab_size: int | None = None
-    """Rows of the embedding. null: the tokenizer's vocabulary size."""
+    """Number of rows of the embedding. null: the tokenizer's vocabulary size."""
     max_seq_len: int = 256
-    """Tokens. The longest sequence that the position embedding (gpt2) or the cache (llama)
-    holds."""
+    """Number of tokens of the longest sequence that the position embedding (gpt2) or the cache
+    (llama) holds."""
     num_layers: int = 4
-    """Blocks. They are stacked and scanned, so compile time does not grow with their number."""
+    """Number of blocks. Blocks are stacked and scanned, so compile time does not grow with their
+    number."""
     num_heads: int = 4
-    """Query heads; 4 x 64 = 256, the usual head width of 64."""
+    """Number of query heads. The default gives 256 / 4 = 64 features per head, the usual head
+    width."""
     num_kv_heads: int | None = None
-    """Key and value heads (llama only). null: as many as query heads."""
+    """Number of key and value heads (llama only). null: the number of query heads."""
     embed_dim: int = 256
     """Width of the residual stream."""
     mlp_dim: int | None = None
     """Hidden width of the MLP. null: 4 x embed_dim (gpt2), 8/3 x embed_dim rounded up (llama)."""
     dropout: float = 0.0
-    """Dropout probability. 0, since most pretraining sees each token about once."""
+    """Dropout probability. The default is 0 because most pretraining sees each token about once."""
     remat: Literal["none", "full", "attention", "dots"] = "none"
     """Activation checkpointing of each block: none stores all activations, dots stores matrix
     products, full stores only the block's input, attention stores the input and the result of
     attention (chunked, cudnn or mosaic_gpu)."""
     loss_chunk: int | None = 1024
-    """Tokens whose logits the loss computes at once; null: all. With a vocabulary of 128 thousand,
-    8192 tokens and width 2048 the loss then needs 1.4 GB instead of 6.3 (compiled for an H200),
-    with the same products. Below about 1000 the accumulation of the head's gradient limits the
-    speed."""
+    """Number of tokens whose logits the loss computes at once; null: all. With a vocabulary of 128
+    thousand, 8192 tokens and width 2048, the default lets the loss need 1.4 GB instead of 6.3 GB
+    (compiled for an H200), with the same products. Below about 1000 tokens the accumulation of the
+    head's gradient limits the speed."""
     mlp_chunk: int | None = None
-    """Tokens of a row whose hidden MLP activations a layer computes at once; null: all. For long
-    rows: the products are the same, and those of the forward pass are recomputed in the backward
-    pass, as with remat full."""
+    """Number of tokens of a row whose hidden MLP activations a layer computes at once, for long
+    rows; null: all. The products are the same, but the backward pass recomputes those of the
+    forward pass, as with remat full."""
     moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
     matmul_dtype: Literal["fp8", "fake_int8", "fake_int4"] | None = None
     """Dtype of the blocks' matrix products. null: the compute dtype of `precision`. fp8: 8-bit
-    floats (e4m3, gradients e5m2) with delayed scaling; attention scores, embedding and head
-    keep their dtype. With precision fp32 the rest is float32, which is no faster but shows the
-    effect of fp8 alone. fake_int8, fake_int4: quantization-aware training. Products are in the
-    compute dtype, with kernels rounded to the integers that an export with quantize stores."""
+    floats (e4m3, gradients e5m2) with delayed scaling; attention scores, embedding and head keep
+    their dtype. With precision fp32 the other operations are float32, which is no faster but shows
+    the effect of fp8 alone. fake_int8, fake_int4: quantization-aware training, in which products
+    are in the compute dtype but kernels are rounded to the integers that an export with quantize
+    stores."""
     attention: Literal["auto", "xla", "chunked", "cudnn", "mosaic_gpu"] = "auto"
     """Implementation of attention. xla stores the scores of all pairs of tokens of a row; chunked
-    stores a block of them at a time, for long rows; cudnn is NVIDIA's fused kernel, which stores
-    none; mosaic_gpu is zerojax's own for Hopper, with packed texts and layouts, not timed on a GPU
-    yet. auto: cudnn on GPUs if it supports the case (16-bit floats, no packed texts), else xla up
-    to 4096 tokens, else chunked."""
+    stores one block of scores at a time, for long rows; cudnn is NVIDIA's fused kernel, which
+    stores no scores; mosaic_gpu is zerojax's own kernel for Hopper, which supports packed texts and
+    layouts and was not timed on a GPU yet. auto: cudnn on GPUs if it supports the case (16-bit
+    floats, no packed texts), else xla up to 4096 tokens, else chunked."""
     attention_layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
     attention_window: int | None = None
-    """Tokens that each token attends to, itself included: a sliding window in all layers. null: all
-    tokens before it."""
+    """Number of tokens that each token attends to, including itself: a sliding window in all
+    layers. null: each token attends to all earlier tokens."""
     tie_embeddings: bool | None = None
     """Whether the head reuses the embedding. null: true for gpt2, false for llama."""
     rope_theta: float = 10_000.0
     """Base of the rotary positions (llama only)."""
     norm_eps: float = 1e-5
-    """Added to the variance in norms; the value of GPT-2 and Llama."""
+    """Small number that norms add to the variance; the value of GPT-2 and Llama."""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     pretrained: str | None = None
-    """Hugging Face folder (config.json, *.safetensors) with the initial weights. The folder
-    sets the sizes; dropout, remat, loss_chunk, mlp_chunk, matmul_dtype, attention,
-    attention_layout and lora are set here."""
+    """Hugging Face folder (config.json, *.safetensors) with the initial weights. The folder sets
+    the model's sizes; only dropout, remat, loss_chunk, mlp_chunk, matmul_dtype, attention,
+    attention_layout and lora are set in this section."""
     config: str | None = None
-    """config.json of Hugging Face, or its folder: the model of this configuration, with new weights
-    from the seed. It sets the sizes as `pretrained` does."""
+    """config.json of Hugging Face, or its folder, for a model of these sizes whose new weights are
+    drawn from the seed. It replaces the same settings as `pretrained`."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -174,7 +179,8 @@ class ModelConfig:
 
     @property
     def sizes_file(self) -> str | None:
-        """File or folder that sets the sizes instead of the fields here."""
+        """File or folder that sets the model's sizes instead of this section's fields; None if the
+        fields set them."""
         return self.pretrained or self.config
 
     def _check_sizes_are_theirs(self) -> None:
@@ -186,35 +192,36 @@ class ModelConfig:
             made = field.default_factory
             default = field.default if made is dataclasses.MISSING else made()
             if field.name not in (*free, "vocab_size") and value != default:
-                refuse(field.name, value, f"is determined by {what}; leave it out")
+                refuse(field.name, value, f"is set by {what}; leave it out")
 
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Source of the tokens."""
+    """Settings of the training data: its source, its tokens and its order."""
 
     path: str | None = None
-    """Text file, folder of text files, or output folder of `zerojax data prepare`. null: the
-    Shakespeare text inside the package."""
+    """Path of a text file, of a folder of text files, or of an output folder of `zerojax data
+    prepare`. null: the Shakespeare text inside the package."""
     mixture: tuple[MixturePart, ...] = ()
-    """Instead of path: several sets of data, [{path: a, weight: 3}, {path: b, at_end: stop}]."""
+    """Several data sets instead of path: [{path: a, weight: 3}, {path: b, at_end: stop}]."""
     tokenizer: str = "bytes"
-    """"bytes" (256 tokens), "bpe:2048" (trained on the corpus), or a tokenizer file: of zerojax, a
-    model's tokenizer.json, or its folder. With model.pretrained or model.config "bytes" means that
-    folder's tokenizer.json, if it has one."""
+    """"bytes" (256 tokens), "bpe:2048" (trained on the corpus), or a tokenizer file: a file of
+    zerojax, a model's tokenizer.json, or its folder. With model.pretrained or model.config "bytes"
+    means the tokenizer.json of that folder, if it has one."""
     seq_len: int = 256
-    """Tokens of one training example."""
+    """Number of tokens of one training example."""
     validation_fraction: float = 0.05
     """Fraction of the corpus, from its end, that is used for validation only."""
     shuffle_seed: int | None = None
-    """Seed of the order of examples. null: `seed`."""
+    """Seed of the order of examples. null: the run's `seed`."""
     pack: bool = False
-    """Separate the texts of a row: tokens attend only to their own text, and no loss crosses from
-    one to the next. Needs a tokenizer with an id between two texts; bytes have none. Chats are
-    always packed whole."""
+    """Whether texts in the same row are separated: tokens attend only to their own text, and no
+    loss crosses from one text to the next. Needs a tokenizer with an id for the end of a text,
+    which bytes lacks. Chats are always packed whole."""
     long_texts: Literal["refuse", "split", "drop"] = "refuse"
-    """Chats that are longer than a row: an error, split into several rows, or dropped."""
+    """Treatment of chats that are longer than a row: refuse raises an error, split makes several
+    rows, drop leaves the chat out."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -232,13 +239,13 @@ class DataConfig:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Settings of the parameters that match a regular expression."""
+    """Optimizer settings of the parameters whose names match a regular expression."""
 
     learning_rate_factor: float = 1.0
-    """Factor of the optimizer's learning rate for them."""
+    """Factor that multiplies the optimizer's learning rate for these parameters."""
     weight_decay: float | None = None
-    """Replaces the optimizer's, for parameters that its mask allows to decay; null: the
-    optimizer's."""
+    """Weight decay of these parameters, as far as the optimizer's mask allows decay. null: the
+    optimizer's weight decay."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -250,47 +257,51 @@ class ParameterGroup:
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule. The defaults are those of GPT-3.
 
-    A run that is given no optimizer has them.
+    A run that sets no optimizer uses these defaults.
     """
 
     name: Literal["adamw", "lion", "sgd", "lamb", "adam8bit"] = "adamw"
     """Optimizer; adam8bit is AdamW with 8-bit moments."""
     learning_rate: float = 3e-4
-    """Peak of the schedule."""
+    """Highest learning rate of the schedule."""
     beta1: float = 0.9
     """Decay of the first moment; for sgd the momentum."""
     beta2: float = 0.95
-    """Decay of the second moment; 0.95 forgets faster than 0.999 and survives spikes better."""
+    """Decay of the second moment; 0.95 forgets faster than 0.999, so that spikes of the loss do
+    less harm."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Small number that is added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Per unit of learning rate, on matrices only, not on biases, norms and scales."""
+    """Weight decay per unit of learning rate. It applies to matrices only, not to biases, norms and
+    scales."""
     nesterov: bool = False
-    """Nesterov momentum, for sgd only."""
+    """Whether sgd uses Nesterov momentum."""
     groups: tuple[tuple[str, ParameterGroup], ...] = ()
-    """{regular expression on the parameter's name: {learning_rate_factor: 0.1, weight_decay: 0}}.
-    The first match counts; settings that a group omits are as for all parameters."""
+    """Settings for parameters by name: {regular expression on the parameter's name:
+    {learning_rate_factor: 0.1, weight_decay: 0}}. The first matching expression counts. Settings
+    that a group omits are those of the other parameters."""
     impl: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
-    """Implementation of the update. auto: the kernel if a measurement favours it; xla or
-    mosaic_gpu: that one, or an error; interpret: the kernel on the CPU, slowly, for tests."""
+    """Implementation of the update. auto: the Pallas kernel if a measurement favours it; xla or
+    mosaic_gpu: this implementation, or an error; interpret: the kernel on the CPU, slowly, for
+    tests."""
     clip_norm: float | None = 1.0
     """Limit of the global gradient norm; null: no clipping."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Learning rate after warm-up: cosine or linear decay to the end, constant, or wsd
     (constant, then a linear decay)."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up from 0. null: 2 % of the run, at least 10 (second moments need
-    about 1 / (1 - beta2) = 20 steps)."""
+    """Number of steps in which the learning rate rises linearly from 0. null: 2 % of the run, at
+    least 10 (second moments need about 1 / (1 - beta2) = 20 steps)."""
     final_lr_fraction: float = 0.1
-    """Learning rate at the last step, as a fraction of the peak."""
+    """Learning rate at the last step, as a fraction of the highest learning rate."""
     decay_fraction: float = 0.2
-    """For wsd only: the fraction of the run spent in the decay."""
+    """Fraction of the run in which the learning rate decays, for schedule wsd only."""
     ema_decay: float | None = None
-    """Decay of an exponential moving average of the weights, 4 bytes per parameter in addition to
-    the optimizer's state; 0.999 averages over about 1,000 updates. null: none."""
+    """Decay of an exponential moving average of the weights, which needs 4 bytes per parameter in
+    addition to the optimizer's state; 0.999 averages over about 1,000 updates. null: no average."""
     ema_warmup: bool = True
-    """Limit the average's decay at update t to (1 + t) / (10 + t), so that it soon forgets the
-    initial weights."""
+    """Whether the decay of the average at update t is at most (1 + t) / (10 + t), so that the
+    average soon forgets the initial weights."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -300,9 +311,7 @@ class OptimizerConfig:
         check_at_least(self, 0, "weight_decay")
         check_size(self, "warmup_steps", least=0)
         if self.ema_decay is None and not self.ema_warmup:
-            refuse(
-                "ema_warmup", False, "applies to an average of the weights; set ema_decay as well"
-            )
+            refuse("ema_warmup", False, "has no effect without an average; set ema_decay as well")
         for pattern, _ in self.groups:
             check_regex("groups", pattern)
 
@@ -315,7 +324,8 @@ FrozenDtype = Literal["fp32", "bf16", "fp16", "nf4", "int8"]
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole training run; `zerojax train FILE.yaml key=value ...` reads one of these."""
+    """All settings of a training run; `zerojax train FILE.yaml key=value ...` reads them from a
+    file."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -328,44 +338,46 @@ class RunConfig:
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
     precision: ComputeDtype | None = None
-    """Dtype of forward and backward; norms and losses are always float32. null: bf16, on CPU
-    devices fp32."""
+    """Dtype of forward and backward; norms and losses are always float32. null: bf16, or fp32 on
+    CPU devices."""
     reduce_dtype: ComputeDtype | None = None
-    """Dtype of gradients in reductions over devices. null: that of `precision`."""
+    """Dtype in which gradients are reduced over devices. null: the dtype of `precision`."""
     accumulate_dtype: Dtype | None = None
-    """Dtype of the sum over microbatches. null: fp32, since small terms vanish in a bf16 sum."""
+    """Dtype of the sum of gradients over microbatches. null: fp32, because small terms vanish in a
+    bf16 sum."""
     param_dtype: Dtype = "fp32"
-    """Dtype of stored parameters. bf16: no float32 master weights, so 2 bytes instead of 4,
-    with stochastically rounded updates."""
+    """Dtype of stored parameters. bf16: no float32 master weights, so 2 bytes per parameter instead
+    of 4, and updates are rounded stochastically."""
     moments_dtype: Dtype = "fp32"
     """Dtype of the optimizer's stored moments; its arithmetic is float32."""
     freeze_dtype: FrozenDtype | None = None
-    """Dtype of stored parameters that are not trained (`freeze`, all but adapters). null: that of
-    `precision`, in which they are used; bf16 if param_dtype is bf16. nf4, int8: kernels are stored
-    as codes of 4 or 8 bits (0.53 and 1.03 bytes per weight), the rest as with null."""
+    """Dtype of stored parameters that are not trained (`freeze`, or all but adapters). null: the
+    dtype of `precision`, in which they are used, or bf16 if param_dtype is bf16. nf4, int8: kernels
+    are stored as codes of 4 or 8 bits (0.53 and 1.03 bytes per weight), all other frozen parameters
+    as with null."""
     loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
-    """Scaling of the loss in fp16; other precisions have none."""
+    """Scaling of the loss in fp16; other precisions do not scale the loss."""
     global_batch_size: int = 32
-    """Examples per optimizer step, over all devices and microbatches."""
+    """Number of examples per optimizer step, over all devices and microbatches."""
     num_microbatches: int | None = None
-    """Parts of the batch that are computed one after the other, so that activations fit; the result
-    does not change. null: 1, or with pipeline stages as many as the batch allows, up to 4 per
-    stage."""
+    """Number of parts of the batch that are computed one after the other, so that activations fit;
+    the result does not change. null: 1, or with pipeline stages as many as the batch allows, up to
+    4 per stage."""
     steps: int = 300
-    """Batches to train on."""
+    """Number of batches to train on."""
     eval_every: int | None = 100
-    """Steps between evaluations; null: only after the last step."""
+    """Number of steps between evaluations; null: only after the last step."""
     eval_batches: int = 8
-    """Validation batches per evaluation."""
+    """Number of validation batches per evaluation."""
     seed: int = 0
-    """Seed for initialisation, dropout and, unless data.shuffle_seed is set, shuffling."""
+    """Seed of the initialisation, of dropout and, unless data.shuffle_seed is set, of shuffling."""
     run_dir: str = "runs/default"
-    """Folder of all files of the run. The default for a file tiny.yaml is runs/tiny."""
+    """Folder for all files of the run. The default for a file tiny.yaml is runs/tiny."""
     freeze: tuple[str, ...] = ()
-    """Regular expressions on parameter names; matching parameters get no gradient and no
-    optimizer state."""
+    """Regular expressions on parameter names; matching parameters have no gradient and no optimizer
+    state."""
     cpu_devices: int | None = None
-    """Number of virtual CPU devices to create; null: the devices that exist."""
+    """Number of virtual CPU devices to create; null: the existing devices are used."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -422,10 +434,11 @@ class RunConfig:
         return self.elasticity.choose_batch(self.mesh.devices_per_shard)
 
     def mesh_on(self, num_devices: int) -> MeshConfig:
-        """Returns the mesh of an elastic run on these devices: experts over as many devices as
-        divide them, and `wire.secondary` only if they are several nodes of `mesh.node`.
+        """Returns the mesh of an elastic run on `num_devices` devices.
 
-        The same object if `elasticity` is not enabled, or `mesh.data` is set.
+        Experts are split over as many devices as divide them, and `wire.secondary` stays only if
+        the devices are several nodes of `mesh.node`. Returns the same mesh if `elasticity` is not
+        enabled or `mesh.data` is set.
         """
         if not self.elasticity.enabled or self.mesh.data != -1:
             return self.mesh
@@ -436,14 +449,11 @@ class RunConfig:
         return dataclasses.replace(mesh, node=None, wire=wire)
 
     def on_devices(self, num_devices: int) -> "RunConfig":
-        """Returns these settings with the batch, microbatches and mesh of an elastic run on these
-        devices.
-
-        The same object if `elasticity` is not enabled.
+        """Returns these settings with the batch, microbatches and mesh of an elastic run on
+        `num_devices` devices; the same object if `elasticity` is not enabled.
 
         Raises:
-          ConfigError: this number of devices cannot divide the batch, or num_microbatches
-            contradicts it.
+          ConfigError: the devices cannot divide the batch, or num_microbatches contradicts it.
         """
         if not self.elasticity.enabled:
             return self
@@ -466,15 +476,15 @@ class RunConfig:
 
 @names_keywords()
 def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
-    """Loads the configuration in a YAML file and applies KEY=VALUE overrides.
+    """Loads a configuration from a YAML file and applies KEY=VALUE overrides.
 
     Args:
-      cls: RunConfig, or any dataclass of this module.
-      path: YAML file; None: the defaults.
-      overrides: "mesh.zero=3"; "zero=3" if only one field has that name.
+      cls: RunConfig, or another dataclass of this module.
+      path: path of the YAML file; None: the defaults.
+      overrides: texts such as "mesh.zero=3", or "zero=3" if only one field has that name.
 
     Raises:
-      ConfigError: with the key, the value, the nearest known key, and file:line.
+      ConfigError: the message states the key, the value, the nearest known key, and file:line.
     """
     defaults: dict[str, Any] = {}
     if cls is RunConfig and path is not None:
@@ -483,11 +493,12 @@ def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] 
 
 
 def run_file_lines(config: RunConfig, reasons: Mapping[str, str] | None = None) -> list[str]:
-    """Returns the YAML of the settings that differ from the defaults or have a reason.
+    """Writes the YAML lines of the settings that differ from the defaults or have a reason.
 
     Args:
-      config: the settings.
-      reasons: {key, such as "mesh.zero": comment behind it; "": none}.
+      config: settings to write.
+      reasons: {key such as "mesh.zero": comment to write behind its value; "" writes the value
+        without a comment}.
     """
     return list(_lines(to_dict(config), to_dict(RunConfig()), reasons or {}, ""))
 
@@ -495,7 +506,7 @@ def run_file_lines(config: RunConfig, reasons: Mapping[str, str] | None = None) 
 def _lines(
     values: Mapping[str, Any], defaults: Mapping[str, Any], reasons: Mapping[str, str], at: str
 ) -> Iterator[str]:
-    """Yields the lines of one section, indented below `at`."""
+    """Yields the YAML lines of one section, whose keys have the dotted prefix `at`."""
     for name, value in values.items():
         key = f"{at}{name}"
         if isinstance(value, dict):

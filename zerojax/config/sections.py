@@ -1,4 +1,5 @@
-"""Smaller groups of options: adapters, mixtures, loss scale, watchdog, checkpoints and logs."""
+"""Smaller sections of a run's options: adapters, data mixtures, the loss scale, the watchdog,
+checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from zerojax.config.checks import (
 from zerojax.config.loader import ConfigError, coerce_fields
 
 ADAPTERS_ONLY = (r"^(?!(?:.*/)?lora/[ab]$)",)
-"""Value of `freeze` that trains adapters only: a pattern for every parameter that does not belong
-to an adapter."""
+"""Value of `freeze` with which only adapters are trained: a pattern that matches every parameter
+outside of adapters."""
 LARGEST_SCALE = 2.0**64
-"""Largest loss scale; the smallest is 1 / LARGEST_SCALE. float32 has to represent the loss times
-the scale, and 1 / (loss weight times scale), both with a margin."""
+"""Largest loss scale; the smallest is 1 / LARGEST_SCALE. float32 must represent the loss times the
+scale, and 1 / (loss weight times scale), both with a margin."""
 MIN_STEP_SECONDS = 600.0
 """Smallest default of `step_timeout`: PyTorch's default timeout of an NCCL collective."""
 LONGEST_STEPS = 3.0
@@ -37,20 +38,21 @@ and the next one may be dispatched; several processes may agree on the step afte
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """LoRA (arXiv:2106.09685): y = W x + alpha / rank * B A x, and only A and B are trained."""
+    """Settings of LoRA adapters (arXiv:2106.09685): y = W x + alpha / rank * B A x, in which only A
+    and B are trained."""
 
     rank: int = 0
-    """Rank of the adapters; 8 is usual. An adapter has rank x (inputs + outputs) parameters. 0:
-    no adapters. With adapters all other parameters are frozen."""
+    """Rank of the adapters; 8 is usual. An adapter has rank x (inputs + outputs) parameters. 0: no
+    adapters. With adapters all other parameters are frozen."""
     alpha: float = 16.0
-    """alpha / rank scales the adapter's output. The default does not depend on the rank, so that a
-    learning rate can be reused with another rank."""
+    """Numerator of alpha / rank, the factor of the adapter's output. The default does not depend on
+    the rank, so that a learning rate can be reused with another rank."""
     dropout: float = 0.0
-    """Dropout probability of the input of A."""
+    """Dropout probability of the adapter's input."""
     targets: tuple[str, ...] = ("attention/", "mlp/")
-    """Regular expressions on names of projections, such as blocks/attention/query. The default
-    is every projection of the layers, which matched full fine-tuning where query and value
-    alone did not (arXiv:2305.14314, section 4)."""
+    """Regular expressions on names of projections that get an adapter, such as
+    blocks/attention/query. The default matches every projection of the layers, which equalled full
+    fine-tuning where query and value alone did not (arXiv:2305.14314, section 4)."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -59,34 +61,38 @@ class LoraConfig:
         check_fraction(self, "dropout", below_one=True)
         if not self.targets:
             raise ConfigError(
-                "names no projection; give regexes such as attention/(query|value)", ("targets",)
+                "[] selects no projection; give regexes such as attention/(query|value)",
+                ("targets",),
             )
         for pattern in self.targets:
             check_regex("targets", pattern)
 
     @property
     def scale(self) -> float:
-        """Factor of an adapter's output."""
+        """Factor that multiplies an adapter's output: alpha / rank; 0 without adapters."""
         return self.alpha / self.rank if self.rank else 0.0
 
     @property
     def freeze(self) -> tuple[str, ...]:
-        """Value of `freeze` for a run with these adapters: patterns for all other parameters; ()
-        without adapters."""
+        """Value of `freeze` for a run with these adapters: a pattern that matches all other
+        parameters; () without adapters."""
         return ADAPTERS_ONLY if self.rank else ()
 
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class MixturePart:
-    """One set of data of a mixture, with its share of the rows."""
+    """One data set of a mixture, with its share of the rows."""
 
     path: str
-    """As data.path."""
+    """Path of the data: a text file, a folder of text files, or an output folder of `zerojax data
+    prepare`."""
     weight: float = 1.0
-    """This set's share of the rows is weight / sum of all weights; at least 1/1,024."""
+    """Weight of this data set. Its share of the rows is its weight divided by the sum of all
+    weights, and must be at least 1/1,024."""
     at_end: Literal["repeat", "stop"] = "repeat"
-    """After its last row: repeat starts its next epoch, stop uses only rows of the others."""
+    """What follows the last row of this data set. repeat: its next epoch; stop: rows of the other
+    data sets only."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -97,30 +103,31 @@ class MixturePart:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """Loss scale of a float16 run. The defaults are DeepSpeed's.
+    """Settings of the loss scale of a float16 run. The defaults are DeepSpeed's.
 
-    Powers of two are best: multiplying and dividing by one causes no rounding.
+    Powers of two are best, because multiplying and dividing by a power of two causes no rounding.
     """
 
     initial: float = 2.0**16
-    """Scale of the first step."""
+    """Loss scale of the first step."""
     window: int = 1000
-    """Steps. The scale increases after this many consecutive finite steps."""
+    """Number of consecutive finite steps after which the scale increases."""
     hysteresis: int = 2
-    """Number of overflows that decrease the scale: 1 is the first; 2 tolerates one."""
+    """Number of overflows after which the scale decreases. 1: at the first overflow; 2: one
+    overflow is tolerated."""
     consecutive_hysteresis: bool = False
     """true: each finite step resets the count of tolerated overflows. false: only an increase of
-    the scale does."""
+    the scale resets it."""
     minimum: float = 1.0
     """Lower limit of the scale; an overflow at this limit ends the run."""
     maximum: float = 2.0**32
     """Upper limit of the scale. At 2^32, DeepSpeed's largest initial scale, float16 represents
-    gradients down to 1e-14 with full precision. DeepSpeed has no maximum: while all gradients are
-    zero its scale grows to infinity, from which halving does not return."""
+    gradients down to 1e-14 with full precision. DeepSpeed has no such limit: while all gradients
+    are zero its scale grows to infinity, and halving infinity does not lower it."""
     factor: float = 2.0
-    """Factor by which the scale increases and decreases."""
+    """Factor by which the scale is multiplied or divided."""
     static: float | None = None
-    """A fixed scale; non-finite steps are still skipped. null: dynamic."""
+    """Constant scale; non-finite steps are still skipped. null: the scale changes (dynamic)."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -180,7 +187,8 @@ class LossScale:
 
 
 def describe_loss_scale(config: LossScale) -> str:
-    """Returns a line for the log that starts with "dynamic loss scale" or "static loss scale"."""
+    """Describes the loss scale in a line for the log that begins with "dynamic loss scale" or
+    "static loss scale"."""
     if config.static is not None:
         rounding = (
             "" if _is_power_of_two(config.static) else " (not a power of two, so scaling rounds)"
@@ -206,7 +214,7 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _written(value: float) -> str:
-    """Returns 2^16 for large or small powers of two, otherwise the number itself."""
+    """Writes a number as text: large or small powers of two as 2^16, other numbers in digits."""
     exponent = math.frexp(value)[1] - 1
     return f"2^{exponent}" if _is_power_of_two(value) and abs(exponent) > 3 else f"{value:g}"
 
@@ -219,21 +227,22 @@ def _ordinal(number: int) -> str:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """Watchdog: a process without progress dumps the stacks of its threads and exits with code
-    79."""
+    """Time limits of the watchdog. A process that exceeds a limit prints the stacks of its threads
+    and exits with code 79."""
 
     step_timeout: float | None = None
-    """Seconds for one step, for one batch of data, and for one batch of an evaluation. 0: no
-    limit. null: 600, or three times the longest step so far if that is more; no limit in an
+    """Limit in seconds for one step, for loading one batch, and for one batch of an evaluation. 0:
+    no limit. null: 600, or three times the longest step so far if that is more; no limit in an
     interactive interpreter."""
     long_timeout: float = 3600.0
-    """Seconds for rare, long work: compilation with the first step, a callback, saving and
-    restoring a checkpoint. This work does not count for `step_timeout` or for the longest step."""
+    """Limit in seconds for rare, long work: compilation with the first step, a callback, saving and
+    restoring a checkpoint. The time of this work does not count toward `step_timeout` or the
+    longest step."""
     stop_timeout: float | None = None
-    """Seconds after the first Ctrl-C or SIGTERM for the work in progress to end; then the process
-    exits with status 128 + the signal's number. Saves are completed first. 0: no limit. null: 60,
-    or three times the longest step so far if that is more, at most 600; no limit in an interactive
-    interpreter."""
+    """Limit in seconds for the work in progress to end after the first Ctrl-C or SIGTERM. Then the
+    process exits with status 128 + the signal's number, after any save is completed. 0: no limit.
+    null: 60, or three times the longest step so far if that is more, at most 600; no limit in an
+    interactive interpreter."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -242,14 +251,15 @@ class WatchConfig:
 
     @property
     def is_off(self) -> bool:
-        """Whether steps have no time limit."""
+        """Whether steps have no time limit (step_timeout is 0)."""
         return self.step_timeout == 0
 
     def step_limit(self, longest_step: float | None) -> float:
-        """Returns the limit of a step in seconds.
+        """Returns the time limit of a step in seconds.
 
         Args:
-          longest_step: seconds of the longest step so far, without compiling; None: no step yet.
+          longest_step: seconds of the longest step so far, without compilation; None: no step has
+            ended.
         """
         if self.step_timeout is not None:
             return self.step_timeout
@@ -258,12 +268,14 @@ class WatchConfig:
         return max(MIN_STEP_SECONDS, LONGEST_STEPS * longest_step)
 
     def stop_limit(self, longest_step: float | None) -> float | None:
-        """Returns the seconds that a step may still take after a signal; None: no limit.
+        """Returns the time limit in seconds for a step that is running when a stop signal arrives;
+        None: no limit.
 
-        The same limit holds for a compilation and an evaluation. A save has no limit.
+        A compilation and an evaluation have the same limit. A save has no limit.
 
         Args:
-          longest_step: as in `step_limit`.
+          longest_step: seconds of the longest step so far, without compilation; None: no step has
+            ended.
         """
         if self.stop_timeout is not None:
             return self.stop_timeout or None
@@ -273,25 +285,28 @@ class WatchConfig:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the state is saved, and how many checkpoints are kept."""
+    """Settings of checkpoints: when the training state is saved, and how many checkpoints are
+    kept."""
 
     path: str | None = None
-    """Folder. null: `checkpoints` in the run folder."""
+    """Folder of the checkpoints. null: `checkpoints` in the run folder."""
     every: int = 500
-    """Steps between saves. A save overlaps with training."""
+    """Number of steps between saves. A save overlaps with training."""
     keep: int = 3
-    """Number of newest checkpoints to keep; one is not enough in case the newest is damaged."""
+    """Number of newest checkpoints to keep. One is not enough, because the newest may be
+    damaged."""
     save_on_exit: bool = True
-    """Also save after the last step and on Ctrl-C. A last step that is divisible by `every` is
-    always saved."""
+    """Whether the state is also saved after the last step and on Ctrl-C. A last step that is
+    divisible by `every` is always saved."""
     asynchronous: bool = True
-    """Write in the background after one copy to the host."""
+    """Whether a checkpoint is written in the background, after the state was copied to the host."""
     fingerprints: bool = True
-    """Compute a fingerprint of each array on its devices, and compare it after a restore."""
+    """Whether a fingerprint of each array is computed on its devices and compared after a
+    restore."""
     frozen: Literal["auto", "source", "saved"] = "auto"
-    """Weights that are not trained. source: they stay in the Hugging Face folder that they were
-    read from, and are read from there again. saved: they are in every checkpoint. auto: source if
-    there is such a folder."""
+    """Storage of weights that are not trained. source: they are not saved but read again from the
+    Hugging Face folder that they were first read from. saved: they are in every checkpoint. auto:
+    source if there is such a folder, else saved."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -302,26 +317,29 @@ class CheckpointConfig:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is reported, where and how often. metrics.jsonl is always written."""
+    """Settings of reports: what is reported, where and how often. metrics.jsonl is always
+    written."""
 
     every: int | None = None
-    """Steps between reports. Reading metrics waits for the device, so the default is not every
-    step: null is 10, or steps_per_print of a ds_config."""
+    """Number of steps between reports. Reading metrics waits for the device, so the default is not
+    every step. null: 10, or steps_per_print of a ds_config."""
     tensorboard: bool = True
-    """Write TensorBoard event files; this takes microseconds and no dependency."""
+    """Whether TensorBoard event files are written; a report takes microseconds and needs no further
+    package."""
     wandb: str | None = None
-    """Weights & Biases project; null: not used."""
+    """Name of a Weights & Biases project that gets the metrics; null: none."""
     console: Literal["auto", "live", "lines", "quiet"] = "auto"
-    """auto: one live line on a terminal, one line per report elsewhere."""
+    """Form of reports on the console. live: one line that is updated in place; lines: one line per
+    report; quiet: none. auto: live on a terminal, lines elsewhere."""
     spike: float | None = 8.0
-    """A loss is reported as a spike if it is this many robust standard deviations above the
-    median of the last 100 steps. null: no detection."""
+    """Threshold of loss spikes: a loss is reported as a spike if it is this many robust standard
+    deviations above the median of the last 100 steps. null: no detection."""
     straggler: float | None = 0.2
-    """A process is reported as a straggler if the others wait for it for more than this
-    fraction of a step, at three reports in a row. null: no detection."""
+    """Threshold of stragglers: a process is reported as a straggler if at three successive reports
+    the others waited for it for more than this fraction of a step. null: no detection."""
     profile: tuple[int, ...] = ()
-    """[FIRST, LAST] steps whose trace process 0 writes into the run folder, as in [10, 13]; not
-    step 1, which compiles."""
+    """[FIRST, LAST] steps of which process 0 writes a profiler trace into the run folder, as in
+    [10, 13]. The first is at least 2, because step 1 compiles."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -333,5 +351,5 @@ class LogConfig:
 
     @property
     def report_every(self) -> int:
-        """Steps between reports, with 10 for null."""
+        """Number of steps between reports: `every`, or 10 if it is null."""
         return 10 if self.every is None else self.every

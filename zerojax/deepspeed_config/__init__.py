@@ -1,4 +1,4 @@
-"""Translates DeepSpeed's ds_config.json into zerojax settings, with a reason for each."""
+"""Translates DeepSpeed's ds_config.json into zerojax settings, with a reason for each setting."""
 
 from zerojax.deepspeed_config.keys_page import keys_markdown, keys_page
 from zerojax.deepspeed_config.translating import (

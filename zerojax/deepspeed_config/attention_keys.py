@@ -1,8 +1,8 @@
-"""Translates the section `sparse_attention` into an attention layout.
+"""Translates the ds_config section `sparse_attention` into an attention layout.
 
-In DeepSpeed, the model's code reads the section. Here the layout is applied to the calls of
-`zerojax.attention` inside the loss. A model with its own layout must have the same one, since it
-generates and is loaded again without the file.
+In DeepSpeed, the model's code reads this section. zerojax applies the layout to the calls of
+`zerojax.attention` inside the loss. If the model itself has an attention layout, it must be the
+same, because text generation and `load_run` use the model without the ds_config.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from zerojax.operators.sparse_layouts import BlockTable
 
 _SECTION = "sparse_attention"
 _ALWAYS_BIDIRECTIONAL = ("bigbird", "bslongformer")
-"""Modes for which DeepSpeed does not read the key `attention`."""
+"""Values of `mode` for which DeepSpeed does not read the key `attention`."""
 
 
 def layout_of(file: File) -> BlockLayout | None:
-    """Returns the attention layout that a ds_config sets; None if it sets none or attention is
-    dense."""
+    """Returns the attention layout that a ds_config sets; None if it sets none or sets dense
+    attention."""
     if not isinstance(file.nested.get(_SECTION), Mapping):
         return None
     mode = file[f"{_SECTION}.mode"]
     if mode not in LAYOUTS:
-        return None  # dense, or refused
+        return None  # dense, or a refused value
     known = {field.name for field in dataclasses.fields(LAYOUTS[mode])} - {"seed"}
     if mode in _ALWAYS_BIDIRECTIONAL:
         known -= {"attention"}
@@ -52,28 +52,29 @@ def layout_of(file: File) -> BlockLayout | None:
 
 
 def _ignore(file: File, key: str, mode: str) -> None:
-    why = f"mode {mode} does not use this key, in DeepSpeed neither"
+    why = f"neither DeepSpeed nor zerojax uses this key in mode {mode}"
     file.notes.change(key, "ignored", why)
     file.notes.warnings.append(f"{key}={file[key]} has no effect: {why}")
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseLoss(LossWithUnit):
-    """Loss function whose calls of `zerojax.attention` use a layout.
+    """Loss function whose calls of `zerojax.attention` use a block-sparse layout.
 
     Attributes:
-      layout: of the calls of `zerojax.attention`.
-      places: a table for each such call so far; kept, since a jitted submodule is traced once.
+      layout: layout used in the calls of `zerojax.attention`.
+      places: block tables of the calls so far. They are stored because a jitted submodule is traced
+        only once.
     """
 
     layout: BlockLayout
     places: list[BlockTable] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """Returns the result of the wrapped loss, with the layout in force.
+        """Returns the result of the wrapped loss, computed with the layout.
 
         Raises:
-          ConfigError: no call of `zerojax.attention` used the layout.
+          ConfigError: the loss did not call `zerojax.attention`.
         """
         with layout_in_force(self.layout) as taken:
             loss = self.function(model, batch)
@@ -81,7 +82,7 @@ class SparseLoss(LossWithUnit):
         if not self.places:
             raise ConfigError(
                 f"mode {self.layout.mode} is for zerojax.attention, and the model does not call "
-                "it; call it in the model, or take the section out",
+                "it; call it in the model, or remove the section",
                 (_SECTION,),
             )
         return loss
@@ -90,16 +91,16 @@ class SparseLoss(LossWithUnit):
 def with_layout(
     model: tracing.Model, loss: tracing.Loss | None, layout: BlockLayout | None
 ) -> tracing.Loss | None:
-    """Makes a loss use the attention layout of a ds_config; returns it unchanged if the model has
-    the same layout.
+    """Makes a loss use the attention layout of a ds_config; returns the loss unchanged if the model
+    itself has the same layout.
 
     Args:
-      model: of the run.
-      loss: None means the model's own.
-      layout: of the ds_config; None if it has none.
+      model: the model of the run.
+      loss: loss function; None: the model's own loss.
+      layout: layout that the ds_config sets; None if it sets none.
 
     Raises:
-      ConfigError: the model's attention_layout is another one, or not set.
+      ConfigError: the model's attention_layout is not set, or differs from `layout`.
     """
     config = models.bound_attribute(model, "config")
     if layout is None or getattr(config, "attention_layout", None) == layout:
@@ -108,7 +109,7 @@ def with_layout(
         own = config.attention_layout
         raise ConfigError(
             f"mode {layout.mode}, but the model has attention_layout={own}; build the model with "
-            f"attention_layout=zerojax.config.{layout!r}, or take the section out",
+            f"attention_layout=zerojax.config.{layout!r}, or remove the section",
             (_SECTION,),
         )
     function = models.default_loss(model) if loss is None else loss

@@ -1,8 +1,8 @@
-"""Fills "auto" values by the rules of Hugging Face's integration.
+"""Replaces "auto" values in a ds_config by the rules of Hugging Face's integration.
 
 The rules are those of `transformers/integrations/deepspeed.py` (version 5): "auto" becomes the
-caller's value or the default of `TrainingArguments`. A value that is neither "auto" nor equal to
-the caller's is an error.
+caller's value, or the default of `TrainingArguments` if the caller sets none. A value in the file
+that is neither "auto" nor equal to the caller's value is an error.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from zerojax.deepspeed_config.translation import CallerValues
 from zerojax.optim.precision import DTYPES, Precision
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIPPING = 5e-5, (0.9, 0.999), 1e-8, 0.0, 1.0
-"""Defaults of `TrainingArguments` in transformers."""
+"""Defaults of `TrainingArguments` in the package transformers."""
 
 
 class Auto:
-    """Filler of the "auto" values of a ds_config, which also notes contradictions with the caller's
+    """Replaces the "auto" values of a ds_config, and refuses contradictions with the caller's
     values.
 
     Args:
-      values: the file, which is copied.
-      given: the caller's values.
+      values: content of the ds_config; it is copied.
+      given: values that the caller passed.
       notes: collects reasons and refusals.
     """
 
@@ -37,7 +37,7 @@ class Auto:
         self._given, self._notes = given, notes
 
     def fill(self) -> dict[str, Any]:
-        """Returns the ds_config with every "auto" filled by Hugging Face's rules."""
+        """Returns the ds_config with every "auto" replaced by Hugging Face's rules."""
         self._precision()
         self._optimizer()
         self._scheduler()
@@ -67,14 +67,14 @@ class Auto:
         self._notes.reasons.append(f'{path}={value} for "auto": {why}')
 
     def _settle(self, path: str, wanted: Any, default: Any, keyword: str) -> None:
-        """Fills a key of value "auto" with the caller's value or a default; compares any other
-        value with the caller's.
+        """Replaces "auto" at a key by the caller's value or a default; refuses another value that
+        differs from the caller's.
 
         Args:
-          path: of the key.
+          path: path of the key.
           wanted: the caller's value; None if the caller sets none.
-          default: used if `wanted` is None.
-          keyword: the caller's keyword, for messages.
+          default: value used if `wanted` is None.
+          keyword: name of the caller's keyword, for messages.
         """
         found = self._find(path)
         if found == AUTO:
@@ -84,8 +84,8 @@ class Auto:
             self._notes.refuse(
                 path,
                 found,
-                f"differs from {wanted}, the value of the call ({keyword}): set the "
-                "value in one place; the file may "
+                f"differs from {wanted}, the value of the call ({keyword}); set the "
+                "value in one place: the file may "
                 'have "auto"',
             )
 
@@ -147,7 +147,7 @@ class Auto:
         written = self._find(f"{params}.total_num_steps")
         if isinstance(written, int) and steps is not None and steps < written:
             self._notes.reasons.append(
-                f"{params}.total_num_steps={written}: the length of the schedule, of which "
+                f"{params}.total_num_steps={written} is the length of the schedule; "
                 f"this call runs steps={steps}"
             )
         else:
@@ -186,7 +186,7 @@ class Auto:
 
 
 def compute_name(precision: Precision | str | None) -> str | None:
-    """Returns "fp32", "bf16" or "fp16" for a precision; other text and None unchanged."""
+    """Returns "fp32", "bf16" or "fp16" for a precision; returns other text and None unchanged."""
     if precision is None or isinstance(precision, str):
         return precision
     names = {jnp.dtype(dtype): name for name, dtype in DTYPES.items()}
@@ -194,8 +194,8 @@ def compute_name(precision: Precision | str | None) -> str | None:
 
 
 def _equal(found: Any, wanted: Any) -> bool:
-    """Returns whether a value of the ds_config equals the caller's; numbers may be written in any
-    form."""
+    """Returns True if a value of the ds_config equals the caller's value; numbers may be written in
+    any form."""
     if isinstance(wanted, (list, tuple)):
         same_kind = isinstance(found, (list, tuple)) and len(found) == len(wanted)
         return same_kind and all(map(_equal, found, wanted))

@@ -1,4 +1,4 @@
-"""Resolves the batch keys: train_batch_size, micro-batch, accumulation, and elastic batches.
+"""Computes the batch sizes of a ds_config: train_batch_size, micro-batch, accumulation, elastic.
 
 `train_batch_size = micro-batch x accumulation x data shards` must hold, so two of the three keys
 determine the third.
@@ -21,8 +21,8 @@ TRAIN, MICRO, PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Batch sizes: rows of a step, rows of a micro-batch per data shard, and number of
-    micro-batches; None: not known yet."""
+    """Batch sizes: rows of a step (`train`), rows of a micro-batch on one data shard (`micro`), and
+    number of micro-batches (`parts`). None means not known yet."""
 
     train: int | None
     micro: int | None
@@ -30,14 +30,15 @@ class Batch:
 
 
 def settle_batch(file: File, shards: int | None, given: CallerValues) -> Batch:
-    """Returns the batch sizes of a ds_config, with the caller's values for "auto".
+    """Returns the batch sizes of a ds_config; the caller's values replace "auto".
 
-    Contradictions, and sizes that do not divide, are noted as refusals.
+    Contradictions, and sizes that do not divide evenly, are noted as refusals.
 
     Args:
       file: the ds_config.
-      shards: number of data shards; None: not known, so only sizes in the file are known.
-      given: the caller's values.
+      shards: number of data shards; None if it is not known: sizes are then taken from the file
+        only.
+      given: values that the caller passed.
     """
     train = _agreed(file, TRAIN, given.global_batch_size, "the call or its batches have")
     parts = _agreed(file, PARTS, given.num_microbatches, "num_microbatches is")
@@ -112,8 +113,8 @@ def _divide(file: File, train: int, unit: int, named: str, shards: int) -> int |
 def settle_elastic(
     file: File, elasticity: ElasticityConfig, num_devices: int | None, devices_per_shard: int
 ) -> Batch:
-    """Returns the batch sizes of a ds_config with `elasticity`; refuses its batch keys, as
-    DeepSpeed does."""
+    """Returns the batch sizes of a ds_config with the section `elasticity`; refuses batch keys
+    beside it, as DeepSpeed does."""
     for key in (TRAIN, MICRO, PARTS):
         if file.has(key) and not file["elasticity.ignore_non_elastic_batch_info"]:
             file.notes.refuse(
@@ -137,7 +138,7 @@ def settle_elastic(
 
 
 def check_rows(file: File, batch: Batch, given: CallerValues) -> None:
-    """Refuses a caller's batch size that differs from the elastic batch."""
+    """Refuses a batch size of the caller that differs from the elastic batch."""
     wanted = given.global_batch_size
     if None not in (wanted, batch.train) and wanted != batch.train:
         file.notes.refuse(

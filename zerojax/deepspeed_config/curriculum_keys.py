@@ -1,8 +1,8 @@
 """Translates the sections `curriculum_learning` and `progressive_layer_drop`.
 
-DeepSpeed passes the length of rows, or the probability of keeping a layer, to the user's forward
-pass, which has to shorten the rows or drop layers. Here the trainer shortens rows, and the step
-drops layers. The keys of a schedule and its formula are the same.
+DeepSpeed passes the row length, or the probability of keeping a layer, to the user's forward pass,
+which must shorten the rows or drop layers. In zerojax the trainer shortens the rows, and the step
+drops layers. The keys of a schedule and its formula are equal in both.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _OF_GROWTH = {
     "total_steps": f"{_SCHEDULE}.total_curriculum_step",
     "length_step": f"{_SCHEDULE}.difficulty_step",
 }
-"""Field: key of fixed_linear and fixed_root; all of them are required, as in DeepSpeed."""
+"""{field: key} of the schedules fixed_linear and fixed_root; all are required, as in DeepSpeed."""
 _OF_ROOT = {"root_degree": f"{_SCHEDULE}.root_degree"}
 _OF_LISTS = {"lengths": f"{_SCHEDULE}.difficulty", "until_steps": f"{_SCHEDULE}.max_step"}
 
 
 def curriculum_of(file: File) -> CurriculumConfig:
-    """Returns the curriculum of a ds_config; one without a type if it has none or is not enabled.
+    """Returns the curriculum that a ds_config sets; one without a type if none is enabled.
 
-    A value that DeepSpeed would refuse, or that has no meaning here, is noted as refused.
+    A value that DeepSpeed would refuse, or that has no meaning in zerojax, is noted as refused.
     """
     none = CurriculumConfig()
     if not file[f"{_SECTION}.enabled"]:
@@ -44,7 +44,7 @@ def curriculum_of(file: File) -> CurriculumConfig:
     fields = {**fields, **(_OF_ROOT if schedule == "fixed_root" else {})}
     for key in {**_OF_GROWTH, **_OF_ROOT, **_OF_LISTS}.values():
         if key.startswith(_SCHEDULE) and key not in fields.values() and file.has(key):
-            why = f"schedule_type {schedule} does not use this key, in DeepSpeed neither"
+            why = f"neither DeepSpeed nor zerojax uses this key with schedule_type {schedule}"
             file.notes.change(key, "ignored", why)
             file.notes.warnings.append(f"{key}={file[key]} has no effect: {why}")
     absent = [key for key in fields.values() if not file.has(key)]
@@ -62,9 +62,9 @@ def curriculum_of(file: File) -> CurriculumConfig:
 
 
 def layer_drop_of(file: File) -> LayerDropConfig:
-    """Returns the layer drop of a ds_config; one without effect if it is not enabled.
+    """Returns the layer drop that a ds_config sets; one without effect if it is not enabled.
 
-    A value that has no meaning is noted as refused.
+    A value without meaning is noted as refused.
     """
     none, section = LayerDropConfig(), "progressive_layer_drop"
     theta, gamma = (file[f"{section}.{name}"] for name in ("theta", "gamma"))
@@ -100,8 +100,8 @@ def _refuse_absent(file: File, key: str) -> None:
 
 
 def _stops_early(file: File) -> bool:
-    """Returns whether DeepSpeed's scheduler, which stops at max_difficulty, would not reach the end
-    of the list; that is refused."""
+    """Refuses a list of lengths whose end DeepSpeed's scheduler would not reach, because it stops
+    at max_difficulty; returns True in that case."""
     key = f"{_SECTION}.max_difficulty"
     most, lengths = file.optional(key), file[_OF_LISTS["lengths"]]
     low = file.optional(f"{_SECTION}.min_difficulty")

@@ -1,4 +1,4 @@
-"""Reads a ds_config from JSON, hjson, base64 or a dict, and holds its values with defaults."""
+"""Reads a ds_config from JSON, hjson, base64 or a dict, and looks up its values and defaults."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from zerojax.runtime.bounded_json import depth_of
 _PRINTS = "steps_per_print"
 _NOT_FINITE = "is infinite or NaN; write a finite number"
 OLD_NAMES = {"bfloat16": "bf16"}
-"""Alternative top-level names that DeepSpeed accepts: {old: new}."""
+"""{alternative top-level name that DeepSpeed accepts: current name}."""
 
 
 class File:
-    """Values of a ds_config, found by path such as "zero_optimization.stage".
+    """Values of a ds_config, looked up by path such as "zero_optimization.stage".
 
     Args:
-      values: content of the ds_config, with "auto" filled.
-      notes: collects a line for each key.
+      values: content of the ds_config, with every "auto" replaced.
+      notes: collects one line for each key.
 
     Attributes:
-      nested: the content, with old names replaced.
+      nested: content of the ds_config, with old names replaced by current names.
     """
 
     def __init__(self, values: Mapping[str, Any], notes: KeyNotes):
@@ -49,19 +49,19 @@ class File:
         self._values = check(self.nested, TABLE, notes)
 
     def __getitem__(self, path: str) -> Any:
-        """Returns the value of a path in the ds_config, or DeepSpeed's default."""
+        """Returns the value at a path of the ds_config, or DeepSpeed's default if it is absent."""
         return self._values[path] if path in self._values else default_of(TABLE, path)
 
     def has(self, path: str) -> bool:
         return path in self._values
 
     def optional(self, path: str) -> Any:
-        """Returns the value of a path in the ds_config; None if it is absent."""
+        """Returns the value at a path of the ds_config; None if it is absent."""
         return self._values.get(path)
 
 
 def _with_new_names(values: Mapping[str, Any], notes: KeyNotes) -> dict[str, Any]:
-    """Returns a ds_config whose alternative and old names are replaced by current ones."""
+    """Returns a ds_config with alternative and old names replaced by current names."""
     renamed = dict(values)
     for old, new in OLD_NAMES.items():
         if old in renamed and new not in renamed:
@@ -85,12 +85,12 @@ def read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Reads a ds_config; returns its content and its name for messages.
 
     Args:
-      source: a path of JSON or hjson, its text or urlsafe base64 (as DeepSpeed's launcher passes
-        it), or a dict, which is copied.
+      source: path of a JSON or hjson file; its text; its urlsafe base64, as DeepSpeed's launcher
+        passes it; or a dict, which is copied.
 
     Raises:
       ConfigError: the file does not exist, the text is neither JSON nor hjson, a key occurs twice,
-        or size, depth or digits exceed the limits.
+        or the size, depth or digits exceed the limits.
     """
     if isinstance(source, Mapping):
         _check_nesting(source, "the dict")
@@ -116,12 +116,12 @@ def read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # base64 of a whole file is longer than a name may be
+    except OSError:  # the base64 text of a whole file exceeds the maximum length of a file name
         return False
 
 
 def _from_base64(text: str) -> str | None:
-    """Decodes base64 text; returns None if it is not base64 of a dict."""
+    """Decodes base64 text; returns None if the text is not base64 of a dict."""
     try:
         decoded = base64.b64decode(text.encode(), altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, UnicodeError):
@@ -158,7 +158,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 def _parse_hjson(text: str, name: str, error: json.JSONDecodeError) -> Any:
     where = f"{name}:{error.lineno}"
     try:
-        import hjson  # an extra: only files with comments or bare words need it
+        import hjson  # an extra: only files with comments or unquoted words need it
     except ImportError:
         raise ConfigError(
             f"not valid JSON: {error.msg}; if it is hjson (comments, bare words), "
@@ -178,8 +178,8 @@ def _parse_hjson(text: str, name: str, error: json.JSONDecodeError) -> Any:
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the dict of a JSON object; raises for a repeated key, of which json would keep the
-    last value."""
+    """Returns the dict of a JSON object; raises for a repeated key, for which the module json would
+    silently use the last value."""
     repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if repeated:
         values = [value for key, value in pairs if key == repeated[0]]
@@ -194,7 +194,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise ConfigError(
-            f"{quoted(text)} has {len(text):,} digits, but a number may have at most {MAX_DIGITS}"
+            f"{quoted(text)} has {len(text):,} digits; write a number of at most {MAX_DIGITS}"
         )
     return int(text)
 
@@ -214,10 +214,10 @@ def _with_finite(values: dict[str, Any], name: str) -> dict[str, Any]:
     """Checks that all numbers of a ds_config are finite; an infinite `steps_per_print` becomes
     None.
 
-    Accelerate writes an infinite `steps_per_print` to print never.
+    Accelerate writes an infinite `steps_per_print` to switch printing off.
 
     Raises:
-      ConfigError: another number is infinite or NaN.
+      ConfigError: any other number is infinite or NaN.
     """
     if str(values.get(_PRINTS)).lower() in ("inf", "infinity"):
         values = {**values, _PRINTS: None}
@@ -234,8 +234,7 @@ def _with_finite(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_nesting(value: Any, name: str) -> None:
-    """Raises if a ds_config is nested too deeply or too large, such as a dict that
-    contains itself."""
+    """Raises if a ds_config has too many values or levels, such as a dict that contains itself."""
     waiting = [(value, 0)]
     for _ in range(MAX_NODES):
         if not waiting:
@@ -247,4 +246,4 @@ def _check_nesting(value: Any, name: str) -> None:
             waiting += [(item, depth + 1) for item in value.values()]
         elif isinstance(value, list | tuple):
             waiting += [(item, depth + 1) for item in value]
-    raise ConfigError(f"more than {MAX_NODES:,} values, too many for a configuration", where=name)
+    raise ConfigError(f"more than {MAX_NODES:,} values; remove some", where=name)

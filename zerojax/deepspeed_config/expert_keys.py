@@ -1,7 +1,7 @@
 """Translates the section `expert_parallel` (AutoEP) into the mesh axis `expert`; checks the router.
 
-DeepSpeed finds experts in torch modules by name, and the file may describe their router. In
-zerojax, the model defines both; the file's description must match the model's router.
+DeepSpeed finds experts in torch modules by name, and the file may describe their router. In zerojax
+the model defines both, so a description in the file must match the model's router.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ROUTER = {
     "num_expert_groups": "num_groups",
     "num_limited_groups": "groups_per_token",
 }
-"""{key of the section `expert_parallel`: field of `MoEConfig` that must have the same value}."""
+"""{key of the section `expert_parallel`: field of the model's `MoEConfig` with the same value}."""
 _SHARED = "has_shared_experts"
 
 
 def expert_size(file: File) -> int:
-    """Returns the number of devices that experts are split over; 1 if `expert_parallel` is
+    """Returns the number of devices over which experts are split; 1 if `expert_parallel` is
     disabled."""
     if file[f"{SECTION}.enabled"]:
         if file[SIZE] < 1:
@@ -46,8 +46,8 @@ def expert_size(file: File) -> int:
 
 
 def data_size(file: File, experts: int) -> int:
-    """Returns `mesh.data`: data_parallel_size of the ds_config divided by the expert degree; -1 if
-    it is not set."""
+    """Returns `mesh.data`, which is data_parallel_size divided by the expert degree; -1 if the
+    ds_config does not set data_parallel_size."""
     whole = file.optional("data_parallel_size")
     if not whole:
         return -1
@@ -60,12 +60,12 @@ def data_size(file: File, experts: int) -> int:
 
 
 def check_experts_of_mesh(file: File, mesh: MeshConfig, shards: int | None) -> None:
-    """Notes a refusal if the expert degree does not fit the devices or other options.
+    """Notes a refusal if the expert degree does not fit the number of devices or other options.
 
     Args:
       file: the ds_config.
       mesh: mesh options of the ds_config.
-      shards: number of devices that rows are split over; None if not known.
+      shards: number of devices over which rows are split; None if it is not known.
     """
     if mesh.expert == 1:
         return
@@ -73,7 +73,7 @@ def check_experts_of_mesh(file: File, mesh: MeshConfig, shards: int | None) -> N
         file.notes.refuse(
             SIZE,
             mesh.expert,
-            f"does not divide the {shards} devices that rows are split over; use a divisor "
+            f"does not divide the {shards} devices over which rows are split; use a divisor "
             f"of {shards}",
         )
     if mesh.replica > 1:
@@ -92,7 +92,7 @@ def check_experts_of_mesh(file: File, mesh: MeshConfig, shards: int | None) -> N
 
 
 def router_of(file: File) -> dict[str, Any]:
-    """Returns {key: value} of a ds_config's description of the router; {} if `expert_parallel` is
+    """Returns {key: value} of the router described in a ds_config; {} if `expert_parallel` is
     disabled."""
     if not file[f"{SECTION}.enabled"]:
         return {}
@@ -101,11 +101,11 @@ def router_of(file: File) -> dict[str, Any]:
 
 
 def check_router(model: tracing.Model, says: Mapping[str, Any]) -> None:
-    """Raises if a ds_config's description of the router does not match the model.
+    """Raises if the router described in a ds_config does not match the model's router.
 
     Args:
-      model: of the run.
-      says: from `router_of`.
+      model: the model of the run.
+      says: the description, from `router_of`.
 
     Raises:
       ConfigError: the model's router differs, or the model has no `MoEConfig`.

@@ -1,9 +1,9 @@
-"""Defines the schema of ds_config keys, and validates a file against it.
+"""Defines the schema of ds_config keys, and validates a ds_config against it.
 
 DeepSpeed ignores unknown top-level keys and refuses unknown keys in its typed sections. This module
-does the same, with two differences: an unknown top-level key gives a warning, and one that looks
-like a misspelt key is refused with the known key's name, since a setting without effect is hard to
-notice.
+does the same with two differences. An unknown top-level key gives a warning. A key that looks like
+a misspelt key is refused, and the message has the correct name, because a setting without effect is
+hard to notice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerojax.deepspeed_config.translation import Line, Verdict
 
 AUTO = "auto"
 _MAX_NAME = 100
-"""Maximum characters of a key in the search for similar keys."""
+"""Maximum number of characters of an unknown key in the search for similar keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Key:
     """Schema of one key of a ds_config, and how zerojax handles the key.
 
     Attributes:
-      kind: type of its value: "bool", "int", "float", "text", "list", "dict" or "any".
+      kind: type of the key's value: "bool", "int", "float", "text", "list", "dict" or "any".
       default: DeepSpeed's default if the key is absent.
-      verdict: how the key is handled.
+      verdict: how zerojax handles the key, one of `translation.VERDICTS`.
       why: reason of the verdict, one sentence.
-      only: values that have this verdict; None: all. Others are refused.
-      otherwise: why others are refused, and what to write instead.
+      only: values to which the verdict applies; other values are refused. None: all values.
+      otherwise: why other values are refused, and what to write instead.
     """
 
     kind: str
@@ -45,12 +45,12 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class AbsentFeature:
-    """A feature that zerojax does not have: its section is refused if the feature is enabled.
+    """A feature that zerojax does not have; its section is refused if the feature is enabled.
 
     Attributes:
-      why: what is missing, and what to do instead.
-      is_on: returns whether a value enables it.
-      known: keys of the section; empty: any.
+      why: sentence that says what is missing and what to do instead.
+      is_on: function that returns True if a value enables the feature.
+      known: names of the keys in the section; empty: any key is accepted.
     """
 
     why: str
@@ -62,19 +62,19 @@ Table = Mapping[str, "Key | AbsentFeature | Table"]
 
 
 def is_enabled(value: Any) -> bool:
-    """Returns whether a section of a ds_config has `"enabled": true`."""
+    """Returns True if a section of a ds_config has `"enabled": true`."""
     return bool(value.get("enabled", False)) if isinstance(value, Mapping) else bool(value)
 
 
 def is_enabled_inside(value: Any) -> bool:
-    """Returns whether a section of a ds_config, or one inside it, has `"enabled": true`."""
+    """Returns True if a section of a ds_config, or a section inside it, has `"enabled": true`."""
     if not isinstance(value, Mapping):
         return False
     return is_enabled(value) or any(map(is_enabled_inside, value.values()))
 
 
 class KeyNotes:
-    """Collector of one line per key of a ds_config: value, verdict and reason; a refusal is never
+    """Collects one line for each key of a ds_config: value, verdict and reason. A refusal is never
     replaced."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class KeyNotes:
             self._lines[key] = Line(key, value, verdict, why)
 
     def change(self, key: str, verdict: Verdict, why: str) -> None:
-        """Replaces verdict and reason in the line of a key, if the ds_config has the key."""
+        """Replaces verdict and reason in the line of `key`, if the ds_config has that key."""
         if key in self._lines:
             self.say(key, self._lines[key].value, verdict, why)
 
@@ -109,14 +109,14 @@ def check(
 ) -> dict[str, Any]:
     """Checks a ds_config, or a section, against a table; returns {path: value} of its known keys.
 
-    Values are converted to their types: 5e8 is an integer. null and, in a nested section, "auto"
-    count as absent, as in DeepSpeed; meaningful "auto" values were filled before.
+    Values are converted to the types of the table: 5e8 becomes an integer. null, and "auto" in a
+    nested section, count as absent, as in DeepSpeed; meaningful "auto" values were replaced before.
 
     Args:
-      values: the file or section.
+      values: content of the ds_config or of the section.
       table: the known keys.
-      notes: collects the lines.
-      prefix: path of the section, with a final dot.
+      notes: collects one line for each key.
+      prefix: path of the section, with a final dot; "" for the whole file.
     """
     return dict(_check(values, table, prefix, notes, table))
 
@@ -151,11 +151,12 @@ def _ignore(name: str, value: Any, table: Table, notes: KeyNotes) -> None:
 
 
 def _is_misspelt(name: str, value: Any, table: Table) -> bool:
-    """Returns whether an unknown top-level key is probably a misspelt known key.
+    """Returns True if an unknown top-level key is probably a misspelt known key.
 
-    That is the case if its spelling is similar, if it is a key of a section, if it has two or more
-    words that all occur in one known key ("train_micro_batch_size"), or if it is the first word of
-    a section and contains keys of that section ("zero": {"stage": 3}).
+    A key counts as misspelt if its spelling is similar to a known key, if it is the name of a key
+    in a section, if it has two or more words that all occur in one known key
+    ("train_micro_batch_size"), or if it is the first word of a section's name and contains keys of
+    that section ("zero": {"stage": 3}).
     """
     if name.startswith("_"):
         return False
@@ -182,7 +183,7 @@ def _check_absent(path: str, value: Any, entry: AbsentFeature, notes: KeyNotes) 
 
 
 def _check_key(path: str, value: Any, entry: Key, notes: KeyNotes) -> bool:
-    """Notes the line of a key with this value; returns whether the value is to be used."""
+    """Adds the line of a key with this value; returns True if the value is to be used."""
     if value is None or value == AUTO:
         shown = f"{'null' if value is None else AUTO}: treated as absent"
         default = "" if entry.default is None else f" (DeepSpeed's default: {entry.default})"
@@ -213,8 +214,8 @@ _WANTED = {
 
 
 def as_kind(kind: str, value: Any) -> Any:
-    """Converts a value to the type `kind`; whole numbers as floats (5e8) or text ("5e8") are
-    integers.
+    """Converts a value to the type `kind`. Whole numbers written as floats (5e8) or text ("5e8")
+    become integers.
 
     Raises:
       ValueError: the value has another type.
@@ -243,15 +244,15 @@ def _as_number(kind: str, value: Any) -> int | float:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Returns the end of a message about an unknown key: the most similar key, or all
-    known keys."""
+    """Returns the end of a message about an unknown key: the most similar key in `known`, or all
+    of them."""
     match = difflib.get_close_matches(str(name)[:_MAX_NAME], known, 1, 0.6)
     return f"did you mean '{match[0]}'?" if match else f"known keys here: {', '.join(known)}"
 
 
 def _nearest(name: str, table: Table, prefix: str, whole: Table) -> str:
-    """Returns the end of a message about an unknown key: the most similar key of its section or, if
-    there is none, of the whole file."""
+    """Returns the end of a message about an unknown key: the most similar key in the same section,
+    otherwise in the whole file."""
     name = str(name)[:_MAX_NAME]
     by_name = {path.rpartition(".")[2]: path for path in (*_sections(whole), *paths(whole))}
     match = (
@@ -268,7 +269,7 @@ def _nearest(name: str, table: Table, prefix: str, whole: Table) -> str:
 
 
 def _longer(name: str, table: Table) -> list[str]:
-    """Returns keys that contain all words of `name`, and sections that start with it ("zero")."""
+    """Returns keys that contain all words of `name`, and sections that start with `name`."""
     words = set(name.split("_"))
     return [
         known
@@ -279,7 +280,7 @@ def _longer(name: str, table: Table) -> list[str]:
 
 
 def _sections(table: Table, prefix: str = "") -> Iterator[str]:
-    """Yields the path of every section in a table of keys."""
+    """Yields the path, such as "zero_optimization", of every section in a table of keys."""
     for name, entry in table.items():
         if isinstance(entry, Mapping):
             yield f"{prefix}{name}"
@@ -287,7 +288,7 @@ def _sections(table: Table, prefix: str = "") -> Iterator[str]:
 
 
 def paths(table: Table, prefix: str = "") -> Iterator[str]:
-    """Yields the path of every key in a table of keys."""
+    """Yields the path, such as "zero_optimization.stage", of every key in a table of keys."""
     for name, entry in table.items():
         if isinstance(entry, (Key, AbsentFeature)):
             yield f"{prefix}{name}"

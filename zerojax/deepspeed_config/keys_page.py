@@ -1,4 +1,4 @@
-"""Prints all ds_config keys as text or Markdown: verdict, default and reason."""
+"""Formats the list of all ds_config keys as text or Markdown: default, verdict and reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ The verdicts:
 
 
 def entries() -> Iterator[tuple[str, Any, str, str]]:
-    """Yields (key, default, verdict, why) of every known key of a ds_config."""
+    """Yields (key, default, verdict, reason) of every known key of a ds_config."""
     yield from _entries(TABLE, "")
     for name, table in OPTIMIZERS.items():
         yield from _entries(table, f"optimizer.params ({name}) ")
@@ -63,7 +63,7 @@ def _entries(table: Table, prefix: str) -> Iterator[tuple[str, Any, str, str]]:
 
 
 def keys_page(word: str | None = None) -> str:
-    """Returns a paragraph for each key of a ds_config that mentions `word`, or for every key."""
+    """Returns text with a paragraph for each ds_config key that mentions `word`; None: all keys."""
     blocks = []
     for key, default, verdict, why in entries():
         if word is not None and word.lower() not in f"{key} {why}".lower():
@@ -79,7 +79,7 @@ def _default(default: Any) -> str:
 
 
 def keys_markdown() -> str:
-    """Returns the Markdown page of all ds_config keys, docs/ds_config_keys.md."""
+    """Returns the Markdown page docs/ds_config_keys.md, which lists all ds_config keys."""
     verdicts = "\n".join(f"- **{verdict}**: {meaning}" for verdict, meaning in VERDICTS.items())
     rows = [
         f"| `{key}` | {'' if default is None else f'`{json.dumps(default)}`'} | {verdict} | {why} |"

@@ -1,11 +1,11 @@
-"""Table of ds_config keys with DeepSpeed's defaults and their treatment.
+"""Table of ds_config keys, with DeepSpeed's defaults and how zerojax handles each key.
 
-Facts are those of DeepSpeed 0.19.6 and 0.19.8: `runtime/config.py`, `constants.py` and
-`precision_config.py`, and the `config.py` of `monitor`, `comm`, `profiling`, `elasticity`,
-`compile`, and in `runtime/` those of `activation_checkpointing`, `tensor_parallel` and
-`model_checkpointing`; for `expert_parallel` those of the commit 0067b11, `auto_ep_config.py` and
-`auto_ep_presets/base.py` in `deepspeed/module_inject`. What the later one dropped (elasticity) is
-still read. `zero_optimization` is in `zero_keys_table`.
+The facts come from DeepSpeed 0.19.6 and 0.19.8: `runtime/config.py`, `constants.py` and
+`precision_config.py`; the `config.py` of `monitor`, `comm`, `profiling`, `elasticity` and
+`compile`; and, in `runtime/`, of `activation_checkpointing`, `tensor_parallel` and
+`model_checkpointing`. Facts on `expert_parallel` come from `auto_ep_config.py` and
+`auto_ep_presets/base.py` in `deepspeed/module_inject` at commit 0067b11. Keys that only 0.19.6 has
+(elasticity) are still read. `zero_keys_table` has the keys of `zero_optimization`.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ _COMPILE = (
     "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
     "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
     "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes "
-    # Of torch.compile, in files of Axolotl and of older DeepSpeed.
+    # Keys of torch.compile, in files of Axolotl and of older DeepSpeed.
     "enabled disable backend kwargs"
 )
 
@@ -602,7 +602,7 @@ TABLE: Table = {
             ("single_submit", "bool", False),
             ("overlap_events", "bool", True),
             ("use_gds", "bool", False),
-            # What DeepSpeed's documents and older files say for intra_op_parallelism.
+            # The name of intra_op_parallelism in DeepSpeed's documents and in older files.
             ("thread_count", "int", 1),
         )
     },
@@ -679,4 +679,4 @@ ALIASES = {
     for name in ZERO
     if name.startswith("stage3_") and name != "stage3_gather_fp16_weights_on_model_save"
 }
-"""{name without "stage3_", which DeepSpeed takes as well: full name}."""
+"""{name without "stage3_", which DeepSpeed accepts as well: full name}."""

@@ -1,4 +1,4 @@
-"""Translates mesh, ZeRO, pipeline and offload keys into a `MeshConfig`."""
+"""Translates ds_config keys for mesh, ZeRO, pipeline and offload into a `MeshConfig`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ ZERO, OPTIMIZER, PARAM = (
 
 
 def mesh_of(file: File, num_devices: int | None) -> MeshConfig:
-    """Translates the keys of mesh, ZeRO, pipeline and offload into mesh options.
+    """Translates ds_config keys for mesh, ZeRO, pipeline and offload into mesh options.
 
     Args:
-      file: the file.
-      num_devices: of the run; None if not known: then the number of replicas stays 1.
+      file: the ds_config.
+      num_devices: number of devices of the run. None if it is not known: the number of replicas is
+        then 1.
     """
     fields: dict[str, Any] = {"zero": file[f"{ZERO}.stage"]}
     fields["model"] = max(1, file["tensor_parallel.autotp_size"])
@@ -52,8 +53,8 @@ def mesh_of(file: File, num_devices: int | None) -> MeshConfig:
 
 
 def _buckets(file: File) -> dict[str, Any]:
-    """Returns the bucket sizes in elements that a ds_config sets, as in DeepSpeed; without keys,
-    zerojax's defaults apply."""
+    """Returns the bucket sizes, in elements, that a ds_config sets. Where it sets none, zerojax's
+    defaults apply."""
     fields: dict[str, Any] = {}
     for name in ("reduce_bucket_size", "allgather_bucket_size"):
         size = file.optional(f"{ZERO}.{name}")
@@ -61,7 +62,7 @@ def _buckets(file: File) -> dict[str, Any]:
             fields[name] = max(1, size)
     persistent = file.optional(f"{ZERO}.stage3_param_persistence_threshold")
     if persistent is not None:
-        # DeepSpeed keeps a parameter whole up to this size, zerojax below it.
+        # DeepSpeed does not shard a parameter of at most this size, zerojax of less than this size.
         fields["persistence_threshold"] = persistent + 1
     limit = f"{ZERO}.stage3_model_persistence_threshold"
     if file.optional(limit) == 0:
@@ -87,7 +88,7 @@ def _buckets(file: File) -> dict[str, Any]:
 
 
 def _gradient_codes(file: File) -> dict[str, Any]:
-    """Returns the `WireConfig` fields for qgZ of ZeRO++, quantized gradient reduction; {} if it is
+    """Returns the `WireConfig` fields for quantized gradient reduction (qgZ of ZeRO++); {} if it is
     off."""
     key = f"{ZERO}.zero_quantized_gradients"
     if not file[key]:
@@ -100,13 +101,13 @@ def _gradient_codes(file: File) -> dict[str, Any]:
         )
         return {}
     file.notes.change(
-        key, "mapped", "wire.gradients=int8: 8 bits, where DeepSpeed uses 4 bits between nodes"
+        key, "mapped", "wire.gradients=int8: 8 bits everywhere; DeepSpeed uses 4 between nodes"
     )
     return {"gradients": "int8"}
 
 
 def _weight_codes(file: File) -> dict[str, Any]:
-    """Returns the `WireConfig` fields for qwZ of ZeRO++, quantized weight gathering; {} if it is
+    """Returns the `WireConfig` fields for quantized weight gathering (qwZ of ZeRO++); {} if it is
     off."""
     key, stage = f"{ZERO}.zero_quantized_weights", file[f"{ZERO}.stage"]
     if not file[key]:
@@ -123,7 +124,7 @@ def _weight_codes(file: File) -> dict[str, Any]:
 
 
 def _node(file: File, num_devices: int | None) -> dict[str, Any]:
-    """Translates hpZ of ZeRO++: weights are gathered in groups of consecutive ranks (a node)."""
+    """Translates hpZ of ZeRO++: weights are gathered only within groups of consecutive ranks."""
     key = f"{ZERO}.zero_hpz_partition_size"
     size, stage = file[key], file[f"{ZERO}.stage"]
     if size <= 1:
@@ -166,8 +167,8 @@ def _partition(file: File) -> dict[str, Any]:
 
 
 def _replicas(file: File, num_devices: int | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates MiCS, in which the state is sharded within groups of devices and replicated over
-    groups."""
+    """Translates MiCS: the state is sharded over the devices of a group, and every group has a
+    replica."""
     key = f"{ZERO}.mics_shard_size"
     size = file[key]
     if size <= 0:
@@ -194,7 +195,7 @@ def _replicas(file: File, num_devices: int | None, fields: Mapping[str, Any]) ->
 
 
 def _rules(file: File) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
-    """Translates `layer_specs` into tensor-parallel rules, with Flax's names and shapes
+    """Translates `layer_specs` into tensor-parallel rules, with Flax's names and weight shapes
     [in, out]."""
     key = "tensor_parallel.partition_config.layer_specs"
     rules = []
@@ -226,7 +227,7 @@ def _rules(file: File) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
 
 
 def as_flax_pattern(pattern: str) -> str:
-    r"""Converts a regular expression on torch names to zerojax's names.
+    r"""Converts a regular expression for torch names to one for zerojax's names.
 
     `\.q_proj\.weight$` becomes `/q_proj/kernel$`.
     """
@@ -260,7 +261,7 @@ def _offload(file: File, stage: int) -> OffloadConfig:
 
 
 def _state_of_pages(file: File, opt_state: Any) -> str:
-    """Returns the tier of the optimizer's state beside layers in files: files as well."""
+    """Returns the memory tier of the optimizer's state if layers are in files: files as well."""
     if opt_state == NVME:
         return NVME
     key, what = f"{OPTIMIZER}.device", file[f"{OPTIMIZER}.device"]
@@ -281,7 +282,7 @@ def _state_of_pages(file: File, opt_state: Any) -> str:
 
 
 def _folder(file: File, optimizer: str, param: str) -> str | None:
-    """Returns the folder of files, one for state and weights; None if there are none."""
+    """Returns the folder of offload files, shared by state and weights; None without files."""
     sections = [name for name, at in ((OPTIMIZER, optimizer), (PARAM, param)) if at == "nvme"]
     paths = {name: file.optional(f"{name}.nvme_path") for name in sections}
     named = {name: path for name, path in paths.items() if path is not None}
@@ -289,18 +290,18 @@ def _folder(file: File, optimizer: str, param: str) -> str | None:
         file.notes.refuse(
             f"{PARAM}.nvme_path",
             named[PARAM],
-            f"differs from offload_optimizer's {named[OPTIMIZER]}, but weights and optimizer state "
-            "share one folder; use the same path in both",
+            f"differs from {named[OPTIMIZER]} of offload_optimizer; weights and optimizer state "
+            "share one folder: use the same path in both",
         )
     return next(iter(named.values()), None)
 
 
 def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:
-    """Returns (elements of a slice, reason) for DeepSpeed's `sub_group_size`.
+    """Converts DeepSpeed's `sub_group_size` to (elements of a slice in zerojax, reason).
 
     DeepSpeed 0.19.8 (`_create_fp16_sub_groups` in `runtime/zero/stage3.py`) adds whole parameters
-    to a tile until it has `sub_group_size` elements, and never splits one: 0, or less than any
-    parameter, means a tile per parameter. So a small number is not a slice size.
+    to a tile until the tile has `sub_group_size` elements, and never splits a parameter. So 0, or a
+    size below that of any parameter, means one parameter per tile, and is no size of a slice.
     """
     largest, smallest = SLICE_ELEMENTS, OffloadConfig.min_elements
     if sub_group_size < smallest:
@@ -317,7 +318,7 @@ def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:
 
 
 def _device(file: File, section: str, old_name: str) -> str:
-    """Returns the offload device of a section, or of its old key: none, cpu or nvme."""
+    """Returns the offload device of a section, or of the section's old key: none, cpu or nvme."""
     device = file[f"{section}.device"]
     if not file.optional(f"{ZERO}.{old_name}"):
         return device if device in _TIERS else "none"
@@ -331,10 +332,10 @@ def _device(file: File, section: str, old_name: str) -> str:
 
 
 def _on_stage(file: File, optimizer: str, param: str, stage: int) -> tuple[str, str]:
-    """Returns the offload devices that optimizer and parameters really have at ZeRO stage `stage`.
+    """Returns the offload devices of optimizer and parameters that take effect at ZeRO `stage`.
 
     DeepSpeed 0.19.8 uses offload_optimizer only at stages 1 to 3, and offload_param only at stage 3
-    (`_configure_zero_optimizer` in `runtime/engine.py`); at other stages it silently ignores the
+    (`_configure_zero_optimizer` in `runtime/engine.py`). At other stages it silently ignores the
     section.
     """
     stays = "stays on the device; DeepSpeed ignores this key in that case, too"
@@ -354,7 +355,7 @@ def _on_stage(file: File, optimizer: str, param: str, stage: int) -> tuple[str, 
 
 
 def _shares(file: File, device: str, stage: int) -> Any:
-    """Returns the memory tier of the optimizer state, or {tier: share} if only a part
+    """Returns the memory tier of the optimizer state, or {tier: share} if only a part of the state
     is offloaded."""
     ratio, key = file[f"{OPTIMIZER}.ratio"], f"{OPTIMIZER}.ratio"
     if device == "none":

@@ -1,7 +1,7 @@
-"""Translates optimizer, scheduler and clipping keys into arguments of `zerojax.train`.
+"""Translates ds_config keys for optimizer, scheduler and clipping into arguments of `train`.
 
-Names map to classes as in `_configure_basic_optimizer` in `deepspeed/runtime/engine.py`; defaults
-are those of the classes.
+Optimizer names select classes as in `_configure_basic_optimizer` of `deepspeed/runtime/engine.py`;
+defaults of parameters are those of these classes.
 """
 
 from __future__ import annotations
@@ -193,12 +193,12 @@ _GROUPS = "max_grad_norm is not a parameter of an optimizer (DeepSpeed refuses i
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """Optimizer of a ds_config, or the caller's optimizer with the clipping of the ds_config.
+    """The optimizer of a ds_config, or the caller's optimizer with the clipping of the ds_config.
 
     Attributes:
-      optimizer: as in `zerojax.train`.
-      learning_rate: schedule; None if it is inside `optimizer`.
-      clip: limit of the gradient norm; 0: none.
+      optimizer: optax transformation or `OptimizerConfig`, as `zerojax.train` takes it.
+      learning_rate: schedule; None if the schedule is inside `optimizer`.
+      clip: maximum global gradient norm; 0: no clipping.
     """
 
     optimizer: optax.GradientTransformation | OptimizerConfig
@@ -207,7 +207,7 @@ class Update:
 
 
 def update_of(file: File, given: CallerValues) -> Update:
-    """Builds the optimizer that a ds_config sets. Errors are noted, and placeholders returned."""
+    """Builds the optimizer that a ds_config sets. Notes errors, and then returns a placeholder."""
     clip = _clipping(file, given)
     kind = file.optional("optimizer.type")
     if kind is None:
@@ -237,7 +237,8 @@ def _clipping(file: File, given: CallerValues) -> float:
     clip = max(0.0, file["gradient_clipping"])
     caller = given.optimizer
     own = caller.clip_norm if isinstance(caller, (Optimizer, OptimizerConfig)) else None
-    # An optimizer of ours that does not clip is treated as one of optax, which cannot say it.
+    # A zerojax optimizer without clipping is treated like one of optax, which does not say if it
+    # clips.
     says = isinstance(caller, OptimizerConfig) or own is not None
     if not file.has("gradient_clipping") and says:
         return own or 0.0
@@ -257,8 +258,8 @@ def _clipping(file: File, given: CallerValues) -> float:
 
 
 def _without_section(file: File, given: CallerValues, clip: float) -> Update:
-    """Returns the caller's optimizer, or the default one, with the clipping and schedule of a
-    ds_config."""
+    """Returns the caller's optimizer, or the default optimizer, with the clipping and schedule of a
+    ds_config that has no optimizer section."""
     caller = given.optimizer
     if isinstance(caller, optax.GradientTransformation):
         if file.has("scheduler.type"):
@@ -304,8 +305,8 @@ def _without_section(file: File, given: CallerValues, clip: float) -> Update:
 
 
 def _params(file: File, kind: str) -> dict[str, Any] | None:
-    """Returns an optimizer's parameters with DeepSpeed's defaults; None if the optimizer is not
-    known or a parameter is out of range."""
+    """Returns an optimizer's parameters completed by DeepSpeed's defaults; None if the optimizer is
+    not known or a parameter is out of range."""
     name = kind.lower()
     table = OPTIMIZERS.get(name)
     if table is None:
@@ -331,15 +332,15 @@ def _params(file: File, kind: str) -> dict[str, Any] | None:
 
 
 def _rates_of_muon(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns Muon's learning rates {"lr": of matrices, "adam_lr": of other parameters}, with
-    DeepSpeed's defaults."""
+    """Returns Muon's learning rates with DeepSpeed's defaults: {"lr": rate of matrices, "adam_lr":
+    rate of other parameters}."""
     own = [("lr", "muon_lr", 0.02), ("adam_lr", "adam_lr", 3e-4)]
     pick = lambda *rates: next(rate for rate in rates if rate is not None)  # noqa: E731
     return {to: pick(values[name], values["lr"], default) for to, name, default in own}
 
 
 def _are_in_range(file: File, values: Mapping[str, Any]) -> bool:
-    """Returns whether an optimizer's parameters are in range; notes those that are not."""
+    """Returns True if an optimizer's parameters are in range; notes the parameters that are not."""
     betas = values.get("betas", (0.9, 0.999))
     two = len(betas) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas)
     right = {
@@ -376,7 +377,7 @@ def _schedule(file: File, learning_rate: float) -> DeepSpeedSchedule | None:
         )
         return None
     for note in built.notes:
-        # The one that costs people days: the default that is not what the name suggests.
+        # A default that is not what its name suggests, and is hard to notice.
         unexpected = note.startswith("warmup_type is log") and "warmup_type" not in params
         said = file.notes.warnings if unexpected else file.notes.reasons
         said.append(f"scheduler {kind}: {note}")
@@ -440,8 +441,8 @@ def _muon(
     schedule: DeepSpeedSchedule | None,
     clip: float,
 ) -> optax.GradientTransformation:
-    """Builds Muon as in `deepspeed/runtime/zero/muon/original_muon.py`, with Adam for other
-    parameters than matrices."""
+    """Builds Muon for matrices as in `deepspeed/runtime/zero/muon/original_muon.py`, with Adam for
+    all other parameters."""
     others = params["adam_lr"]
     if schedule is not None:
         if schedule.b1 is not None:

@@ -1,4 +1,4 @@
-"""Translates precision keys into a `Precision`."""
+"""Translates ds_config keys for precision into a `Precision`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def precision_of(file: File, given: CallerValues) -> Precision:
-    """Returns the dtypes that a ds_config sets; the caller's if it sets none."""
+    """Returns the dtypes that a ds_config sets, or the caller's dtypes if the file sets none."""
     name = _compute(file)
     if name is None and isinstance(given.precision, Precision):
         return _with_wire(file, given, given.precision, {})
@@ -36,7 +36,9 @@ def precision_of(file: File, given: CallerValues) -> Precision:
     wanted = file.optional("data_types.param_dtype")
     if wanted is not None and wanted != name:
         file.notes.refuse(
-            "data_types.param_dtype", wanted, f"is not the precision of the file ({name})"
+            "data_types.param_dtype",
+            wanted,
+            f"differs from the precision of the file, {name}; remove this key",
         )
     try:
         precision = as_precision(name)
@@ -55,7 +57,7 @@ def precision_of(file: File, given: CallerValues) -> Precision:
 
 
 def _compute(file: File) -> str | None:
-    """Returns the compute dtype that a ds_config sets; None if it sets none."""
+    """Returns the compute dtype ("fp16", "bf16" or "fp32") of a ds_config; None if not set."""
     on = [name for name in ("fp16", "bf16") if file[f"{name}.enabled"]]
     if len(on) > 1:
         file.notes.refuse("bf16.enabled", True, "fp16 is enabled as well; enable only one of them")
@@ -144,8 +146,8 @@ def _bf16_masters(file: File, name: str) -> dict[str, Any]:
 def _with_wire(
     file: File, given: CallerValues, precision: Precision, fields: dict[str, Any]
 ) -> Precision:
-    """Adds the dtypes of communication and accumulation: of the ds_config, the caller
-    or zerojax."""
+    """Adds the dtypes of communication and accumulation, from the ds_config, from the caller, or
+    zerojax's defaults."""
     reduce = _agreed(file, "communication_data_type", given.reduce_dtype, "reduce_dtype")
     key = "data_types.grad_accum_dtype"
     total = _agreed(file, key, given.accumulate_dtype, "accumulate_dtype")

@@ -1,6 +1,6 @@
-"""Translates a whole ds_config: every key has a line, unsupported keys are refused.
+"""Translates a whole ds_config: every key gets a line, and unsupported keys are refused.
 
-The caller's arguments are translated together with the file, and once more when the batches are
+The caller's arguments are translated together with the file, and again when the first batch is
 known.
 """
 
@@ -36,7 +36,7 @@ from zerojax.deepspeed_config.precision_keys import precision_of
 from zerojax.deepspeed_config.translation import CallerValues, Line, Translation
 
 Source = str | Path | Mapping[str, Any]
-"""A ds_config: its path, its JSON in base64, or its content."""
+"""A ds_config: the path of its file, its JSON in base64, or its content as a dict."""
 _TAGS = ("WARN", "IGNORE", "FAIL")
 _SHOWN = 3
 _MAX_KEY = 200
@@ -50,12 +50,13 @@ def translate(
     """Translates a ds_config into zerojax settings.
 
     Args:
-      source: a file of JSON or hjson, its text or base64, or a dict.
-      num_devices: of the run; None if not known: settings that depend on it are not resolved yet.
-      given: the caller's values, which fill "auto" and must not contradict the file.
+      source: path of a JSON or hjson file, its text or base64, or a dict.
+      num_devices: number of devices of the run. None if it is not known: settings that depend on it
+        are then not resolved.
+      given: the caller's values, which replace "auto" and must not contradict the file.
 
     Raises:
-      ConfigError: a setting is not supported; has the key, the reason and the remedy.
+      ConfigError: a setting is not supported; the message has the key, the reason and the remedy.
     """
     translation = explain(source, num_devices=num_devices, given=given)
     refused = [line for line in translation.lines if line.verdict == "refused"]
@@ -79,7 +80,12 @@ def explain(
 ) -> Translation:
     """Translates a ds_config without raising for refused keys.
 
-    The lines name refused keys; defaults replace their values.
+    Lines of the result report the refused keys, and defaults replace their values.
+
+    Args:
+      source: path of a JSON or hjson file, its text or base64, or a dict.
+      num_devices: number of devices of the run; None if it is not known.
+      given: the caller's values, which replace "auto" and must not contradict the file.
 
     Raises:
       ConfigError: the source cannot be read.
@@ -132,8 +138,8 @@ def explain(
 
 
 def _in_order(notes: KeyNotes, values: Mapping[str, Any]) -> tuple[Line, ...]:
-    """Returns the noted lines in file order; a section whose keys all have lines has
-    none itself."""
+    """Returns the lines in the order of the file. A section whose keys all have lines has no line
+    of its own."""
     order = {path: place for place, path in enumerate(_paths(values))}
     lines = notes.lines
     parents = {line.key.rpartition(".")[0] for line in lines}
@@ -149,8 +155,8 @@ def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _total_steps(file: File) -> int | None:
-    """Returns the run's number of steps from the schedule, None if absent; errors were already
-    noted."""
+    """Returns the number of steps of the run from the schedule; None if it is absent or invalid
+    (the error was noted before)."""
     try:
         return as_kind("int", (file.optional("scheduler.params") or {}).get("total_num_steps"))
     except ValueError:
@@ -158,8 +164,8 @@ def _total_steps(file: File) -> int | None:
 
 
 def _data_shards(file: File, mesh: MeshConfig, num_devices: int | None) -> int | None:
-    """Returns the number of data shards; None if it is not known or does not fit the devices, which
-    is noted."""
+    """Returns the number of data shards; None if it is not known, or does not fit the devices
+    (which is noted as a refusal)."""
     if num_devices is None:
         return None if mesh.data == -1 or mesh.replica == 1 else mesh.data * mesh.replica
     group = mesh.devices_per_shard
@@ -188,7 +194,7 @@ def _check_elastic_mesh(file: File, mesh: MeshConfig) -> None:
     wanted, key = mesh.model * mesh.stage, "elasticity.model_parallel_size"
     if file.has(key) and file[key] != wanted:
         file.notes.refuse(
-            key, file[key], f"is not autotp_size {mesh.model} x pipeline.stages {mesh.stage}"
+            key, file[key], f"must equal autotp_size {mesh.model} x pipeline.stages {mesh.stage}"
         )
     nodes = "elasticity.num_gpus_per_node"
     if file["elasticity.version"] == 0.1 and (file[nodes] > 1 or file[key] > 1):
@@ -223,12 +229,12 @@ def _check_small_things(file: File, batch: Batch, mesh: MeshConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DsConfig:
-    """ds_config together with the caller's values, as used by `zerojax.train` and `initialize`.
+    """A ds_config together with the caller's values, as `zerojax.train` and `initialize` use it.
 
     Attributes:
-      source: the file, its text, or its content.
-      num_devices: of the run.
-      given: the caller's values.
+      source: path of the file, its text, or its content.
+      num_devices: number of devices of the run.
+      given: values that the caller passed.
     """
 
     source: Source
@@ -239,7 +245,7 @@ class DsConfig:
         """Returns the translation of the ds_config before the batches are known.
 
         Raises:
-          ConfigError: as `translate`.
+          ConfigError: a setting is not supported.
         """
         return translate(self.source, num_devices=self.num_devices, given=self.given)
 
@@ -247,7 +253,7 @@ class DsConfig:
         """Returns the translation of the ds_config for batches with `rows` rows over all devices.
 
         Args:
-          rows: None if the batches have no rows.
+          rows: number of rows of a global batch; None if the batches have no rows.
 
         Raises:
           ConfigError: `rows` differs from train_batch_size.
@@ -257,7 +263,7 @@ class DsConfig:
 
 
 def warn_of(translation: Translation) -> None:
-    """Emits the warnings of a translated ds_config."""
+    """Issues the warnings of a translated ds_config."""
     for text in translation.warnings:
         warn_user(f"{translation.source}: {text}")
 

@@ -1,4 +1,4 @@
-"""Holds the result of a translation: settings and one line per key; prints both as text."""
+"""Result of translating a ds_config: settings and one line per key; formats both as text."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Line:
     """Translation of one key of a ds_config.
 
     Attributes:
-      key: path in the file, such as "zero_optimization.stage".
+      key: path of the key in the file, such as "zero_optimization.stage".
       value: value in the file, or the value that replaced "auto".
-      verdict: one of `VERDICTS`.
-      why: one sentence.
+      verdict: how zerojax handles the key, one of `VERDICTS`.
+      why: reason of the verdict, one sentence.
     """
 
     key: str
@@ -56,18 +56,20 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallerValues:
-    """Values that the caller passes next to a ds_config; they fill "auto" and must not contradict
+    """Values that the caller passes beside a ds_config; they replace "auto" and must not contradict
     the file.
 
     Attributes:
-      optimizer: an optax transformation, or an `OptimizerConfig`, which fills "auto" in the file.
-      precision: "bf16", "fp16", "fp32" or a `Precision`; reduce_dtype, accumulate_dtype: of it.
-      num_microbatches: gradient_accumulation_steps.
-      global_batch_size: train_batch_size, rows of one step over all devices.
-      steps: of the run; total_num_steps of a schedule.
-      default_steps: of the run if neither the caller nor the file sets a number.
-      log: log settings; its `every` is steps_per_print.
-      hidden_size: width of the model, for bucket sizes by Hugging Face's "auto" rules.
+      optimizer: an optax transformation, or an `OptimizerConfig` that replaces "auto" values.
+      precision: "bf16", "fp16", "fp32" or a `Precision`.
+      reduce_dtype: dtype of gradient reductions, which overrides that of `precision`.
+      accumulate_dtype: dtype of gradient accumulation, which overrides that of `precision`.
+      num_microbatches: number of microbatches (gradient_accumulation_steps).
+      global_batch_size: rows of one step over all devices (train_batch_size).
+      steps: number of steps of the run (total_num_steps of a schedule).
+      default_steps: number of steps if neither the caller nor the file sets one.
+      log: log settings; `log.every` corresponds to steps_per_print.
+      hidden_size: width of the model, from which Hugging Face's rules compute "auto" bucket sizes.
     """
 
     optimizer: optax.GradientTransformation | OptimizerConfig | None = None
@@ -88,29 +90,30 @@ class Translation:
 
     Attributes:
       source: name of the file for messages.
-      mesh: axes, ZeRO stage, buckets and offload.
-      optimizer: as in `zerojax.train`, including clipping.
+      mesh: mesh axes, ZeRO stage, buckets and offload.
+      optimizer: optimizer as `zerojax.train` takes it, including clipping.
       learning_rate: schedule over applied updates; None if it is inside the caller's optimizer.
-      precision: the dtypes.
-      train_batch_size: rows of one step; None: the rows of the batches.
-      micro_batch_size: rows of a micro-batch per data shard; None: as for train_batch_size.
-      num_microbatches: DeepSpeed's gradient_accumulation_steps.
-      num_data_shards: number of data shards; None: the number of devices is not known.
-      gradient_clipping: limit of the global gradient norm; 0: none.
-      total_steps: length of the run in the schedule; None: not set in the file.
-      log: how often and where metrics go.
-      steps_per_print: None: not set in the file.
-      run_dir: folder of events, if a monitor names one.
-      elasticity: the batch on changing numbers of devices, enabled or not.
-      curriculum: of the row length; its type is None without one.
-      layer_drop: progressive layer drop; its theta is 1 without it.
-      attention_layout: of sparse_attention; None: dense attention.
+      precision: dtypes of computation, parameters and communication.
+      train_batch_size: rows of one step; None: the first batch determines it.
+      micro_batch_size: rows of a micro-batch on one data shard; None: the first batch determines
+        it.
+      num_microbatches: number of micro-batches of a step (gradient_accumulation_steps).
+      num_data_shards: number of data shards; None if the number of devices is not known.
+      gradient_clipping: maximum global gradient norm; 0: no clipping.
+      total_steps: length of the run according to the schedule; None if the file does not set it.
+      log: log settings: how often metrics are reported, and where.
+      steps_per_print: value of the key steps_per_print; None if the file does not set it.
+      run_dir: folder of the run, if a monitor of the file names one; else None.
+      elasticity: batch settings for a changing number of devices; may be disabled.
+      curriculum: curriculum of the row length; its type is None without a curriculum.
+      layer_drop: progressive layer drop; its theta is 1 without layer drop.
+      attention_layout: layout set by sparse_attention; None: dense attention.
       router: {key of expert_parallel: value} that the model's router must match.
-      tag_validation: "WARN", "IGNORE" or "FAIL": how tags that differ over processes are handled.
-      resolved: the file with every "auto" filled.
-      lines: one for every key of the file.
-      warnings: warnings that are always shown.
-      reasons: one sentence for each default that the file does not set.
+      tag_validation: "WARN", "IGNORE" or "FAIL": action if processes pass different tags.
+      resolved: content of the file with every "auto" replaced.
+      lines: one `Line` for every key of the file.
+      warnings: sentences that are always shown.
+      reasons: one sentence for each default of a setting that the file does not set.
     """
 
     source: str
@@ -148,7 +151,7 @@ class Translation:
 
 
 def explanation(translation: Translation) -> str:
-    """Returns a translation as a page: a line per key, the settings of the run, warnings and
+    """Returns a translation as text: a line per key, the settings of the run, warnings and
     reasons."""
     parts = [
         "\n".join(_keys(translation.lines)),

@@ -1,6 +1,6 @@
-"""Builds DeepSpeed's optimizers that zerojax does not fuse, as optax transformations.
+"""Builds optimizers of DeepSpeed for which zerojax has no fused kernel, as optax transformations.
 
-XLA compiles them without zerojax's fused kernels.
+XLA compiles their update rules.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def bounded_lamb(
     eps_inside_sqrt: bool,
     bias_correction: bool,
 ) -> optax.GradientTransformation:
-    """Builds LAMB with a ratio of norms bounded by `min_coeff` and `max_coeff`.
+    """Builds DeepSpeed's LAMB, whose trust ratio is bounded by `min_coeff` and `max_coeff`.
 
-    The formulas are those of `csrc/lamb/fused_lamb_cuda_kernel.cu`: the bounded ratio of the norms
-    of the parameter and of its update before bias correction; the correction is part of the rate.
-    `zerojax.lamb` follows the paper (arXiv:1904.00962) as optax does: no bounds, and the correction
-    before the ratio.
+    The formulas are those of `csrc/lamb/fused_lamb_cuda_kernel.cu`: the ratio of the norms of the
+    parameter and of its update before bias correction is bounded, and the correction is part of the
+    learning rate. In contrast, `zerojax.lamb` follows the paper (arXiv:1904.00962) and optax: no
+    bounds, and bias correction before the ratio.
 
-    There is one ratio per array; in the step, one per layer of stacked arrays, whose names are
-    passed to `update` as `layers`.
+    There is one ratio per array. For stacked arrays, whose names the step passes to `update` as
+    `layers`, there is one ratio per layer.
     """
 
     def leaf(rate: jax.Array, m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:
@@ -72,8 +72,8 @@ def plain_adamw(
 ) -> optax.GradientTransformation:
     """Builds AdamW, optionally without bias correction (`bias_correction: false`, as in BERT).
 
-    The formulas are those of `csrc/adam/multi_tensor_adam.cu`. After a decay that is added to the
-    gradient, it is DeepSpeed's Adam with `adam_w_mode: false`.
+    The formulas are those of `csrc/adam/multi_tensor_adam.cu`. With a decay that is added to the
+    gradient before, the result is DeepSpeed's Adam with `adam_w_mode: false`.
     """
 
     def prepare(count: jax.Array) -> Leaf:
@@ -99,8 +99,11 @@ def _with_moments(
     """Builds an optax transformation with Adam's two moments.
 
     Args:
-      prepare: maps the number of previous updates to a function (moments, parameter) -> update.
-      per_layer: whether that function is applied to each layer of a stack separately.
+      b1: decay of the first moment, or a schedule of it.
+      b2: decay of the second moment.
+      prepare: function from the number of previous updates to a function (first moment, second
+        moment, parameter) -> update.
+      per_layer: True: that function is applied to each layer of a stacked array separately.
     """
 
     def init(params: Tree) -> optax.ScaleByAdamState:
@@ -125,7 +128,7 @@ def _corrections(b1: float | Schedule, b2: float, count: jax.Array) -> tuple[Any
     """Returns Adam's bias corrections 1 - beta ** count for both betas; `count` includes this
     update.
 
-    For a constant b2 near 1 it avoids cancellation: 1 - 0.999 in float32 has an error of 1e-5.
+    A constant b2 near 1 is handled without cancellation: 1 - 0.999 in float32 has an error of 1e-5.
     """
     updates = count + 1
     second = -jnp.expm1(updates * math.log(b2)) if b2 > 0 else 1.0

@@ -1,7 +1,7 @@
-"""Table of the keys of `zero_optimization` with DeepSpeed's defaults and their treatment.
+"""Table of the keys of `zero_optimization`, with DeepSpeed's defaults and zerojax's handling.
 
-Facts are those of DeepSpeed 0.19.6 and 0.19.8: `deepspeed/runtime/zero/config.py`,
-`offload_config.py` and `leaf_module_config.py`. What the later one dropped (MiCS) is still read.
+The facts come from DeepSpeed 0.19.6 and 0.19.8: `deepspeed/runtime/zero/config.py`,
+`offload_config.py` and `leaf_module_config.py`. Keys that only 0.19.6 has (MiCS) are still read.
 """
 
 from __future__ import annotations

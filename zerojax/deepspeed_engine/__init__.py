@@ -1,4 +1,4 @@
-"""DeepSpeed's `initialize` and engine, as an adapter over zerojax's steps."""
+"""DeepSpeed's `initialize` and engine, implemented as an adapter over zerojax's training step."""
 
 from zerojax.deepspeed_engine.engine import Engine, initialize
 

@@ -1,4 +1,4 @@
-"""Defines `initialize` and `Engine`: DeepSpeed's calls on top of a zerojax step."""
+"""Defines `initialize` and `Engine`, which offer DeepSpeed's methods on top of a zerojax step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _OF_DEEPSPEED = {
     "mesh_param": _AXES,
     "distributed_port": "the launcher's environment sets the address; leave it out",
 }
-"""Keywords of DeepSpeed's `initialize` that are not supported: {name: replacement}."""
+"""{keyword of DeepSpeed's `initialize` that is not supported: what to do instead}."""
 _WHOLE = (
     "a checkpoint is always loaded completely; to start anew from trained weights, initialize "
     "an engine with the "
@@ -100,34 +100,36 @@ def initialize(
     watch: WatchConfig | None = None,
     seed: int = 0,
 ) -> Engine:
-    """Returns an engine for a loop that was written for DeepSpeed.
+    """Returns an engine for a training loop that was written for DeepSpeed.
 
-    Joins the processes that the environment names, as `train` does. The run is planned at the first
-    batch, or with `example_batch`; before that, nothing is allocated on the devices.
+    Joins the processes described by the environment, as `train` does. The run is planned at the
+    first batch, or immediately if `example_batch` is passed. Before that, nothing is allocated on
+    the devices.
 
     Args:
-      model: as in `zerojax.train`.
-      config: the path of a ds_config.json, its text, or its content as a dict; see `zerojax
-        deepspeed explain`.
-      args: in place of config: an object with an attribute `deepspeed_config`, as from `argparse`;
-        its `local_rank` is not needed.
-      config_params: an older name of config.
-      dist_init_required: has no effect, since processes are joined if they have not been.
-      loss: as in `zerojax.train`, including own metrics (`engine.metrics`); None: the model's
-        method `loss(batch)`.
-      optimizer: an optax transformation or an `OptimizerConfig`, if the file has none. It includes
-        the schedule.
-      steps: length of the run, for "auto" values in the file.
-      example_batch: a batch as for `train_batch`, as arrays or `ShapeDtypeStruct`s.
-      freeze: one or several regular expressions; parameters whose names match are not trained.
-      run_dir: folder of metrics and plan; None: the one that the file's monitors name, or none.
-      watch: how long a call, or a step in progress between two calls, may make no progress before
-        the process is ended with code 79.
-      seed: of parameters and dropout.
+      model: an NNX module, a Linen module or a function, as `zerojax.train` takes it.
+      config: path of a ds_config.json, its text, or its content as a dict. `zerojax deepspeed
+        explain` shows how it is interpreted.
+      args: alternative to `config`: an object with an attribute `deepspeed_config`, such as the
+        result of `argparse`; its `local_rank` is not needed.
+      config_params: older name of `config`.
+      dist_init_required: has no effect, because processes are joined if necessary.
+      loss: loss function as in `zerojax.train`, which may return own metrics (`engine.metrics`);
+        None: the model's method `loss(batch)`.
+      optimizer: an optax transformation or an `OptimizerConfig`, if the configuration has no
+        optimizer. It includes the learning-rate schedule.
+      steps: number of steps of the run, for "auto" values in the configuration.
+      example_batch: a batch as for `train_batch`, made of arrays or `ShapeDtypeStruct`s.
+      freeze: one or several regular expressions; parameters with matching names are not trained.
+      run_dir: folder for metrics and the plan; None: the folder that the configuration's monitors
+        name, if any.
+      watch: time limits after which a process without progress is ended with code 79. They apply
+        to calls of the engine, and to a step in progress between two calls.
+      seed: seed of parameter initialization and dropout.
 
     Raises:
-      ConfigError: an invalid key of the file, with value, limit and remedy.
-      ValueError, TypeError: bad input, before device memory is allocated.
+      ConfigError: a key of the configuration is invalid; the message has value, limit and remedy.
+      ValueError, TypeError: an argument is invalid; raised before device memory is allocated.
     """
     if hasattr(model, "deepspeed_config"):
         raise TypeError(
@@ -160,7 +162,7 @@ def initialize(
 
 
 def _configuration(config: Any, args: Any, config_params: Any) -> Any:
-    """Returns the ds_config that the caller passed under one of its three names."""
+    """Returns the ds_config that the caller passed as `config`, `args` or `config_params`."""
     ways = {
         "config": config,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
@@ -176,17 +178,17 @@ def _configuration(config: Any, args: Any, config_params: Any) -> Any:
 
 
 class Engine(EngineQueries, AbsentMethods):
-    """Run that is stepped by the user's loop, with DeepSpeed's methods. Created by
+    """Run whose steps the user's loop calls through DeepSpeed's methods. Created by
     `zerojax.initialize`.
 
     Attributes:
-      translation: the zerojax settings of the configuration, key by key.
-      mesh: the devices of the run.
-      plan: of the run; None before the first batch.
-      state: the current state; donated to each step, so do not keep references to its arrays. None
-        before the first batch.
-      global_steps: batches consumed, including those before a resume.
-      metrics: of the last step, still on the devices; {} before the first.
+      translation: zerojax settings of the configuration, with a line per key.
+      mesh: mesh of the devices.
+      plan: plan of the run; None before the first batch.
+      state: current train state; None before the first batch. It is donated to each step, so do not
+        keep references to its arrays.
+      global_steps: number of batches consumed, including those before a resume.
+      metrics: metrics of the last step, still on the devices; {} before the first step.
     """
 
     def __init__(
@@ -221,18 +223,18 @@ class Engine(EngineQueries, AbsentMethods):
         """Trains on one global batch: all micro-batches, forward, backward and update.
 
         Args:
-          batch: tree of arrays [rows, ...]. A process passes its own rows, `local_rows()`; with one
-            process these are all `train_batch_size()` rows.
-          data_iter: instead of `batch`: an iterator; `gradient_accumulation_steps()` micro-batches
-            are taken from it and joined.
+          batch: tree of arrays [rows, ...]. Each process passes its own rows (`local_rows()`); a
+            single process passes all `train_batch_size()` rows.
+          data_iter: alternative to `batch`: an iterator, from which
+            `gradient_accumulation_steps()` micro-batches are taken and joined.
 
         Returns:
           The mean loss over the global batch, float32 [] on the devices; `float` waits for it.
 
         Raises:
           ValueError, TypeError: the batch does not match the configuration.
-          StopIteration: of `data_iter`.
-          FloatingPointError: loss or gradients stayed non-finite.
+          StopIteration: `data_iter` has no further micro-batch.
+          FloatingPointError: loss or gradients were not finite in too many steps.
         """
         batch = self._take(batch, data_iter)
         runner = self._prepared(batch)
@@ -244,8 +246,12 @@ class Engine(EngineQueries, AbsentMethods):
 
     @names_keywords()
     def eval_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
-        """Returns the mean loss of a global batch in evaluation mode; arguments
-        as `train_batch`."""
+        """Returns the mean loss of a global batch in evaluation mode.
+
+        Args:
+          batch: tree of arrays [rows, ...], as in `train_batch`.
+          data_iter: alternative to `batch`: an iterator of micro-batches, as in `train_batch`.
+        """
         batch = self._take(batch, data_iter)
         runner = self._prepared(batch)
         with self._guard.supervising(), self._explaining(runner.plan):
@@ -283,7 +289,7 @@ class Engine(EngineQueries, AbsentMethods):
         return self._runner
 
     def _begin(self, runner: StepRunner) -> None:
-        """Creates a new state, or reads that of the checkpoint that the user has loaded."""
+        """Creates a new state, or reads the state of the checkpoint that the user has loaded."""
         source, self._source = self._source, None
         self.metrics = {}
         if source is None:
@@ -293,18 +299,18 @@ class Engine(EngineQueries, AbsentMethods):
             runner.restore_from(checkpointer, may_be_durable=False)
 
     def reshard(self, mesh_config: MeshConfig | Mapping[str, Any]) -> Self:
-        """Changes ZeRO stage or mesh between two steps; batch, optimizer and counters stay the
-        same.
+        """Changes the ZeRO stage or the mesh between two steps. Batch, optimizer and counters stay
+        the same.
 
         Args:
-          mesh_config: a `MeshConfig` or its fields as a dict, such as {"zero": 3}. Other fields
-            have the defaults of `MeshConfig`, not the values of the configuration.
+          mesh_config: a `MeshConfig`, or its fields as a dict, such as {"zero": 3}. Other fields
+            get the defaults of `MeshConfig`, not the values of the ds_config.
 
         Raises:
-          ValueError: there is no state yet, or it is in durable files.
+          ValueError: there is no state yet, or the state is in durable offload files.
         """
         if self._runner is None or self.state is None:
-            raise ValueError(f"{_NO_STATE}; before it, change the configuration instead")
+            raise ValueError(f"{_NO_STATE}; change the mesh in the configuration instead")
         if (disk := self.state.get("disk")) and disk.store.is_durable:
             raise ValueError(
                 "the state is in durable files (offload.durable), which are bound to one mesh; "
@@ -348,7 +354,7 @@ class Engine(EngineQueries, AbsentMethods):
         )
 
     def _spec_of(self, batch: Any) -> RunSpec:
-        """Returns the description of the run, for global batches of these shapes."""
+        """Returns the description of the run for global batches of the shapes of `batch`."""
         says = self.translation
         return RunSpec(
             inputs=PlanInputs(
@@ -381,7 +387,7 @@ class Engine(EngineQueries, AbsentMethods):
         return self.translation.steps_per_print or _DEFAULT_EVERY
 
     def _print_report(self, runner: StepRunner, values: Metrics) -> None:
-        """Prints the metrics of a step if `steps_per_print` is set and no log prints them."""
+        """Prints the metrics of a step if `steps_per_print` is set and no log prints metrics."""
         if runner.has_log or self.translation.steps_per_print is None:
             return
         if jax.process_index() == 0:
@@ -395,7 +401,7 @@ class Engine(EngineQueries, AbsentMethods):
             print(text, flush=True)
 
     def _explaining(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
-        """Adds the memory use of the plan to out-of-memory errors that are raised in the block."""
+        """Adds the memory use of the plan to out-of-memory errors raised in a `with` block."""
         step = None
         if self._runner is not None:
             plan, step = self._runner.step_plan, self._runner.jitted_step
@@ -403,16 +409,16 @@ class Engine(EngineQueries, AbsentMethods):
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine is open; an open engine is closed when the script ends."""
+        """True until the engine is closed; an open engine is closed when the script ends."""
         return self._guard.is_open
 
     def close(self) -> None:
         """Reports the last steps, and closes files. May be called twice.
 
         Raises:
-          FloatingPointError: loss or gradients of one of these steps were not finite. Not raised
-            again after an earlier such error or a device error: then nothing more is read from the
-            devices.
+          FloatingPointError: loss or gradients of one of the last steps were not finite. It is not
+            raised after an earlier such error or a device error, because then nothing more is read
+            from the devices.
         """
         self._close(is_broken=self._guard.is_broken)
 
@@ -434,7 +440,7 @@ class Engine(EngineQueries, AbsentMethods):
                 self._runner.wait_for_compilation()
 
     def destroy(self) -> None:
-        """DeepSpeed's name for `close`."""
+        """Closes the engine; DeepSpeed's name for `close`."""
         self.close()
 
     def __enter__(self) -> Self:
@@ -473,17 +479,17 @@ class Engine(EngineQueries, AbsentMethods):
         number of processes.
 
         Args:
-          save_dir: has a folder per tag, and the file `latest`.
-          tag: None: "global_step" and the number.
+          save_dir: folder that has a folder for each tag, and the file `latest`.
+          tag: name of the checkpoint; None: "global_step" and the number of the step.
           client_state: JSON values that `load_checkpoint` returns; those of process 0 are saved.
-          save_latest: whether `load_checkpoint` without a tag finds it.
+          save_latest: True: `load_checkpoint` without a tag loads this checkpoint.
 
         Returns:
-          True. Failures, for which DeepSpeed returns False, raise errors.
+          True. In case of failure, for which DeepSpeed returns False, an error is raised.
 
         Raises:
-          CheckpointError: nothing was saved; another process may be saving there.
-          TypeError: client_state has values other than JSON values.
+          CheckpointError: nothing was saved, for example because another process saves there.
+          TypeError: client_state contains other values than JSON values.
           ValueError: there is no state to save yet, or the tag is not a valid folder name.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -515,11 +521,11 @@ class Engine(EngineQueries, AbsentMethods):
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None
     ) -> tuple[str | None, dict[str, Any]]:
-        """Resumes from a checkpoint. Before the first batch, arrays are read when that batch comes.
+        """Resumes from a checkpoint. If there was no batch yet, arrays are read at the first batch.
 
         Args:
-          load_dir: as `save_dir` of `save_checkpoint`.
-          tag: None: the latest.
+          load_dir: folder that was passed to `save_checkpoint`.
+          tag: name of the checkpoint; None: the latest checkpoint.
 
         Returns:
           (folder of the checkpoint, client state); (None, {}) with a warning if `tag` is None and
@@ -527,7 +533,7 @@ class Engine(EngineQueries, AbsentMethods):
 
         Raises:
           CheckpointError: the tag does not exist, or the checkpoint is damaged or of another model.
-            The last may be raised only at the first batch.
+            The error about another model may be raised only at the first batch.
         """
         found = find_tag(user_path(load_dir), None if tag is None else str(tag))
         if found is None:
@@ -551,7 +557,7 @@ class Engine(EngineQueries, AbsentMethods):
         Every process gets unsharded arrays, so the model must fit on one device.
 
         Args:
-          weights: "ema" returns the averaged weights, if optimizer=zerojax.with_ema.
+          weights: "trained", or "ema" for the averaged weights of optimizer=zerojax.with_ema.
         """
         if self._runner is None or self.state is None:
             raise ValueError(_NO_STATE)
@@ -562,23 +568,24 @@ def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int)
     """Returns this process's rows of one step's batch, as NumPy or JAX arrays.
 
     Args:
-      batch: all rows, or None.
-      data_iter: in its place: an iterator, from which `num_microbatches` are taken and joined.
-      num_microbatches: micro-batches of a step.
+      batch: all rows of this process, or None.
+      data_iter: alternative to `batch`: an iterator, from which `num_microbatches` micro-batches
+        are taken and joined.
+      num_microbatches: number of micro-batches of a step.
 
     Raises:
       TypeError: both or neither were passed, or `batch` is a loader or iterator.
-      StopIteration: of `data_iter`.
+      StopIteration: `data_iter` has no further micro-batch.
     """
     if (batch is None) == (data_iter is None):
-        raise TypeError("both or neither of a batch and data_iter= were passed; pass one of them")
+        raise TypeError("both or neither of batch and data_iter= were passed; pass one of them")
     if data_iter is None:
         _check_is_batch(batch)
         return _taken(batch)
     if not isinstance(data_iter, Iterator):
         raise TypeError(
-            f"data_iter is a {type(data_iter).__name__}, which is not an iterator; make one before "
-            "the loop, it = iter(loader), and pass data_iter=it"
+            f"data_iter is a {type(data_iter).__name__}, which is not an iterator; before the "
+            "loop, write it = iter(loader), and pass data_iter=it"
         )
     parts = [_taken(next(data_iter)) for _ in range(num_microbatches)]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
@@ -590,16 +597,16 @@ def _check_is_batch(batch: Any) -> None:
     gives = isinstance(batch, Iterator) or hasattr(batch, "__getitem__")
     if not is_tree and (gives or isinstance(batch, Iterable)):
         raise TypeError(
-            f"the batch is a {type(batch).__name__}, not a batch; make an iterator "
-            "before the loop, it = iter(loader), and pass data_iter=it"
+            f"the batch is a {type(batch).__name__}, not a batch; before the loop, write "
+            "it = iter(loader), and pass data_iter=it"
         )
 
 
 def _taken(batch: Any) -> Any:
-    """Converts a batch to NumPy or JAX arrays; structs stay.
+    """Converts a batch to NumPy or JAX arrays; `ShapeDtypeStruct`s are unchanged.
 
     Raises:
-      TypeError: it contains text, or rows as Python lists.
+      TypeError: the batch contains text, or rows as Python lists.
     """
     batch = as_arrays(batch)
     check_arrays(batch)

@@ -1,4 +1,4 @@
-"""Lists names of DeepSpeed's engine that zerojax does not have, with their replacements.
+"""Lists methods and attributes of DeepSpeed's engine that zerojax lacks, with replacements.
 
 The names are those of DeepSpeed 0.19.8's `DeepSpeedEngine`
 (`tests/data/deepspeed_engine_names.json`) and of its base class `torch.nn.Module`.
@@ -106,7 +106,7 @@ ABSENT: Mapping[str, str] = {
     "bfloat16": _ON_DEVICE,
     "float": _ON_DEVICE,
 }
-"""{name in DeepSpeed's engine that zerojax does not have: sentence about its replacement}."""
+"""{name in DeepSpeed's engine that zerojax lacks: sentence that says what to use instead}."""
 _FAMILIES = (
     (r".*(allreduce|all_gather|sparse_tensor)|(un)?flatten$|gradient_average$", _INSIDE),
     (r"register_compile|(is_|get_)?.*(compile|autosp|autotp_backend)", _COMPILED),
@@ -124,11 +124,11 @@ _FAMILIES = (
         _CONFIGURED,
     ),
 )
-"""(regular expression of names in DeepSpeed's engine, sentence about their replacement)."""
+"""(regular expression of names in DeepSpeed's engine, sentence that says what to use instead)."""
 
 
 def sentence_for(name: str) -> str | None:
-    """Returns the replacement for a name of DeepSpeed's engine; None if the name is not known."""
+    """Returns what to use instead of a name of DeepSpeed's engine; None for an unknown name."""
     if name in ABSENT:
         return ABSENT[name]
     found = (text for pattern, text in _FAMILIES if re.match(pattern, name))
@@ -136,8 +136,8 @@ def sentence_for(name: str) -> str | None:
 
 
 class AbsentMethods:
-    """Base class that raises an error with a remedy when a method of DeepSpeed's engine that
-    zerojax lacks is used."""
+    """Base class that raises an error with a remedy if a user calls a method of DeepSpeed's engine
+    that zerojax lacks."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(f"engine(batch): {ONE_CALL}")

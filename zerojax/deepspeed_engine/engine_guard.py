@@ -1,8 +1,8 @@
 """Supervises an engine's loop: watchdog, messages about lost processes, closing at exit.
 
-An open engine must be closed at exit: Python clears module globals before it closes the engine's
-generators, which then fail with unreadable errors; and a log that is not closed lacks its last
-steps.
+An open engine must be closed before Python exits. Python clears module globals before it closes the
+engine's generators, which would then fail with unreadable errors. A log that is not closed lacks
+its last steps.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _known: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 class Guard:
-    """Supervisor of the calls of a user's loop, and of the steps that run on the devices between
+    """Supervises the engine calls of a user's loop, and the steps that run on the devices between
     two calls.
 
-    There is no time limit while the devices are idle and the loop does its own work.
+    There is no time limit while the devices are idle and the loop does other work.
 
     Args:
-      watch: the limits; None: the defaults.
-      folder: of the run, for stack traces of a hanging process; None if there is none.
+      watch: time limits; None: the defaults.
+      folder: folder of the run, for stack traces of a hanging process; None if there is none.
 
     Attributes:
-      is_broken: whether a device error or non-finite numbers occurred since the last successful
+      is_broken: True if a device error or non-finite numbers occurred since the last successful
         step; then nothing more should be read from the devices.
-      is_open: whether supervision is running.
-      watchdog: entered while supervision is running.
+      is_open: True while supervision is running.
+      watchdog: the watchdog; active while supervision is running.
     """
 
     def __init__(self, watch: WatchConfig | None, folder: Path | None) -> None:
@@ -58,7 +58,7 @@ class Guard:
             sign=self._under_way.sign,
         )
         self._open, self.is_open = contextlib.ExitStack(), False
-        # Loops may never close their engine: the threads end when it is collected.
+        # Users may never close their engine, so the threads end when it is garbage-collected.
         weakref.finalize(self, _end, self.watchdog, self._under_way)
 
     def open(self) -> None:
@@ -76,7 +76,12 @@ class Guard:
 
     @contextlib.contextmanager
     def during(self, what: str, *, is_long: bool = False, is_apart: bool = False) -> Iterator[None]:
-        """Supervises a call of the loop; arguments as in `Watchdog.during`.
+        """Supervises a call of the loop inside a `with` block.
+
+        Args:
+          what: description of the activity for messages.
+          is_long: True: the limit is `long_timeout` instead of `step_timeout`.
+          is_apart: True: the activity is not part of a step.
 
         Raises:
           PeerLostError: another process has ended.
@@ -86,7 +91,7 @@ class Guard:
 
     @contextlib.contextmanager
     def supervising(self) -> Iterator[None]:
-        """Supervises a call of the loop that names its activity to the watchdog itself.
+        """Supervises a call of the loop that itself reports its activity to the watchdog.
 
         Raises:
           PeerLostError: another process has ended.
@@ -103,22 +108,26 @@ class Guard:
                 raise self._under_way.lost() from error
 
     def begun(self, step: int, result: jax.Array) -> None:
-        """Registers a step that was dispatched to the devices; `result` is one of its output
-        arrays."""
+        """Registers a step that was dispatched to the devices.
+
+        Args:
+          step: number of the step.
+          result: one of the step's output arrays; it is ready when the step has finished.
+        """
         self._under_way.step, self.is_broken = step, False
         self._under_way.follow(result)
 
     def follow(self, result: jax.Array) -> None:
-        """Registers dispatched work other than a step, by an output array."""
+        """Registers dispatched work other than a step, represented by one of its output arrays."""
         self._under_way.follow(result)
 
     def saved(self, step: int) -> None:
-        """Registers a checkpoint that was saved, for messages."""
+        """Registers the number of a step whose checkpoint was saved, for messages."""
         self._under_way.saved.append(step)
 
 
 class _UnderWay:
-    """Work that was dispatched to the devices and has not finished, followed by a thread."""
+    """Work that was dispatched to the devices and has not finished; a thread waits for it."""
 
     def __init__(self) -> None:
         self.step, self.saved = 0, list[int]()
@@ -128,7 +137,7 @@ class _UnderWay:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Marks the block as a call that the loop waits for."""
+        """Marks a `with` block as a call of the engine for which the user's loop waits."""
         self._calls += 1
         try:
             yield
@@ -136,7 +145,7 @@ class _UnderWay:
             self._calls -= 1
 
     def sign(self) -> int | None:
-        """Returns a number that changes with every result that is ready; None if nothing is
+        """Returns a number that changes whenever a result becomes ready; None if nothing is
         running."""
         if self._calls == 0 and self._given == self._finished:
             return None
@@ -152,7 +161,7 @@ class _UnderWay:
         self._results.put((self._given, result))
 
     def end(self) -> None:
-        """Ends the following thread after it has processed all registered work."""
+        """Ends the waiting thread after it has processed all registered work."""
         if self._results is not None:
             self._results.put(None)
 
@@ -164,14 +173,14 @@ class _UnderWay:
             number, result = following
             try:
                 result.block_until_ready()
-            except Exception as error:  # also raised where the result is read
+            except Exception as error:  # the reader of the result gets the same error
                 self._say(error)
             self._finished = number
             del following, result
 
     def _say(self, error: Exception) -> None:
-        """Prints once that another process is lost: a loop that reads a loss itself gets only JAX's
-        error."""
+        """Prints once that another process is lost, because a loop that reads a loss itself would
+        get only JAX's error."""
         if self._calls or self._has_told or not _is_of_a_peer(error):
             return
         self._has_told = True
@@ -193,7 +202,7 @@ class Closable(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the object is open."""
+        """True until the object is closed."""
         ...
 
     def close(self) -> None:
@@ -203,7 +212,7 @@ class Closable(Protocol):
 def close_at_exit(engine: Closable) -> None:
     """Registers the engine to be closed when the script ends, if it still exists and is open.
 
-    A failing process of a group ends without this, see `zerojax.runtime.shutdown`.
+    A failing process of a group ends without closing the engine (`zerojax.runtime.shutdown`).
     """
     _register()
     _known.add(engine)
@@ -220,5 +229,5 @@ def _close_all() -> None:
         if engine.is_open:
             try:
                 engine.close()
-            except Exception as error:  # no caller is left to catch it
+            except Exception as error:  # no caller could catch it
                 print(f"zerojax: {error}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Answers queries of DeepSpeed's engine: batch sizes, stage, precision, steps, rates, norms."""
+"""Methods of DeepSpeed's engine that return settings and counters: batch sizes, stage, steps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ConfigQueries:
     """Methods of DeepSpeed's engine that need only the configuration.
 
     Attributes:
-      translation: the zerojax settings of the configuration, key by key.
-      mesh: the devices of the run.
+      translation: zerojax settings of the configuration, with a line per key.
+      mesh: mesh of the devices.
     """
 
     def __init__(self, translation: deepspeed_config.Translation, mesh: Mesh) -> None:
@@ -32,7 +32,7 @@ class ConfigQueries:
         self._num_rows = translation.train_batch_size
 
     def train_batch_size(self) -> int:
-        """Returns the rows of a step's batch, over all processes.
+        """Returns the number of rows of a step's batch, over all processes.
 
         Raises:
           ValueError: the configuration does not set it, and there was no batch yet.
@@ -46,16 +46,16 @@ class ConfigQueries:
         return self._num_rows
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Returns the rows of a micro-batch on one copy of the model."""
+        """Returns the number of rows of a micro-batch on one data shard."""
         shards = meshes.num_data_shards(self.mesh)
         return self.train_batch_size() // (shards * self.gradient_accumulation_steps())
 
     def gradient_accumulation_steps(self) -> int:
-        """Returns the number of micro-batches of a step."""
+        """Returns the number of micro-batches per step."""
         return self.translation.num_microbatches
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Returns (rows of a step, rows of a micro-batch on one model copy, micro-batches)."""
+        """Returns (rows of a step, rows of a micro-batch on one data shard, micro-batches)."""
         return (
             self.train_batch_size(),
             self.train_micro_batch_size_per_gpu(),
@@ -63,11 +63,11 @@ class ConfigQueries:
         )
 
     def local_rows(self) -> tuple[int, int]:
-        """Returns (low, high): the rows of every global batch that this process passes."""
+        """Returns (low, high): this process passes rows low to high - 1 of every global batch."""
         return local_rows_of_mesh(self.mesh, self.train_batch_size())
 
     def gradient_clipping(self) -> float:
-        """Returns the limit of the global gradient norm; 0: none."""
+        """Returns the maximum global gradient norm; 0: no clipping."""
         return self.translation.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
@@ -75,68 +75,68 @@ class ConfigQueries:
         return self.translation.zero_stage
 
     def zero_optimization(self) -> bool:
-        """Returns whether any of the state is sharded: stage 1, 2 or 3."""
+        """Returns True if any part of the state is sharded (ZeRO stage 1, 2 or 3)."""
         return self.zero_optimization_stage() > 0
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration with every "auto" filled, under DeepSpeed's names."""
+        """Content of the ds_config with every "auto" replaced, under DeepSpeed's names."""
         return copy.deepcopy(dict(self.translation.resolved))
 
     def optimizer_name(self) -> str | None:
-        """Returns the optimizer's name in lower case, as DeepSpeed does; None if the ds_config sets
-        none."""
+        """Returns the optimizer's name in lower case, as DeepSpeed does; None if the ds_config has
+        no optimizer."""
         name = self._in_section("optimizer", "type")
         return None if name is None else name.lower()
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Returns the parameters of the ds_config's optimizer; None if it sets none."""
+        """Returns the parameters of the ds_config's optimizer; None if it has no optimizer."""
         return self._in_section("optimizer", "params")
 
     def scheduler_name(self) -> str | None:
-        """Returns the name of the ds_config's schedule; None if it sets none."""
+        """Returns the name of the ds_config's schedule; None if it has no schedule."""
         return self._in_section("scheduler", "type")
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Returns the parameters of the ds_config's schedule; None if it sets none."""
+        """Returns the parameters of the ds_config's schedule; None if it has no schedule."""
         return self._in_section("scheduler", "params")
 
     def _in_section(self, section: str, key: str) -> Any:
         return (self.config.get(section) or {}).get(key)
 
     def elasticity_enabled(self) -> bool:
-        """Returns whether elasticity determines the batch."""
+        """Returns True if the section `elasticity` determines the batch size."""
         return self.translation.elasticity.enabled
 
     @property
     def dp_world_size(self) -> int:
-        """Number of data shards over all devices, which a batch is divided into."""
+        """Number of data shards into which a batch is divided, over all devices."""
         return meshes.num_data_shards(self.mesh)
 
     @property
     def mp_world_size(self) -> int:
-        """Number of devices that each matrix is split over (tensor parallelism)."""
+        """Number of devices over which each matrix is split (tensor parallelism)."""
         return self.mesh.shape[meshes.MODEL]
 
     def steps_per_print(self) -> int | None:
-        """Returns the steps between printed lines; None: nothing is printed."""
+        """Returns the number of steps between printed lines; None: nothing is printed."""
         return self.translation.steps_per_print
 
     def fp16_enabled(self) -> bool:
-        """Returns whether forward and backward pass compute in float16."""
+        """Returns True if forward and backward pass compute in float16."""
         return self.translation.precision.compute_dtype == jnp.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Returns whether forward and backward pass compute in bfloat16."""
+        """Returns True if forward and backward pass compute in bfloat16."""
         return self.translation.precision.compute_dtype == jnp.bfloat16
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Returns True: every `train_batch` is a complete step."""
+        """Returns True, because every `train_batch` is a complete step."""
         return True
 
     @property
     def global_rank(self) -> int:
-        """Index of this process; process 0 prints."""
+        """Index of this process over all hosts; process 0 prints."""
         return jax.process_index()
 
 
@@ -144,7 +144,7 @@ class EngineQueries(ConfigQueries):
     """Methods of DeepSpeed's engine that need the plan or the state.
 
     Attributes:
-      metrics: of the last step, still on the devices; {} before the first.
+      metrics: metrics of the last step, still on the devices; {} before the first step.
     """
 
     def __init__(self, translation: deepspeed_config.Translation, mesh: Mesh) -> None:
@@ -155,12 +155,12 @@ class EngineQueries(ConfigQueries):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the run; None before the first batch."""
+        """Plan of the run; None before the first batch."""
         return None if self._runner is None else self._runner.plan
 
     @property
     def state(self) -> TrainState | None:
-        """The current train state; None before the first batch."""
+        """Current train state; None before the first batch."""
         return None if self._runner is None else self._runner.state
 
     @property
@@ -172,7 +172,8 @@ class EngineQueries(ConfigQueries):
         """Returns the learning rate of the next update, in a list as DeepSpeed does.
 
         Raises:
-          ValueError: it is not known, since it is inside the user's own optax transformation.
+          ValueError: the learning rate is not known, because it is inside the user's own optax
+            transformation or there was no batch yet.
         """
         schedule = self.translation.learning_rate if self.plan is None else self.plan.learning_rate
         if schedule is None and isinstance(self.translation.optimizer, OptimizerConfig):
@@ -188,39 +189,39 @@ class EngineQueries(ConfigQueries):
         return [float(schedule(self.global_steps - self.skipped_steps))]
 
     def get_global_grad_norm(self) -> float | None:
-        """Returns the gradient norm of the last step before clipping; None: there was no step."""
+        """Returns the last step's gradient norm before clipping; None before the first step."""
         return float(self.metrics["grad_norm"]) if self.metrics else None
 
     def was_step_applied(self) -> bool:
-        """Returns whether the last step changed the parameters; False if its numbers were not
-        finite. Blocks."""
+        """Returns True if the last step changed the parameters, False if its numbers were not
+        finite. Blocks until the step is done."""
         return bool(self.metrics) and not int(self.metrics["skipped"])
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps skipped because their gradients were not finite. Blocks until the last
-        step is done."""
+        """Number of steps skipped because their loss or gradients were not finite. Blocks until the
+        last step is done."""
         return 0 if self.state is None else int(self.state["skipped"])
 
     @property
     def num_steps(self) -> int:
-        """`global_steps`, under the name that `Trainer` uses."""
+        """Number of batches consumed, as `global_steps`; the name that `Trainer` uses."""
         return self.global_steps
 
     @property
     def global_samples(self) -> int:
-        """Number of rows consumed."""
+        """Number of rows consumed over all processes."""
         return self.global_steps * self.train_batch_size()
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-batches consumed."""
+        """Number of micro-batches consumed, over all steps."""
         return self.global_steps * self.gradient_accumulation_steps()
 
     def train(self, mode: bool = True) -> Self:
-        """Has no effect: `train_batch` trains and `eval_batch` evaluates."""
+        """Does nothing: `train_batch` trains and `eval_batch` evaluates."""
         return self
 
     def eval(self) -> Self:
-        """Has no effect: `train_batch` trains and `eval_batch` evaluates."""
+        """Does nothing: `train_batch` trains and `eval_batch` evaluates."""
         return self

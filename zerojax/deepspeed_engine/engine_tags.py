@@ -1,10 +1,10 @@
-"""Saves and finds checkpoints by tag, in DeepSpeed's layout: a folder per tag, a file `latest`.
+"""Saves and finds checkpoints by tag in DeepSpeed's layout: a folder per tag and a file `latest`.
 
-runs/a/latest              the tag of the last save
+runs/a/latest              contains the tag of the last save
 runs/a/global_step20/20    a checkpoint of step 20, as `zerojax.Checkpointer` writes it
 runs/a/.best.new           a checkpoint that is being written
 runs/a/.best.replaced      the previous checkpoint of a tag while it is being replaced
-runs/a/writer.lock         lock of the process that saves here
+runs/a/writer.lock         lock of the process that saves in runs/a
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_tag(tag: str) -> None:
     """Raises if a checkpoint's tag is not a valid folder name.
 
     Raises:
-      ValueError: names the tag.
+      ValueError: the message names the tag.
     """
     if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or tag == LATEST:
         raise ValueError(
@@ -48,13 +48,16 @@ def check_tag(tag: str) -> None:
 @not_for_everybody()
 @not_for_everybody()
 def hold_tags(folder: Path) -> Hold | None:
-    """Locks the folder that holds the checkpoints of all tags, for all processes of this run.
+    """Locks the folder of the tags for all processes of this run.
+
+    Args:
+      folder: folder that has a folder for each tag.
 
     Returns:
-      The lock, to be released at the end of the run; None in all processes but process 0.
+      In process 0, the lock, to be released at the end of the run; None in other processes.
 
     Raises:
-      CheckpointError: another process saves there, or it cannot be written.
+      CheckpointError: another process saves in the folder, or the folder cannot be written.
     """
     held: Hold | None = None
     error: CheckpointError | None = None
@@ -79,23 +82,23 @@ def save_tagged(
     description: Mapping[str, Any],
     make_latest: bool,
 ) -> None:
-    """Saves a state under a tag; blocks until it is complete on disk.
+    """Saves a state under a tag; blocks until the checkpoint is complete on disk.
 
-    A previous checkpoint of the tag stays until the new one is complete.
+    A previous checkpoint of the tag remains until the new one is complete.
 
     Args:
-      folder: with a folder for each tag.
-      tag: the same on all processes.
-      plan: the plan of `state`.
-      state: its "step" is that of the checkpoint.
+      folder: folder that has a folder for each tag.
+      tag: name of the checkpoint, equal on all processes.
+      plan: plan of `state`.
+      state: state to save; its entry "step" is the number of the checkpoint's step.
       client_state: JSON values; those of process 0 are stored.
-      description: of the plan; JSON values.
-      make_latest: whether `find_tag` without a tag finds it.
+      description: description of the plan, made of JSON values.
+      make_latest: True: `find_tag` without a tag returns this checkpoint.
 
     Raises:
-      CheckpointError: nothing was saved: a disk error, or another process has another tag.
-      ValueError: as `check_tag`.
-      TypeError: client_state has values other than JSON values.
+      CheckpointError: nothing was saved, because of a disk error or different tags on processes.
+      ValueError: the tag is not a valid folder name.
+      TypeError: client_state contains other values than JSON values.
     """
     check_tag(tag)
     agreement.same_everywhere(tag, what="the tag of the checkpoint")
@@ -116,7 +119,7 @@ def save_tagged(
 
 
 def _in_first_process(failure: str, action: Callable[..., None], *arguments: Any) -> None:
-    """Runs `action`, which changes files, in process 0, while the others wait."""
+    """Runs `action`, which changes files, in process 0, while the other processes wait."""
     error: CheckpointError | None = None
     if is_first_process():
         try:
@@ -149,10 +152,10 @@ def _replaced(target: Path) -> Path:
 
 def find_tag(folder: Path, tag: str | None) -> Path | None:
     """Returns the checkpoint folder of a tag; None, with a warning, if `tag` is None and there is
-    no latest.
+    no latest checkpoint.
 
     Raises:
-      CheckpointError: the tag does not exist, or it was written by DeepSpeed.
+      CheckpointError: the tag does not exist, or DeepSpeed wrote the checkpoint.
     """
     if tag is None:
         try:
@@ -185,6 +188,6 @@ def find_tag(folder: Path, tag: str | None) -> Path | None:
 
 
 def client_state_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the user's client state in a checkpoint's configuration; {} if it was not saved by
-    tag."""
+    """Returns the client state stored in a checkpoint's configuration; {} if the checkpoint was not
+    saved by `save_checkpoint`."""
     return dict(config.get(_CLIENT_STATE, {}))

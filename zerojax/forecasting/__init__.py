@@ -1,6 +1,7 @@
-"""Memory, traffic and time of a step on GPUs you do not have; causes of failed and slow steps.
+"""Forecasts of memory, communication and time on absent GPUs; causes of failed and slow steps.
 
-Nothing is run.
+Absent GPUs are GPUs that this machine does not have. Forecasts run nothing on a GPU: they compile
+the step, or use formulas.
 """
 
 from zerojax.forecasting.compiled_step import Forecast, forecast

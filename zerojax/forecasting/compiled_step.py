@@ -1,4 +1,5 @@
-"""Forecasts a plan: compiles its step for a GPU and reads the result."""
+"""Forecasts a plan: compiles its training step for a GPU and reads memory, communication and FLOPs
+from the result."""
 
 from __future__ import annotations
 
@@ -67,12 +68,12 @@ cached results expire."""
 
 _STREAMED = (
     "with offload.params=nvme a step runs several compiled programs in a loop; these numbers "
-    "are of the "
+    "are for the "
     "one program that streams the same layers from host memory"
 )
 
 Facts = dict[str, Any]
-"""The facts read from a compiled step: plain values that JSON can store."""
+"""Facts that are read from a compiled step, as plain values that JSON can store."""
 
 STATE_ROLES = (
     "master weights",
@@ -85,7 +86,8 @@ STATE_ROLES = (
 
 
 class Forecast(ForecastNumbers):
-    """The memory, traffic and time of one step; `print(forecast.page())`."""
+    """Forecast of the memory, communication and time of one training step; `print(forecast.page())`
+    shows it."""
 
     def _repr_html_(self) -> str:
         page = self.page()
@@ -93,11 +95,11 @@ class Forecast(ForecastNumbers):
         return as_details(verdict, page)
 
     def page(self) -> str:
-        """Returns one page of text, at most 100 columns."""
+        """Formats the forecast as one page of text, at most 100 columns."""
         return forecast_page(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns every number, unrounded, for JSON."""
+        """Returns every number of the forecast, unrounded, for JSON."""
         return forecast_dict(self)
 
 
@@ -111,24 +113,25 @@ def forecast(
     why_formula: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Forecast:
-    """Forecasts memory, traffic and best time of a plan's step on GPUs that you do not have.
+    """Forecasts memory, communication and the shortest possible time of a plan's step on GPUs that
+    you do not have.
 
-    Compiles the step itself for them if the compile-only client is installed (`zerojax[plan]`), and
-    uses formulas otherwise. Nothing is run. Results are cached by content.
+    If the compile-only client is installed (`zerojax[plan]`), the step is compiled for these GPUs;
+    otherwise formulas are used. Nothing is run. Results are cached by content.
 
     Args:
-      plan: from `make_plan`, on any devices.
-      gpu: a card's name ("h200"), its YAML file, or a `Gpu`.
-      devices: number of devices; None: as many as in the plan's mesh. `data` takes the devices that
-        the other axes leave; the global batch stays.
-      fast: do not search for better kernels; memory and traffic are the same
-        (`hardware.compile_client.FAST_OPTIONS`).
-      why_formula: a reason to use the formulas although there is a compiler.
-      progress: called with a few words about each stage of the work.
+      plan: result of `make_plan`, on any devices.
+      gpu: name of a GPU card ("h200"), path of a card's YAML file, or a `Gpu`.
+      devices: number of devices; None: the number in the plan's mesh. The `data` axis takes the
+        devices that the other axes leave, and the global batch stays the same.
+      fast: whether to skip the compiler's search for faster kernels; memory and communication are
+        the same (`hardware.compile_client.FAST_OPTIONS`).
+      why_formula: reason to use formulas although a compiler is available; None: use the compiler.
+      progress: called with a few words at each stage of the work.
 
     Raises:
-      ValueError: an unknown card, or a number of devices that the mesh cannot have.
-      CompilerMissing: JAX has dropped the installed client.
+      ValueError: an unknown card, or a number of devices that does not fit the mesh.
+      CompilerMissing: the compile-only client is installed, but JAX has unloaded its CUDA plugin.
       CompileError: the compiler rejected the step.
       TypeError: `plan` is not a plan.
     """
@@ -144,7 +147,7 @@ def forecast(
     moved, targets = with_rungs(plan.remake(mesh)), None
     counted = streamed_from_host(moved) if _reads_pages(moved) else moved
     if why is None and counted.settings.offload.on_host:
-        # Absent devices have no host memory: trace over the mesh's axes only.
+        # A mesh of absent devices has no host memory, so the step is traced on an abstract mesh.
         targets = list(mesh.devices.flat)
         moved, counted = (_over_axes(one, mesh) for one in (moved, counted))
     return _make_forecast(
@@ -163,9 +166,8 @@ def _reads_pages(plan: Plan) -> bool:
 
 
 def _over_axes(plan: Plan, mesh: Any) -> Plan:
-    """Returns the plan on an abstract mesh with the same axes, including the choices for its
-    devices.
-    """
+    """Moves a plan to an abstract mesh with the same axes; keeps the choices that were made for the
+    plan's devices."""
     remade = plan.remake(mesh.abstract_mesh)
     changes = {"program": plan.program, "reasons": plan.reasons, "ladder": plan.ladder}
     return dataclasses.replace(remade, **changes)
@@ -184,15 +186,16 @@ def _make_forecast(
     """Forecasts one step of a plan.
 
     Args:
-      plan: on a mesh of `compile_client.gpu_devices(gpu, ...)`, or on an abstract mesh.
-      gpu: the card.
-      counted: the plan whose step is traced and compiled: `plan`, or where its step is several
-        programs the plan that streams the same layers from host memory in one program.
-      devices: devices of `gpu_devices` in the order of an abstract mesh, for a plan with arrays in
-        host memory, which a mesh of such devices would lose.
-      why_formula: the reason why the step is not compiled; None compiles.
-      fast: see `hardware.compile_client.FAST_OPTIONS`.
-      progress: called with a few words about each stage of the work.
+      plan: plan on a mesh of `compile_client.gpu_devices(gpu, ...)`, or on an abstract mesh.
+      gpu: specification of the GPU.
+      counted: plan whose step is traced and compiled. It is `plan` itself, unless a step of `plan`
+        runs several programs; then it is a plan that streams the same layers from host memory in
+        one program.
+      devices: devices from `gpu_devices` in the order of an abstract mesh, for a plan with arrays
+        in host memory; a mesh of these devices would lose the memory kind of such arrays.
+      why_formula: reason why the step is not compiled; None: it is compiled.
+      fast: whether to skip the compiler's search for faster kernels.
+      progress: called with a few words at each stage of the work.
 
     Raises:
       CompileError: the compiler rejected the step.
@@ -225,9 +228,10 @@ def _make_forecast(
 
 
 def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
-    """Returns the cache key of a compiled step's facts: a hash of all that they depend on.
+    """Returns the cache key of a compiled step's facts: a hash of everything that determines them.
 
-    The program's text contains neither compiler options nor nodes, so these are added.
+    The program's text contains neither compiler options nor the assignment of devices to nodes, so
+    both are added to the hash.
     """
     options = {**plan.program.options, **(compile_client.FAST_OPTIONS if fast else {})}
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
@@ -304,7 +308,7 @@ def _copy_facts(copy: HostCopy) -> Facts:
 def _axes_of(group: Sequence[int], mesh: Mesh | AbstractMesh) -> str:
     """Returns the mesh axes along which the devices of a group differ, such as "data+model".
 
-    A program numbers its devices in the order of the mesh.
+    A compiled program numbers its devices in the order of the mesh.
     """
     places = np.array(np.unravel_index(list(group), tuple(mesh.shape.values())))
     differ = [name for name, row in zip(mesh.axis_names, places, strict=True) if len(set(row)) > 1]
@@ -312,7 +316,7 @@ def _axes_of(group: Sequence[int], mesh: Mesh | AbstractMesh) -> str:
 
 
 def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
-    """Returns the node of each device, in the order of the mesh."""
+    """Returns the number of the node of each device, in the order of the mesh."""
     if isinstance(devices, AbstractMesh):
         raise TypeError(
             "the mesh has no devices to compile for; pass devices="
@@ -326,9 +330,12 @@ def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
 
 
 class _Work(NamedTuple):
-    """FLOPs and bytes of a traced step on one device.
+    """Work of a traced step on one device.
 
-    FLOPs, the share of them in 8-bit floats, and the bytes that attention sends.
+    Attributes:
+      flops: number of FLOPs.
+      eight_bits: share of `flops` that are products of 8-bit floats, from 0 to 1.
+      attention_bytes: number of bytes that attention over split sequences sends.
     """
 
     flops: float
@@ -396,27 +403,29 @@ def _assemble(
 
 
 def _of_curriculum(plan: Plan) -> Iterator[str]:
-    """Yields remarks on the lengths of rows in a curriculum."""
+    """Yields a remark if the row length changes during the run (curriculum)."""
     if plan.ladder is not None:
         yield from plan.ladder.describe()
         yield "curriculum: the numbers of this page are for a step with rows of full length"
 
 
 def _of_wide_products(plan: Plan) -> Iterator[str]:
-    """Yields a remark on products that take float32 operands despite a 16-bit compute dtype."""
+    """Yields a remark on matrix products that have float32 operands although the compute dtype has
+    16 bits."""
     computed = np.dtype(plan.precision.compute_dtype).name
     for reason in plan.reasons:
         if reason.startswith(WIDE_PRODUCTS):
-            yield f"{reason}. TIME assumes the rate of {computed} for them"
+            yield f"{reason}. TIME assumes the rate of {computed} for these products"
 
 
 def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
-    """Yields remarks on savings by 8-bit floats, and on cards without units for them."""
+    """Yields remarks on bytes that 8-bit floats save, and on GPUs that have no units for 8-bit
+    floats."""
     said = describe_eight_bits(plan.traced.forward, plan.precision)
     yield from said
     if said and gpu.fp8_flops is None:
         yield (
-            f"{gpu.title} has no units for 8-bit floats with published rates: TIME counts such "
+            f"{gpu.title} has no units for 8-bit floats with published rates: TIME counts these "
             "products "
             "like others, and their operands are first cast to a wider dtype"
         )
@@ -429,7 +438,8 @@ def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
 
 
 def _unmeasured(plan: Plan, gpu: Gpu) -> tuple[str, ...]:
-    """Returns a remark if the disk's rate is unknown, in which case times are lower bounds."""
+    """Returns a remark if the disk's bandwidth is unknown, because times are then only lower
+    bounds."""
     found = None if plan.offload is None else hiding(plan, gpu)
     if found is None or found.disk_seconds is not None:
         return ()
@@ -440,7 +450,7 @@ def _unmeasured(plan: Plan, gpu: Gpu) -> tuple[str, ...]:
 
 
 def _remarks(facts: Facts) -> Iterator[str]:
-    """Yields remarks on differences between the compiled program and a run on GPUs."""
+    """Yields remarks on differences between the compiled program and a run on real GPUs."""
     if facts["by_cublas"]:
         yield (
             "all products are compiled for cuBLAS, because Triton has no kernel for one of "
@@ -497,7 +507,7 @@ def _memory(plan: Plan, facts: Facts | None) -> Memory:
         aliased=use.aliased,
         temporary=use.temporary,
         peak=use.peak,
-        # The compiled program has in host memory what the plan has in files.
+        # State that the plan stores in files is in host memory in the compiled program.
         host=on_host if _reads_pages(plan) else use.host_peak,
         formula_peak=sum(formula.values()),
         roles=_roles(use, facts["roles"], formula, batch),
@@ -510,15 +520,23 @@ def _roles(
     formula: Mapping[str, int],
     batch: int,
 ) -> tuple[RoleBytes, ...]:
-    """Returns one `RoleBytes` for each role; their compiled bytes add up to the peak.
+    """Returns one `RoleBytes` for each role; the compiled bytes of all roles add up to the peak.
 
-    Without the compiler's report of live buffers, temporaries are one row. The compiler counts a
-    pipeline's buffers as activations.
+    Without the compiler's report of live buffers, all temporary memory is one row. The compiler
+    counts a pipeline's buffers as activations.
+
+    Args:
+      use: memory of the compiled program.
+      found: {role: bytes at the peak} from the report of live buffers; None: there is no report.
+      formula: {role: bytes by formula}.
+      batch: bytes of a device's rows of the batch.
     """
     if found is None:
         found = {role: formula[role] for role in STATE_ROLES if role in formula}
         found |= {"batch": batch, "temporary": use.temporary}
-        found["other"] = use.peak - sum(found.values())  # counters, outputs with own memory
+        found["other"] = use.peak - sum(
+            found.values()
+        )  # counters, and outputs with memory of their own
     names = list(dict.fromkeys([*formula, *found]))
     return tuple(
         RoleBytes(

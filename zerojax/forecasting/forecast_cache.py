@@ -1,6 +1,6 @@
-"""Caches compilation results between processes.
+"""Caches forecasts in files, for all processes of the user.
 
-A failing cache costs time, not results: any problem with it is a warning, and the result is
+A failure of the cache never changes a result: it is reported as a warning, and the forecast is
 computed again.
 """
 
@@ -21,23 +21,25 @@ from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
 
 FORMAT = 1
 MAX_BYTES = 256 << 20
-"""Bytes of all entries; above it the least recently used go. A forecast takes some 10 to 100 kB."""
+"""Largest size of all entries in bytes; above it the least recently used entries are deleted. An
+entry takes about 10 to 100 kB."""
 
 
 def cache_folder() -> Path | None:
-    """Returns the folder of entries; None if the cache is off (see `runtime.user_cache`)."""
+    """Returns the folder of the cache's files; None if the cache is switched off (see
+    `runtime.user_cache`)."""
     root = user_cache()
     return None if root is None else root / "forecasts"
 
 
 def key_of(*parts: Any) -> str:
-    """Returns the name of an entry: 64 hex digits that depend on all parts, in this order.
+    """Returns the key of a cache entry: 64 hex digits that depend on all parts and on their order.
 
     Args:
-      *parts: text, bytes, numbers, None, or lists and dictionaries of those.
+      *parts: text, bytes, numbers, None, or lists and dictionaries of such values.
 
     Raises:
-      TypeError: a part that JSON cannot store, so that its content would be ignored.
+      TypeError: a part that JSON cannot store, so that the key could not depend on it.
     """
     digest = hashlib.sha256(f"zerojax forecast {FORMAT}".encode())
     for part in parts:
@@ -53,10 +55,11 @@ def key_of(*parts: Any) -> str:
 
 
 def load(key: str) -> dict[str, Any] | None:
-    """Returns the value stored under `key`, as JSON returns it (tuples are lists); None if missing.
+    """Returns the value that was stored under `key`, with lists in place of tuples as in JSON; None
+    if there is none.
 
     Warns:
-      UserWarning: an entry that cannot be read or is damaged; it counts as missing.
+      UserWarning: the entry cannot be read or is damaged; None is returned.
     """
     folder = cache_folder()
     if folder is None:
@@ -78,9 +81,10 @@ def load(key: str) -> dict[str, Any] | None:
 
 
 def store(key: str, value: Mapping[str, Any]) -> None:
-    """Stores `value` under `key` atomically, so that readers see all of it or nothing.
+    """Stores `value` under `key` atomically: a reader sees the complete entry or none.
 
     Args:
+      key: result of `key_of`.
       value: a mapping that JSON can store.
 
     Warns:
@@ -97,7 +101,7 @@ def store(key: str, value: Mapping[str, Any]) -> None:
         _shrink(folder, keep=path)
     except (OSError, UnreadableError) as error:
         reason = getattr(error, "strerror", None) or error
-        _warn(f"this forecast was not kept: {folder}: {reason}")
+        _warn(f"this forecast was not stored: {folder}: {reason}")
 
 
 def _path(folder: Path, key: str) -> Path:
@@ -109,9 +113,8 @@ def _digest(value: Any) -> str:
 
 
 def _shrink(folder: Path, keep: Path) -> None:
-    """Deletes the least recently used entries until `MAX_BYTES` is met, and files that crashed
-    writers left.
-    """
+    """Deletes the least recently used entries until `MAX_BYTES` is met, and the incomplete files of
+    crashed processes."""
     found = []
     for path in folder.iterdir():
         if path.suffix in (".json", ".partial"):
@@ -128,7 +131,7 @@ def _shrink(folder: Path, keep: Path) -> None:
 
 
 def _ignore(path: Path, why: str) -> None:
-    _warn(f"{path} is ignored and computed again: {why}")
+    _warn(f"{path} is ignored and its forecast computed again: {why}")
 
 
 def _warn(sentence: str) -> None:

@@ -1,4 +1,5 @@
-"""Defines the result of a forecast: bytes, communication, an estimate of time, and a verdict."""
+"""Dataclasses for the numbers of a forecast: memory, communication, an estimate of time, and the
+verdict whether the step fits."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ MEMORY_FRACTION = 0.75
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleBytes:
-    """Bytes per device of one role (such as activations) at the moment of peak memory.
+    """Bytes per device that one role, such as activations, takes at the moment of peak memory.
 
     Attributes:
       role: "master weights", "optimizer state", "gathered weights", "gradients", "activations", ...
-      bytes: as compiled; None if nothing was compiled.
-      formula: by the ZeRO formula; None if there is none (activations, workspace).
+      bytes: number of bytes in the compiled program; None if nothing was compiled.
+      formula: number of bytes by the ZeRO formula; None for roles without a formula (activations,
+        workspace).
     """
 
     role: str
@@ -34,17 +36,20 @@ class RoleBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory of one device in a step, in bytes; None where nothing was compiled.
+    """Memory of one device in a training step, in bytes.
+
+    Attributes that come from the compiled program are None if nothing was compiled.
 
     Attributes:
       state: bytes of the training state between steps, exact.
-      batch: bytes of this device's rows.
-      arguments, outputs, aliased, temporary: as the compiler counts them; donated arguments are
-        aliased with outputs.
-      peak: most bytes in use at once on the device: arguments + outputs - aliased + temporary.
-      host: peak in host memory (offload); by formula if nothing was compiled.
-      formula_peak: state, gathered weights and gradients by formula, without activations.
-      roles: at the moment of the peak; their bytes add up to `peak`.
+      batch: bytes of this device's rows of the batch.
+      arguments, outputs, aliased, temporary: bytes of the compiled program's arguments, outputs,
+        outputs that reuse donated arguments, and temporary values.
+      peak: largest number of bytes in use at once on the device: arguments + outputs - aliased +
+        temporary.
+      host: largest number of bytes in host memory (offload); by formula if nothing was compiled.
+      formula_peak: bytes of state, gathered weights and gradients by formula, without activations.
+      roles: bytes of each role at the moment of the peak; they add up to `peak`.
     """
 
     state: int
@@ -61,25 +66,26 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrafficRow:
-    """All collectives of one kind, dtype, group and loop depth in one step of one device.
+    """Collectives of one device in one step that have the same kind, dtype, group and loop depth,
+    summed.
 
     Attributes:
       kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
-      axis: the mesh axes it runs over, such as "data" or "data+model".
+      axis: mesh axes over which the collectives run, such as "data" or "data+model".
       dtype: dtype in which values are sent.
-      count: executions per step.
-      payload_bytes: size of the whole arrays, over all executions.
+      count: number of executions per step.
+      payload_bytes: size in bytes of the whole arrays, summed over all executions.
       wire_bytes: bytes that one device sends in all executions, by the ring algorithm.
-      loop_depth: 0 outside of loops.
-      crosses_nodes: whether a group extends beyond one node's fast fabric.
-      group: (devices of a group, number of them in the first one's node); None: computed from the
-        axes and the devices of a node.
+      loop_depth: number of loops around the collectives.
+      crosses_nodes: whether a group extends beyond one node.
+      group: (number of devices in a group, number of them in the node of the group's first device);
+        None: computed from the axes and the number of devices in a node.
       network_bytes: part of wire_bytes that one device sends between nodes
         (`roofline.network_share`).
-      of_attention: whether attention over a split sequence sends it.
-      of_matrices: whether an optimizer of whole matrices sends it.
-      hidden: share of the wire time that is covered by matrix products scheduled between start and
-        end, all at published peaks; 0 if a collective blocks.
+      of_attention: whether attention over a split sequence sends these bytes.
+      of_matrices: whether an optimizer that updates whole matrices sends these bytes.
+      hidden: share of the transfer time that overlaps with matrix products scheduled between start
+        and end, both at published peak rates; 0 if a collective blocks.
     """
 
     kind: str
@@ -99,24 +105,27 @@ class TrafficRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that one device sends per step.
+    """Bytes that one device sends per step, as compiled and by formula.
+
+    Attributes that come from the compiled program are None if nothing was compiled.
 
     Attributes:
-      rows: from the compiled program, largest first; empty if nothing was compiled.
-      wire_bytes: sum of the bytes of `rows`; None if nothing was compiled.
-      network_bytes: part of it between nodes.
-      data_wire_bytes: part of ZeRO, over the data axes, and over `stage` for parameters that all
+      rows: collectives of the compiled program, largest first; empty if nothing was compiled.
+      wire_bytes: bytes of all rows.
+      network_bytes: bytes between nodes.
+      data_wire_bytes: bytes of ZeRO: over the data axes, and over `stage` for parameters that all
         stages read.
-      message_wire_bytes: part between neighbours of a pipeline.
-      attention_wire_bytes: part of attention over sequences that are split over `context`.
-      formula_bytes: ZeRO's part by formula (see `plan.wire`).
-      message_formula_bytes: the messages by formula.
-      attention_traced_bytes: attention's part, counted in the traced step.
-      exchange_wire_bytes: part between devices that experts are split over.
-      exchange_formula_bytes: the same by formula, for one round (see `plan.expert_costs`).
-      matrix_wire_bytes: part of the update by an optimizer of whole matrices.
-      matrix_formula_bytes: the same by formula (see `plan.whole_matrices`).
-      unit: 2 bytes x parameters x (N-1)/N.
+      message_wire_bytes: bytes between neighbouring stages of a pipeline.
+      attention_wire_bytes: bytes of attention over sequences that are split over `context`.
+      formula_bytes: bytes of ZeRO by formula (see `plan.wire`).
+      message_formula_bytes: bytes between pipeline stages by formula.
+      attention_traced_bytes: bytes of attention, counted in the traced step.
+      exchange_wire_bytes: bytes between the devices over which experts are split.
+      exchange_formula_bytes: bytes between these devices by formula, for one round (see
+        `plan.expert_costs`).
+      matrix_wire_bytes: bytes of the update by an optimizer that needs whole matrices.
+      matrix_formula_bytes: bytes of this update by formula (see `plan.whole_matrices`).
+      unit: unit in which the page expresses bytes: 2 bytes x parameters x (N-1)/N.
     """
 
     rows: tuple[TrafficRow, ...]
@@ -137,18 +146,20 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Offloaded state, and the bytes transferred for it; per device and step.
+    """State stored outside device memory, and the bytes transferred for it, per device and step.
 
     Attributes:
       tiers: {role: {"device", "host" or "nvme": bytes}}, by formula.
-      moved: by purpose, by formula.
-      hiding: best time, and the number of tokens with which products take as long; None if the
-        batch has no tokens, or the card no peak.
-      compiled_to_device, compiled_to_host: bytes that the compiled program copies; None if nothing
-        was compiled. Files are read and written outside of it, and are not included.
-      by_kernels: part of these bytes that kernels copy with the processors that products need.
-      machine_host, machine_disk: memory and disk space that a machine with `Gpu.node_devices` of
-        the devices needs; two generations of files if they are durable.
+      moved: transferred bytes for each purpose, by formula.
+      hiding: the shortest time of the transfers, and the number of tokens whose products take as
+        long; None if the batch has no tokens, or the GPU no published peak.
+      compiled_to_device, compiled_to_host: bytes that the compiled program copies in each
+        direction; None if nothing was compiled. Reading and writing of files is not part of the
+        compiled program and not included.
+      by_kernels: part of these copied bytes that kernels move, on the processors that matrix
+        products need.
+      machine_host, machine_disk: bytes of host memory and of disk space that a machine with
+        `Gpu.node_devices` of these devices needs; for durable files twice the disk space.
     """
 
     tiers: dict[str, dict[str, int]]
@@ -163,22 +174,26 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Roofline estimate: the shortest time that published peak rates allow. Not measured; real
-    steps take longer.
+    """Roofline estimate of a step: the shortest time that published peak rates allow. It is not
+    measured; real steps take longer.
 
     Attributes:
-      flops: matrix products of one device per step, recomputation included.
-      model_flops: the same without recomputation; the numerator of MFU.
-      hbm_bytes: read and written by the compiled program; None if nothing was compiled.
-      compute_seconds, memory_seconds, wire_seconds: each alone, at the published peak.
-      exposed_wire_seconds: wire time that no matrix product hides in the schedule.
-      offload_seconds: time of transfers to and from host memory and disk that nothing hides: the
-        update's, and the part of the others beyond max(compute, memory). 0 without offload.
-      step_seconds: max(compute, memory) + exposed wire + offload.
+      flops: FLOPs of the matrix products of one device per step, including recomputation.
+      model_flops: FLOPs without recomputation; the numerator of MFU.
+      hbm_bytes: bytes of device memory that the compiled program reads and writes; None if nothing
+        was compiled.
+      compute_seconds, memory_seconds, wire_seconds: time of products, of device memory and of
+        communication, each alone at its published peak.
+      exposed_wire_seconds: communication time that does not overlap with matrix products in the
+        schedule.
+      offload_seconds: time of transfers to and from host memory and disk that does not overlap: all
+        transfers of the update, and the part of other transfers beyond max(compute, memory). 0
+        without offload.
+      step_seconds: max(compute, memory) + exposed communication + offload.
       bound_by: "compute", "memory", "wire", or for offload "link" (to host memory) or "disk".
-      mfu: model FLOPs over step_seconds and the published peak, that of 8-bit floats for their
-        products; None without a peak.
-      tokens_per_second: of the whole mesh; None if the batch has no tokens.
+      mfu: model FLOPs divided by step_seconds and by the published peak, with the peak of 8-bit
+        floats for 8-bit products; None without a published peak.
+      tokens_per_second: tokens per second of the whole mesh; None if the batch has no tokens.
       eight_bits: share of `flops` that are products of 8-bit floats, from 0 to 1.
     """
 
@@ -199,14 +214,15 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Result of the check whether the step fits into the GPU's memory.
+    """Result of the check whether a step fits into the GPU's memory.
 
     Attributes:
-      fits: None if only formulas are known and they do not decide it.
-      needed: bytes: the compiled peak, or the formula's.
-      limit: bytes that JAX may use: memory x `MEMORY_FRACTION` or the environment's fraction.
+      fits: whether the step fits; None if only formulas are known and they do not decide it.
+      needed: number of bytes that the step needs: the compiled peak, or the peak by formula.
+      limit: number of bytes that JAX may use: GPU memory times `MEMORY_FRACTION`, or times the
+        fraction set in the environment.
       headroom: limit - needed.
-      reasons: one line each, remedies last.
+      reasons: lines of text that explain the verdict; remedies come last.
     """
 
     fits: bool | None
@@ -218,21 +234,23 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForecastNumbers:
-    """The numbers of one step of one plan on N GPUs of one kind.
+    """Numbers of one training step of one plan on a number of GPUs of one kind.
 
     Attributes:
-      gpu: the card.
+      gpu: specification of the GPU.
       num_devices: number of GPUs.
-      mesh: axis -> size.
-      plan: the plan's own dictionary (`Plan.as_dict`).
-      source: `COMPILED`, or `FORMULA` without the compile-only client (`why_formula` has the reason
-        and how to install it).
-      compiler: versions and options that the program was compiled with.
-      options_dropped: compiler option -> reason why it was left out.
-      seconds: time spent compiling; 0 from the cache.
-      remarks: reasons why a number is a lower bound, such as a loop whose length the program does
-        not say.
-      offload: state outside device memory; None if there is none.
+      mesh: {mesh axis: size}.
+      plan: the plan as a dictionary (`Plan.as_dict`).
+      source: `COMPILED`, or `FORMULA` without the compile-only client.
+      why_formula: reason why formulas were used and how to install the client; None if compiled.
+      compiler: versions and options with which the program was compiled.
+      options_dropped: {compiler option: reason why it was left out}.
+      seconds: time spent compiling; 0 if the result came from the cache.
+      memory, traffic, estimate, verdict: memory, communication and time of the step, and whether it
+        fits.
+      remarks: reasons why a number is only a lower bound, such as a loop whose number of iterations
+        the program does not state.
+      offload: state outside device memory and its transfers; None if there is none.
     """
 
     gpu: Gpu

@@ -1,4 +1,5 @@
-"""Formats a forecast, with its offload section, as text or as a dictionary for JSON."""
+"""Formats a forecast as a page of text, including its offload section, or as a dictionary for
+JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ VERDICTS = ("FITS", "DOES NOT FIT", "NOT DECIDED")
 
 
 def forecast_page(forecast: ForecastNumbers) -> str:
-    """Returns one page of plain characters, at most 100 columns; each table's numbers add up."""
+    """Formats a forecast as one page of plain characters, at most 100 columns. The numbers of each
+    table add up to its total."""
     sections = [
         _head(forecast),
         _memory(forecast.memory),
@@ -45,14 +47,16 @@ def forecast_page(forecast: ForecastNumbers) -> str:
 
 
 def forecast_dict(forecast: ForecastNumbers) -> dict[str, Any]:
-    """Returns every number unrounded, for JSON; times in seconds, sizes in bytes."""
+    """Returns every number of a forecast, unrounded, for JSON; times are in seconds, sizes in
+    bytes."""
     return dataclasses.asdict(forecast)
 
 
 def round_to_sum(parts: Sequence[float], digits: int) -> list[float]:
-    """Rounds `parts` to `digits` decimals so that they add up to their rounded sum.
+    """Rounds `parts` to `digits` decimals so that the rounded parts add up to the rounded sum.
 
-    The largest remainders are rounded up (Hamilton's method), so no part is off by one unit.
+    The parts with the largest remainders are rounded up (Hamilton's method), so each part differs
+    from its exact value by less than one unit of the last digit.
 
     >>> round_to_sum([0.004, 0.004, 0.004], 2)
     [0.01, 0.0, 0.0]
@@ -119,7 +123,8 @@ def _verdict(forecast: ForecastNumbers) -> list[str]:
 
 
 def _bar(needed: int, limit: int, card: int) -> str:
-    """Draws the card as a line: # needed, . free for JAX, | the limit, x needed beyond it."""
+    """Draws the GPU's memory as a line of characters: # needed, . free for JAX, | JAX's limit, x
+    needed beyond the limit."""
     longest = max(card, needed)
     used = max(1, round(BAR * needed / longest))
     end = round(BAR * limit / longest)
@@ -162,7 +167,8 @@ def _memory(memory: Memory) -> list[str]:
 
 
 def _compiler_count(memory: Memory, scale: float, digits: int) -> list[str]:
-    """Returns a line with the terms from which the compiler computes the peak."""
+    """Formats a line with the terms from which the compiler computes the peak: arguments, outputs,
+    aliased and temporary bytes."""
     if memory.peak is None:
         return []
     parts = [memory.arguments, memory.outputs, -(memory.aliased or 0), memory.temporary]
@@ -303,9 +309,8 @@ def _time(forecast: ForecastNumbers) -> list[str]:
 
 
 def _repeated(forecast: ForecastNumbers) -> str:
-    """Returns a phrase for the share of FLOPs beyond the model's own (recomputation, idle slots);
-    "" if none.
-    """
+    """Returns a phrase for the share of FLOPs that the model itself does not need (recomputation
+    and idle pipeline slots); "" if there are none."""
     estimate = forecast.estimate
     again = 1 - estimate.model_flops / estimate.flops if estimate.flops else 0.0
     if not estimate.model_flops or again <= 0.005:
@@ -316,7 +321,8 @@ def _repeated(forecast: ForecastNumbers) -> str:
 
 
 def _in_eight_bits(forecast: ForecastNumbers) -> str:
-    """Returns a phrase for the share of FLOPs in 8-bit floats; "" if none."""
+    """Returns a phrase for the share of FLOPs that are products of 8-bit floats; "" if there are
+    none."""
     share = forecast.estimate.eight_bits
     if not share:
         return ""
@@ -398,7 +404,7 @@ def _notes(forecast: ForecastNumbers) -> list[str]:
 
 
 def _unit(largest: float, units: Sequence[tuple[str, float, int]]) -> tuple[str, float, int]:
-    """Returns the largest unit that does not exceed the value."""
+    """Chooses the largest of `units` that does not exceed the value; the last if all exceed it."""
     return next((unit for unit in units if largest >= unit[1]), units[-1])
 
 
@@ -411,7 +417,13 @@ def _si(value: float) -> str:
 
 
 def align_columns(rows: Rows, *, left: int, last_left: bool = False) -> list[str]:
-    """Pads columns to equal width; aligns the first `left` and, with `last_left`, the last left."""
+    """Pads the cells of a table so that columns have equal widths.
+
+    Args:
+      rows: cells of each row.
+      left: number of first columns that are aligned left; the others are aligned right.
+      last_left: whether the last column is aligned left, too.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -430,9 +442,8 @@ def _wrap(text: str, first: str = "", other: str = "  ") -> list[str]:
 
 
 def offload_section(forecast: ForecastNumbers) -> list[str]:
-    """Returns the offload section: bytes by tier, transferred bytes (formula and compiled), and
-    overlap; [] without offload.
-    """
+    """Formats the offload section: bytes in each memory, transferred bytes by formula and as
+    compiled, and overlap; [] without offload."""
     offload = forecast.offload
     if offload is None:
         return []
@@ -447,9 +458,8 @@ def offload_section(forecast: ForecastNumbers) -> list[str]:
 
 
 def _per_node(forecast: ForecastNumbers, offload: Offload) -> list[str]:
-    """Returns a line with the host memory and disk space that a machine with several of these GPUs
-    needs.
-    """
+    """Formats a line with the host memory and disk space that a machine with several of these GPUs
+    needs."""
     number = min(forecast.num_devices, forecast.gpu.node_devices)
     sizes = {"host memory": offload.machine_host, "disk": offload.machine_disk}
     needed = [f"{format_bytes(size)} of {words}" for words, size in sizes.items() if size]
@@ -458,7 +468,7 @@ def _per_node(forecast: ForecastNumbers, offload: Offload) -> list[str]:
 
 
 def _compiled(offload: Offload) -> list[str]:
-    """Returns lines about host-device copies in the compiled program."""
+    """Formats lines about the copies between host and device in the compiled program."""
     if offload.compiled_to_device is None or offload.compiled_to_host is None:
         return []
     sizes = (offload.compiled_to_device, offload.compiled_to_host)

@@ -1,6 +1,7 @@
-"""Explains out-of-memory errors: the request, the plan, and the settings that help.
+"""Explains out-of-memory errors: the failed request, the bytes of the plan, and the settings that
+reduce memory.
 
-It takes no device memory and compiles nothing.
+The explanation needs no device memory and compiles nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ NUM_REMEDIES = 3
 COMPILING = f"compiling {TRAINING_STEP}"
 _JAX_COMPILER = "jax._src.compiler"
 """JAX module whose frames are in the traceback of a failed compilation, unless JAX removes its own
-frames (tests/training/test_monitor_memory.py compiles one that fails)."""
+frames (tests/training/test_monitor_memory.py makes a compilation fail)."""
 
 RunNow = Callable[[], tuple[Plan, Any, int, Any]]
-"""() -> (the plan, the state or None, steps done, the jitted step or None)."""
+"""Function without arguments that returns (plan, state or None, number of completed steps, jitted
+step or None)."""
 
 START = "out of memory"
-"""First words of the page, by which it is found among an error's notes."""
+"""First words of the page, which identify it among an error's notes."""
 PROFILE = "memory.prof"
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"(?P<size>\d+(?:\.\d+)?)\s?(?P<unit>[KMGT]?)(?:i?B|\b)"
@@ -60,14 +62,15 @@ _KINDS = (
 
 @contextlib.contextmanager
 def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
-    """Adds a note to an out-of-memory error in the block: one page with remedies.
+    """Context manager that adds a note to an out-of-memory error raised in its block: one page with
+    remedies.
 
-    The error itself is unchanged. Nothing is compiled for the page: if the step has been compiled,
-    JAX still has the compiler's report.
+    The error itself is unchanged. Nothing is compiled for the page; JAX still has the compiler's
+    report if the step has been compiled.
 
     Args:
-      now: called after the failure; returns the state of the run.
-      folder: folder of the run, to which a memory profile is written. None: no folder.
+      now: function that is called after the failure and returns the state of the run.
+      folder: folder of the run, to which a memory profile is written. None: no profile is written.
     """
     try:
         yield
@@ -79,7 +82,7 @@ def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
 
 
 def explain(error: BaseException, asked: MemoryRequest, now: RunNow, folder: Path | None) -> Page:
-    """Collects the contents of the page about an out-of-memory error."""
+    """Collects the contents of the page that explains an out-of-memory error."""
     plan, state, num_steps, step = now()
     activity = find_activity(error, asked)
     sizes, source = sizes_by_role(plan, asked, None if activity == COMPILING else step, activity)
@@ -101,9 +104,10 @@ def explain(error: BaseException, asked: MemoryRequest, now: RunNow, folder: Pat
 
 
 def find_activity(error: BaseException, asked: MemoryRequest) -> str:
-    """Returns what a run was doing when memory ran out, such as "making the first state".
+    """Finds out what a run was doing when memory ran out, such as "making the first state".
 
-    It is the text of the innermost `allocating_for` block, or compiling.
+    Returns:
+      The text of the innermost `allocating_for` block, or `COMPILING`.
     """
     purpose = purpose_of(error)
     if purpose in (TRAINING_STEP, None) and (asked.by_compiler or _left_the_compiler(error)):
@@ -119,11 +123,14 @@ def _left_the_compiler(error: BaseException) -> bool:
 def sizes_by_role(
     plan: Plan, asked: MemoryRequest, step: Any, activity: str
 ) -> tuple[dict[str, int], str]:
-    """Returns ({role: bytes per device at the peak}, source of the activations).
+    """Estimates the bytes of each role on a device at the peak.
 
-    State is exact, weights and gradients are by formula. No formula gives activations: they are the
-    temporary memory of the compiled step beyond these, or the part of the failed request beyond
-    them.
+    The state is exact; weights and gradients are by formula. There is no formula for activations:
+    they are the temporary memory of the compiled step, or the failed request, minus the other
+    roles.
+
+    Returns:
+      ({role: bytes per device at the peak}, text that says where the numbers come from).
     """
     sizes = {role: size for role, size in role_bytes(plan).items() if size}
     passing = sizes.get(GATHERED, 0) + sizes.get(GRADIENTS, 0)
@@ -151,7 +158,7 @@ def _compiled_temporary(plan: Plan, step: Any) -> int | None:
     try:
         compiled = step.lower(plan.abstract_state, plan.abstract_batch).compile()
         return compile_client.memory_of(compiled).temporary
-    except Exception:  # memory may be too short for this as well; the page omits it
+    except Exception:  # there may be too little memory for this, too; the page omits it
         return None
 
 
@@ -162,14 +169,15 @@ def _excess(asked: MemoryRequest, free: int | None) -> int | None:
 
 
 def cheapest_remedies(plan: Plan, sizes: Mapping[str, int], excess: int | None) -> list[Remedy]:
-    """Returns the three remedies that cost the least time; those that suffice alone come first."""
+    """Returns the three remedies that cost the least time; remedies that are sufficient alone come
+    first."""
     needed = sum(sizes.values())
     found: dict[str, Remedy] = {}
     for remedy in all_remedies(plan, gpu_of_device(device_kind()), dict(sizes)):
         if remedy.price is None or (remedy.saving or 0) < SMALL * needed:
             continue
         key = remedy.words.partition("=")[0]
-        # Of several values of one setting, the first that suffices, else the one that saves most.
+        # Of several values of a setting, take the first that is enough, else the largest saving.
         if key not in found or not _suffices(found[key], excess):
             found[key] = remedy
     order = sorted(found.values(), key=lambda one: (not _suffices(one, excess), one.price))
@@ -182,18 +190,18 @@ def _suffices(remedy: Remedy, excess: int | None) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Page:
-    """The content of the page about an out-of-memory error.
+    """Contents of the page that explains an out-of-memory error.
 
     Attributes:
       asked: the failed request.
       activity: what the run was doing.
-      device: the device.
+      device: memory of the device.
       sizes: {role: bytes per device} of the plan.
-      source: where the bytes of activations come from.
-      living: the largest arrays.
-      excess: bytes above the limit, if known.
-      remedies: the cheapest first.
-      profile: file for `pprof`, if one could be written.
+      source: text that says where the bytes of activations come from.
+      living: the largest arrays that exist now.
+      excess: number of bytes above the limit; None if unknown.
+      remedies: settings that reduce memory, the cheapest first.
+      profile: path of the memory profile for `pprof`; None if none could be written.
     """
 
     asked: MemoryRequest
@@ -208,7 +216,7 @@ class Page:
 
 
 def draw(page: Page) -> str:
-    """Formats the page: at most one screen, 100 columns."""
+    """Formats the page that explains an out-of-memory error: at most one screen, 100 columns."""
     lines = [f"{START} in {page.activity}: {_asked(page.asked)}", ""]
     lines += _row("device", _device(page.device))
     total = sum(page.sizes.values())
@@ -268,10 +276,10 @@ def _remedies(page: Page) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveArray:
-    """One array, or several with the same name.
+    """One array in device memory, or several arrays with the same name.
 
     Attributes:
-      name: name of the state's leaf; else dtype and shape.
+      name: name of the array in the training state; dtype and shape for other arrays.
       size: bytes on the first local device that holds a part of it.
       count: number of arrays.
     """
@@ -283,12 +291,13 @@ class LiveArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of the fullest local device, or of the process if devices have no own memory.
+    """Memory of the local device with the most bytes in use, or of the process if devices have no
+    memory of their own.
 
     Attributes:
       name: name of the device.
-      in_use: bytes in use.
-      limit, free: None if they are not known.
+      in_use: number of bytes in use.
+      limit, free: numbers of bytes; None if they are not known.
       source: who sets the limit.
     """
 
@@ -300,7 +309,7 @@ class DeviceMemory:
 
 
 def device_now() -> DeviceMemory:
-    """Returns the memory of the fullest local device."""
+    """Measures the memory of the local device with the most bytes in use."""
     memory = device_memory()
     if memory["source"] == "device":
         limit = memory["limit"] or None
@@ -320,10 +329,11 @@ def device_now() -> DeviceMemory:
 
 
 def largest_arrays(state: Any, count: int = 5) -> list[LiveArray]:
-    """Returns the living arrays that take most memory of a device now, largest first.
+    """Returns the existing arrays that take the most memory of a device now, largest first.
 
     Args:
-      state: a tree whose leaves have names; None: no names.
+      state: training state as a tree, which gives arrays their names; None: arrays have no names.
+      count: largest number of arrays to return.
     """
     names: dict[Any, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -348,7 +358,8 @@ def _shard_size(array: jax.Array) -> int:
 
 
 def save_profile(folder: Path | None) -> Path | None:
-    """Writes the origin of every array for `pprof`; returns None if that is not possible now."""
+    """Writes a memory profile with the origin of every array, for `pprof`; returns its path, or
+    None if it cannot be written now."""
     if folder is None:
         return None
     try:
@@ -364,10 +375,11 @@ class MemoryRequest:
     """A failed request for memory.
 
     Attributes:
-      size: bytes; None if the message does not say.
-      by_compiler: the compiler found, before anything ran, that the whole program does not fit.
-      on_host: memory of the process, not of a device with its own memory.
-      text: the first line of the message.
+      size: number of requested bytes; None if the message does not state it.
+      by_compiler: whether the compiler found, before anything ran, that the whole program does not
+        fit.
+      on_host: whether host memory was requested, not the memory of a device.
+      text: first line of the error message.
     """
 
     size: int | None
@@ -377,7 +389,7 @@ class MemoryRequest:
 
 
 def find_memory_request(error: BaseException) -> MemoryRequest | None:
-    """Returns the failed request that an error describes; None if it is another error."""
+    """Parses the failed memory request from an error; returns None for any other error."""
     text = str(error)
     if not isinstance(error, MemoryError) and not any(kind in text for kind in _KINDS):
         return None

@@ -1,6 +1,6 @@
-"""Lists remedies for a step that does not fit, in order of cost.
+"""Lists settings with which a step that does not fit needs less memory, in the order of their cost.
 
-None of them is compiled here.
+Savings are computed by formula; nothing is compiled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PRICES = {
     4: "up to a third more FLOPs",
     5: "copies between host and device in every step",
 }
-"""Cost of a remedy in time, the least first."""
+"""Costs of a remedy in time, the smallest first."""
 MICROBATCHES = "num_microbatches="
 SMALL = 0.01
 """A remedy that saves less than this share of the needed bytes is not listed."""
@@ -60,10 +60,10 @@ class Remedy:
     """A setting with which a step takes less memory.
 
     Attributes:
-      words: the setting, as it is typed.
-      why: the reason why it helps.
-      saving: about how many bytes per device; None: only the compiler knows.
-      price: its cost in time, a key of `PRICES`; None: it takes more devices.
+      words: the setting as a user types it.
+      why: reason why it saves memory.
+      saving: estimated number of bytes saved per device; None: only the compiler knows.
+      price: cost in time, a key of `PRICES`; None: the remedy needs more devices.
     """
 
     words: str
@@ -73,14 +73,14 @@ class Remedy:
 
 
 def role_sizes(memory: Memory) -> dict[str, int]:
-    """Returns role -> bytes at the peak: as compiled, or by formula if nothing was."""
+    """Returns {role: bytes at the peak}, as compiled, or by formula if nothing was compiled."""
     compiled = memory.peak is not None
     sizes = {row.role: row.bytes if compiled else row.formula for row in memory.roles}
     return {role: size for role, size in sizes.items() if size}
 
 
 def largest_role(memory: Memory, needed: int) -> str:
-    """Describes in one line which role takes the most bytes, and its share of `needed`."""
+    """Describes in one line the role that takes the most bytes, and its share of `needed`."""
     sizes = role_sizes(memory)
     if not sizes:
         return "the use of these bytes is not known"
@@ -93,13 +93,16 @@ def find_remedies(
 ) -> list[str]:
     """Lists remedies for a step that does not fit on a GPU, one line each.
 
-    Order: more devices, a higher stage, microbatches, a pipeline's buffers, remat, offload, tensor
-    parallelism, more pipeline stages, and a larger share of the card. Savings are computed from the
-    bytes by role, so they are estimates; compile to know.
+    The order is: more devices, a higher ZeRO stage, more microbatches, smaller pipeline buffers,
+    remat, offload, tensor parallelism, more pipeline stages, and a larger share of the GPU's memory
+    for JAX. Savings are estimates from the bytes of each role; only compiling gives exact numbers.
 
     Args:
-      excess: bytes per device above the limit.
-      fraction: share of the card that JAX uses now.
+      plan: plan of the step.
+      gpu: specification of the GPU.
+      memory: forecast memory of the step.
+      excess: number of bytes per device above the limit.
+      fraction: share of the GPU's memory that JAX uses now.
     """
     sizes = role_sizes(memory)
     needed = sum(sizes.values())
@@ -131,11 +134,14 @@ def find_remedies(
 
 
 def all_remedies(plan: Plan, gpu: Gpu | None, sizes: dict[str, int]) -> Iterator[Remedy]:
-    """Yields every setting that this plan can still change, in the order of `find_remedies`.
+    """Yields every setting of this plan that can still be changed to save memory, in the order of
+    `find_remedies`.
 
     Args:
-      gpu: the card; None: not known, so remedies that need its links are left out.
-      sizes: role -> bytes at the peak.
+      plan: plan of the step.
+      gpu: specification of the GPU; None: unknown, so remedies that depend on its links are left
+        out.
+      sizes: {role: bytes at the peak}.
     """
     yield from _more_devices(plan, sizes)
     yield from _higher_zero(plan, sizes)
@@ -149,14 +155,13 @@ def all_remedies(plan: Plan, gpu: Gpu | None, sizes: dict[str, int]) -> Iterator
 
 
 def rows_at_once(plan: Plan) -> int:
-    """Returns the rows of one microbatch on one data shard."""
+    """Returns the number of rows of one microbatch on one data shard."""
     return plan.global_batch_size // (num_data_shards(plan.mesh) * plan.num_microbatches)
 
 
 def remat_of(plan: Plan) -> str | None:
-    """Returns `remat` of a reference model; for other models "none", or None if they have
-    checkpoints.
-    """
+    """Returns the model's recomputation setting: `remat` of a reference model; for other models
+    "none", or None if they use `jax.checkpoint`."""
     own = getattr(bound_attribute(plan.model, "config"), "remat", None)
     if own is not None:
         return own
@@ -172,7 +177,7 @@ def _has_checkpoint(program: Any) -> bool:
 
 
 def _keeps_inputs_alone(program: Any) -> bool:
-    """Returns whether the program has a checkpoint that saves only its inputs."""
+    """Returns whether a jaxpr has a checkpoint that saves only its inputs."""
     return any(
         (jaxpr.is_checkpoint(equation) and equation.params.get("policy") is None)
         or any(_keeps_inputs_alone(inner) for inner in jaxpr.inner_programs(equation.params))
@@ -214,7 +219,7 @@ def _higher_zero(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
 def _microbatches(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     rows, activations = rows_at_once(plan), _sum(sizes, "activations", PIPELINE_BUFFERS)
     if plan.pipeline is not None and plan.pipeline.schedule.name == "gpipe":
-        return  # this schedule keeps all of them, however many there are
+        return  # this schedule stores all microbatches, however many there are
     extra = accumulation_bytes(plan) if plan.num_microbatches == 1 and not plan.pipeline else 0
     also = "; adds a sum of gradients" if extra > 0 else ""
     factors = [factor for factor in (2, 4, 8, 16, 32, 64) if rows % factor == 0]
@@ -230,7 +235,8 @@ def _microbatches(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
 def accumulation_bytes(plan: Plan) -> int:
     """Returns the bytes per device that accumulating gradients over microbatches adds.
 
-    Scattered gradients are added to the sum as they arrive; whole ones are in memory beside it.
+    Sharded gradients are added to the sum as they arrive. Gradients that are not sharded are in
+    memory beside the sum.
     """
     placement = plan.placement
     early = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY, Access.LOOK_UP)
@@ -248,7 +254,7 @@ def accumulation_bytes(plan: Plan) -> int:
 
 
 def _pipeline(plan: Plan) -> Iterator[Remedy]:
-    """Yields remedies that reduce what pipeline stages store for the backward pass."""
+    """Yields remedies that reduce the values that pipeline stages store for the backward pass."""
     layout = plan.pipeline
     if layout is None:
         return
@@ -267,7 +273,8 @@ def _pipeline(plan: Plan) -> Iterator[Remedy]:
 
 
 def _more_stages(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
-    """Yields the remedy of twice as many stages: half the layers and twice the rows per device."""
+    """Yields the remedy of twice as many pipeline stages: each device has half the layers and twice
+    the rows."""
     stages, layers = 2 * plan.mesh.shape[STAGE], num_layers(plan)
     leaves = plan.placement.leaves.values()
     if plan.mesh.shape[DATA] % 2 or layers % stages or plan.num_microbatches < stages:
@@ -302,7 +309,8 @@ def _remat(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
 
 
 def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
-    """Yields offloading of the optimizer's state, then of layers' inputs, then of their weights."""
+    """Yields remedies that offload the optimizer state, then also the inputs of layers, then also
+    their weights."""
     config, in_slices = plan.settings.offload, can_slice(plan)
     state = _sum(sizes, MASTERS, OPTIMIZER, AVERAGE)
     if in_slices and config.opt_state != HOST and config.params != NVME and state:
@@ -344,7 +352,7 @@ def can_slice(plan: Plan) -> bool:
 
 
 def num_layers(plan: Plan) -> int:
-    """Returns the layers that the model scans over; 1 without such a loop."""
+    """Returns the number of layers that the model scans over; 1 for a model without such a loop."""
     leaves = plan.placement.leaves.values()
     return max(leaf.num_slices for leaf in leaves)
 

@@ -1,16 +1,19 @@
-"""Assigns roles to the bytes on a device at the moment of the peak: weights, activations, others.
+"""Assigns a role, such as weights or activations, to the bytes on a device at the moment of peak
+memory.
 
 The role of a value follows from its origin and its uses, through fusions and loops:
 
-- weights are parameters of the state, moved: sliced, cast, gathered, in another layout;
+- weights are parameters of the state that were only moved: sliced, cast, gathered, or brought into
+  another layout;
 - forward and backward are the operations under `jax.value_and_grad` (their names contain `jvp(`)
-  and all that these read; values that they compute and read again are activations;
-- values that they compute and never read again are gradients, and so are sums of these, over
-  microbatches and over devices, until they meet the optimizer's state or the parameters;
-- the other values of the update are the optimizer's temporaries.
+  and everything that these operations read; values that they compute and read again are
+  activations;
+- values that they compute and never read again are gradients; so are sums of gradients over
+  microbatches and devices, until they are combined with the optimizer state or the parameters;
+- all other values of the update are temporaries of the optimizer.
 
-Names alone are not enough: a gradient's accumulator starts as a constant, a loop carries all of
-them in one tuple, and a matrix product that the compiler rewrote has no name.
+Names alone are not enough: a gradient accumulator starts as a constant, a loop carries all
+accumulators in one tuple, and a matrix product that the compiler rewrote has no name.
 """
 
 from __future__ import annotations
@@ -70,17 +73,19 @@ _ARGUMENTS = {
 
 
 def bytes_by_role(live: LiveAtPeak, plan: Plan) -> dict[str, int]:
-    """Returns the bytes of device memory by role, at the moment when most are in use.
+    """Returns the bytes of device memory of each role at the moment of peak memory.
 
     Args:
-      live: of the plan's training step, from `forecasting.hlo.live_buffers.read_live`.
-      plan: the plan of the step; names the arguments.
+      live: values of the plan's training step at its peak, from
+        `forecasting.hlo.live_buffers.read_live`.
+      plan: plan of the step, which gives the arguments their names.
 
     Returns:
-      Every one of `ROLES`. The first seven and "other" hold arguments, for the whole step; copies
-      and slices of the batch or of extras count there too. "other" also holds outputs with their
-      own memory, counters, keys and tables of pointers; "fragmentation" is the part of the
-      temporaries' block that no value uses. The sum is `live.peak`.
+      {role: bytes} with all of `ROLES`, which add up to `live.peak`. The first seven roles and
+      "other" include the arguments, which exist for the whole step; copies and slices of the batch
+      or of extras count there, too. "other" also includes outputs with their own memory, counters,
+      keys and tables of pointers. "fragmentation" is the part of the temporaries' block that no
+      value uses.
     """
     arguments = argument_roles(plan)
     roles = Roles(Dataflow(live.program), arguments)
@@ -96,9 +101,9 @@ def bytes_by_role(live: LiveAtPeak, plan: Plan) -> dict[str, int]:
 
 
 def argument_roles(plan: Plan) -> dict[str, str]:
-    """Returns {name of each argument in the compiled step: its role}.
+    """Returns {name of each argument of the compiled step: its role}.
 
-    Names are paths in the call, such as `state['params']['lm_head/kernel']`.
+    The names are paths in the call, such as `state['params']['lm_head/kernel']`.
     """
     roles = {}
     copied = plan.abstract_state.get("masters", {})
@@ -151,11 +156,11 @@ _MOVED_ONLY = {
 
 
 class Roles:
-    """The role of every value of a compiled training step.
+    """Determines the role of every value of a compiled training step.
 
     Args:
       flow: dataflow of the program.
-      arguments: name of an argument -> its role.
+      arguments: {name of an argument: its role}.
     """
 
     def __init__(self, flow: Dataflow, arguments: Mapping[str, str]):
@@ -175,9 +180,8 @@ class Roles:
         self._update = self._find_update()
 
     def of(self, value: Value) -> str:
-        """Returns the role of a value, one of `ROLES`; "other" for tuple tables and unnamed
-        values.
-        """
+        """Returns the role of a value, one of `ROLES`; "other" for tables of tuples and values
+        without a name."""
         if self._flow.array(value) is None:
             return OTHER
         origin = self._origin[value]
@@ -189,7 +193,7 @@ class Roles:
         return self._role(value, origin)
 
     def _only_update_reads(self, value: Value) -> bool:
-        """Returns whether the optimizer's update alone reads a constant, such as a decay factor."""
+        """Returns whether only the optimizer's update reads a constant, such as a decay factor."""
         readers = {
             target
             for found in self._walk(value)
@@ -212,9 +216,10 @@ class Roles:
         return GRADIENTS if _Origin.COMPUTED in origin else OTHER
 
     def _first_with_origin(self, value: Value) -> Value:
-        """Follows the uses of `value` to the first value whose origin is known.
+        """Follows the uses of `value` to the first value whose origin is known, and returns that
+        value.
 
-        A constant, such as the start of an accumulator, has the role of that value.
+        A constant, such as the start of an accumulator, takes the role of the returned value.
         """
         for found in self._walk(value):
             if self._origin[found]:
@@ -255,12 +260,12 @@ class Roles:
         return origins
 
     def _computes(self, value: Value) -> bool:
-        """Returns whether a value is computed rather than copied from inputs."""
+        """Returns whether a value is computed, rather than copied from other values."""
         links = [link for _, link in self._flow.sources(value)]
         return bool(links) and Edge.SAME not in links
 
     def _find_model(self) -> set[Value]:
-        """Finds the values that forward and backward pass compute, excluding copies and sums."""
+        """Finds the values that the forward and backward pass compute, without copies and sums."""
         flow = self._flow
         named = {name for name, i in flow.instructions.items() if "jvp(" in i.op_name}
         nameless = {name for name, i in flow.instructions.items() if not i.op_name}
@@ -283,7 +288,8 @@ class Roles:
         return found
 
     def _find_update(self) -> set[Value]:
-        """Finds values computed from optimizer state or, outside of the model, from weights."""
+        """Finds the values that are computed from the optimizer state or, outside of forward and
+        backward, from weights."""
         flow, read = self._flow, self._read
         starts = [value for value in flow.values if self._origin[value] is _Origin.STATE]
         for value in flow.values:

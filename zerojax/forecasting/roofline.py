@@ -1,4 +1,5 @@
-"""Estimates time by the roofline: counted work divided by published peaks."""
+"""Estimates the time of a step by the roofline model: counted work divided by published peak
+rates."""
 
 from __future__ import annotations
 
@@ -25,19 +26,21 @@ FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION
 """Variables with JAX's share of the card; the second is the older name."""
 RINGS = ("all-gather", "reduce-scatter", "all-reduce")
 DIRECT = ("all-to-all", "ragged-all-to-all")
-"""Each member of a group sends each other member its part directly, whatever link is between."""
+"""Kinds of collectives in which each member of a group sends each other member its part directly,
+over whatever link is between them."""
 TIGHT = 0.03
-"""Headroom below this share of the limit is reported as tight: the allocator leaves gaps."""
+"""Share of the memory limit: a smaller headroom is reported as tight, because the allocator leaves
+gaps."""
 
 
 def members_per_node(mesh: Mapping[str, int], axis: str, node_devices: int) -> int:
-    """Returns how many devices of one group of a collective are in the group's first node.
+    """Returns how many devices of a collective's group are in the node of the group's first device.
 
     Args:
-      mesh: axis -> size, outermost first, as devices are numbered.
-      axis: the axes of the group, such as "data+model"; the result is 1 if the mesh lacks one of
-        them.
-      node_devices: devices of a node; they have consecutive numbers.
+      mesh: {mesh axis: size}, outermost axis first, in the order in which devices are numbered.
+      axis: mesh axes of the group, such as "data+model"; if the mesh lacks one of them, the result
+        is 1.
+      node_devices: number of devices in a node; the devices of a node have consecutive numbers.
     """
     names = axis.split("+")
     if any(name not in mesh for name in names):
@@ -51,12 +54,14 @@ def members_per_node(mesh: Mapping[str, int], axis: str, node_devices: int) -> i
 
 
 def network_share(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
-    """Returns the share of `row.wire_bytes` that a device sends between nodes, by a network card.
+    """Returns the share of `row.wire_bytes` that a device sends between nodes, through a network
+    card.
 
-    A ring enters each node once: of m members of a node one sends to the next node, and NCCL runs m
-    rings, each through the card of another member, so that every card has 1/m (nccl-tests,
-    doc/PERFORMANCE.md, "bus bandwidth"). An all-to-all sends to each of the g - 1 others directly,
-    g - m of them in other nodes. A permute or broadcast uses only the card of its sender.
+    A ring enters each node once: of m members in a node, one sends to the next node. NCCL runs m
+    rings, each through the network card of another member, so that every card sends 1/m of the
+    bytes (nccl-tests, doc/PERFORMANCE.md, "bus bandwidth"). In an all-to-all each device sends
+    directly to the g - 1 others, g - m of which are in other nodes. A permute or broadcast uses
+    only the network card of its sender.
     """
     if not row.crosses_nodes:
         return 0.0
@@ -71,11 +76,11 @@ def network_share(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
 
 
 def link_bandwidth(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
-    """Returns the bytes per second at which one device of a group sends, at best.
+    """Returns the highest rate in bytes per second at which one device of a group can send.
 
-    Inside a node: its fabric. Across nodes the slower of two links: the network card, for bytes
-    between nodes, and the fabric, for the rest of what is sent directly or, in a ring, for all
-    bytes.
+    Inside a node this is the rate of the node's fabric. Across nodes it is the rate of the slower
+    of two links: the network card for bytes between nodes, and the fabric for the other bytes (all
+    bytes in a ring, the bytes inside the node in a direct exchange).
     """
     between = network_share(gpu, mesh, row)
     inside = 1.0 if row.kind in RINGS or not between else 1.0 - between
@@ -83,7 +88,7 @@ def link_bandwidth(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
 
 
 def with_network_bytes(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> TrafficRow:
-    """Returns the row with the number of bytes that are sent between nodes filled in."""
+    """Returns a copy of a traffic row with its number of bytes between nodes."""
     sent = round(row.wire_bytes * network_share(gpu, mesh, row))
     return dataclasses.replace(row, network_bytes=sent)
 
@@ -108,39 +113,45 @@ def estimate(
     eight_bits: float = 0.0,
     model_eight_bits: float = 0.0,
 ) -> Estimate:
-    """Computes the roofline, with the wire as a third roof.
+    """Estimates the time of a step by the roofline model, with communication as a third limit
+    besides products and device memory.
 
     Source: Williams et al. 2009, doi:10.1145/1498765.1498785.
 
-    Every term is counted work over a published peak, so the result is a bound that no run reaches:
-    latencies, launches, and the share of a peak that kernels attain are left out.
-
+    Every term is counted work divided by a published peak rate, so the result is a lower bound that
+    no run reaches: latencies, kernel launches, and the share of the peak that kernels attain are
+    left out.
       compute = flops / peak; memory = hbm_bytes / bandwidth; wire = sum of wire_bytes / link
-      exposed = wire time that the schedule does not hide behind matrix products, and the part of
-                the rest that exceeds max(compute, memory), behind which it would have to hide
-      offload = the update's link or disk, and the part of the other transfers that exceeds
-                max(compute, memory)
+      exposed = communication time that does not overlap with matrix products in the schedule, and
+      the part of the remaining communication time above max(compute, memory)
+      offload = time of the update's link or disk, and the part of the other transfers' time above
+      max(compute, memory)
       step    = max(compute, memory) + exposed + offload
 
     Args:
-      gpu: the card.
-      mesh: axis -> size, outermost first.
+      gpu: specification of the GPU.
+      mesh: {mesh axis: size}, outermost axis first.
       dtype: dtype of the matrix products, such as "bfloat16".
-      flops: of one device per step, recomputation included.
-      model_flops: the same without recomputation.
-      hbm_bytes: read and written by one device per step; None if nothing was compiled.
-      rows: traffic of one device; empty if nothing was compiled.
-      formula_bytes: replaces rows if nothing was compiled; it is assumed to be hidden as far as
-        possible.
-      message_bytes: likewise for a pipeline's messages.
-      attention_bytes: likewise for attention along `context`.
-      exchange_bytes: likewise for rows to experts along `expert` and back.
-      matrix_bytes: likewise {mesh axes: bytes that an optimizer of whole matrices sends over them}.
-      level_bytes: parts of formula_bytes that stay in nodes, and that only go between nodes.
-      tokens: tokens of one global batch.
-      hiding: for a plan with offload.
-      eight_bits: share of `flops` that are products of 8-bit floats, which have their own peak.
-      model_eight_bits: the same share of `model_flops`.
+      flops: FLOPs of one device per step, including recomputation.
+      model_flops: FLOPs of one device per step without recomputation.
+      hbm_bytes: bytes of device memory that one device reads and writes per step; None if nothing
+        was compiled.
+      rows: collectives of one device; empty if nothing was compiled.
+      formula_bytes: bytes of ZeRO by formula, used if nothing was compiled. Their time is assumed
+        to overlap with products as far as possible, as is the time of the following bytes.
+      message_bytes: bytes of a pipeline's messages by formula, used if nothing was compiled.
+      attention_bytes: bytes of attention along `context` by formula, used if nothing was compiled.
+      exchange_bytes: bytes of rows sent to experts along `expert` and back, used if nothing was
+        compiled.
+      matrix_bytes: {mesh axes: bytes that an optimizer of whole matrices sends over them}, used if
+        nothing was compiled.
+      level_bytes: (part of formula_bytes that stays in nodes, part that is sent only between
+        nodes).
+      tokens: number of tokens in one global batch; None: the batch has no tokens.
+      hiding: times of offload transfers; None without offload.
+      eight_bits: share of `flops` that are products of 8-bit floats, which have their own peak
+        rate.
+      model_eight_bits: share of `model_flops` that are products of 8-bit floats.
     """
     if hbm_bytes is None:
         rows = _formula_rows(
@@ -193,10 +204,11 @@ def _formula_rows(
     exchange_bytes: int,
     matrix_bytes: Mapping[str, int],
 ) -> list[TrafficRow]:
-    """Returns the rows of communication by formula.
+    """Returns traffic rows for communication whose bytes are known by formula only.
 
-    ZeRO's rings over the data axes, a pipeline's messages to neighbours, attention along a split
-    sequence, rows to experts and back, and matrices to their owners.
+    These are the collectives of ZeRO over the data axes, the messages of a pipeline to neighbouring
+    stages, attention along a split sequence, rows sent to experts and back, and whole matrices sent
+    to the devices that update them.
     """
     data_axes = [name for name in PASS_AXES if mesh.get(name, 1) > 1]
     span = mesh.get(STAGE, 1) * mesh.get(MODEL, 1)  # devices from the first to the last stage
@@ -235,9 +247,8 @@ def _formula_rows(
 
 
 def _span(mesh: Mapping[str, int], axis: str) -> int:
-    """Returns the number of devices from the first to the last of a group over axes such as
-    "data+context".
-    """
+    """Returns the number of devices between the first and the last device of a group over axes such
+    as "data+context", both included."""
     names = [*mesh]
     return math.prod(mesh[name] for name in names[min(map(names.index, axis.split("+"))) :])
 
@@ -255,13 +266,15 @@ def _bound(
 
 
 def memory_fraction(environ: Mapping[str, str] | None = None) -> tuple[float, str]:
-    """Returns the share of a card's memory that JAX uses, and where it is set.
+    """Returns the share of a GPU's memory that JAX uses, and a text that says where the share is
+    set.
 
     Args:
-      environ: None uses the process's; the training run's environment is what counts in the end.
+      environ: environment variables; None: those of this process. The environment of the training
+        run decides in the end.
 
     Raises:
-      ValueError: not a number above 0.
+      ValueError: a variable is not a number above 0.
     """
     environ = os.environ if environ is None else environ
     if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
@@ -281,7 +294,8 @@ def memory_fraction(environ: Mapping[str, str] | None = None) -> tuple[float, st
 
 
 def memory_limit(gpu: Gpu) -> tuple[int, str]:
-    """Returns the bytes of a card that JAX may use, and a line with the reason."""
+    """Returns the number of bytes of a GPU's memory that JAX may use, and a line of text that
+    explains the number."""
     fraction, source = memory_fraction()
     limit = int(gpu.memory_bytes * fraction)
     return limit, (
@@ -291,12 +305,15 @@ def memory_limit(gpu: Gpu) -> tuple[int, str]:
 
 
 def verdict(plan: Plan, gpu: Gpu, memory: Memory) -> Verdict:
-    """Decides whether the step fits, with reasons and remedies.
+    """Decides whether a step fits on a GPU, with reasons and remedies.
 
-    The formulas leave out activations: they can show that a step does not fit, never that it does.
+    Formulas leave out activations, so they can show that a step does not fit, but never that it
+    fits.
 
     Args:
-      plan: the plan of `memory`; its settings decide which remedies are named.
+      plan: plan of the step; its settings decide which remedies are listed.
+      gpu: specification of the GPU.
+      memory: forecast memory of the step.
     """
     limit, share = memory_limit(gpu)
     needed = memory.formula_peak if memory.peak is None else memory.peak

@@ -1,4 +1,5 @@
-"""Counts transfers of one device per step, by formula and compiled: communication and offload."""
+"""Counts the bytes that one device transfers per step, by formula and as compiled: communication
+and offload."""
 
 from __future__ import annotations
 
@@ -51,15 +52,15 @@ def find_traffic(
     facts: Facts | None,
     attention_bytes: int = 0,
 ) -> Traffic:
-    """Returns the bytes that one device sends per step, as compiled and by formula.
+    """Counts the bytes that one device sends per step, as compiled and by formula.
 
     Args:
       plan: plan of the step.
-      gpu: the card.
-      mesh: axis -> size, outermost first.
-      dtype: dtype of the matrix products that hide collectives.
-      facts: read from the compiled step; None if nothing was compiled.
-      attention_bytes: `attention_wire_bytes` of the traced step.
+      gpu: specification of the GPU.
+      mesh: {mesh axis: size}, outermost axis first.
+      dtype: dtype of the matrix products that overlap with collectives.
+      facts: facts read from the compiled step; None if nothing was compiled.
+      attention_bytes: bytes that attention sends in the traced step, from `attention_wire_bytes`.
     """
     unit = wire_unit(plan)
     by_formula = Traffic(
@@ -96,13 +97,14 @@ def find_traffic(
 
 
 def attention_wire_bytes(program: ClosedJaxpr, mesh: Mapping[str, int]) -> int:
-    """Counts bytes that one device sends for attention over split sequences, in a traced step.
+    """Counts the bytes that one device sends for attention over split sequences in a traced step.
 
-    Only these collectives run over `context` alone: ZeRO's run over `data` and `context`.
+    The collectives of attention are those over `context` alone; ZeRO's are over `data` and
+    `context`.
 
     Args:
-      program: of one step; results that are not needed are left out.
-      mesh: axis -> size.
+      program: jaxpr of one step; equations whose results are not used are left out.
+      mesh: {mesh axis: size}.
     """
     devices = mesh.get(CONTEXT, 1)
     return 0 if devices == 1 else round(_sent_over_context(without_waste(program), devices))
@@ -127,9 +129,8 @@ def _sent_by(equation: Any, devices: int) -> float:
 def _rows(
     collectives: Sequence[Facts], gpu: Gpu, mesh: Mapping[str, int], dtype: str
 ) -> tuple[TrafficRow, ...]:
-    """Returns one row per kind, axis, dtype, loop depth and kind of group; the row with most bytes
-    first.
-    """
+    """Sums collectives into rows, one per kind, axis, dtype, loop depth and kind of group; the row
+    with the most bytes comes first."""
     grouped: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
     for one in collectives:
         one = {**one, "group": tuple(one["group"])}  # a list, if facts come from JSON
@@ -149,9 +150,8 @@ def _rows(
 
 
 def _hidden(members: Sequence[Facts], gpu: Gpu, dtype: str, bandwidth: float) -> float:
-    """Returns the share of a collective's time that is covered by products between its start and
-    end, at peak rates.
-    """
+    """Returns the share of a collective's time that overlaps with products between its start and
+    end, at peak rates."""
     wire = hidden = 0.0
     for one in members:
         seconds = one["wire_bytes"] / bandwidth
@@ -164,10 +164,12 @@ def _hidden(members: Sequence[Facts], gpu: Gpu, dtype: str, bandwidth: float) ->
 
 
 def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offload | None:
-    """Returns the numbers of offload; None without offload.
+    """Computes the numbers of offload for a forecast; returns None without offload.
 
     Args:
-      facts: read from the compiled step, including `host_copies`; None: nothing was compiled.
+      plan: plan of the step.
+      gpu: specification of the GPU.
+      facts: facts read from the compiled step, including `host_copies`; None: nothing was compiled.
     """
     if plan.offload is None:
         return None

@@ -1,6 +1,7 @@
-"""Capabilities of GPUs, links and disks, published or measured, and the compile-only client.
+"""Capabilities of GPUs, links and disks, published or measured, and compiling for absent GPUs.
 
-Knows no model and no plan.
+Absent GPUs are GPUs that this machine does not have. The package knows nothing about models and
+plans.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HOME_OF_NAME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module of a name on first access (PEP 562)."""
+    """Imports the module that defines `name` when the name is first accessed (PEP 562)."""
     if name not in _HOME_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)

@@ -1,10 +1,9 @@
-"""Compiles for GPUs that the machine does not have, by a compile-only client.
+"""Compiles programs for GPUs that this machine does not have, with XLA's compile-only client.
 
-Measured on jaxlib 0.10.2 to 0.12.0: it needs neither a GPU nor a driver, cuDNN, NCCL or cuBLAS.
-
-Absent devices have no host memory: a sharding on a mesh of them silently loses its memory kind. So
-a program that keeps arrays on the host is traced over an `AbstractMesh`, lowered for CUDA by name,
-and passed to the client directly.
+The client needs neither a GPU nor a driver, cuDNN, NCCL or cuBLAS (measured on jaxlib 0.10.2 to
+0.12.0). Its devices have no host memory, and a sharding on a mesh of them silently loses its memory
+kind. So a program that keeps arrays in host memory is traced over an `AbstractMesh`, lowered for
+CUDA by name, and passed to the client directly.
 """
 
 from __future__ import annotations
@@ -46,13 +45,14 @@ _DECIDES_NOTHING = re.compile(  # flags without effect on GPU programs
 )
 
 FAST_OPTIONS: Mapping[str, Any] = {"xla_gpu_autotune_level": 0}
-"""Compiles one kernel for each product instead of searching for the fastest. The program is the
-same, so memory and collectives are, to the byte."""
+"""Compiler options that compile one kernel for each product instead of searching for the fastest.
+The compiled program is otherwise the same, so memory and collectives are exact to the byte."""
 
 CUBLAS_OPTIONS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-"""Computes every product by cuBLAS. A GPU tries each product both ways and keeps the faster; the
-client for absent GPUs cannot, and uses Triton where it may. The peak differs: 43.07 in place of
-47.21 GiB for a Llama of 7 billion parameters on 8 H100."""
+"""Compiler options that compute every product by cuBLAS. On a GPU the compiler tries cuBLAS and
+Triton for each product and takes the faster; the compile-only client cannot, and uses Triton where
+it can. The peak of memory differs: 43.07 instead of 47.21 GiB for a Llama of 7 billion parameters
+on 8 H100."""
 
 
 SKETCH_OPTIONS: Mapping[str, Any] = {
@@ -61,8 +61,8 @@ SKETCH_OPTIONS: Mapping[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""Compiles with the least work, for reading collectives only: their bytes are exact, those of
-memory are not."""
+"""Compiler options with the least work, for reading collectives only: the bytes of collectives are
+exact, the bytes of memory are not."""
 
 
 _NO_KERNEL = "No supported config found for HLO"
@@ -72,34 +72,36 @@ HOST_OPTIONS: Mapping[str, Any] = {
     "xla_disable_hlo_passes": "rematerialization",
     "xla_gpu_enable_command_buffer": "",
 }
-"""For programs with arrays in host memory.
+"""Compiler options for programs with arrays in host memory.
 
-1. Arithmetic on such an array is an error. Otherwise it becomes a program for the host's processor.
-2. Where memory is tight, XLA's own rematerialization confuses host memory with the device's and
-   recomputes in vain, or, with `xla_gpu_enable_host_memory_offloading`, moves activations to the
-   host instead, in every loop: for 13 billion parameters on one H200 6.5 TiB per step in place of
-   87 GiB.
-3. No CUDA graphs: on an H100 (JAX 0.11.2) they ran all copies and kernels one after the other,
-   whatever the schedule said, also with `xla_gpu_command_buffer_scheduling_mode` LHS.
+1. Arithmetic on an array in host memory is an error. By default it would become a program for the
+  host's processor.
+2. XLA's own rematerialization is off. Where memory is tight, it confuses host memory with device
+  memory and recomputes in vain, or, with `xla_gpu_enable_host_memory_offloading`, moves activations
+  to the host in every loop: for 13 billion parameters on one H200 6.5 TiB per step instead of 87
+  GiB.
+3. CUDA graphs are off: on an H100 (JAX 0.11.2) they ran all copies and kernels one after the other
+  in spite of the schedule, also with `xla_gpu_command_buffer_scheduling_mode` LHS.
 """
 
 
 class CompilerMissing(RuntimeError):
-    """No compile-only client is available; the message says how to install one."""
+    """No compile-only client is available. The message says how to install one."""
 
 
 class CompileError(RuntimeError):
-    """The compiler rejected the program; the message begins with the first cause."""
+    """The compiler rejected the program. The message begins with the first cause."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Memory of a compiled program, bytes per device, as the compiler counts.
+    """Memory of a compiled program in bytes per device, as reported by the compiler.
 
     Attributes:
-      arguments, outputs, temporary: sizes of these allocations.
-      aliased: part of the outputs that reuses donated arguments.
-      host_arguments, host_outputs, host_aliased, host_temporary: the same in host memory.
+      arguments, outputs, temporary: number of bytes in device memory for arguments, outputs and
+        temporary values.
+      aliased: number of bytes of outputs that reuse the memory of donated arguments.
+      host_arguments, host_outputs, host_aliased, host_temporary: the same numbers for host memory.
     """
 
     arguments: int
@@ -113,7 +115,8 @@ class MemoryUse:
 
     @property
     def peak(self) -> int:
-        """Most bytes in use on the device at once. (XLA's own peak adds host memory to it.)"""
+        """Largest number of bytes in use on the device at once. XLA's own number adds host memory
+        to it."""
         return self.arguments + self.outputs - self.aliased + self.temporary
 
     @property
@@ -123,12 +126,12 @@ class MemoryUse:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """A program compiled for absent devices; it cannot run.
+    """A program compiled for devices that this machine does not have; it can be read but not run.
 
     Attributes:
-      text: the optimized, scheduled HLO.
-      memory: bytes per device that the program needs.
-      by_cublas: whether every product uses cuBLAS because Triton had no kernel for one of them.
+      text: optimized and scheduled HLO.
+      memory: memory of the program in bytes per device.
+      by_cublas: whether all products use cuBLAS, because Triton had no kernel for one product.
     """
 
     text: str
@@ -137,8 +140,10 @@ class CompiledProgram:
 
 
 def missing() -> str | None:
-    """Returns why programs cannot be compiled for GPUs on this machine, with a remedy; None if they
-    can.
+    """Checks whether this machine can compile for GPUs that it does not have.
+
+    Returns:
+      None if it can; otherwise the reason and the remedy.
     """
     plugin = _plugin()
     if plugin is None:
@@ -160,10 +165,11 @@ def missing() -> str | None:
 
 
 def compiler_version(*, fast: bool = False) -> str:
-    """Returns a text of all that determines a compiled program: versions, XLA's flags, options.
+    """Lists everything that determines a compiled program, as text: versions, XLA flags and
+    options.
 
     Args:
-      fast: whether `FAST_OPTIONS` are used.
+      fast: whether the program is compiled with `FAST_OPTIONS`.
     """
     found = {name: _version(name) for name in _PACKAGES}
     parts = [f"{name} {version}" for name, version in found.items() if version]
@@ -175,22 +181,24 @@ def compiler_version(*, fast: bool = False) -> str:
 
 
 def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
-    """Returns absent GPUs as devices, for a mesh and for compiling; they hold no arrays.
+    """Returns device objects for GPUs that this machine does not have, to make meshes and to
+    compile for; they hold no arrays.
 
     Args:
       gpu: the kind of GPU.
-      count: number of devices. From `gpu.node_devices` on it must be a multiple of whole nodes.
+      count: number of devices; above `gpu.node_devices` it must be a multiple of
+        `gpu.node_devices`.
 
     Raises:
-      CompilerMissing: no compile-only client.
-      ValueError: the count does not fill nodes.
+      CompilerMissing: there is no compile-only client.
+      ValueError: the count does not fill whole nodes.
       CompileError: the client rejects the card's description.
     """
     why = missing()
     if why is not None:
         raise CompilerMissing(why)
     if count < 1:
-        raise ValueError(f"devices={count}: at least 1 GPU is needed")
+        raise ValueError(f"devices={count} is below 1; give at least 1 GPU")
     in_node = min(count, max(gpu.node_devices, 1))
     if count % in_node:
         below, above = count - count % in_node, count + in_node - count % in_node
@@ -207,7 +215,7 @@ def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
     except NotImplementedError as error:
         # Without a GPU the plugin registers itself only if JAX was told to use no GPU.
         raise CompilerMissing(
-            "JAX looked for a GPU, found none and dropped the CUDA plugin, so nothing can be "
+            "JAX found no GPU and unloaded its CUDA plugin, so nothing can be "
             "compiled; start Python with JAX_PLATFORMS=cpu"
         ) from error
     except Exception as error:  # whatever the plugin raises
@@ -216,21 +224,23 @@ def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
 
 
 def is_cuda(mesh: Any) -> bool:
-    """Returns whether a mesh has NVIDIA GPUs, present or not; False for an `AbstractMesh`."""
+    """Returns whether a mesh consists of NVIDIA GPUs, attached to this machine or not; False for an
+    `AbstractMesh`."""
     if not isinstance(mesh, Mesh):
         return False
     return mesh.devices.flat[0].platform in ("cuda", "gpu")
 
 
 def keep_known_options(mesh: Mesh, options: Mapping[str, Any]) -> tuple[dict, dict[str, str]]:
-    """Tries each compiler option on a tiny program, and keeps those that the compiler knows.
+    """Drops the compiler options that the installed compiler does not know, by compiling a tiny
+    program with each.
 
     Args:
       mesh: mesh of the devices to compile for.
-      options: name -> value.
+      options: {name of the option: value}.
 
     Returns:
-      ({name: value} that this compiler accepts, {name: reason why it was left out}).
+      ({name: value} of the known options, {name: reason why the option was dropped}).
     """
     known, dropped = {}, {}
     for name, value in options.items():
@@ -246,7 +256,7 @@ def lower_for_gpus(traced: Any) -> Any:
     """Lowers a program that was traced over an `AbstractMesh` to StableHLO for CUDA.
 
     Args:
-      traced: result of `jitted.trace(...)`.
+      traced: result of `jax.jit(function).trace(...)`.
     """
     return traced.lower(lowering_platforms=("cuda",))
 
@@ -259,24 +269,26 @@ def compile_for_gpus(
     dump: Path | None = None,
     sketch: bool = False,
 ) -> CompiledProgram:
-    """Compiles a program for absent GPUs.
+    """Compiles a program for GPUs that this machine does not have.
 
-    If Triton has no kernel for a product (a GPU would use cuBLAS for it), compiles with
-    `CUBLAS_OPTIONS`.
+    If Triton has no kernel for a product, for which a GPU would use cuBLAS, the program is compiled
+    again with `CUBLAS_OPTIONS`.
 
     Args:
-      program: result of `jax.jit`; or, without further arguments, of its `lower` or of
-        `lower_for_gpus`.
+      program: result of `jax.jit`; or, without `abstract_args`, a result of its method `lower` or
+        of `lower_for_gpus`.
       *abstract_args: `ShapeDtypeStruct`s with shardings on a mesh of `gpu_devices`.
-      devices: devices of `gpu_devices`, in the order of the mesh, for a result of `lower_for_gpus`,
-        which may hold arrays in host memory. None: those of the arguments' shardings.
-      options: compiler options; with `devices` all of them, because `jax.jit`'s own are not used.
-      dump: folder to which the compiler writes its memory reports (see
-        `forecasting.hlo.live_buffers`).
-      sketch: use `SKETCH_OPTIONS`.
+      devices: devices from `gpu_devices` in the order of the mesh; needed for a result of
+        `lower_for_gpus`, which may hold arrays in host memory. None: the devices of the arguments'
+        shardings.
+      options: compiler options. With `devices` they must be complete, because the options of
+        `jax.jit` are then not used.
+      dump: folder to which the compiler writes its memory reports, which
+        `forecasting.hlo.live_buffers` reads.
+      sketch: whether to compile with `SKETCH_OPTIONS`.
 
     Raises:
-      CompileError: with the first cause.
+      CompileError: the compiler rejects the program; the message states the first cause.
     """
     lowered = program.lower(*abstract_args) if abstract_args else program
     all_options = {**(options or {}), **(SKETCH_OPTIONS if sketch else {})}
@@ -306,7 +318,8 @@ def _compile(
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Disables JAX's compilation cache: a client without devices cannot read its entries."""
+    """Disables JAX's compilation cache inside a `with` block, because the compile-only client
+    cannot read its entries."""
     before = jax.config.jax_enable_compilation_cache
     if not (before and jax.config.jax_compilation_cache_dir):
         yield
@@ -323,7 +336,7 @@ def without_cache() -> Iterator[None]:
 def _compile_directly(
     lowered: Any, devices: list[Any], options: Mapping[str, Any]
 ) -> CompiledProgram:
-    """Compiles StableHLO for these devices, as one replica with one partition per device."""
+    """Compiles StableHLO for `devices` as one replica with one partition per device."""
     settings = xla_client.CompileOptions()
     build = settings.executable_build_options
     ids = np.array([[device.id for device in devices]])
@@ -346,7 +359,7 @@ def _compile_directly(
 
 
 def memory_of(compiled: Any) -> MemoryUse:
-    """Returns the compiler's memory report of a compiled program (`lowered.compile()`)."""
+    """Reads the compiler's memory report of a compiled program (result of `lowered.compile()`)."""
     return _memory_use(compiled.memory_analysis())
 
 
@@ -371,16 +384,15 @@ _REMEDIES = (
     (r"RESOURCE_EXHAUSTED|Out of memory", "the program does not fit on this card"),
     (
         r"Automatic host compute offload",
-        "the step computes with an array in host memory: bring it to the device first, "
+        "the step computes with an array in host memory: move it to the device first, "
         "with jax.device_put(x, jax.memory.Space.Device)",
     ),
 )
 
 
 def first_cause(error: BaseException) -> str:
-    """Returns the first informative line of the root cause in a chain of errors, with a remedy if
-    known.
-    """
+    """Finds the first informative line of the root cause in a chain of errors; appends the remedy
+    if it is known."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip() or type(error).__name__
@@ -401,9 +413,8 @@ def _version(package: str) -> str | None:
 
 
 def _cuda_folder() -> str | None:
-    """Returns the folder of NVIDIA's packages that has the assembler; None lets the compiler
-    search.
-    """
+    """Finds the folder of NVIDIA's Python packages that contains the assembler; returns None to let
+    the compiler search."""
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         try:
             found = importlib.util.find_spec(package)

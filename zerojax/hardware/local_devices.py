@@ -1,4 +1,5 @@
-"""Describes the devices of this process: kind, driver, memory in use, host-link bandwidth."""
+"""Describes the devices of this process: their kind, driver, memory in use, and bandwidth to host
+memory."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ from jax.sharding import SingleDeviceSharding
 from zerojax.config.mesh import HOST_KIND
 
 SIZES = (16 * 2**20, 128 * 2**20, 1024 * 2**20)
-"""Bytes of one array: a slice of a small layer, a slice of a large one, the link's best case."""
+"""Sizes of the measured arrays in bytes: a slice of a small layer, a slice of a large layer, and
+the size at which the link is fastest."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 NVML = "libnvidia-ml.so.1"
-MISSING = "this device offers no pinned host memory, so nothing can be offloaded to it"
+MISSING = "this device has no pinned host memory, so nothing can be offloaded to it"
 
 
 def device_kind() -> str:
@@ -34,9 +36,9 @@ def device_kind() -> str:
 
 @functools.cache
 def driver_version() -> str | None:
-    """Returns the version of NVIDIA's driver, such as "580.159.04"; None if unknown.
+    """Finds the version of NVIDIA's driver, such as "580.159.04"; returns None if it is unknown.
 
-    JAX reports the CUDA version that it was built with, not the driver.
+    JAX itself reports only the CUDA version that it was built with.
     """
     try:
         line = DRIVER_FILE.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
@@ -62,11 +64,13 @@ def _version_by_nvml() -> str | None:
 
 
 def device_memory() -> dict[str, Any]:
-    """Returns the memory of the fullest local device, or of this process if devices report none.
+    """Measures the memory of the local device with the most memory in use, or of this process if
+    devices report none.
 
     Returns:
-      source: "device", or "host RSS" (all memory of this process; virtual CPU devices share it).
-      in_use, peak, limit: bytes; limit is 0 if it is not known.
+      A dict with these keys:
+      source: "device", or "host RSS" (all memory of this process, which virtual CPU devices share).
+      in_use, peak, limit: numbers of bytes; limit is 0 if it is not known.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
     counted = [s for s in stats if s and "bytes_in_use" in s]
@@ -93,13 +97,14 @@ def _host_memory() -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkRates:
-    """Measured rates for one array each way, bytes per second; the best of several passes.
+    """Measured bandwidth between a device and pinned host memory in bytes per second, for one array
+    in each direction; the best of several passes.
 
     Attributes:
-      num_bytes: size of the array.
-      to_device: from pinned host memory.
-      to_host: to pinned host memory.
-      both: both directions at once, their bytes together.
+      num_bytes: size of the array in bytes.
+      to_device: bandwidth from pinned host memory to the device.
+      to_host: bandwidth from the device to pinned host memory.
+      both: sum of both directions if they run at the same time.
     """
 
     num_bytes: int
@@ -114,18 +119,19 @@ def has_pinned_host(device: Any) -> bool:
 
 
 def shares_host_memory(device: Any) -> bool:
-    """Returns whether a device's memory is host memory, so that no link is used."""
+    """Returns whether a device's memory is the host's memory, so that there is no link to
+    measure."""
     return device.platform == "cpu"
 
 
 def measure_link(*, num_bytes: int = 2**30, repeats: int = 5, device: Any = None) -> LinkRates:
-    """Measures copies of an array of `num_bytes` between a device and pinned host memory.
+    """Measures the time to copy an array of `num_bytes` between a device and pinned host memory.
 
     Args:
-      num_bytes: of each array; three of them are on the device and two in host memory at a time.
-      repeats: number of passes, of which the best counts; the first pass before them is not timed,
-        because it allocates the host's pages.
-      device: None uses the first one of this process.
+      num_bytes: size of each array. Up to three arrays are on the device and two in host memory.
+      repeats: number of timed passes, of which the best counts. One more pass before them is not
+        timed, because it allocates pages of host memory.
+      device: the device; None: the first device of this process.
 
     Raises:
       RuntimeError: the device has no pinned host memory.
@@ -159,7 +165,8 @@ def measure_link(*, num_bytes: int = 2**30, repeats: int = 5, device: Any = None
 
 
 def _best_seconds(move: Callable[[], Sequence[jax.Array]], repeats: int) -> float:
-    """Returns the least seconds of several calls of `move`, each until its arrays are ready."""
+    """Returns the shortest time in seconds of `repeats` calls of `move`, each until its arrays are
+    ready."""
     jax.block_until_ready(move())
     best = float("inf")
     for _ in range(repeats):

@@ -1,6 +1,7 @@
-"""Stores measured bandwidths of this machine's links and disks in the user's cache.
+"""Stores the measured bandwidths of this machine's links and disks in the user's cache folder.
 
-This module imports no JAX. A file that cannot be read or written only costs a new measurement.
+This module imports no JAX. If the file cannot be read or written, nothing fails; the measurement is
+only repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredLink:
-    """Bytes per second between a device and host memory; see `local_devices.LinkRates`."""
+    """Measured bandwidths between a device and host memory in bytes per second."""
 
     device_kind: str
     to_device: float
@@ -36,7 +37,8 @@ class MeasuredLink:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredDisk:
-    """Bytes per second of a disk, by sweeps of the bucket store; see `store.rates.DiskRates`."""
+    """Measured bandwidths of a disk in bytes per second, from passes over files of offloaded
+    state."""
 
     disk: str
     write: float
@@ -46,10 +48,11 @@ class MeasuredDisk:
 
 
 def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
-    """Stores a measurement; it replaces an earlier one.
+    """Stores a measurement in the user's cache, in place of an earlier measurement of the same link
+    or disk.
 
     Returns:
-      The file; None if the cache is switched off or cannot be written.
+      The path of the file; None if the cache is switched off or cannot be written.
     """
     path = _path()
     if path is None:
@@ -72,14 +75,15 @@ def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
 
 
 def measured_links() -> list[MeasuredLink]:
-    """Returns all stored rates between this machine's devices and host memory."""
+    """Returns all stored bandwidths between this machine's devices and host memory."""
     return [MeasuredLink(**entry) for entry in _entries("links", MeasuredLink)]
 
 
 def measured_disk(folder: str | os.PathLike[str]) -> MeasuredDisk | None:
-    """Returns the stored rates of the disk of a folder; None if not measured.
+    """Returns the stored bandwidths of the disk that holds a folder; None if the disk was not
+    measured.
 
-    The folder itself need not exist yet.
+    The folder need not exist yet.
     """
     name = disk_name(folder)
     found = [MeasuredDisk(**entry) for entry in _entries("disks", MeasuredDisk)]
@@ -87,9 +91,9 @@ def measured_disk(folder: str | os.PathLike[str]) -> MeasuredDisk | None:
 
 
 def disk_name(folder: str | os.PathLike[str]) -> str:
-    """Returns the local name of the disk of a folder, such as "/dev/nvme0n1p1 on /data".
+    """Returns a name for the disk that holds a folder, such as "/dev/nvme0n1p1 on /data".
 
-    For a folder that does not exist, its nearest existing parent is used.
+    If the folder does not exist, its nearest existing parent is used.
     """
     number = os.stat(nearest_folder(folder)).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
@@ -116,7 +120,8 @@ def _entries(part: str, kind: type) -> list[dict[str, Any]]:
 
 
 def _has_form(entry: Any, kind: type) -> bool:
-    """Returns whether an entry has the fields of `kind`, with texts and positive numbers."""
+    """Returns whether an entry has all fields of the dataclass `kind`, as texts and positive
+    numbers."""
     fields = dataclasses.fields(kind)
     if not isinstance(entry, Mapping) or set(entry) != {field.name for field in fields}:
         return False

@@ -1,7 +1,7 @@
-"""Builds the step of each device: ZeRO, pipeline, offload, update; initializes and reshards states.
+"""Builds the training step (ZeRO, pipeline, offload, update); initializes and reshards states.
 
-Knows plans and arrays; never run folders, logs or the loop. Sub-packages: `zero`, `pipeline`,
-`offload`.
+Depends on plans and arrays, never on run folders, logs or the training loop. Sub-packages: `zero`,
+`pipeline`, `offload`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Proposes other bucket sizes for a plan: sizes that change which parameters share a collective.
 
-Knows which parameters share a collective; never which size is faster.
+It does not know which size is faster; the caller has to measure.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from zerojax.plan.make import Plan
 from zerojax.tracing.trees import num_elements
 
 SMALLEST_BUCKET = 1_000_000
-"""Elements; a smaller collective takes as long as an empty one."""
+"""Smallest proposed bucket, in elements: a smaller collective takes as long as an empty one."""
 PARTS = (2, 4, 8)
-"""Numbers of buckets into which one layer may be divided."""
+"""Proposed numbers of buckets (collectives) into which the parameters of one layer are divided."""
 FACTOR = 4
 """Factor by which the buckets of once-per-step collectives are made smaller or larger."""
 REDUCE, GATHER = "reduce_bucket_size", "allgather_bucket_size"
@@ -26,15 +26,17 @@ ONCE = {
     REDUCE: (Access.WHOLE, Access.GATHER_ONCE),
     GATHER: (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY),
 }
-"""Bucket option -> ways of access of the parameters whose once-per-step collectives it divides."""
+"""{bucket option: accesses of the parameters whose once-per-step collectives have this bucket
+size}.
+"""
 
 
 def other_bucket_sizes(plan: Plan) -> list[tuple[str, int]]:
     """Returns [(bucket option, elements)] that would change which parameters share a collective.
 
-    Two kinds of candidates:
-    - smaller buckets, so that one layer takes several gathers or reductions: the compiler can hide
-      one of them behind the matrix products of another;
+    There are two kinds of candidates:
+    - smaller buckets that divide one layer's parameters into several all-gathers or
+      reduce-scatters: the compiler can overlap one of them with the matrix products of another;
     - for once-per-step collectives, smaller buckets (one can be sent while others are computed) or
       larger ones (fewer collectives are started).
     """
@@ -65,9 +67,10 @@ def _once(plan: Plan, option: str, size: int) -> list[list[str]]:
 
 
 def elements_of_a_layer(plan: Plan) -> int:
-    """Returns the elements of one layer of the largest loop that gathers or reduces layers; else 0.
+    """Returns the number of elements of one layer of the largest loop with collectives inside it.
 
-    Arrays with the same number of layers are assumed to belong to the same loop.
+    Collectives are all-gathers of weights or reduce-scatters of gradients; without such a loop the
+    result is 0. Arrays with the same number of layers are assumed to belong to the same loop.
     """
     layer: collections.Counter[int] = collections.Counter()
     for leaf in plan.placement.leaves.values():

@@ -1,11 +1,12 @@
 """All-gather of sharded parameters and reduce-scatter of gradients, one collective per bucket.
 
-The arrays are inside a region that is manual over the data axes (in a pipeline also over `stage`).
+All functions are traced inside a `shard_map` region that is manual over the data axes (in a
+pipeline also over `stage`).
 
-Every collective sits in a nested `shard_map` over the axes that are still with the compiler. XLA
-does not partition a manual collective over automatic axes: it would gather tensor-parallel shards
-first, and send 5.15 instead of 3.33 units at data 4 x model 2. The nesting also avoids an abort of
-XLA on CPU for bfloat16 reductions in partially manual regions.
+Every collective runs in a nested `shard_map` over the remaining (automatic) axes. Reason: XLA does
+not partition a manual collective over automatic axes. It would gather tensor-parallel shards first,
+and send 5.15 instead of 3.33 units at data 4 x model 2. The nesting also avoids an abort of XLA on
+CPU for bfloat16 reductions in partially manual regions.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from zerojax.zoo import fp8
 Arrays = dict[str, Any]
 
 DECODED = "decoded weights"
-"""Checkpoint name of the values that `decode_on_use` returns in a traced program."""
+"""Name (as for `jax.ad_checkpoint.checkpoint_name`) of the values that `decode_on_use` returns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,25 +58,28 @@ class LeafCollectives:
     """The collectives of one parameter: a static, hashable value that a traced program may hold.
 
     Attributes:
-      zero_dim: sharded dimension, negative.
-      size, padded_size: true and stored size of that dimension.
-      axes: tensor-parallel axis per dimension of the whole leaf; a slice uses the trailing ones.
+      zero_dim: number of the sharded dimension, counted from the end (negative).
+      size, padded_size: true size and stored (padded) size of the sharded dimension.
+      axes: tensor-parallel mesh axis (or None) of each dimension of the parameter; for one layer of
+        a stack, the last entries apply.
       num_shards: number of shards.
       over: mesh axes over which the shards are distributed, outermost first.
-      runs: number of equally long contiguous runs that make up a shard; they lie `num_shards` runs
-        apart. 1, or the number of nodes where a device holds a run of each node's shard.
-      groups: groups of devices that exchange data; None: all devices of `over`.
-      compute_dtype: dtype of a gathered value, by name.
-      reduce_dtype: dtype in which a gradient is sent, by name.
-      by_permutes: sum gradients by permutes, see `scatter_by_permutes`.
-      tree: sum gradients in float32 in this fixed order; None leaves the order to the collective.
+      runs: number of contiguous runs of equal length that make up a shard; between the starts of
+        two runs are `num_shards` run lengths. It is 1, or the number of nodes if a device holds one
+        run of each node's shard.
+      groups: groups of devices that exchange data; None means that all devices of `over` do.
+      compute_dtype: name of the dtype of a gathered value.
+      reduce_dtype: name of the dtype in which a gradient is sent.
+      by_permutes: whether gradients are summed by collective permutes (see `scatter_by_permutes`).
+      tree: fixed order in which gradients are summed in float32; None leaves the order to the
+        collective.
       barrier: fusion barrier that separates gathered and scattered values from the model's
         computation, so that the latter compiles to the same code on any number of devices; None: no
         barrier.
-      eight_bits: send gathered values in 8 bits, see `zerojax.zoo.fp8`.
+      eight_bits: whether gathered values are sent as 8-bit floats (see `zerojax.zoo.fp8`).
       wire_codes: quantization of gathered values while they are sent; None: not quantized.
       gradient_codes: quantization of gradients while they are sent; they are summed in float32.
-      codes: quantization of the stored values; sizes then count codes.
+      codes: quantization of the stored values; None: not quantized. With it, sizes count codes.
     """
 
     zero_dim: int
@@ -97,17 +101,19 @@ class LeafCollectives:
     groups: Groups | None = None
 
     def spec(self, ndim: int) -> P:
-        """Returns the tensor-parallel spec of a value of `ndim` dimensions.
+        """Returns the tensor-parallel spec of a value with `ndim` dimensions.
 
-        A layer scan may have removed its leading dimensions.
+        The value may be one layer of a stack; it then lacks the leading dimensions of the
+        parameter.
         """
         return P(*self.axes[len(self.axes) - ndim :])
 
     def gather(self, shard: jax.Array, history: jax.Array | None = None) -> jax.Array:
-        """Returns the whole value in `compute_dtype`, without padding, from this device's shard.
+        """All-gathers this device's shard; returns the whole value in `compute_dtype`, without
+        padding.
 
         Args:
-          history: history of the scale; only where 8 bits are sent.
+          history: history of the scale of 8-bit values; None if `eight_bits` is False.
         """
 
         def local(shard: jax.Array, history: jax.Array | None) -> jax.Array:
@@ -141,16 +147,16 @@ class LeafCollectives:
         return fp8.in_bits(shard, history)
 
     def decode(self, sent: jax.Array) -> jax.Array:
-        """Decodes received values to `compute_dtype`; 8-bit values keep the unit of their scale."""
+        """Converts received values to `compute_dtype`; 8-bit values stay divided by their scale."""
         if self.codes is not None:
             return self.codes.decode(sent, self.compute_dtype)
         return fp8.from_bits(sent, self.compute_dtype) if self.eight_bits else sent
 
     def from_sent(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
-        """Decodes a parameter as received from all devices: whole, unpadded, `compute_dtype`.
+        """Decodes a parameter received from all devices: unsharded, unpadded, in `compute_dtype`.
 
         Args:
-          rows: [num_shards, ...], each row as `encode` returns it.
+          rows: [num_shards, ...], the result of `encode` of each device.
           shard_shape: shape of one shard.
         """
         if self.wire_codes is not None:
@@ -158,9 +164,9 @@ class LeafCollectives:
         return self.decode(self.from_rows(rows, shard_shape))
 
     def scatter(self, whole: jax.Array) -> jax.Array:
-        """Returns this device's shard of the sum of all whole gradients.
+        """Reduce-scatters unsharded gradients: returns this device's shard of their sum.
 
-        Its dtype is `reduce_dtype`, or float32 with `tree`.
+        The result has `reduce_dtype`, or float32 if `tree` is set.
         """
 
         def local(whole: jax.Array) -> jax.Array:
@@ -188,7 +194,9 @@ class LeafCollectives:
         return over_auto_axes(local, spec, spec)(whole)
 
     def scatter_rows(self, rows: jax.Array) -> jax.Array:
-        """Sums `rows` [num_shards, elements] over the devices; returns this device's row."""
+        """Sums `rows` [num_shards, elements] over the devices; returns this device's row of
+        sums.
+        """
         return lax.psum_scatter(rows, self.over, scatter_dimension=0, axis_index_groups=self.groups)
 
     def keep_apart(self, value: Any) -> Any:
@@ -198,7 +206,7 @@ class LeafCollectives:
         return values_in_barriers(self.barrier, jax.tree.leaves(value)[0], value)
 
     def from_rows(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
-        """Joins `rows`, the shards of all devices, to the whole, unpadded value.
+        """Joins `rows`, the shards of all devices, to the unsharded, unpadded value.
 
         `rows` is [num_shards, elements of a shard].
         """
@@ -211,7 +219,9 @@ class LeafCollectives:
         return lax.slice_in_dim(stacked.reshape(shape), 0, self.size, axis=dim)
 
     def split_rows(self, whole: jax.Array) -> jax.Array:
-        """Cuts a whole value into the shards of all devices: [num_shards, elements of a shard]."""
+        """Cuts an unsharded value into the shards of all devices: [num_shards, elements per
+        shard].
+        """
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)
         run = self.padded_size // self.num_shards // self.runs
@@ -249,9 +259,14 @@ def leaf_collectives(
     wire_codes: GradientCodes | None = None,
     gradient_codes: GradientCodes | None = None,
 ) -> LeafCollectives:
-    """Builds the collectives, among all devices, of a parameter that its placement shards.
+    """Builds the collectives of a sharded parameter from its placement, among all devices.
 
     Args:
+      leaf: placement of the parameter.
+      num_shards: number of its shards.
+      compute_dtype: dtype of gathered values.
+      reduce_dtype: dtype in which gradients are sent.
+      by_permutes, tree, barrier, eight_bits: see `LeafCollectives`.
       in_codes: True: decode the gathered codes of a quantized parameter; False: return the codes.
       wire_codes: quantization of sent values; None sends them in `compute_dtype`.
       gradient_codes: quantization of sent gradients; None sends them in `reduce_dtype`.
@@ -278,9 +293,10 @@ def leaf_collectives(
 
 
 def inside_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
-    """Returns the collectives among a node's devices, which together hold the whole parameter.
+    """Returns the collectives inside a node, whose devices together hold a copy of the parameter.
 
-    Each device holds the shards of its position in every node, in the nodes' order.
+    Each device holds one part for every node: the shard that the device at its position in that
+    node has. The parts are in the order of the nodes.
     """
     inside, _ = groups_of_nodes(leaf.num_shards, members)
     return dataclasses.replace(
@@ -294,9 +310,10 @@ def inside_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
 
 
 def between_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
-    """Returns the collectives among the devices that have the same position in their nodes.
+    """Returns the collectives among devices that have the same position in different nodes.
 
-    They exchange the parts that each holds of its node's copy of a parameter (`wire.secondary`).
+    Each device holds one part of its node's copy of a parameter (`wire.secondary`); these devices
+    exchange that part.
     """
     _, between = groups_of_nodes(leaf.num_shards, members)
     held = leaf.padded_size // members
@@ -319,7 +336,7 @@ def pad_dim(x: jax.Array, dim: int, size: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), widths)
 
 
-# --- reads: what a model gets when it reads a sharded parameter -----------------------------------
+# --- reads: the value that a model gets when it reads a sharded parameter -------------------------
 
 Leaves = tuple[LeafCollectives, ...]
 Several = Sequence[jax.Array]
@@ -329,7 +346,7 @@ Several = Sequence[jax.Array]
 def gather_on_use(leaves: Leaves, shards: Several) -> Several:
     """Gathers the whole values of `shards` in one collective; gradients are reduce-scattered.
 
-    The shards have the wider of two dtypes: the compute dtype and the dtype that
+    The dtype of the shards is the wider one of the compute dtype and the dtype that
     `LeafCollectives.scatter` returns.
     """
     return _in_one(gather_buckets, leaves, shards)
@@ -347,7 +364,9 @@ def _gather_backward(leaves: Leaves, _: None, cotangents: Several) -> tuple[Seve
 
 
 def _scattered(leaves: Leaves, cotangents: Several) -> Several:
-    """Reduce-scatters the cotangents of gathered values, to the dtype of their shards."""
+    """Reduce-scatters the cotangents of gathered values; casts them to the dtype of their
+    shards.
+    """
     shards = _in_one(scatter_buckets, leaves, cotangents)
     pairs = zip(leaves, shards, strict=True)
     return [x.astype(jnp.promote_types(x.dtype, leaf.compute_dtype)) for leaf, x in pairs]
@@ -358,7 +377,7 @@ gather_on_use.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_eight_bits(leaves: Leaves, shards: Several, histories: Several) -> Several:
-    """Gathers the whole values of `shards` as `gather_on_use` does, rounded to 8-bit floats."""
+    """Gathers the whole values of `shards` like `gather_on_use`, but rounded to 8-bit floats."""
     return _in_one(gather_buckets, leaves, shards, histories)
 
 
@@ -383,7 +402,9 @@ gather_eight_bits.defvjp(_gather_bits_forward, _gather_bits_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def scatter_early(leaves: Leaves, wholes: Several, shards: Several) -> Several:
-    """Returns `wholes`; in the backward pass one reduce-scatter gives gradients to `shards`."""
+    """Returns `wholes`; in the backward pass one reduce-scatter computes the gradients of
+    `shards`.
+    """
     return wholes
 
 
@@ -408,10 +429,10 @@ def _in_one(collective: Callable, leaves: Leaves, *arrays: Several) -> Several:
 
 @dataclasses.dataclass(frozen=True)
 class GatherOnUse:
-    """ZeRO-3's read of a shard: gathers the value and reduce-scatters its gradient.
+    """Reads a ZeRO-3 shard: all-gathers the value, and reduce-scatters its gradient.
 
-    With 8 bits it returns the rounded values and records the largest magnitude of the shard before
-    rounding. The maximum over all devices is taken later, when the history is updated.
+    With 8-bit values it returns the rounded values and records the largest magnitude of the shard
+    before rounding. The maximum over all devices is taken later, when the history is updated.
     """
 
     name: str
@@ -431,18 +452,18 @@ class GatherOnUse:
 
 @dataclasses.dataclass(frozen=True)
 class ScatterEarly:
-    """ZeRO-2's read of `(whole, shard)`: the whole value, whose gradient is scattered to the shard.
+    """Reads a ZeRO-2 parameter `(whole, shard)`: returns `whole`; its gradient goes to `shard`.
 
-    The reduce-scatter thus runs where the backward pass computes the gradient, and the whole
-    gradients of all layers are never in memory together.
+    The reduce-scatter runs at the point of the backward pass that computes the gradient. So the
+    unsharded gradients of all layers are never in memory together.
     """
 
     name: str
     leaf: LeafCollectives
 
     def __call__(self, value: tuple[jax.Array, jax.Array]) -> jax.Array:
-        # No stop_gradient: `whole` is a constant anyway, and the extra operation would make a scan
-        # stack a copy of it for the backward pass.
+        # `whole` is a constant of the differentiation, so it needs no stop_gradient; that
+        # operation would make a scan stack a copy of it for the backward pass.
         whole, shard = value
         (same,) = scatter_early((self.leaf,), [whole], [shard])
         return mark_read(same, self.name)
@@ -450,13 +471,13 @@ class ScatterEarly:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOnUse:
-    """The read of a frozen, quantized parameter whose codes are all on this device.
+    """Reads a frozen, quantized parameter that is not sharded: decodes its codes.
 
     Attributes:
       name: name of the parameter.
-      codes: its quantization.
-      axes: tensor-parallel axis per dimension, as in `LeafCollectives`.
-      compute_dtype: dtype of the decoded value, by name.
+      codes: quantization of the parameter.
+      axes: tensor-parallel mesh axis (or None) of each dimension of the parameter.
+      compute_dtype: name of the dtype of the decoded value.
     """
 
     name: str
@@ -475,10 +496,10 @@ class DecodeOnUse:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def decode_on_use(read: DecodeOnUse, stored: jax.Array) -> jax.Array:
-    """Decodes a stored parameter; codes have no gradient.
+    """Decodes a stored, quantized parameter; its codes have no gradient.
 
-    It is a call, which a checkpoint recognizes (`rewrite.is_made_again`): the decoded value is
-    never saved for the backward pass.
+    The traced program contains it as a call, so that `jax.checkpoint` recognizes it
+    (`rewrite.is_made_again`) and never saves the decoded value for the backward pass.
     """
     return checkpoint_name(read.decode(stored), DECODED)
 
@@ -498,10 +519,10 @@ decode_on_use.defvjp(_decode_forward, _decode_backward)
 
 
 def make_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Divides names, in order, into buckets of at most `limit` elements; a larger leaf has its own.
+    """Divides names, in order, into buckets of at most `limit` elements.
 
-    A bucket with at least `FULL_ENOUGH` elements also ends where the next layer of a Python list
-    begins.
+    A parameter with more elements has a bucket of its own. A bucket with at least `FULL_ENOUGH`
+    elements also ends where the next layer of a Python list begins.
     """
     buckets: list[list[str]] = []
     filled, layer = 0, None
@@ -519,7 +540,7 @@ def make_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 def buckets_of(
     sizes: Mapping[str, int], leaves: Mapping[str, LeafCollectives], limit: int
 ) -> list[list[str]]:
-    """Applies `make_buckets` separately to each set of mesh axes and each dtype that is sent."""
+    """Applies `make_buckets` to each group of parameters with equal mesh axes and sent dtype."""
 
     def kind(name: str) -> tuple[Any, ...]:
         leaf = leaves[name]
@@ -539,13 +560,13 @@ def gather_buckets(
     bucket_size: int,
     histories: Arrays | None = None,
 ) -> Arrays:
-    """Gathers whole, unpadded values in `compute_dtype` of all `shards`, one all-gather per bucket.
+    """All-gathers `shards`, one collective per bucket; returns unpadded values in `compute_dtype`.
 
     Args:
       shards: {name: this device's shard, any float dtype}.
-      leaves: {name: its collectives}.
-      bucket_size: elements of the gathered values per collective.
-      histories: {name: history of its scale}, where all are sent in 8 bits.
+      leaves: {name: collectives of the parameter}.
+      bucket_size: largest number of gathered elements per collective.
+      histories: {name: history of the 8-bit scale} if all values are sent as 8-bit floats.
     """
     scaled: Arrays = histories or dict.fromkeys(shards)
     sizes = {name: math.prod(s.shape) * leaves[name].num_shards for name, s in shards.items()}
@@ -585,9 +606,9 @@ def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives], scaled
 def scatter_buckets(
     wholes: Arrays, leaves: Mapping[str, LeafCollectives], bucket_size: int
 ) -> Arrays:
-    """Returns this device's shards of the summed gradients, one collective per bucket.
+    """Reduce-scatters unsharded gradients, one collective per bucket; returns this device's shards.
 
-    See `LeafCollectives.scatter` for the dtype.
+    The result has the dtype that `LeafCollectives.scatter` returns.
     """
     sizes = {name: trees.num_elements(whole.shape) for name, whole in wholes.items()}
     result: Arrays = {}
@@ -624,9 +645,10 @@ def _scatter_in_tree(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> A
 
 
 def _scatter_in_codes(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
-    """Returns shards in `reduce_dtype`, summed in float32; sends one row of codes for each shard.
+    """Reduce-scatters quantized gradients: returns shards in `reduce_dtype`, summed in float32.
 
-    No quantization block holds values of two parameters, because their magnitudes may differ.
+    Each device sends one row of codes to each shard. No quantization block holds values of two
+    parameters, because their magnitudes may differ.
     """
     first = leaves[next(iter(wholes))]
     codes = first.gradient_codes
@@ -654,10 +676,10 @@ def sum_buckets(
     """Sums values over mesh axes, one all-reduce per bucket.
 
     Args:
-      values: {name: array}, all of one dtype.
-      axes: {name: tensor-parallel axis per dimension}.
-      bucket_size: elements per collective.
-      over: the mesh axes to sum over.
+      values: {name: array}; all arrays have one dtype.
+      axes: {name: tensor-parallel mesh axis (or None) of each dimension}.
+      bucket_size: largest number of elements per collective.
+      over: mesh axes over which the values are summed.
     """
     if is_one_device(over):
         return dict(values)

@@ -1,10 +1,10 @@
 """Computes gradient norm and update reproducibly, in pieces independent of the device count.
 
-The stored dimension of a parameter is cut into `virtual_shards` pieces; each device has several.
+The sharded dimension of a parameter is cut into `virtual_shards` pieces; each device has several.
 The sum of squares of each piece is computed by the same code inside fusion barriers, and the sums
-are added in the tree order of `parallel.sums`. Each piece is updated in a loop of one iteration
-whose length XLA cannot know: so the loop is neither unrolled nor fused with the code around it, and
-it updates in place.
+are added in the tree order of `parallel.sums`. Each piece is updated in a loop of one iteration,
+but the compiler does not know that number. So XLA neither unrolls the loop nor fuses it with the
+code around it, and it updates the piece in place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Arrays = dict[str, jax.Array]
 
 
 class ParameterPieces:
-    """Cuts a plan's parameters into `virtual_shards` pieces, of one shape for each parameter."""
+    """Cuts each parameter of a plan into `virtual_shards` pieces of one shape."""
 
     def __init__(self, plan: Plan):
         self.names = list(plan.abstract_state["params"])
@@ -50,15 +50,15 @@ class ParameterPieces:
         total = plan.settings.virtual_shards
         self.sizes = {n: shapes[n][dim] // total for n, dim in self.dims.items()}
         self.count = total // plan.mesh.shape[DATA]
-        """Number of pieces on each device."""
+        """Number of pieces of each parameter on each device."""
 
     def split(self, arrays: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
-        """Separates arrays into (those divided into pieces, those replicated on every device)."""
+        """Separates arrays into (arrays that are divided into pieces, arrays on every device)."""
         cut = {name: x for name, x in arrays.items() if name in self.dims}
         return cut, {name: x for name, x in arrays.items() if name not in self.dims}
 
     def take(self, shards: Arrays, number: jax.Array) -> Arrays:
-        """Returns piece `number` of this device from each shard."""
+        """Returns {name: piece number `number` of this device's shard of the parameter}."""
         return {
             name: lax.dynamic_slice_in_dim(
                 x, number * self.sizes[name], self.sizes[name], x.ndim + self.dims[name]
@@ -67,7 +67,7 @@ class ParameterPieces:
         }
 
     def put(self, shards: Arrays, pieces: Arrays, number: jax.Array) -> Arrays:
-        """Returns the shards, with piece `number` replaced in each."""
+        """Returns this device's shards with piece number `number` of each replaced by `pieces`."""
         return {
             name: lax.dynamic_update_slice_in_dim(
                 x, pieces[name], number * self.sizes[name], x.ndim + self.dims[name]
@@ -77,7 +77,9 @@ class ParameterPieces:
 
 
 def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
-    """Builds a replacement of `update.build_norm` whose result has equal bits on every mesh."""
+    """Builds the gradient norm for `deterministic`: `update.build_norm`, equal bits on
+    every mesh.
+    """
     pieces, specs = ParameterPieces(plan), specs_of_leaves(plan.abstract_state["params"])
     kind, order = barrier_kind(plan.mesh), list(specs)
 
@@ -120,7 +122,9 @@ def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
 
 
 def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
-    """Builds a replacement of `update.build_update` whose result has equal bits on every mesh."""
+    """Builds the update for `deterministic`: `update.build_update` with equal bits on every
+    mesh.
+    """
     tx = plan.tx
     assert isinstance(tx, Optimizer)
     assert tx.begin is not None

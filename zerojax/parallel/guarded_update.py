@@ -1,10 +1,11 @@
-"""Runs an optax update that leaves parameters and state unchanged where a step is skipped.
+"""Runs an optax update that leaves parameters and state unchanged if a step is skipped.
 
 Each new array of the state is selected with `skip` as soon as it is computed, and later operations
-of the update read the selected array. The values are those of selecting at the end. But a selected
-array is an output, which XLA does not compute a second time, so each array of the state is written
-in place. Where the parameter's fusion reads the old moments as well, XLA on CPUs copies every
-moment first. `pallas_kernels.optimizers` does the same for zerojax's own optimizers.
+of the update read the selected array. The result equals a selection at the end of the update. The
+early selection has an advantage: a selected array is an output, and XLA does not compute an output
+twice, so each array of the state is written in place. With a selection at the end, the fusion that
+computes a parameter reads the old moments too, and XLA on CPUs copies every moment first.
+`pallas_kernels.optimizers` does the same for zerojax's own optimizers.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def guarded_update(
     """Applies an optax update, or returns its inputs if `skip` is set; traced.
 
     Args:
-      grads, state, params: as `tx.update` takes them.
-      skip: bool []; True changes nothing.
+      grads, state, params: arguments of `tx.update`.
+      skip: bool []; True returns `params` and `state` unchanged.
       extra: further keyword arguments of `tx.update`.
 
     Returns:
@@ -55,7 +56,8 @@ def guarded_update(
 
 
 def _with_guards(closed: ClosedJaxpr, old: Sequence[Any]) -> ClosedJaxpr:
-    """Returns a program with `skip` as first input, which returns old values if it is set.
+    """Returns the program with a new first input `skip`; if that is True, it returns the old
+    values.
 
     Args:
       closed: program that computes the new values.

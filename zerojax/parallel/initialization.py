@@ -1,9 +1,9 @@
 """Initializes a training state: computes, copies or reads each array directly into its shards.
 
-Values that lie in files are read one layer at a time, only the parts that this process's devices
-hold, and each part once. On accelerators a layer is written into the shard on the device, so host
-memory never holds more than one layer of one parameter. A CPU device uses the memory that was read
-into, without a copy.
+Initial values in files are read one layer at a time. A process reads only the parts that its own
+devices hold, each part once. On accelerators a layer is written into the shard on the device, so
+host memory never holds more than one layer of one parameter. A CPU device uses the memory of the
+read without a copy.
 """
 
 from __future__ import annotations
@@ -44,27 +44,29 @@ from zerojax.tracing.rolling.single_rows import SingleRow
 
 Ranges = tuple[tuple[int, int], ...]
 _ALIGNMENT = 64
-"""Bytes; a CPU device takes memory at a multiple of this without copying it."""
+"""Alignment in bytes at which a CPU device uses host memory without copying it."""
 
 _STEPS = 0x7FFFFFFF
-"""Folded into the seed's key to get the key of all steps. No initialization folds in this number:
-no model draws so many times."""
+"""Number that is folded into the seed's key to get the key of all steps.
+
+No initialization folds in this number: no model draws so many times.
+"""
 
 
 @names_keywords()
 @allocating_for("making the first state")
 @jax.transfer_guard("allow")
 def init_state(plan: Plan, seed: int = 0) -> TrainState:
-    """Creates a new state directly in its shards: no device ever holds more than its part.
+    """Creates a new training state directly in its shards: no device holds more than its part.
 
     The values of an `nnx.Module` instance are copied (the instance stays usable after the first
     donated step); every other kind of model is initialized from `seed`. On another mesh the values
-    are equal except for rounding; with `deterministic` they have the same bits, and one device of
-    each process computes them whole.
+    are equal except for rounding. With `deterministic` they have the same bits; then one device of
+    each process computes the unsharded values.
 
     Args:
       plan: a plan over a real mesh.
-      seed: seed of parameters and dropout.
+      seed: integer from which parameters and dropout are drawn.
 
     Raises:
       ValueError: the plan is over an `AbstractMesh`, or the seed does not fit into 64 bits.
@@ -87,7 +89,7 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
 
 
 def _init_around(plan: Plan, key_data: np.ndarray, disk: DiskState | None) -> TrainState:
-    """Creates a new state that uses the existing files of `disk`."""
+    """Creates a new state around the already written files of `disk`; None: no offload to files."""
     # If master weights are in files, the weights are made from these slice by slice, not at once.
     made_later = disk.leaves if disk is not None and plan.precision.has_masters else ()
     given = plan.model.initial_arrays()
@@ -111,7 +113,8 @@ def _init_around(plan: Plan, key_data: np.ndarray, disk: DiskState | None) -> Tr
 def _new_disk(plan: Plan, key_data: np.ndarray) -> DiskState | None:
     """Writes the slices of a new state to files, with one parameter in memory at a time.
 
-    Of layers that are read from files, it is one layer of one parameter.
+    For layers that are read from files (`offload.params: nvme`), only one layer of one parameter is
+    in memory at a time. Returns None if the plan stores nothing in files.
     """
     if plan.offload is None or not plan.offload.on_disk:
         return None
@@ -145,14 +148,14 @@ def _new_disk(plan: Plan, key_data: np.ndarray) -> DiskState | None:
 
 
 def build_layer_draw(plan: Plan, name: str, row: SingleRow) -> Any:
-    """Returns a jitted function (layer number, key data) -> this layer's initial parameter.
+    """Builds a jitted function `(layer number, key data) -> initial parameter of this layer`.
 
-    The value has its stored form.
+    The value has the dtype, padding and sharding in which the state stores it.
 
     Args:
       plan: a plan with layers in files.
-      name: of the parameter.
-      row: draws one layer's values; one of `LayerDraws.rows`.
+      name: name of the parameter.
+      row: function that draws one layer's values; an entry of `LayerDraws.rows`.
     """
     leaf, layer = plan.abstract_stored["params"][name], row_struct(plan, name)
 
@@ -164,7 +167,7 @@ def build_layer_draw(plan: Plan, name: str, row: SingleRow) -> Any:
 
 
 class _Layer:
-    """One layer of a stack of given values, as a `LazyArray`."""
+    """One layer of a stack of the user's initial values, as a `LazyArray`."""
 
     is_stacked = False
 
@@ -183,7 +186,7 @@ def build_initialiser(plan: Plan, *, without: Collection[str] = ()) -> Any:
 
     Args:
       plan: a plan over a real mesh.
-      without: names that are left out of `params`.
+      without: names of parameters that are left out of `params`.
     """
 
     def leave_out(state: Any) -> Any:
@@ -198,10 +201,11 @@ def build_initialiser(plan: Plan, *, without: Collection[str] = ()) -> Any:
 
 
 def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
-    """Returns all parameters in their stored form and the model's own state; traced.
+    """Returns all initial parameters in their stored form (dtype, padding and sharding as in the
+    state), and the model's extras (non-parameter arrays); traced.
 
-    They are those of `Model(rngs=nnx.Rngs(seed))`, `module.init(jax.random.key(seed), ...)` and
-    `init(jax.random.key(seed))`.
+    The values equal those of `Model(rngs=nnx.Rngs(seed))`, `module.init(jax.random.key(seed), ...)`
+    or `init(jax.random.key(seed))`.
     """
     params, extras = _initial_arrays(plan, key_data)
     abstract = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
@@ -218,15 +222,18 @@ def _initial_arrays(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Arra
 
 
 def _kept(plan: Plan, name: str, value: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a parameter in its stored dtype or codes, without padding; traced."""
+    """Converts a parameter to its stored dtype, or encodes it if it is quantized; traced.
+
+    The result has no padding.
+    """
     codes = plan.placement.leaves[name].codes
     return value.astype(stored.dtype) if codes is None else codes.encode(value)
 
 
 def _given(plan: Plan, name: str, value: Any) -> Any:
-    """Returns an initial parameter of the user's model, encoded if the state stores codes.
+    """Returns the user's initial value of a parameter, encoded if the state stores codes.
 
-    Its value is an array, or in a file and not read here.
+    A value in a file is encoded when it is read, not here.
     """
     codes = plan.placement.leaves[name].codes
     if codes is None:
@@ -237,10 +244,12 @@ def _given(plan: Plan, name: str, value: Any) -> Any:
 
 
 def _drawn_on_one_device(plan: Plan, key_data: np.ndarray) -> tuple[dict, dict]:
-    """Returns unsharded initial parameters and extras, computed by one device of each process.
+    """Returns unsharded initial parameters and extras (non-parameter arrays), computed by one
+    device of each process.
 
-    The compiler computes a part of an array in other code than the whole array (vectors and the
-    remaining elements, for example), and the last bits of random numbers differ.
+    Reason: for a part of an array the compiler may emit other code than for the whole array (for
+    example vectors and the remaining elements). The last bits of random numbers would then depend
+    on the mesh.
     """
     abstract = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
 
@@ -254,7 +263,9 @@ def _drawn_on_one_device(plan: Plan, key_data: np.ndarray) -> tuple[dict, dict]:
 
 
 def _copy_initial(plan: Plan, key_data: np.ndarray, arrays: tuple[Any, Any]) -> TrainState:
-    """Builds the state from existing arrays: (parameters, extras) of the user's module."""
+    """Builds the state from existing arrays: (parameters, extras (non-parameter arrays)) of the
+    user's module.
+    """
     params, extras = arrays
     stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
@@ -279,7 +290,7 @@ def _is_unread(value: Any) -> bool:
 
 
 def _is_missing(value: Any) -> bool:
-    """Returns whether a parameter of a model with values has none of its own."""
+    """Returns whether the user's model has no value for a parameter, only its shape and dtype."""
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
@@ -288,7 +299,7 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
 
     Args:
       plan: a plan over a real mesh.
-      without: names that are left out of `params`.
+      without: names of parameters that are left out of `params`.
     """
     arrays = plan.model.initial_arrays()
     assert arrays is not None
@@ -347,7 +358,7 @@ def _make_missing(
     """Initializes the parameters and non-parameter arrays that the weight files do not contain.
 
     Returns:
-      ({name: stored form of a parameter that is in no file}, the model's whole own state).
+      ({name: stored form of a parameter that is in no file}, all extras of the model).
     """
     names = [name for name, x in params.items() if isinstance(x, jax.ShapeDtypeStruct)]
     missing = [name for name, x in extras.items() if isinstance(x, jax.ShapeDtypeStruct)]
@@ -372,15 +383,17 @@ def _place(value: Any, stored: jax.ShapeDtypeStruct, rows: StageRows | None) -> 
 
 
 def _offloaded(plan: Plan, stored: TrainState) -> TrainState:
-    """Returns a new state as offload stores it in memory; traced."""
+    """Converts a new stored state to the form with offload: optimizer-state slices in memory;
+    traced.
+    """
     return stored if plan.offload is None else cut_new_state(plan, stored)
 
 
 def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
-    """Builds the whole state from parameters of stored shape; traced.
+    """Builds a training state from parameters of stored shape; traced.
 
     Args:
-      key_data: of the seed. New parameters are drawn from it; steps get another key.
+      key_data: key data of the seed, from which parameters were drawn; steps get another key.
     """
     key = jax.random.fold_in(jax.random.wrap_key_data(key_data), _STEPS)
     abstract, scaling = plan.abstract_stored, plan.precision.loss_scale
@@ -419,13 +432,12 @@ def _rows_of_params(plan: Plan) -> dict[str, StageRows | None]:
 def place(
     value: np.ndarray | LazyArray, stored: jax.ShapeDtypeStruct, rows: StageRows | None
 ) -> jax.Array:
-    """Places an array on the devices in its stored form: cast and padded, with each device getting
-    its shard.
+    """Casts and pads an array to its stored form, and puts each shard on its device.
 
     Args:
-      value: array of the true shape.
+      value: array of the true (unpadded) shape.
       stored: stored shape, dtype and sharding.
-      rows: see `plan.state.StageRows`.
+      rows: permutation of a stack's rows in a pipeline (`plan.state.StageRows`); None: none.
     """
     if isinstance(value, LazyArray):
         return _place_lazy(value, stored, rows)
@@ -467,7 +479,9 @@ def _devices_of_shards(stored: jax.ShapeDtypeStruct) -> Mapping[Ranges, list[Any
 def _blocks(
     value: LazyArray, shard: Ranges, rows: StageRows | None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (row in the shard, values from that row on), without padding."""
+    """Reads one shard of an array in blocks: yields (first row in the shard, values), without
+    padding.
+    """
     inside = [
         (start, min(stop, size)) for (start, stop), size in zip(shard, value.shape, strict=True)
     ]
@@ -492,7 +506,7 @@ def _shape_of(shard: Ranges) -> tuple[int, ...]:
 def _on_cpu(
     blocks: Iterator[tuple[int, np.ndarray]], shard: Ranges, dtype: Any, devices: list[Any]
 ) -> list[jax.Array]:
-    """Copies the shard into new memory for each CPU device, which the next step may overwrite."""
+    """Copies the shard into new memory for each CPU device; the next step may overwrite it."""
     shape = _shape_of(shard)
     buffers = [_aligned_zeros(shape, np.dtype(dtype)) for _ in devices]
     for row, block in blocks:
@@ -512,7 +526,7 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def fill_on_devices(
     blocks: Iterator[tuple[int, np.ndarray]], shard: Ranges, dtype: Any, devices: list[Any]
 ) -> list[jax.Array]:
-    """Assembles the shard on each device from blocks."""
+    """Assembles the shard on each device from blocks of rows."""
     shape = _shape_of(shard)
     filled = [_zeros(shape, np.dtype(dtype), device) for device in devices]
     for row, block in blocks:
@@ -530,6 +544,6 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _fill(shard: jax.Array, block: jax.Array, row: jax.Array) -> jax.Array:
-    """Writes a block into the rows of the shard from `row` on, in place."""
+    """Writes a block into the shard, beginning at `row`, in place."""
     start = [row, *[jnp.int32(0)] * (shard.ndim - 1)] if shard.ndim else []
     return lax.dynamic_update_slice(shard, block.astype(shard.dtype), start)

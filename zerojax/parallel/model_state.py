@@ -1,17 +1,17 @@
-"""Combines extras (the model's non-parameter arrays) over microbatches and shards of the batch.
+"""Combines extras (the model's non-parameter arrays) over microbatches and data shards.
 
-Most extras are written by the forward pass (batch statistics). Three kinds:
+Most extras are written by the forward pass (batch statistics). There are three kinds:
 
-**Overwritten** extras are replaced by their gradient: the backward pass computes their new value,
-such as the largest magnitudes from which the scales of 8-bit products follow. Several new values
-are combined by Flax's own rule for them (`flax.linen.fp8_ops`), the elementwise maximum. So the
-largest magnitudes of a step cover all its microbatches and shards, and the whole step uses the same
-scales.
+**Overwritten** extras are replaced by their gradient: the backward pass computes their new value.
+An example are the largest magnitudes from which the scales of 8-bit products follow. Several new
+values are combined by Flax's own rule for them (`flax.linen.fp8_ops`), the elementwise maximum. So
+the largest magnitudes of a step cover all its microbatches and shards, and the whole step uses the
+same scales.
 
-**Counted** extras grow by a sum over the rows of the batch, as far as the trace of the model shows
-it (`zerojax.plan.loss_checks`), or as a `StepCount` says. The increments of all shards are added,
-so the result is that of one device with the whole batch. Values derived from a `StepCount` are
-computed by the step, after all passes.
+**Counted** extras grow by a sum over the rows of the batch. The trace of the model shows this
+(`zerojax.plan.loss_checks`), or the user declares it by a `StepCount`. The increments of all shards
+are added, so the result is that of one device with the whole batch. Values derived from a
+`StepCount` are computed by the step, after all passes.
 
 All other floating-point extras are averaged.
 """
@@ -33,8 +33,8 @@ Arrays = dict[str, Any]
 
 
 def value_and_grad(loss_of: Callable[..., Any], overwritten: Set[str]) -> Callable[..., Any]:
-    """Returns `jax.value_and_grad` of a loss that also updates extras that are overwritten by their
-    gradient.
+    """Returns `jax.value_and_grad` of a loss, which also replaces overwritten extras (non-parameter
+    arrays) by their gradient.
 
     Args:
       loss_of: `(inputs, extras, *rest) -> (loss, (anything, extras afterwards))`.
@@ -63,16 +63,16 @@ def pick(extras: Arrays, names: Set[str]) -> Arrays:
 
 
 def before_microbatches(extras: Arrays, overwritten: Set[str]) -> Arrays:
-    """Returns the extras before the first microbatch; extras that are overwritten start at minus
-    infinity.
+    """Returns the extras (non-parameter arrays) before the first microbatch; extras that are
+    overwritten start at minus infinity.
     """
     chosen = pick(extras, overwritten)
     return {**extras, **{name: jnp.full_like(x, -jnp.inf) for name, x in chosen.items()}}
 
 
 def after_microbatch(earlier: Arrays, later: Arrays, overwritten: Set[str]) -> Arrays:
-    """Combines extras of two microbatches: keeps `later`, or for overwritten extras the elementwise
-    maximum.
+    """Combines extras (non-parameter arrays) of two microbatches: keeps `later`, or for overwritten
+    extras the elementwise maximum.
     """
     chosen = pick(later, overwritten)
     return {**later, **{name: jnp.maximum(earlier[name], x) for name, x in chosen.items()}}
@@ -93,7 +93,8 @@ def agree(
     shards' changes; other floating-point values by the mean of the shards' changes.
 
     Args:
-      overwritten_over: mesh axes over which new values of overwritten extras differ.
+      overwritten_over: mesh axes over which the new values of overwritten extras differ, and over
+        which their maximum is taken.
     """
     chosen = pick(after, overwritten)
     largest = max_replicated(chosen, overwritten_over) if chosen else {}
@@ -112,7 +113,9 @@ def is_averaged(name: str, value: Any, overwritten: Set[str]) -> bool:
 
 
 def changes(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
-    """Returns {name: float32 change} of the extras whose changes are averaged over data shards."""
+    """Returns {name: float32 change} of the extras (non-parameter arrays) whose changes are
+    averaged over data shards.
+    """
     found = {}
     for name, new in after.items():
         if is_averaged(name, new, overwritten):
@@ -123,7 +126,9 @@ def changes(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
 
 
 def added(before: Arrays, after: Arrays, counted: Set[str]) -> Arrays:
-    """Returns {name: change, in its own dtype} of the integer extras that are counts."""
+    """Returns {name: change, in its own dtype} of the integer extras (non-parameter arrays) that
+    are counts.
+    """
     chosen = pick(after, counted).items()
     return {n: x - before[n] for n, x in chosen if not jnp.issubdtype(x.dtype, jnp.floating)}
 

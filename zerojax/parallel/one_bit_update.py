@@ -1,9 +1,10 @@
-"""Updates with momentum that devices exchange as signs (1-bit Adam, 1-bit LAMB).
+"""Updates with momentum of which devices exchange only the signs (1-bit Adam, 1-bit LAMB).
 
-Each device adds its own gradient to the agreed momentum and to the error of its last message, and
-sends to every other device the signs of that device's part. Each device sums its part, keeps the
-error that the signs of the mean leave, and sends these signs to all (arXiv:2102.02888, section 4).
-A run has two programs: one for the warm-up, one for the compressed steps.
+Each device adds its own gradient to the common momentum and to the error that its last message
+left. The momentum has one part per device, and a device sends the signs of each part to that part's
+device. That device averages the received signs of its part, keeps the error that encoding the mean
+leaves, and sends the signs of the mean to all devices (arXiv:2102.02888, section 4). A run has two
+programs: one for the warm-up, one for the compressed steps.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from zerojax.tracing import trees
 
 
 class _Parts:
-    """One parameter's momentum, divided into one part per device.
+    """Divides one parameter's momentum into one part ("row") per device.
 
-    Padding is treated as ordinary elements; it is cut off afterwards or has no effect.
+    Padding is treated like other elements; it is cut off afterwards or has no effect.
     """
 
     def __init__(self, leaf: LeafPlacement, devices: int) -> None:
@@ -62,26 +63,26 @@ class _Parts:
             self._sharded = leaf_collectives(leaf, devices, **float32)
 
     def split(self, whole: jax.Array) -> jax.Array:
-        """Divides a whole array into [devices, row]."""
+        """Divides an unsharded array into [devices, elements of a row]."""
         if self._sharded is not None:
             return self._sharded.split_rows(whole)
         flat = whole.reshape(-1)
         return jnp.pad(flat, (0, self.devices * self.row - flat.size)).reshape(self.devices, -1)
 
     def stored(self, rows: jax.Array, own: jax.Array) -> jax.Array:
-        """Returns what this device stores: its shard, or the whole array.
+        """Returns the momentum as this device stores it: its shard, or the unsharded array.
 
         Args:
-          rows: [devices, row], all parts.
-          own: [row], this device's part.
+          rows: [devices, elements of a row], all parts.
+          own: [elements of a row], this device's part.
         """
         if self._sharded is not None:
             return own.reshape(self._sharded.shard_shape(self.shape))
         return rows.reshape(-1)[: trees.num_elements(self.shape)].reshape(self.shape)
 
     def row_of(self, stored: jax.Array) -> jax.Array | None:
-        """Returns the reduced row [row] if this device stores a shard; None if it stores the
-        unsharded array.
+        """Returns this device's part of the stored momentum if it is sharded; None if it is
+        unsharded.
         """
         return None if self._sharded is None else stored.reshape(-1)
 
@@ -92,11 +93,11 @@ def _parts_of(plan: Plan) -> dict[str, _Parts]:
 
 
 def build_signed_update(plan: Plan) -> Callable[..., dict[str, Any]]:
-    """Builds the traced update after the warm-up, in which signs of the momentum are sent.
+    """Builds the traced update of the compressed steps, in which signs of the momentum are sent.
 
     The update is `(gradients, state, ThisStep) -> changed parts of the state`. Gradients of
-    parameters whose momentum is sent as signs are [devices, ...], each device's own; other
-    gradients are summed.
+    parameters whose momentum is sent as signs have shape [devices, ...] and are not summed over
+    devices; other gradients are summed.
     """
     tx = plan.tx
     assert isinstance(tx, Optimizer)
@@ -165,14 +166,14 @@ def build_signed_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 
 
 def _scaled(x: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Multiplies the momentum or gradient of an unsharded parameter by its scale, before signs are
-    taken.
+    """Multiplies momentum or gradient by the parameter's 1-bit LAMB scales, before signs
+    are taken.
     """
     return x if scales is None else over_layers(jnp.multiply, x, scales)
 
 
 def _unscaled(x: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Inverts `_scaled`, for a whole parameter or a shard."""
+    """Divides by the scales, the inverse of `_scaled`; for an unsharded parameter or a shard."""
     return x if scales is None else over_layers(jnp.divide, x, scales)
 
 
@@ -182,7 +183,7 @@ def _layers_of(one_bit: OneBit, kept: dict[str, Any], key: str) -> dict[str, Any
 
 
 def _with_layers(kept: dict[str, Any], key: str, changed: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `ONE_BIT` part of a state with changed scales and coefficients of layers."""
+    """Returns the `ONE_BIT` part of a state with new scales and coefficients of layers."""
     if not changed:
         return kept
     of_all = layers_key(kept)
@@ -192,10 +193,10 @@ def _with_layers(kept: dict[str, Any], key: str, changed: dict[str, Any]) -> dic
 
 
 def build_averaging_update(plan: Plan) -> Callable[..., dict[str, Any]]:
-    """Builds the traced update in the warm-up of 1-bit LAMB, which also averages layers' ratios.
+    """Builds the traced warm-up update of 1-bit LAMB, which also averages each layer's trust ratio.
 
-    It is LAMB's update, `(gradients, state, ThisStep) -> changed parts of the state`. The ratios
-    are those of each layer's norms.
+    The update is that of LAMB, `(gradients, state, ThisStep) -> changed parts of the state`. The
+    averages are the coefficients that the compressed steps start from.
     """
     tx = plan.tx
     assert isinstance(tx, Optimizer)
@@ -234,14 +235,16 @@ def _agree(
     """Averages the momentum over devices by exchanging its signs.
 
     Args:
-      made: {name: float32 [devices, row]} of this device.
-      left_before: {name: float32 [1, row]}, error of this device's last message of a mean.
-      parts: the parts of each parameter.
-      limit: elements of a collective.
+      made: {name: momentum computed on this device, float32 [devices, elements of a row]}.
+      left_before: {name: error that this device's last message of a mean left, float32 [1, elements
+        of a row]}.
+      parts: {name: division of the parameter into rows}.
+      limit: largest number of elements per collective.
 
     Returns:
-      ({name: [devices, row] agreed momentum}, {name: [row] of this device}, error that this
-      device's message leaves of `made`, error that its message of the mean leaves).
+      ({name: common momentum, [devices, elements of a row]}, {name: this device's row of it},
+      {name: error of the message that sends `made`}, {name: error of the message that sends the
+      mean}).
     """
     rows, own, left, left_of_mean = {}, {}, {}, {}
     sizes = {name: x.size for name, x in made.items()}
@@ -291,7 +294,8 @@ def _context(plan: Plan) -> Callable[..., UpdateContext]:
 def build_beginning(plan: Plan) -> Any:
     """Builds the jitted `state -> state` that begins the compressed steps; it donates the state.
 
-    It sets the errors of messages to zero, and freezes the second moment if it is not frozen yet.
+    It sets the errors of messages to zero, and records the step at which the second moment is
+    frozen, if it is not frozen yet.
     """
     one_bit = one_bit_of(plan.tx)
     assert one_bit is not None
@@ -341,15 +345,16 @@ def build_beginning(plan: Plan) -> Any:
 class TwoPrograms:
     """A step that runs one program up to `freeze_step` and another one after it.
 
-    The host chooses by the step's number. It reads the number from a state only if that state is
-    not the result of the previous step, and counts otherwise, so no step waits for the previous
-    one.
+    The host chooses the program by the number of the step. If the state is the result of the
+    previous call, the host counts; otherwise it reads the number from the state. So no step waits
+    for the previous one.
 
     Attributes:
-      warm_up: `(state, batch) -> (state, metrics)` of the steps up to `freeze_step`.
-      compressed: the same for the steps after them.
-      begin: `state -> state`, run between the two and where the errors of messages are unknown.
-      trace, lower: those of the warm-up, which needs more memory for the sums of gradients.
+      warm_up: `(state, batch) -> (state, metrics)` for the steps up to `freeze_step`.
+      compressed: `(state, batch) -> (state, metrics)` for the steps after `freeze_step`.
+      begin: `state -> state`, run before the first compressed step, and after loading a state that
+        has no errors of messages.
+      trace, lower: methods of `warm_up`, which needs more memory because it sums gradients.
     """
 
     def __init__(self, plan: Plan, warm_up: Any, compressed: Any) -> None:
@@ -377,5 +382,5 @@ class TwoPrograms:
 
 
 def unsummed_names(plan: Plan) -> frozenset[str]:
-    """Returns the parameters whose gradients are not summed after the warm-up."""
+    """Returns the parameters whose gradients are not summed over devices after the warm-up."""
     return frozenset(signed_leaves(plan.placement))

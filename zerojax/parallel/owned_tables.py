@@ -1,10 +1,10 @@
 """Looks up rows of a table that is sharded by columns, without gathering the table.
 
-Each device sends the row ids that it needs to all others, and receives from each of them the
-columns that it holds. The backward pass sends the rows' gradients back the same way, and each
-device sums those of its own columns. The communicated size depends only on the number of ids: equal
-ids, or ids of few rows, load no device more than others, as they would if the table were sharded by
-rows.
+Each device sends the row ids that it needs to all other devices. From each device it receives that
+device's columns of these rows. The backward pass sends the rows' gradients back the same way, and
+each device sums those of its own columns. The communicated size depends only on the number of ids.
+Equal ids load all devices equally; if the table were sharded by rows, they would load the device of
+that row.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class OwnedTable:
     """A table [rows, width] sharded by columns: a static, hashable value for traced programs.
 
     Attributes:
-      rows, width: size of the whole table; the number of devices divides the width.
+      rows, width: numbers of rows and columns of the unsharded table; the number of devices divides
+        `width`.
       over: mesh axes over which the columns are sharded, outermost first; manual where it is used.
-      compute_dtype: dtype in which rows are sent, by name.
-      reduce_dtype: dtype in which their gradients are sent, by name.
+      compute_dtype: name of the dtype in which rows are sent.
+      reduce_dtype: name of the dtype in which gradients of rows are sent.
     """
 
     rows: int
@@ -46,13 +47,13 @@ def look_up(table: OwnedTable, shard: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns rows of a table; supports first derivatives in reverse mode.
 
     Args:
-      shard: [rows, width / shards], this device's columns.
-      ids: int32 [T], equally many on each device. An id out of range reads the nearest row, and its
-        gradient is dropped.
+      shard: this device's columns, [rows, width / shards].
+      ids: numbers of rows, int32 [T], with the same T on each device. An id out of range reads the
+        nearest row, and its gradient is dropped.
 
     Returns:
-      [T, width] in `compute_dtype`. The gradient of `shard` is summed over all ids of all devices
-      in float32 or wider, and has the dtype of `shard`.
+      The rows, [T, width], in `compute_dtype`. The gradient of `shard` is summed over all ids of
+      all devices in float32 or wider, and has the dtype of `shard`.
     """
     return _forward(table, shard, ids)[0]
 
@@ -77,7 +78,7 @@ def _backward(
         slopes = slope.astype(table.reduce_dtype)
         slopes = lax.all_to_all(slopes, table.over, split_axis=1, concat_axis=0, tiled=True)
         wide = jnp.promote_types(slopes.dtype, jnp.float32)
-        # A negative index would count from the end.
+        # Without the clip a negative index would count from the end.
         place = jnp.where(asked < 0, table.rows, asked)
         total = jnp.zeros((table.rows, slopes.shape[1]), wide)
         total = total.at[place].add(slopes.astype(wide), mode="drop")
@@ -108,15 +109,16 @@ def take_rows(
     fill: Any,
     casts: Sequence[Any] = (),
 ) -> jax.Array:
-    """Returns [..., width], as a `gather` of rows of the whole table in `compute_dtype` would.
+    """Looks up rows like a `gather` on the unsharded table in `compute_dtype`: returns [...,
+    width].
 
     Args:
-      shard: as in `look_up`.
-      ids: integers [...].
+      shard: this device's columns, [rows, width / shards].
+      ids: numbers of rows, integers [...].
       mode: `jax.lax.GatherScatterMode`, the treatment of ids out of range. FILL_OR_DROP returns
         `fill`; CLIP reads the nearest row, also in the backward pass; PROMISE_IN_BOUNDS reads the
         nearest row and drops its gradient, as XLA does.
-      fill: a number; None: NaN.
+      fill: value for ids out of range with FILL_OR_DROP; None: NaN.
       casts: dtypes to which the table is cast before the lookup, one after the other.
     """
     modes = lax.GatherScatterMode

@@ -1,4 +1,8 @@
-"""Converts a training state to and from its portable form, and reshards it to another plan."""
+"""Converts a training state to and from its portable form, and reshards it to another plan.
+
+The portable form has the user's names and true shapes, so it is the same for every mesh and ZeRO
+stage.
+"""
 
 from __future__ import annotations
 
@@ -42,30 +46,34 @@ from zerojax.plan.state import (
 from zerojax.runtime.memory import allocating_for
 
 Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
-"""A tree's leaves and its structure; hashable, as cache keys have to be."""
+"""(leaves, structure) of a pytree; hashable, so that it can be a cache key."""
 _KEPT = (ONE_BIT, COPIES)
-"""Parts of a state that are the same in the stored and the portable form."""
+"""Parts of a state that are the same in the stored and the portable form (the same for
+every mesh).
+"""
 
 
 @names_keywords()
 def to_portable_state(
     plan: Plan, state: TrainState, *, joined: bool = True, rows_on_host: bool = False
 ) -> TrainState:
-    """Returns a state in its portable form, which is the same for every mesh and ZeRO stage.
+    """Converts a state to its portable form, which is the same for every mesh and ZeRO stage.
 
-    It has no padding, and layers are in order, in the shardings of `plan.abstract_portable`. Layers
-    that are stored stacked become separate arrays, under the user's names.
+    The portable form has no padding, layers in order, and the shardings of
+    `plan.abstract_portable`. Layers that are stored stacked become separate arrays, under the
+    user's names.
 
-    Leaves whose two forms are equal are returned as they are, not copied. Quantized moments are
-    decoded to float32.
+    Leaves whose stored and portable forms are equal are not copied. Quantized moments are decoded
+    to float32.
 
     Args:
       plan: the plan that `state` follows.
-      state: stays valid.
-      joined: False: a parameter or moment with slices on the host or in files is not read, and its
-        place holds something other than an array (see `parallel.offload.disk_saving`).
-      rows_on_host: True: the rows of stacks are put into host memory, as in `portable_to_read`, so
-        that the device never holds more than one stack twice.
+      state: training state; it stays valid.
+      joined: whether to read parameters and moments with optimizer-state slices in host memory or
+        files. False puts an object that is no array in the place of each (see
+        `parallel.offload.disk_saving`).
+      rows_on_host: whether to put the separated layers of stacks into host memory, as in
+        `portable_to_read`. Then the device never holds more than one stack twice.
     """
     _check_key(plan, state)
     if plan.offload is None:
@@ -80,23 +88,23 @@ def to_portable_state(
 
 
 def _check_key(plan: Plan, state: TrainState) -> None:
-    """Raises ValueError if the random key has another size than the plan's keys.
+    """Raises ValueError if the state's random key has another size than the plan's keys.
 
-    Otherwise a part of it would be cut off.
+    Without this check a part of the key would be cut off.
     """
     own, planned = state["rng"].shape, plan.abstract_portable["rng"].shape
     if own != planned:
         raise ValueError(
             f"state['rng'] has {own[0]} numbers, but keys of the plan have {planned[0]}: "
-            "jax_default_prng_impl was changed; set it before you make the plan"
+            "jax_default_prng_impl was changed after the plan was made; set it before"
         )
 
 
 def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-    """Splits a state into (parts whose stored and portable forms differ, all other parts).
+    """Splits a state into (parts whose stored and portable forms differ, `_KEPT` parts).
 
-    The second element holds the errors of momentum sent as signs and the copies of weights; None if
-    there are none.
+    The `_KEPT` parts are the errors of 1-bit messages and the weight copies of `wire.weights`; None
+    if there are none.
     """
     kept: dict[str, Any] = {name: part for name, part in state.items() if name in _KEPT}
     rest: Any = {name: part for name, part in state.items() if name not in _KEPT}
@@ -104,16 +112,18 @@ def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
 
 
 def _joined(state: TrainState, kept: dict[str, Any] | None) -> TrainState:
-    """Inverts `_apart`."""
+    """Joins the two parts of a state that `_apart` returned."""
     joined: Any = state if kept is None else {**state, **kept}
     return joined
 
 
 def portable_to_read(plan: Plan) -> TrainState:
-    """Returns `plan.abstract_portable` with the rows of stacks in host memory.
+    """Returns `plan.abstract_portable` with the layers of stacks in host memory, for reading a
+    checkpoint.
 
-    The device holds the stacks and has no room for all rows in addition. If pinned memory has no
-    room either (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`), the rows stay on the device.
+    The device holds the stacks, and has no room for all separate layers in addition. If pinned
+    memory is too small as well (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`), the layers stay on the
+    device.
     """
     if not plan.stacks:
         return plan.abstract_portable
@@ -144,17 +154,19 @@ def _ungrouped(plan: Plan, tree: Any) -> Any:
 
 
 def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") -> dict[str, Any]:
-    """Returns the parts of a model: "params", "frozen" and "extras" of the portable form.
+    """Returns "params", "frozen" and "extras" (non-parameter arrays) of a state, without optimizer
+    state, in portable form (the same for every mesh).
 
-    Moments are neither joined nor decoded; with offload they are most of a state's bytes.
+    So the moments need not be joined or decoded; with offload they are most of a state's bytes.
 
     Args:
       plan: the plan that `state` follows.
-      state: stays valid.
-      weights: "ema": the average of the weights, in float32, in place of the parameters.
+      state: training state; it stays valid.
+      weights: "trained" returns the parameters; "ema" returns the average of the weights (float32)
+        as "params".
 
     Raises:
-      ValueError: the state has no average.
+      ValueError: `weights` is "ema", but the state has no average.
     """
     abstract: dict[str, Any] = {**plan.abstract_portable}
     if is_average(weights, state.get("opt_state")):
@@ -167,11 +179,12 @@ def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") 
 
 
 def frozen_part(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """Returns the frozen parameters of a state in portable form: {name: array}.
+    """Returns the frozen parameters of a state in portable form (the same for every mesh): {name:
+    array}.
 
     Args:
       plan: the plan that `state` follows.
-      state: stays valid.
+      state: training state; it stays valid.
     """
     parts = {"frozen": state["frozen"]}
     return _portable_parts(plan, parts, {**plan.abstract_portable})["frozen"]
@@ -186,18 +199,18 @@ def _portable_parts(plan: Plan, parts: dict[str, Any], abstract: dict[str, Any])
 
 
 def with_weights(plan: Plan, state: TrainState, weights: Weights) -> TrainState:
-    """Returns the state that an evaluation of these weights reads; do not train on it.
+    """Returns a state for evaluating these weights; do not train on it.
 
-    The average of the weights is used in place; for parameters whose optimizer state is sliced, a
-    copy in the compute dtype is made.
+    The average of the weights is not copied, except for parameters whose optimizer state is sliced;
+    these are copied to the compute dtype.
 
     Args:
       plan: the plan that `state` follows.
-      state: stays valid.
-      weights: "ema": the average in place of the parameters.
+      state: training state; it stays valid.
+      weights: "trained" for the parameters, "ema" for the average of the weights.
 
     Raises:
-      ValueError: the state has no average.
+      ValueError: `weights` is "ema", but the state has no average.
     """
     if not is_average(weights, state.get("opt_state")):
         return state
@@ -210,11 +223,12 @@ def with_weights(plan: Plan, state: TrainState, weights: Weights) -> TrainState:
 
 
 def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
-    """Inverts `model_parts`: returns the parts of a state that an evaluation reads.
+    """Converts the result of `model_parts` back to the parts of a state that an evaluation reads.
 
     Args:
-      plan: a plan without offload that the result follows.
-      parts: "params", "frozen" and "extras" in portable form, and "rng".
+      plan: plan of the result, without offload.
+      parts: "params", "frozen" and "extras" (non-parameter arrays) in portable form (the same for
+        every mesh), and "rng".
     """
     assert plan.offload is None
     stored: dict[str, Any] = {**plan.abstract_stored}
@@ -232,14 +246,16 @@ def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
 def from_portable_state(
     plan: Plan, portable: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:
-    """Inverts `to_portable_state`, for portable arrays with the plan's shardings.
+    """Converts a portable state (the same for every mesh) to the stored form of a plan, the inverse
+    of `to_portable_state`.
 
     Args:
       plan: the plan that the result follows.
-      portable: a leaf with slices on the host or in files may be a
-        `parallel.offload.disk_saving.Saved` instead of an array.
-      data_state: position of the data, for a durable store: a run that is killed before its next
-        step continues from what is written here.
+      portable: portable state, with the shardings of `plan.abstract_portable`. A leaf whose slices
+        are in host memory or files may be a `parallel.offload.disk_saving.Saved` instead of an
+        array.
+      data_state: position of the data. It is written into a durable store, so that a run that is
+        killed before its next step can continue.
     """
     stored, kept = _apart(plan.abstract_stored)
     stored["opt_state"] = decoded_opt_state(plan)
@@ -266,12 +282,13 @@ def _begun(
 ) -> dict[str, Any]:
     """Adapts 1-bit errors and weight copies of a checkpoint to a plan, or initializes them.
 
-    Missing errors become 0, missing copies the masters in the compute dtype.
+    Missing errors become 0; missing copies become the master weights, cast to the compute dtype.
 
     Args:
       plan: plan of the state.
-      state: state without the wanted parts.
-      wanted, given: parts of a state that are the same in both forms, as `_fitting` takes them.
+      state: state without these parts.
+      wanted: {part: abstract arrays of the plan}.
+      given: {part: arrays of the checkpoint}.
     """
     parts: dict[str, Any] = {}
     for name, part in wanted.items():
@@ -288,11 +305,11 @@ def _are_arrays(tree: Any) -> bool:
 
 
 def _fitting(wanted: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Converts the given parts of a state to the wanted form; missing parts become zeros.
+    """Converts arrays to the shapes and shardings of `wanted`; missing arrays become zeros.
 
     Args:
       wanted: {name: `ShapeDtypeStruct`s}.
-      given: {name: arrays, or anything else}.
+      given: {name: arrays}; an entry with anything else counts as missing.
     """
 
     def zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
@@ -313,12 +330,14 @@ def _rows_of_state(plan: Plan) -> TrainState | None:
 
 
 def decoded_opt_state(plan: Plan) -> Any:
-    """Returns the abstract optimizer state with decoded moments and parameters as stored."""
+    """Returns the abstract optimizer state with decoded (float32) moments, for parameters as
+    stored.
+    """
     return portable_opt_state(plan.tx, plan.abstract_stored["params"])
 
 
 def _recoded(plan: Plan, state: TrainState, *, decode: bool) -> TrainState:
-    """Returns the state with moments decoded or encoded; each device converts its own shards."""
+    """Decodes or encodes the quantized moments of a state; each device converts its own shards."""
     coding = coding_of(plan.tx)
     if coding is None:
         return state
@@ -332,7 +351,9 @@ def _recoded(plan: Plan, state: TrainState, *, decode: bool) -> TrainState:
 
 @functools.lru_cache(maxsize=16)
 def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> Any:
-    """Builds a jitted function of an optimizer's state; both forms are flat `ShapeDtypeStruct`s."""
+    """Builds the jitted function that decodes or encodes an optimizer state; both forms are
+    `Flat`.
+    """
     coded_tree, decoded_tree = (form.unflatten(leaves) for leaves, form in (coded, decoded))
 
     def encode(state: Any) -> Any:
@@ -356,14 +377,14 @@ def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> A
 def reshard_state(
     old: Plan, new: Plan, state: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:
-    """Returns the same state under another plan: another ZeRO stage, another mesh, or both.
+    """Converts a state to another plan: another ZeRO stage, another mesh, or both.
 
     Args:
       old: the plan that `state` follows.
       new: a plan of the same model and optimizer.
-      state: stays valid; drop it to free its memory. A state with slices in files is closed,
-        because the new state may need their disk space.
-      data_state: as in `from_portable_state`.
+      state: training state of `old`. It stays valid; drop it to free its memory. A state with
+        optimizer-state slices in files is closed, because the new state may need their disk space.
+      data_state: position of the data, written into a durable store (see `from_portable_state`).
 
     Raises:
       ValueError: the two plans describe different states.
@@ -381,17 +402,20 @@ def reshard_state(
 
 
 def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False) -> Any:
-    """Returns `tree` with the shapes (truncated or zero-padded) and shardings of `abstract`.
+    """Converts arrays to the shapes (truncated or zero-padded) and shardings of `abstract`.
 
     All arrays on one set of devices are converted by one program: on CPU several programs whose
     collectives do not wait for each other can deadlock. Stacks are joined or separated one after
     the other, so that only one of them is in memory twice.
 
     Args:
-      tree: has `StackRows` where layers are joined to a stack of `abstract`.
-      abstract: has `StackRows` where a stack is separated into layers.
-      rows: `StageRows` of the leaves whose rows change places, None for the others; or just None.
-      to_rows: True: from layers in order to rows; False: back.
+      tree: pytree of arrays. A `StackRows` holds separate layers that are joined to one stack of
+        `abstract`.
+      abstract: pytree of targets. A `StackRows` is the target of a stack that is separated into
+        layers.
+      rows: pytree of the permutation of each leaf's rows (`StageRows`, or None for no permutation);
+        None: no leaf is permuted.
+      to_rows: True permutes from layers in order to rows; False permutes back.
     """
     leaves, structure = jax.tree.flatten(tree)
     targets = structure.flatten_up_to(abstract)
@@ -410,8 +434,7 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
             continue
         moved = _devices(lies) != _devices(target.sharding)
         if moved or (move is None and _same_shards(leaf, target)):
-            # One after the other for different sets of devices or different memories, because JAX
-            # 0.10 cannot do both at once.
+            # Memory first, then devices: JAX 0.10 cannot change both in one `device_put`.
             kind = target.sharding.memory_kind
             if leaf.sharding.memory_kind != kind:
                 leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))
@@ -427,14 +450,14 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
 
 
 def _convert_stack(leaf: Any, target: Any, move: StageRows | None, *, to_rows: bool) -> Any:
-    """Joins rows to a stack, or separates a stack into rows, and moves the result to its memory."""
+    """Joins layers to a stack, or separates a stack into layers; moves the result to its memory."""
     apart = isinstance(target, StackRows)
     first = target.values[0] if apart else target
     shape = (len(target.values), *first.shape) if apart else first.shape
     on_device = NamedSharding(first.sharding.mesh, first.sharding.spec)
     shardings: Any = (on_device,) * len(target.values) if apart else on_device
     change = _resizer(((shape, shardings, move),), to_rows)
-    # Finish earlier work first: no other program with collectives may run beside this one.
+    # Wait for earlier work: no other program with collectives may run at the same time.
     given = jax.block_until_ready(leaf.values if isinstance(leaf, StackRows) else leaf)
     (found,) = jax.block_until_ready(change([given]))
     if not apart:
@@ -454,13 +477,16 @@ def _devices(sharding: NamedSharding) -> list[jax.Device]:
 
 
 Wanted = tuple[tuple[int, ...], NamedSharding | tuple[NamedSharding, ...], StageRows | None]
-"""Target of an array or of the rows of a stack: whole shape, sharding (of each row, if a stack is
-separated) and how rows change places."""
+"""Target of an array or stack: (shape, sharding or one sharding per separated layer, row
+permutation).
+"""
 
 
 @functools.lru_cache(maxsize=256)
 def _resizer(wanted: tuple[Wanted, ...], to_rows: bool) -> Any:
-    """Builds a jitted function that gives arrays, or tuples of rows, new shapes and shardings."""
+    """Builds a jitted function that converts arrays (or tuples of rows) to new shapes and
+    shardings.
+    """
 
     def resize(arrays: list[Any]) -> list[Any]:
         return [_resize(x, each, to_rows) for x, each in zip(arrays, wanted, strict=True)]

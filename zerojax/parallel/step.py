@@ -1,4 +1,7 @@
-"""Builds the training step: forward, backward, reduction and update in one donated program."""
+"""Builds the training step: forward, backward, reduction and update in one donating program.
+
+Also builds the evaluation of a plan.
+"""
 
 from __future__ import annotations
 
@@ -45,38 +48,38 @@ from zerojax.tracing.protocol import Loss
 
 Metrics = dict[str, jax.Array]
 _LAYER_DROP = 0x64726F70
-"""Folded into the key of a step to draw the layers it keeps; no data shard has this number."""
+"""Number folded into a step's key to draw which layers the step runs; no data shard has it."""
 
 
 @names_keywords()
 def build_step(plan: Plan) -> Any:
     """Builds the training step of a plan, jitted once.
 
-    A loop that never waits queues any number of steps: wait for a metric at least every 64 steps
-    (`Trainer` does).
+    Steps run asynchronously, and a loop that never waits queues any number of them. Wait for a
+    metric at least every 64 steps (`Trainer` does).
 
     Returns:
-      `step(state, batch) -> (state, metrics)`. `state` is donated: use only the returned one; a
-      state that was already given to a step raises ValueError. `batch` comes from `shard_batch`.
+      `step(state, batch) -> (state, metrics)`. `state` is donated: use only the returned state.
+      A state that was already passed to a step raises ValueError. `batch` comes from `shard_batch`.
       `step.lower(...)` returns the lowered program. For an optimizer that sends signs
       (`zerojax.optim.one_bit_adam`, `one_bit_lamb`) it is a `one_bit_update.TwoPrograms`.
 
       Metrics are replicated scalars on the devices:
       - "loss": float32, the global sum divided by the global weight.
       - "weight": float32.
-      - "grad_norm": float32, before clipping; where gradients are not summed, the root mean square
-        of the devices' norms.
+      - "grad_norm": float32, norm of the gradient before clipping; with 1-bit optimizers, whose
+        gradients are not summed over devices, the root mean square of the devices' norms.
       - "bad_leaf": int32, number of the first parameter whose gradient is not finite, -1 if all
         are finite.
       - "largest_leaf": int32, number of the parameter with the largest gradient;
         `zerojax.parallel.update.leaf_names` has the names of both.
-      - "largest_share": float32, its part of the sum of squares.
+      - "largest_share": float32, share of this gradient in the sum of squares of all gradients.
       - "skipped": int32, 1 when loss or gradients were not finite and only the counters changed.
         With `update_in_backward` it is 1 when the loss was not finite, and nothing changed, or when
         a gradient was not finite: then the layers after it were updated.
-      - "num_skipped": int32, of the run so far.
-      - with a loss scale: "loss_scale" (float32, that of this step) and "at_floor" (bool: this step
-        overflowed although the scale could not be lower).
+      - "num_skipped": int32, number of skipped steps of the run so far.
+      - with a loss scale: "loss_scale" (float32, the scale of this step) and "at_floor" (bool: this
+        step overflowed although the scale could not be lower).
       - the loss's own metrics under their names: float32, the mean over the global batch; NaN where
         the weight is 0.
 
@@ -100,7 +103,7 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
     Args:
       plan: plan of the step.
       gradients: result of `_build_gradients`.
-      read_norm: (gradients, scale, known sums of squares) -> `GradientNorm`.
+      read_norm: `(gradients, scale, known sums of squares) -> GradientNorm`.
       update: result of `_build_update`.
     """
     replicated = NamedSharding(plan.mesh, P())
@@ -120,7 +123,7 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         factor = factor_of(state, batch["batch"] if paged else batch)
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
         loss = sums["loss"] / sums["weight"]
-        # Divide by the scale that the loss was multiplied by, not by the next one.
+        # `factor` is the one that the loss was multiplied by, not that of the next step.
         scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
         read = read_norm(grads, scale, sums.get("squares"))
         grad_norm = read.norm
@@ -184,10 +187,10 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
 
 
 class _OneProgram:
-    """A single program that streams the same layers from host memory; used to count FLOPs and
-    bytes.
+    """A step program that streams the same layers from host memory; used to count FLOPs and bytes.
 
-    A step with pages is several programs and a loop in Python, so it has no program of its own.
+    A step that reads layers from files is several programs and a Python loop, so it has no single
+    program.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -199,33 +202,33 @@ class _OneProgram:
         return build_step(twin), twin.abstract_state
 
     def trace(self, _: TrainState, batch: Any) -> Any:
-        """Traces the program; its state is that of its own plan."""
+        """Traces the program with an abstract state of its own plan; the given state is ignored."""
         step, state = self._step
         return step.trace(state, batch)
 
     def lower(self, _: TrainState, batch: Any) -> Any:
-        """Lowers the program, see `trace`."""
+        """Lowers the program with an abstract state of its own plan; the given state is ignored."""
         step, state = self._step
         return step.lower(state, batch)
 
 
 class LiveStateOnly:
-    """A compiled function of a state and a batch that refuses a state that was already donated.
+    """Wraps a compiled function of a state and a batch: raises ValueError for a donated state.
 
-    XLA's CPU devices would read the freed memory. One array of each part of the state is checked,
-    which takes microseconds.
+    Without this check XLA's CPU devices would read the freed memory. The check reads one array of
+    each part of the state, which takes microseconds.
 
     Attributes:
-      compiled: the function.
-      trace, lower: those of the compiled function.
+      compiled: the wrapped function.
+      trace, lower: methods `trace` and `lower` of the wrapped function (or of `program`).
     """
 
     def __init__(self, compiled: Any, program: Any = None) -> None:
         """Wraps a function.
 
         Args:
-          compiled: the function.
-          program: what `trace` and `lower` belong to; None: the function.
+          compiled: function to wrap.
+          program: object whose `trace` and `lower` are used; None: `compiled`.
         """
         self.compiled = compiled
         program = compiled if program is None else program
@@ -245,7 +248,7 @@ class LiveStateOnly:
 
 
 def _first_array(tree: Any) -> jax.Array | None:
-    """Returns any array of a tree, without flattening it; None for a tree without arrays."""
+    """Returns one array of a tree, without flattening the tree; None for a tree without arrays."""
     if isinstance(tree, dict | tuple | list):
         for child in tree.values() if isinstance(tree, dict) else tree:
             found = _first_array(child)
@@ -257,9 +260,10 @@ def _first_array(tree: Any) -> jax.Array | None:
 
 
 def _build_factor(plan: Plan) -> Callable[[TrainState, Any], jax.Array | None]:
-    """Builds the traced `(state, batch) -> factor` that multiplies the loss before differentiation.
+    """Builds the traced `(state, batch) -> factor`; the loss is multiplied by it before
+    differentiation.
 
-    The factor is float32 [], or None where the loss is not multiplied.
+    The factor is float32 [], or None if the loss is not multiplied.
     """
     scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
     num_pieces = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
@@ -268,7 +272,7 @@ def _build_factor(plan: Plan) -> Callable[[TrainState, Any], jax.Array | None]:
         if plan.traced.batch_weight is None:
             return None if scaling is None else state["loss_scale"]["scale"] / weight
         whole = plan.traced.batch_weight(batch, num_pieces)
-        # Do not divide by a weight of 0: the loss is not finite, and the step is skipped.
+        # Avoids a division by a weight of 0; the loss is not finite then, and the step is skipped.
         whole = jnp.where(whole == 0, 1, whole)
         return (1 if scaling is None else state["loss_scale"]["scale"]) / whole
 
@@ -278,8 +282,8 @@ def _build_factor(plan: Plan) -> Callable[[TrainState, Any], jax.Array | None]:
 def _expected_weight(plan: Plan) -> float:
     """Estimates the weight by which the loss will be divided, rounded to a power of two.
 
-    A loss scale is meant for the mean loss, but the sum is differentiated: its gradient is larger
-    by the weight, which is known only after the forward passes.
+    A loss scale is meant for the mean loss, but the step differentiates the sum, whose gradient is
+    larger by the weight. The exact weight is known only after the forward passes.
     """
     leaves = jax.tree.leaves(plan.abstract_batch)
     if not plan.traced.has_weight:
@@ -295,7 +299,7 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
     """Builds the evaluation of a plan, jitted once.
 
     Args:
-      loss: loss to evaluate, in the form of the training loss; None uses the plan's loss.
+      loss: loss to evaluate, with the signature of the training loss; None uses the plan's loss.
 
     Returns:
       `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global
@@ -305,13 +309,14 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
 
     Raises:
       TypeError: `plan` is not a plan.
-      ValueError: a custom loss where sequences are split.
+      ValueError: a custom loss is given, but the plan splits sequences over devices.
     """
     require_plan(plan, "build_evaluation")
     if plan.context is not None and loss is not None:
         raise ValueError(
-            f"context={plan.context.devices} splits sequences, and a custom loss may combine "
-            "tokens of a row; use loss=None, the model's method loss(batch), or context=1"
+            f"context={plan.context.devices} splits sequences over devices, but a custom loss may "
+            "combine tokens of a sequence; use loss=None, the model's method loss(batch), or "
+            "context=1"
         )
     config = pass_config(plan)
     if _reads_pages(plan):
@@ -382,9 +387,11 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
 
 
 def draw_layers(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """Returns {"scales": `tracing.dropped_layers.draw_scales` of a step}; {} without layer drop.
+    """Draws the layers of a step: {"scales": float32 [microbatches, layers]}; {} without layer
+    drop.
 
-    They follow from seed, step, microbatch and layer, so that they are the same on any mesh.
+    The scales (see `tracing.dropped_layers.draw_scales`) depend only on seed, step, microbatch and
+    layer, so they are the same on any mesh.
     """
     drop = plan.layer_drop
     if drop is None:
@@ -397,7 +404,7 @@ def draw_layers(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
 
 
 def _build_update(plan: Plan) -> Any:
-    """Builds the traced `(gradients, state, ThisStep) -> changed parts of the state`."""
+    """Builds the traced update, `(gradients, state, ThisStep) -> changed parts of the state`."""
     if plan.offload is not None and plan.offload.leaves:
         return build_offload_update(plan)
     one_bit = one_bit_of(plan.tx)
@@ -413,7 +420,9 @@ def _build_update(plan: Plan) -> Any:
 
 
 def _passes(plan: Plan) -> Any:
-    """Returns the package that runs the layers: `zero`, `streaming` or `pipeline`."""
+    """Returns the package that runs forward and backward pass: `zero`, `streaming` or
+    `pipeline`.
+    """
     if plan.pipeline is not None:
         return pipeline
     return streaming if plan.offload is not None and plan.offload.streamed else zero

@@ -1,18 +1,19 @@
-"""Sums values over mesh axes: replicated values, by permutes, or reproducibly on any device count.
+"""Sums values over mesh axes: replicated values, by permutes, or with equal bits on any device
+count.
 
-A floating-point sum depends on how its operands are associated, not on the order of two operands. A
-sum over `2^k` numbered values is therefore fixed by the order in which bits of the number are
-combined. Devices hold consecutive values, so the device's number is the high bits. Sums on a device
-before communication combine the lowest bit first; sums of values that are sent one by one combine
-the highest bit first. Both are the same tree on every number of devices.
+**Fixed order.** A floating-point sum depends on how its operands are associated, not on the order
+of two operands. So a sum over `2^k` numbered values is fixed by the order in which bits of the
+number are combined. Devices hold consecutive values, so the high bits are the device's number. Sums
+on a device before communication combine the lowest bit first; sums of values that are sent one by
+one combine the highest bit first. Either order gives the same tree on every number of devices.
 
-Fusion barriers make the parts of such a sum compile to the same code in any context. When a
+**Fusion barriers** make the parts of such a sum compile to the same code in any context. When a
 compiler fuses an operation with its neighbours, the last bits may change: a product is contracted
-with an addition, or a sum is taken in another order. A part between barriers is compiled
-separately: nothing is fused into it, and it is fused into nothing. On CPUs `optimization_barrier`
-does not achieve that with every JAX (0.10 removes it before it fuses), so there the part is a
-branch of a `cond` whose predicate is always true, which XLA cannot know. On other devices a barrier
-before and after the part suffices, with no predicate to wait for.
+with an addition, or a sum is taken in another order. A part between barriers is compiled separately
+and never fused with the code around it. On CPUs `optimization_barrier` does not achieve that with
+every JAX (0.10 removes it before it fuses). So there the part is a branch of a `cond` whose
+predicate is always true, which XLA cannot know. On other devices a barrier before and after the
+part suffices, with no predicate to wait for.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ Arrays = dict[str, Any]
 Groups = tuple[tuple[int, ...], ...]
 """Groups of devices that exchange data, by their position along the axes of a collective."""
 MAX_PERMUTES = 3
-"""Largest number of permutes by which CPU processes exchange gradients; more shards use one
-all-to-all, because every permute is in the program once per bucket."""
+"""Largest number of permutes by which CPU processes exchange gradients. With more shards they use
+one all-to-all instead, because the program contains every permute once per bucket.
+"""
 BarrierKind = Literal["branch", "barrier"]
 
 
 class TreeOrder(enum.Enum):
     """Order in which `tree_sum` adds n rows.
 
-    Lowest bit first: neighbours first. Highest bit first: rows i and i + n/2 first.
+    Lowest bit first adds neighbouring rows first; highest bit first adds rows i and i + n/2 first.
     """
 
     LOWEST_FIRST = "lowest bit first"
@@ -53,7 +55,7 @@ class TreeOrder(enum.Enum):
 
 
 def tree_sum(rows: jax.Array, order: TreeOrder) -> jax.Array:
-    """Sums over dimension 0, whose size is a power of two, in the fixed order."""
+    """Sums over dimension 0, whose size is a power of two, in the order of a fixed binary tree."""
     while rows.shape[0] > 1:
         half = rows.shape[0] // 2
         if order is TreeOrder.LOWEST_FIRST:
@@ -74,14 +76,14 @@ def tree_total(
 ) -> tuple[Any, Any]:
     """Sums `count` values that are computed in sequence, in the order of a fixed binary tree.
 
-    Nested loops of two iterations: the program holds one `value_of`, and beside the value that is
-    being computed there are at most log2(count) partial sums in memory.
+    The program consists of nested loops of two iterations, so it contains `value_of` once. At most
+    log2(count) partial sums are in memory beside the current value.
 
     Args:
-      value_of: (number int32 [], carry) -> (value, new carry).
-      count: a power of two.
-      order: the bit that is combined first.
-      like: shapes and dtypes of a value.
+      value_of: function `(number, carry) -> (value, new carry)`; `number` is int32 [].
+      count: number of values, a power of two.
+      order: bit of the number that is combined first.
+      like: pytree with the shapes and dtypes of a value.
       carried: initial carry; it passes through all calls in the order in which they run.
 
     Returns:
@@ -97,7 +99,7 @@ def tree_total(
         def half(which: jax.Array, carry: Any) -> Any:
             earlier, carried = carry
             later, carried = level(depth + 1, number + (which << bit), carried)
-            # Select instead of adding to zero: 0 + -0 is not -0.
+            # A select, not an addition to zero: 0 + -0 is not -0.
             total = jax.tree.map(lambda a, x: jnp.where(which == 0, x, a + x), earlier, later)
             return total, carried
 
@@ -122,16 +124,16 @@ def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
 
 
 def is_one_device(over: Sequence[str]) -> bool:
-    """Returns whether these manual axes have one device, so that nothing is exchanged.
+    """Returns whether these manual axes have only one device, so that no collective is needed.
 
-    Arrays are then not packed either: XLA would compile each array that is cut out of a pack
+    Callers then do not concatenate arrays either: XLA would compile each array that is cut out
     separately, which took 20 s of 24 for 200 parameters on a CPU.
     """
     return all(lax.axis_size(axis) == 1 for axis in over)
 
 
 def groups_of_nodes(devices: int, members: int) -> tuple[Groups, Groups]:
-    """Returns (groups of one node's devices, groups of one position in all nodes).
+    """Returns (groups of the devices of one node, groups of devices at one position in all nodes).
 
     >>> groups_of_nodes(6, 2)
     (((0, 1), (2, 3), (4, 5)), ((0, 2, 4), (1, 3, 5)))
@@ -143,18 +145,19 @@ def groups_of_nodes(devices: int, members: int) -> tuple[Groups, Groups]:
 def sum_in_codes(
     rows: jax.Array, codes: GradientCodes, over: tuple[str, ...], groups: Groups | None = None
 ) -> jax.Array:
-    """Returns this device's row of the sum over the axes, sent quantized and summed in float32.
+    """Reduce-scatters quantized rows: sends codes, sums in float32; returns this device's row.
 
-    Where the devices of `over` belong to several nodes, the devices of a node first exchange the
-    rows of all devices with their position, and the sums are then exchanged between nodes.
+    If the devices of `over` belong to several nodes, the sum has two levels: first the devices of
+    each node exchange rows and sum, then the sums are exchanged between nodes.
 
     Args:
-      rows: [devices, elements], this device's addend to the row of each device, floating point.
-      over: manual axes, outermost first.
-      groups: groups of devices that sum, each separately and in one level; None: all devices.
+      rows: [devices, elements], floating point; row i is this device's addend to the row of device
+        i.
+      over: manual mesh axes to sum over, outermost first.
+      groups: groups of devices; each group sums separately, in one level. None: all devices.
 
     Returns:
-      float32 [elements].
+      The summed row of this device, float32 [elements].
     """
     devices, elements = rows.shape
     members, nodes = codes.in_node, devices // codes.in_node
@@ -173,7 +176,7 @@ def sum_in_codes(
 
 
 def sum_replicated(values: Any, over: tuple[str, ...] = PASS_AXES) -> Any:
-    """Sums, over manual axes, a tree of values that are whole on the compiler's axes."""
+    """Sums a pytree over manual axes; the values are replicated over the compiler's axes."""
     if is_one_device(over):
         return values
     specs = jax.tree.map(lambda _: P(), values)
@@ -219,15 +222,15 @@ class Cut(Protocol):
 
 
 def scatter_by_permutes(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
-    """Returns this device's shards of the sums of whole values, without a reduce-scatter.
+    """Returns this device's shards of the sums of unsharded values, without a reduce-scatter.
 
-    For CPU processes: gloo's reduce-scatter sends from a buffer that it already overwrites, so that
-    pieces are sometimes wrong (https://github.com/jax-ml/jax/issues/40830; seen with jax 0.10.2 and
-    0.11.2). For 14 MB between two processes it takes 14 ms of CPU time, an all-to-all 5 and
-    permutes 3.
+    Used between CPU processes, because gloo's reduce-scatter sends from a buffer that it already
+    overwrites, so that pieces are sometimes wrong (https://github.com/jax-ml/jax/issues/40830; seen
+    with jax 0.10.2 and 0.11.2). For 14 MB between two processes a reduce-scatter takes 14 ms of CPU
+    time, an all-to-all 5 ms and permutes 3 ms.
 
     Args:
-      wholes: {name: whole value}, all of one dtype and over the same axes.
+      wholes: {name: unsharded value}, all of one dtype and summed over the same axes.
     """
     first = leaves[next(iter(wholes))]
     size, over = first.num_shards, first.over
@@ -235,7 +238,7 @@ def scatter_by_permutes(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
         return _scatter_by_all_to_all(wholes, leaves)
     rank = lax.axis_index(over)
     sums = {name: leaves[name].piece(whole, rank) for name, whole in wholes.items()}
-    # In round `shift` every device sends, to the device `shift` places after it, that one's shard.
+    # In round `shift`, device i sends the shard of device i + shift to that device.
     for shift in range(1, size):
         owner = lax.rem(rank + shift, size)
         pieces = [leaves[name].piece(whole, owner).reshape(-1) for name, whole in wholes.items()]
@@ -269,13 +272,13 @@ def cut_flat(flat: jax.Array, shapes: Mapping[str, Sequence[int]]) -> Arrays:
 def scatter_in_tree(
     wholes: Arrays, leaves: Mapping[str, Cut], order: TreeOrder, wire_dtype: Any
 ) -> Arrays:
-    """Returns the sums of `scatter_by_permutes` in float32 and a fixed order, by one all-to-all.
+    """Sums like `scatter_by_permutes`, but in float32 and a fixed order, by one all-to-all.
 
-    It sends the same bytes.
+    It sends the same number of bytes.
 
     Args:
-      wholes: {name: whole value, any float dtype}, all over the same axes.
-      order: the bit of the device's number that is combined first.
+      wholes: {name: unsharded value, any float dtype}, all summed over the same axes.
+      order: bit of the device's number that is combined first.
       wire_dtype: dtype in which pieces are sent; sums are float32.
     """
     rows = {name: leaves[name].split_rows(x.astype(wire_dtype)) for name, x in wholes.items()}
@@ -299,8 +302,8 @@ def sum_in_tree(
     whose order depends on the number of devices.
 
     Args:
-      values, order, wire_dtype: as in `scatter_in_tree`; the all-gather sends float32.
-      over: the mesh axes to sum over.
+      values: {name: array of any float dtype}.
+      over: mesh axes to sum over.
     """
     if not values:
         return {}
@@ -323,10 +326,10 @@ def barrier_kind(mesh: Mesh | AbstractMesh) -> BarrierKind:
 
 
 def zero_at_run_time(witness: jax.Array) -> jax.Array:
-    """Returns int32 [] 0 that the compiler cannot constant-fold: bit 1 of a square is always 0.
+    """Returns a 0, int32 [], that the compiler cannot constant-fold: bit 1 of a square is always 0.
 
     Args:
-      witness: any array that is known only at run time, of at least one element.
+      witness: array of at least one element whose values are known only at run time.
     """
     first = witness[(0,) * witness.ndim]
     if jnp.issubdtype(first.dtype, jnp.floating):
@@ -338,15 +341,16 @@ def zero_at_run_time(witness: jax.Array) -> jax.Array:
 def run_in_barriers(
     kind: BarrierKind, witness: jax.Array, function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Runs `function(*args)`, compiled separately. Do not differentiate through it.
+    """Runs `function(*args)` between fusion barriers, so it is compiled separately; not
+    differentiable.
 
-    Arrays cross the barriers as vectors, which have one layout only: an array of several dimensions
-    would have the layout that the code around it prefers. Divisions are done by `fix_divisions`.
+    Arrays cross the barriers as vectors, because the layout of an array of several dimensions would
+    depend on the code around it. Divisions are rewritten by `fix_divisions`.
 
     Args:
       kind: result of `barrier_kind`.
-      witness: see `zero_at_run_time`.
-      function: a function of trees of arrays; traced once.
+      witness: array of at least one element whose values are known only at run time.
+      function: function of pytrees of arrays; it is traced once.
     """
     leaves = jax.tree.leaves(args)
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -373,16 +377,16 @@ def _as_vectors(tree: Any) -> Any:
 
 
 def _with_shapes(tree: Any, like: Any) -> Any:
-    """Inverts `_as_vectors`; `like` has the shapes."""
+    """Reshapes the vectors of `_as_vectors` to the shapes of `like`."""
     return jax.tree.map(lambda x, one: x if jnp.ndim(one) < 2 else x.reshape(one.shape), tree, like)
 
 
 def fix_divisions(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the program with divisions that XLA cannot write as products with reciprocals.
+    """Rewrites divisions so that XLA cannot replace them by products with reciprocals.
 
-    XLA computes `a / b`, where `b` is broadcast, in one program as a division and in another as
-    such a product, whichever of its rules comes first; their last bits differ. Here it cannot see
-    that `b` is broadcast. The values are those of a division.
+    If `b` is broadcast, XLA computes `a / b` in one program as a division and in another as a
+    product, and the last bits differ. In the returned program XLA cannot see that `b` is broadcast.
+    The values are those of a division.
     """
     return ClosedJaxpr(_with_divisions(closed.jaxpr), closed.consts)
 
@@ -399,12 +403,12 @@ def _with_divisions(program: Jaxpr) -> Jaxpr:
 
 
 def _with_inner(value: Any) -> Any:
-    """Returns an equation's parameter, with divisions fixed in the programs that it contains."""
+    """Applies `fix_divisions` to all programs in a parameter of an equation."""
     if isinstance(value, ClosedJaxpr):
         return fix_divisions(value)
     if isinstance(value, Jaxpr):
         return _with_divisions(value)
-    if type(value) is tuple:  # not named tuples, as of dimensions
+    if type(value) is tuple:  # no named tuples (such as dimension numbers)
         return tuple(_with_inner(one) for one in value)
     return value
 
@@ -418,7 +422,9 @@ def _divides_by_array(equation: Any) -> bool:
 
 
 def _opaque_division(equation: Any) -> list[Any]:
-    """Returns equations for the same division whose divisor the compiler cannot see as constant."""
+    """Returns equations that divide the same values, by a divisor the compiler cannot see as
+    broadcast.
+    """
 
     shape = equation.outvars[0].aval.shape
 
@@ -439,7 +445,7 @@ def _opaque_division(equation: Any) -> list[Any]:
 
 
 def values_in_barriers(kind: BarrierKind, witness: jax.Array, values: Any) -> Any:
-    """Returns the values in their own buffers, so that producer and consumer are not fused."""
+    """Puts the values into separate buffers, so that producer and consumer are not fused."""
     if kind == "barrier":
         return lax.optimization_barrier(values)
     return run_in_barriers(kind, witness, lambda same: same, values)

@@ -33,12 +33,13 @@ class GradientNorm(NamedTuple):
     """The norm and other statistics of all gradients together.
 
     Attributes:
-      norm: float32 []; the l2 norm of the scaled gradients, infinite or NaN where one is.
-      bad_leaf: int32 []; number in `leaf_names` of the first leaf that is not finite, -1 if all are
-        finite.
+      norm: float32 []; l2 norm of the scaled gradients, infinite or NaN if a gradient is.
+      bad_leaf: int32 []; number (in `leaf_names`) of the first parameter whose gradient is not
+        finite; -1 if all are finite.
       read_finite: bool []; whether all gradients that were read here are finite.
-      largest_leaf: int32 []; number of the leaf with the largest norm.
-      largest_share: float32 []; this leaf's part of the sum of squares.
+      largest_leaf: int32 []; number (in `leaf_names`) of the parameter whose gradient has the
+        largest norm.
+      largest_share: float32 []; share of this gradient in the sum of squares of all gradients.
     """
 
     norm: jax.Array
@@ -49,12 +50,12 @@ class GradientNorm(NamedTuple):
 
 
 class ThisStep(NamedTuple):
-    """The inputs of an update besides gradients and state.
+    """Inputs of an update besides gradients and state.
 
     Attributes:
-      scale: float32 []; gradients are multiplied by it.
+      scale: float32 []; factor by which gradients are multiplied.
       norm: float32 []; norm of the scaled gradients, by which the optimizer may clip them.
-      skip: bool []; True changes nothing.
+      skip: bool []; True leaves parameters and optimizer state unchanged.
       key: the step's typed PRNG key.
       loss: float32 []; the mean loss of the global batch.
     """
@@ -69,19 +70,21 @@ class ThisStep(NamedTuple):
 def build_norm(
     plan: Plan, *, unsummed: frozenset[str] = frozenset()
 ) -> Callable[..., GradientNorm]:
-    """Builds the traced `(gradients, scale, squares) -> GradientNorm`, for gradients times `scale`.
+    """Builds the traced `(gradients, scale, squares) -> GradientNorm` of gradients times `scale`.
 
-    `squares` {name: float32 []} are optional sums of squares of whole gradients that are already
-    known, not scaled yet. These gradients may be left out, and are not read again.
+    `squares` {name: float32 []} is optional: already known sums of squares of unscaled gradients.
+    The gradients with these names are not read and may be missing.
 
-    Every gradient is read once, and one collective sums the squares of all leaves. Otherwise the
-    compiler runs one collective per leaf where collectives cannot be grouped (gloo).
+    Every gradient is read once, and one collective sums the squares of all gradients. Without this,
+    the compiler would run one collective per gradient on backends that cannot group collectives
+    (gloo).
 
     Args:
       plan: plan of the step.
-      unsummed: names of gradients that are not summed over devices, [devices, ...]: each device has
-        that of its part of the batch. Their square is the mean over devices of the sum of squares
-        of devices x gradient, which is never below that of the mean gradient.
+      unsummed: names of gradients that are not summed over devices; they have shape [devices, ...],
+        one entry from each data shard. Their sum of squares is taken as the mean over devices of
+        the squares of devices x gradient. It is never below the sum of squares of the summed
+        gradient.
     """
     specs = specs_of_leaves(plan.abstract_stored["params"])
     axes = axes_of_leaves(plan.mesh, plan.abstract_stored["params"])
@@ -127,13 +130,13 @@ def build_norm(
 
 
 def _summed(squares: Arrays, over: tuple[str, ...]) -> tuple[Arrays, jax.Array]:
-    """Returns (float32 sums over mesh axes, total over all of them).
+    """Sums squares over mesh axes; returns ({name: float32 sum}, total over all names).
 
     Args:
-      squares: float32, [] of a parameter or [rows] of a stack.
+      squares: {name: float32 sums of squares, [] for a parameter or [rows] for a stack}.
     """
     values = [*squares.values()] or [jnp.float32(0)]
-    # In two halves, both needed at once: a sum of one small array over 64 GPUs would become a
+    # The array is summed in two halves: a sum of one small array over 64 GPUs would become a
     # Triton kernel that XLA 0.12 cannot compile ("size mismatch when packing elements").
     halves = _joined(values[::2]), _joined([*values[1::2], jnp.float32(0)])
     if not over:
@@ -148,7 +151,7 @@ def _summed(squares: Arrays, over: tuple[str, ...]) -> tuple[Arrays, jax.Array]:
 
 
 def _joined(squares: Sequence[jax.Array]) -> jax.Array:
-    """Concatenates scalars and vectors to float32 [numbers]."""
+    """Concatenates scalars and vectors to one float32 vector."""
     return jnp.concatenate([square.reshape(-1) for square in squares])
 
 
@@ -157,11 +160,11 @@ def _squares_of_rows(
 ) -> jax.Array:
     """Returns the sum of squares of each row of a stack's gradient: float32 [num_rows].
 
-    Rows of other devices are 0.
+    Entries for rows that are on other devices are 0.
 
     Args:
-      grad: a shard, [rows, ...].
-      scale: scale of the gradient.
+      grad: this device's shard of the gradient, [rows, ...].
+      scale: factor by which the gradient is multiplied first.
       split_over: mesh axes that split the rows.
     """
     scaled = grad.astype(jnp.float32) * scale
@@ -173,17 +176,17 @@ def _squares_of_rows(
 
 
 def leaf_names(plan: Plan) -> list[str]:
-    """Returns the parameters that `GradientNorm` numbers, under the names of the user's model.
+    """Returns the names, in the user's model, of the parameters that `GradientNorm` numbers.
 
-    Each row of a stack of layers counts separately, except where a kernel reads the stack as a
-    whole and in deterministic runs.
+    Each layer of a stack has its own entry, except in deterministic runs and if a kernel reads the
+    stack as a whole.
     """
     rows = _named_rows(plan)
     return [one for name in plan.abstract_stored["params"] for one in rows.get(name, (name,))]
 
 
 def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Returns {stack: the user's names of its rows}, for stacks whose rows are reported
+    """Returns {stack: user's names of its layers}, for stacks whose layers are reported
     separately.
     """
     if not plan.stacks or plan.settings.deterministic is not None:
@@ -193,16 +196,16 @@ def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
     found = {}
     for name in plan.stacks.keys() & plan.abstract_stored["params"].keys():
         names, stored = plan.stacks[name], plan.placement.leaves[name].layer_rows
-        # A row without a layer is 0 and never reported.
+        # The gradient of a row without a layer (padding) is 0, so the row is never reported.
         order = range(len(names)) if stored is None else stored
         found[name] = tuple(names[row] if row >= 0 else name for row in order)
     return found
 
 
 def sums_of_squares(grads: Arrays, scale: jax.Array, choice: Choice) -> Arrays:
-    """Returns {name: float32 [], the sum of squares of the gradient times `scale`}.
+    """Returns {name: sum of squares of the gradient times `scale`, float32 []}.
 
-    Computed by one fusion for each gradient, or by one kernel for all.
+    One fusion per gradient computes it, or one kernel for all gradients (`choice`).
     """
     scalars = StatsScalars(scale)
     if choice.implementation == "xla" or not grads:
@@ -213,12 +216,12 @@ def sums_of_squares(grads: Arrays, scale: jax.Array, choice: Choice) -> Arrays:
 
 
 def describe_squares(each: jax.Array, total: jax.Array, read_finite: jax.Array) -> GradientNorm:
-    """Computes a `GradientNorm` from the sums of squares of all leaves.
+    """Computes a `GradientNorm` from the sums of squares of all gradients.
 
     Args:
-      each: float32 [leaves].
-      total: float32 [], their sum.
-      read_finite: as in `GradientNorm`.
+      each: sum of squares of each gradient, float32 [number of gradients].
+      total: sum of `each`, float32 [].
+      read_finite: bool []; whether all gradients that were read are finite.
     """
     bad = ~jnp.isfinite(each)
     first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
@@ -227,7 +230,7 @@ def describe_squares(each: jax.Array, total: jax.Array, read_finite: jax.Array) 
 
 
 def build_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
-    """Builds the traced `(gradients, state, ThisStep) -> (parameters, optimizer state)`."""
+    """Builds the traced update, `(gradients, state, ThisStep) -> (parameters, optimizer state)`."""
     if isinstance(plan.tx, Optimizer):
         return _build_in_place(plan, plan.tx)
     tx = optax.with_extra_args_support(plan.tx)
@@ -247,7 +250,9 @@ def build_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
 
 
 def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, Any]]:
-    """Builds an update of each device's own shards, with one read and write of each array."""
+    """Builds an update in which each device updates its own shards, reading and writing each array
+    once.
+    """
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     shapes, dims = true_shapes(plan), axes_of_dims(plan.mesh, plan.abstract_state["params"])
     choice, layers = plan.program.kernels["update"], stacks_of(plan)
@@ -278,7 +283,7 @@ def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, An
 def map_update(
     plan: Plan, tx: Optimizer, local: Callable[..., tuple[Arrays, Any]]
 ) -> Callable[..., tuple[Arrays, Any]]:
-    """Maps an update of one device's shards over the mesh.
+    """Maps an update of one device's shards over the mesh by `shard_map`.
 
     Args:
       local: `(gradients, optimizer state, parameters, scale, skip, key_data) -> (parameters,
@@ -313,7 +318,7 @@ def clipped_scale(tx: Optimizer, now: ThisStep) -> jax.Array:
 def axes_of_leaves(
     mesh: Mesh | AbstractMesh, leaves: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns {name: mesh axes of more than one device that split a leaf}."""
+    """Returns {name: mesh axes that shard this array and have more than one device}."""
     return {name: shared_axes(mesh, leaf.sharding.spec) for name, leaf in leaves.items()}
 
 
@@ -323,7 +328,7 @@ def true_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def stacks_of(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Returns {stack of layers: mesh axes of more than one device that split its layers}."""
+    """Returns {stack: mesh axes that shard its layer dimension and have more than one device}."""
     stacks = find_stacks(plan.traced.forward, sorted(plan.placement.leaves))
     return {
         name: shared_axes(plan.mesh, P(*leaf.sharding.spec[:1]))

@@ -1,8 +1,9 @@
-"""Updates compute-dtype copies of weights by quantized differences to the masters (`wire.weights`).
+"""Updates compute-dtype copies of weights by quantized differences from the masters
+(`wire.weights`).
 
-Each device encodes (master - copy) of its shard, all devices gather the codes, and each adds the
-decoded difference to its copy. All add the same values, so the copies stay equal bit by bit; the
-error of a code is part of the next difference.
+Each device encodes (master - copy) of its shard; the codes are all-gathered, and every device adds
+the decoded differences to its copy. All devices add the same values, so the copies stay equal bit
+by bit. The error of a code is part of the next difference.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ Arrays = dict[str, Any]
 
 
 def build_following(plan: Plan) -> Callable[[Any], Arrays] | None:
-    """Builds the traced `state -> {name: copy that a step reads}`; None if there are no copies.
+    """Builds the traced refresh of copies, `state -> {name: copy that a step reads}`.
 
-    A value differs from its master, rounded to the compute dtype, by at most half a step of its
-    block's code and the rounding of the sum. A block of masters with NaN or an infinity has no
-    finite copy.
+    The result is None if the plan has no copies. A copied value differs from its master, rounded to
+    the compute dtype, by at most half a quantization step of its block plus the rounding of the
+    sum. If a block of master weights contains NaN or an infinity, its copy is not finite.
     """
     leaves = followed_leaves(plan.placement)
     if not leaves:
@@ -78,7 +79,9 @@ def _rounded(master: jax.Array, dtype: Any) -> jax.Array:
 
 
 def first_copies(plan: Plan, params: Arrays) -> dict[str, Any]:
-    """Returns a new state's `COPIES`: the masters in the compute dtype; traced."""
+    """Returns the `COPIES` part of a new state: the master weights, cast to the compute dtype;
+    traced.
+    """
     return {
         key: {
             name: fit(params[name].astype(x.dtype), x.shape, None, to_rows=False)
@@ -89,6 +92,6 @@ def first_copies(plan: Plan, params: Arrays) -> dict[str, Any]:
 
 
 def new_copies(plan: Plan, params: Arrays) -> dict[str, Any]:
-    """Applies `first_copies` to stored arrays, which stay valid."""
+    """Runs `first_copies` as a jitted function on stored arrays, which stay valid."""
     shardings = jax.tree.map(lambda x: x.sharding, plan.abstract_stored["copies"])
     return jax.jit(functools.partial(first_copies, plan), out_shardings=shardings)(params)

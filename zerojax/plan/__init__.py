@@ -1,7 +1,7 @@
-"""Decisions made before arrays exist: mesh, shardings, tiers, stages, bytes, and their reasons.
+"""Plans of runs before any array exists: mesh, shardings, memory, stages, bytes, and reasons.
 
-Knows abstract models and settings; makes no array and runs nothing. Sub-package: `schedules`
-(pipelines as tables).
+The package works with abstract models and settings; it makes no array and runs nothing. Its
+sub-package `schedules` represents pipeline schedules as tables.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOME_OF_NAME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module of a name on first access (PEP 562)."""
+    """Imports the module that defines `name` when the name is first accessed (PEP 562)."""
     if name not in _HOME_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)

@@ -1,4 +1,5 @@
-"""Checks and describes sums over the whole batch (`zerojax.batch_sum`, `zerojax.batch_mean`)."""
+"""Checks and describes the calls of `zerojax.batch_sum` and `zerojax.batch_mean` in a loss, which
+sum a value over the whole batch."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from zerojax.tracing.trees import format_bytes
 
 
 def sums_of_trace(trace: ModelTrace, placement: Placement, num_extras: int) -> list[BatchSum]:
-    """Returns the calls of `zerojax.batch_sum` and `batch_mean` in a traced loss.
+    """Finds the calls of `zerojax.batch_sum` and `zerojax.batch_mean` in a traced loss.
 
     Args:
-      trace: of the loss; placement: tells which parameters are trained.
-      num_extras: number of non-parameter state arrays of the model.
+      trace: trace of the loss.
+      placement: placement table, which says which parameters are trained.
+      num_extras: number of arrays in the model's state that are not parameters.
     """
     leaves = placement.leaves
     trained = [not leaves[name].frozen for name in sorted(leaves)]
@@ -33,14 +35,14 @@ def check_batch_sums(
     """Raises if a sum over the batch would differ from its value on one device.
 
     Raises:
-      ValueError: the summed value is the same on every device, or the pieces of a batch are
-        computed one after the other.
+      ValueError: the summed value is the same on every device, or parts of the batch are computed
+        one after the other.
     """
     devices = num_parts(mesh)
     for one in sums:
         if one.kind == "batch_sum" and one.of_model and not one.of_batch:
             raise ValueError(
-                "zerojax.batch_sum got a value that depends on the model but not on the "
+                "the argument of zerojax.batch_sum depends on the model but not on the "
                 f"batch: it is the same on each of {devices} devices, and its sum would be "
                 f"{devices} times too large; use the value itself"
             )
@@ -51,7 +53,8 @@ def check_batch_sums(
 def describe_batch_sums(
     sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbatches: int
 ) -> list[str]:
-    """Describes the sums over the batch in one sentence, with the bytes that they send."""
+    """Describes the sums over the batch in one sentence, with the bytes that devices send for
+    them."""
     if not sums:
         return []
     names = " and ".join(f"zerojax.{kind}" for kind in sorted({one.kind for one in sums}))
@@ -71,14 +74,15 @@ def describe_batch_sums(
 
 
 def bytes_sent(sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbatches: int) -> int:
-    """Returns the bytes that one device sends per step for `sums`, with ring all-reduces."""
+    """Returns the number of bytes that one device sends per step for `sums`, by ring
+    all-reduces."""
     devices = num_parts(mesh)
     payload = sum(one.num_bytes * one.times * one.passes for one in sums)
     return round(2 * (devices - 1) / devices * payload * num_microbatches)
 
 
 def num_parts(mesh: Mesh | AbstractMesh) -> int:
-    """Returns the number of parts into which the rows and tokens of a microbatch are split."""
+    """Returns the number of devices over which the rows and tokens of a microbatch are split."""
     number = 1
     for axis in meshes.PASS_AXES:
         number *= mesh.shape[axis]

@@ -1,5 +1,5 @@
-"""Chooses compiler options of a step, measured on GPU programs
-(`tests/gpu_programs/test_gpu_programs.py`)."""
+"""Chooses the compiler options of a training step; `tests/gpu_programs/test_gpu_programs.py`
+measures their effects on GPU programs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from zerojax.hardware import compile_client
 from zerojax.plan.device_mesh import STAGE, are_here
 
 PREFETCH_OPTIONS = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
-"""Starts the gathers of the next layer before this layer's matrix products end (ZeRO-3 prefetch).
-For 1.3 billion parameters on 8 H100 it takes 4 MB more. JAX 0.10 does not know it."""
+"""Compiler options that start the all-gathers of the next layer before this layer's matrix products
+end (prefetch of ZeRO-3). For 1.3 billion parameters on 8 H100 they need 4 MB more. JAX 0.10 does
+not know them."""
 
 TWO_AT_ONCE_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 """Allows two concurrent collectives. For 1.3 billion parameters on 64 H100 in 8 nodes all gathers
@@ -24,23 +25,26 @@ data 2 x stage 4, three times as many products lie under each message, at 21 MB 
 
 
 FIXED_ROUNDING_OPTIONS = {"xla_allow_excess_precision": False}
-"""Keeps every written rounding. XLA otherwise removes casts to bfloat16 that are cast back at once;
-which ones depends on whether a collective is in between, and so on the mesh."""
+"""Compiler options that keep every cast as written. By default XLA removes a cast to bfloat16 that
+is cast back at once, and which casts it removes depends on collectives between them, and so on the
+mesh."""
 
 FIXED_KERNELS_OPTIONS = {"xla_gpu_deterministic_ops": True}
-"""No kernels that sum in undefined order, and no autotuned kernels."""
+"""Compiler options without kernels that sum in undefined order and without autotuned kernels."""
 
 
 CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
-"""The CPU's library YNN computes products, as by default, but no sums and maxima. Of the latter
-some write beyond their arrays (JAX 0.12): a step at stage 3 on eight CPU devices, with widths that
-8 does not divide, ended in a segmentation fault or in a failed check of a collective. One device
-keeps them, since its steps never failed and take 4 to 10 % longer without."""
+"""Compiler options with which XLA's CPU library YNN computes matrix products, as by default, but no
+sums and maxima. Some of YNN's sums and maxima write beyond their arrays (JAX 0.12): a step at stage
+3 on eight CPU devices, with widths that 8 does not divide, ended in a segmentation fault or in a
+failed check of a collective. Steps on one device never failed and are 4 to 10 % slower with these
+options, so they do not use them."""
 
 NO_KERNELS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
-"""Small all-reduces by NCCL alone. The compile-only client takes all nodes for one, and XLA's own
-kernel for an array of a few numbers over 64 devices ends the whole process (JAX 0.12, "size
-mismatch when packing elements"); over 32 it compiles. GPUs of several nodes have no such kernel."""
+"""Compiler options with which NCCL alone computes small all-reduces. The compile-only client treats
+all nodes as one node, and XLA's own kernel for an array of a few numbers over 64 devices ends the
+whole process (JAX 0.12, "size mismatch when packing elements"); over 32 devices it compiles. GPUs
+of several nodes do not use this kernel."""
 MOST_DEVICES = 32
 
 
@@ -53,23 +57,23 @@ def choose_options(
     unrolled: bool = False,
     tiled: bool = False,
 ) -> tuple[dict, dict[str, str]]:
-    """Returns the compiler options of a step on these devices.
+    """Chooses the compiler options of a step.
 
     Args:
-      mesh: of the devices; without NVIDIA GPUs only `deterministic` has an effect.
-      regather: whether the step gathers weights in its layer loops (ZeRO-3).
+      mesh: mesh of the devices; on devices other than NVIDIA GPUs only `deterministic` has an
+        effect.
+      regather: whether the step gathers weights inside its loops over layers (ZeRO-3).
       on_host: whether the step keeps arrays in host memory.
-      deterministic: whether the result must be bitwise independent of the mesh.
-      unrolled: whether the weights of `regather` are read outside of layer loops, in a loop over
+      deterministic: whether the result must have the same bits on every mesh.
+      unrolled: whether the gathered weights are read outside of loops over layers, in a loop over
         microbatches. `PREFETCH_OPTIONS` are then left out, because they would pipeline that loop:
-        the compiler would gather all weights of the next microbatch beside those of the current
-        one, in the forward and in the backward pass.
-        Compiled for 8 H100 (JAX 0.12, stage 3, 4 microbatches, 6 MiB of weights in bfloat16 in a
-        Python list): 24.1 MiB of temporaries, 9.0 without the option.
-      tiled: whether weights are gathered in tiles, in loops that gather the next tile beside this
-        one's product. `PREFETCH_OPTIONS` are then left out: they would pipeline these loops and
-        those over layers. Compiled for 8 H200 (JAX 0.12), a GPT of a trillion parameters then takes
-        18 GiB in place of 23.
+        the compiler would gather all weights of the next microbatch beside the weights of the
+        current microbatch. Compiled for 8 H100 (JAX 0.12, stage 3, 4 microbatches, 6 MiB of weights
+        in bfloat16 in a Python list): 24.1 MiB of temporaries with the options, 9.0 MiB without.
+      tiled: whether weights are gathered in tiles, in loops that gather the next tile during the
+        product of the current tile. `PREFETCH_OPTIONS` are then left out, because they would
+        pipeline these loops and the loops over layers. Compiled for 8 H200 (JAX 0.12), a GPT of a
+        trillion parameters then needs 18 GiB instead of 23 GiB.
 
     Returns:
       ({option: value}, {option: reason why this compiler does not use it}).
@@ -96,7 +100,7 @@ def choose_options(
         # A compiler without this option does not have the kernel either.
         known |= compile_client.keep_known_options(mesh, NO_KERNELS_OPTIONS)[0]
     if regather and tiled:
-        why = "loops over tiles gather the next tile by themselves (offload.tile_bytes)"
+        why = "loops over tiles already gather the next tile in advance (offload.tile_bytes)"
         dropped |= dict.fromkeys(PREFETCH_OPTIONS, why)
     elif regather and unrolled:
         why = "layers outside of loops would all be gathered for the next microbatch, too"
@@ -108,5 +112,5 @@ def choose_options(
 
 
 def shown_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the compiler options that a plan lists: all but workarounds for CPU compilers."""
+    """Returns the compiler options that a plan lists: all except workarounds for CPU compilers."""
     return {name: value for name, value in options.items() if name not in CPU_OPTIONS}

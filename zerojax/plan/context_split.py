@@ -1,4 +1,5 @@
-"""Places sequences over the axis `context`: refuses what is unsupported and chooses the method."""
+"""Splits sequences over the mesh axis `context`: raises for unsupported combinations and chooses
+the method of attention."""
 
 from __future__ import annotations
 
@@ -20,13 +21,17 @@ GPUS_OF_A_NODE = 8
 
 
 def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model, loss: Any) -> None:
-    """Raises if `context` > 1 is combined with settings that may change the results.
+    """Raises if `context` > 1 is combined with settings that are unsupported or could change the
+    results.
 
     Args:
-      loss: the user's loss; None: the model's own.
+      settings: mesh options.
+      mesh: the device mesh.
+      model: the model.
+      loss: the user's loss; None: the model's own loss.
 
     Raises:
-      ValueError: names the obstacle and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     devices = mesh.shape[CONTEXT]
     if devices == 1:
@@ -55,7 +60,7 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
     if not _says_so(model):
         raise ValueError(
             f"{asked} splits sequences, but the class of the {model.kind} has no method "
-            "before_cut(batch) of its own, which declares that the loss supports parts of "
+            "before_cut(batch), which declares that the loss supports parts of "
             "rows; use context=1, or a reference decoder (zerojax.zoo.Llama, GPT2)"
         )
     if loss is not None:
@@ -69,7 +74,8 @@ def _says_so(model: Model) -> bool:
     """Returns whether the model's class itself defines `before_cut`, or is a zerojax class that
     defines it.
 
-    A subclass may mix tokens where its parent does not, so it has to define the method itself.
+    A subclass of a user's class may mix tokens where its parent does not, so it must define the
+    method itself.
     """
     target = getattr(model, "template", None) or model.source
     for one in type(target).__mro__:
@@ -83,14 +89,20 @@ def _says_so(model: Model) -> bool:
 def plan_context(
     settings: MeshConfig, mesh: Mesh | AbstractMesh, trace: ModelTrace, microbatch: Any
 ) -> tuple[ContextSplit | None, list[str]]:
-    """Returns (the layout of split sequences, the reasons in sentences); (None, []) if context=1.
+    """Plans how sequences are split over the axis `context`.
 
     Args:
-      trace: of the loss of whole sequences.
-      microbatch: its rows, [rows, tokens] each.
+      settings: mesh options.
+      mesh: the device mesh.
+      trace: trace of the loss on whole sequences.
+      microbatch: rows of one microbatch, with shape [rows, tokens].
+
+    Returns:
+      (layout of the split sequences, sentences with the reasons); (None, []) if context=1.
 
     Raises:
-      ValueError: lengths or heads do not divide; names the next values that do.
+      ValueError: sequence lengths or numbers of heads are not divisible; the message states the
+        next values that are.
     """
     devices, model = mesh.shape[CONTEXT], mesh.shape[MODEL]
     if devices == 1:
@@ -144,10 +156,10 @@ def _of(trace: ModelTrace) -> tuple[Call, ...]:
 
 
 def _shape_of(microbatch: Any) -> tuple[int, int]:
-    """Returns (rows, tokens) of a batch whose leaves are all [rows, tokens].
+    """Returns (rows, tokens) of a batch whose arrays all have the shape [rows, tokens].
 
     Raises:
-      ValueError: a leaf has another shape.
+      ValueError: an array has another shape.
     """
     shapes = {leaf.shape for leaf in jax.tree.leaves(microbatch)}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
@@ -160,7 +172,8 @@ def _shape_of(microbatch: Any) -> tuple[int, int]:
 
 
 def _check_implementation(choice: Choice, call: Call) -> None:
-    """Raises if an attention call has a layout, sinks or an implementation that `choice` lacks."""
+    """Raises if an attention call uses a layout, attention sinks or an implementation that the
+    chosen method does not support."""
     if call.layout is not None:
         raise ValueError(
             "context > 1 together with a layout of attention is not supported; leave the layout "

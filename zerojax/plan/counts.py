@@ -1,4 +1,4 @@
-"""Counts a plan's bytes by role and tier, its floating-point operations and its tokens."""
+"""Counts a plan's bytes by role (such as optimizer state) and memory, its FLOPs and its tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GATHERED, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations
 PIPELINE_BUFFERS, CONSTANTS = "pipeline buffers", "constants"
 
 Tiers = dict[str, int]
-"""{tier: bytes per device}, only tiers that hold any."""
+"""{memory ("device", "host" or "nvme"): bytes per device}, without memories that are not used."""
 
 
 def shard_bytes(tree: Any) -> int:
@@ -50,15 +50,20 @@ def _on_host(leaf: Any) -> bool:
 
 
 def state_tiers(plan: Decisions) -> dict[str, Tiers]:
-    """Returns {role: {tier: bytes}} of the state between steps; exact.
+    """Counts the exact bytes of the training state between steps, by role and memory.
 
-    A role whose parameters are sliced (`zerojax.plan.state_layout`) has bytes in several tiers.
-    The bytes in files are those of the unsliced state minus what is in memory.
+    The state of offloaded parameters is cut into slices (`zerojax.plan.state_layout`), so a role
+    may have bytes in several memories. The bytes in files are the bytes of the uncut state minus
+    the bytes in memory.
 
     Returns:
-      masters: what the optimizer updates; optimizer state; average of weights, where the optimizer
-      keeps one; weights: copies in the compute dtype that forward and backward read, for sliced
-      parameters and for those that are sent as codes of their change; frozen; extras.
+      {role: {memory: bytes}}, with these roles:
+      master weights: parameters that the optimizer updates.
+      optimizer state.
+      average of weights: if the optimizer keeps an average.
+      weights: copies in the compute dtype that forward and backward read, for offloaded parameters
+        and for parameters that are sent as codes of their change.
+      frozen weights and the model's other state.
     """
     state, layout = plan.abstract_state, plan.offload
     moments, average = _without_average(state["opt_state"])
@@ -101,17 +106,17 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
 
 def _without_average(opt_state: Any) -> tuple[Any, Any]:
     """Splits an optimizer's state into (state without the average of the weights, the average or
-    None).
-    """
+    None)."""
     if not isinstance(opt_state, EmaState):
         return opt_state, None
     return (opt_state.inner, opt_state.count), opt_state.ema
 
 
 def _memory_tiers(tree: Any) -> Tiers:
-    """Returns the bytes per tier of a tree with {tier: array} in place of each sliced array.
+    """Returns the bytes per memory of a tree that has {memory: array} in place of each sliced
+    array.
 
-    The keys name the tier, because a sharding over absent devices has lost its memory kind.
+    The keys name the memory, because shardings on a mesh of absent devices lose their memory kind.
     """
     found: Tiers = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -126,7 +131,8 @@ def _add(tiers: Tiers, tier: str, size: int) -> None:
 
 
 def state_bytes(plan: Decisions, tier: str = DEVICE) -> int:
-    """Returns bytes per device of the whole state in a tier between steps, counters included."""
+    """Returns the bytes per device of the whole training state between steps in one memory
+    (`tier`), including counters."""
     total = sum(tiers.get(tier, 0) for tiers in state_tiers(plan).values())
     if tier == DEVICE:
         state = plan.abstract_state
@@ -135,16 +141,18 @@ def state_bytes(plan: Decisions, tier: str = DEVICE) -> int:
 
 
 def role_tiers(plan: Decisions) -> dict[str, Tiers]:
-    """Returns {role: {tier: bytes per device}}: the state exactly, the other roles by formula.
+    """Counts bytes per device by role and memory during a step: the state exactly, other roles by
+    formula.
 
-    The sum is not the peak: activations on the device are left out.
+    The sum is less than the peak, because activations on the device are left out.
 
     Returns:
-      The roles of `state_tiers`, and
+      {role: {memory: bytes}}, with the roles of `state_tiers` and
       gathered weights: copies in the compute dtype that forward and backward read.
-      gradients: of the backward pass, and the accumulator where microbatches need one.
-      activations: only those offloaded; no formula gives the device part.
-      pipeline buffers: with a pipeline, what is stored between the passes of its stages.
+      gradients: gradients of the backward pass, and their sum over microbatches if there are
+        several.
+      activations: offloaded activations only; there is no formula for activations on the device.
+      pipeline buffers: values that pipeline stages store between forward and backward.
       constants: arrays that the loss closes over, if they are large enough to list.
     """
     weights, gradients = _formula_tiers(plan)
@@ -164,16 +172,18 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
 
 
 def large_constants(forward: ClosedJaxpr) -> int:
-    """Returns the bytes of the arrays that a loss closes over, replicated on every device.
+    """Returns the bytes of the arrays that a loss closes over, which are replicated on every
+    device.
 
-    Below 1 MiB (masks, tables of positions) it returns 0.
+    Returns 0 if they are below 1 MiB (masks, tables of positions).
     """
     size = jaxpr.constant_bytes(forward)
     return size if size >= 2**20 else 0
 
 
 def describe_constants(forward: ClosedJaxpr) -> list[str]:
-    """Describes large arrays that a loss closes over, with a remedy; [] if there are none."""
+    """Describes large arrays that a loss closes over, with a remedy; returns [] if there are
+    none."""
     size = large_constants(forward)
     if not size:
         return []
@@ -186,16 +196,17 @@ def describe_constants(forward: ClosedJaxpr) -> list[str]:
 
 
 def role_bytes(plan: Decisions) -> dict[str, int]:
-    """Returns bytes of device memory by role, without activations; see `role_tiers`."""
+    """Returns {role: bytes of device memory} during a step, without activations."""
     roles = {role: tiers.get(DEVICE, 0) for role, tiers in role_tiers(plan).items()}
     return {role: size for role, size in roles.items() if role != ACTIVATIONS}
 
 
 def kept_activation_bytes(plan: Decisions) -> int | None:
-    """Returns bytes of all layer inputs of one microbatch on one device; None without a layer loop.
+    """Returns the bytes of all layer inputs of one microbatch on one device; None without a loop
+    over layers.
 
-    The loop is the one that reads most bytes layer by layer. Where layer weights are streamed, the
-    last layer's input stays on the device.
+    The loop with the most bytes of stacked weights counts. If layer weights are streamed from the
+    host, the last layer's input stays on the device and is not counted.
     """
     loop = _largest_loop(plan)
     if loop is None:
@@ -208,16 +219,18 @@ def kept_activation_bytes(plan: Decisions) -> int | None:
 
 
 def layer_inputs(plan: Decisions) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the floating-point inputs of one layer that wait for the backward pass.
+    """Returns the floating-point inputs of one layer that are stored for the backward pass, without
+    scalars.
 
-    They are those of one microbatch of one data shard, without scalars.
+    Their shapes are those of one microbatch of one data shard.
     """
     loop = _largest_loop(plan)
     return () if loop is None else _carried(loop)
 
 
 def _largest_loop(plan: Decisions) -> Any:
-    """Returns the loop that reads most bytes layer by layer; None without a loop."""
+    """Returns the loop over layers with the most bytes of stacked weights; None if there is no
+    loop."""
     return max(_loops(plan.traced.forward.jaxpr), key=_stacked_bytes, default=None)
 
 
@@ -246,10 +259,10 @@ def _stacked_bytes(loop: Any) -> int:
 
 
 def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
-    """Returns the elements of a parameter on one device after ZeRO's gather.
+    """Returns the number of elements of a parameter on one device after ZeRO's all-gather.
 
-    Axes other than ZeRO's still divide it: the device has its pipeline stage's rows of a stack
-    (padding rows included), its own experts, and its tensor-parallel part.
+    Other mesh axes still split the parameter: the device has only the rows of its pipeline stage
+    (including padding rows), its own experts, and its tensor-parallel part.
     """
     split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
     shape = leaf.device_shape(placement.axis_sizes)
@@ -259,7 +272,8 @@ def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
 
 
 def padded_elements(placement: Placement, leaf: LeafPlacement) -> int:
-    """Returns the elements of a gathered parameter as sent: `whole_elements` and ZeRO's padding."""
+    """Returns the number of elements of a gathered parameter as it is sent: `whole_elements` and
+    ZeRO's padding."""
     whole = whole_elements(placement, leaf)
     dim, padded = leaf.zero_dim, leaf.padded_size
     if dim is None or padded is None or (leaf.codes is not None and leaf.codes.dim == dim):
@@ -268,39 +282,42 @@ def padded_elements(placement: Placement, leaf: LeafPlacement) -> int:
 
 
 def coded_bytes(placement: Placement, leaf: LeafPlacement) -> int:
-    """Returns the bytes of a gathered parameter's codes on one device."""
+    """Returns the bytes on one device of a parameter that is gathered as quantized codes."""
     assert leaf.codes is not None
     return round(whole_elements(placement, leaf) * bytes_per_parameter(leaf.codes.kind))
 
 
 def layers_of(plan: Decisions, leaf: LeafPlacement) -> int:
-    """Returns the number of layers of a stack on one device; 1 for other parameters."""
+    """Returns the number of layers of a stacked parameter on one device; 1 for other parameters."""
     if plan.pipeline is not None and leaf.layer_rows is not None:
         return plan.pipeline.schedule.num_chunks * plan.pipeline.chunk_rows
     return leaf.num_slices
 
 
 def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
-    """Returns bytes per device of (weights used by forward and backward, their gradients), by
-    memory tier.
+    """Estimates the bytes per device of the weights used by forward and backward, and of their
+    gradients.
 
-    With a pipeline gradients are always accumulated, and one microbatch adds those of one chunk. Of
-    streamed layers (`offload.by_layer`) a device holds two, gathered, and the gradients of one; all
-    gradients are on the host or in files, as the weights, or nowhere with an update in the backward
-    pass. Parameters gathered
-    on use live together within one straight piece of the loss: a layer of a loop, or all layers
-    that a Python loop calls (`zerojax.plan.placement.straight_pieces`).
+    With a pipeline gradients are always accumulated, and one microbatch adds the gradients of one
+    chunk. Of streamed layers (`offload.by_layer`) a device stores two gathered layers and the
+    gradients of one; all gradients are stored where the weights are, on the host or in files, or
+    not at all with an update in the backward pass. Parameters that are gathered on use are in
+    memory together if one part of the loss without a loop reads them: one layer of a loop, or all
+    layers that a Python loop calls (`zerojax.plan.placement.straight_pieces`).
 
-    Three kinds need no copy: frozen parameters stored in the compute dtype, shards that are
-    gathered on use, and copies that the state keeps (`wire.weights`). Coded parameters are gathered
-    as codes and decoded where they are read.
+    Three kinds of parameters need no copy: frozen parameters stored in the compute dtype, shards
+    that are gathered on use, and copies that are part of the state (`wire.weights`). Coded
+    parameters are gathered as codes and decoded where they are read.
 
-    At stage 2 whole gradients of such layers are alive at the same time. With one microbatch the
-    weights are freed meanwhile, and half of these gradients are beside them, or those of one layer
-    where layers are gathered in buckets of their own (`FULL_ENOUGH`). Compiled for 8 H100 (JAX
+    At stage 2 unsharded gradients of such layers exist at the same time. With one microbatch the
+    weights are freed meanwhile, and half of these gradients exist beside them, or the gradients of
+    one layer if layers are gathered in separate buckets (`FULL_ENOUGH`). Compiled for 8 H100 (JAX
     0.12, 12 matrices of 1 MiB in float32): 19.1 MiB of temporaries, 19.5 by this formula; in
     bfloat16 9.6 and 9.8, and with 4 microbatches 14.3 and 13.5. Of 6 matrices of 16 MiB: 114.2 and
     124.1, and in bfloat16 59.1 and 62.1.
+
+    Returns:
+      ({memory: bytes of weights}, {memory: bytes of gradients}).
     """
     placement: Placement = plan.placement
     layout = plan.offload
@@ -331,10 +348,12 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
             row = whole // layers if tiles is None else shard // layers
             weights += 2 * row * compute
             gradients += row * (compute if tiles is None else reduce)
-            if tiles is not None:  # one at work, the next one, and the gradient of one
+            if tiles is not None:  # the current tile, the next tile, and the gradient of one
                 weights += 2 * whole // layers // tiles.count * compute
                 gradients += whole // layers // tiles.count * compute
-            if layout.update_in_backward:  # of the layer above, which waits for its update
+            if (
+                layout.update_in_backward
+            ):  # gradients of the layer above, which waits for its update
                 gradients += shard // layers * _scattered_itemsize(plan)
             else:
                 far_gradients += shard * _scattered_itemsize(plan)
@@ -366,11 +385,13 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
 
 
 def gradient_bytes(plan: Decisions, leaf: LeafPlacement) -> int:
-    """Returns the bytes on one device of a parameter's gradient, after backward or as accumulated.
+    """Returns the bytes on one device of a parameter's gradient after the backward pass, or of its
+    sum over microbatches.
 
-    Scattered gradients of a microbatch are added to the sum as they arrive; whole ones exist beside
-    the sum, with a pipeline those of one chunk. A node's part of the gradients, which is larger
-    than a shard, also exists beside the sum in the compiled program and is counted so.
+    Sharded gradients of a microbatch are added to the sum as they arrive. Gradients that are not
+    sharded exist beside the sum; with a pipeline only the gradients of one chunk do. The part of
+    the gradients that belongs to a node (`wire.secondary`), which is larger than a shard, also
+    exists beside the sum in the compiled program and is counted so.
     """
     if leaf.frozen:
         return 0
@@ -396,7 +417,7 @@ def _adds_up(plan: Decisions) -> bool:
 
 
 def _scattered_itemsize(plan: Decisions) -> int:
-    """Returns the bytes per element of a reduce-scattered gradient."""
+    """Returns the number of bytes per element of a reduce-scattered gradient."""
     precision = plan.precision
     dtype = precision.accumulate_dtype if _adds_up(plan) else precision.reduce_dtype
     return jnp.dtype(dtype).itemsize
@@ -430,11 +451,11 @@ def _waiting_gradients(by_layer: Mapping[str | None, Sequence[tuple[int, int]]])
 
 
 def model_flops(plan: Decisions) -> float:
-    """Returns the floating-point operations of one step over all devices, without remat.
+    """Counts the floating-point operations of one step over all devices, without recomputation.
 
-    Three times the forward pass (`tracing.flops.TRAINING_FACTOR`) of every microbatch of every
-    shard, without the products for gradients that frozen parameters do not have. With layer drop
-    the expectation after many steps.
+    They are three times the forward pass (`tracing.flops.TRAINING_FACTOR`) of every microbatch of
+    every data shard, without the products for gradients of frozen parameters. With layer drop they
+    are the expected number after many steps.
     """
     forward = plan.traced.forward
     flops = TRAINING_FACTOR * count_program_flops(forward)
@@ -449,9 +470,11 @@ def model_flops(plan: Decisions) -> float:
 
 
 def active_parameters(plan: Decisions) -> int | None:
-    """Returns the number of parameters used per token; None if it is all of them, as far as known.
+    """Returns the number of parameters used per token; None if all are used, as far as the model
+    declares.
 
-    Models declare it with `num_parameters` and `num_active_parameters` of their configuration.
+    Models declare the number by `num_parameters` and `num_active_parameters` of their
+    configuration.
     """
     config = bound_attribute(plan.users_model, "config")
     counts = (getattr(config, name, None) for name in ("num_parameters", "num_active_parameters"))
@@ -462,7 +485,7 @@ def active_parameters(plan: Decisions) -> int | None:
 
 
 def tokens_per_step(plan: Decisions) -> int | None:
-    """Returns the tokens of a global batch; None if batches have no "tokens"."""
+    """Returns the number of tokens in a global batch; None if batches have no "tokens"."""
     batch = plan.abstract_batch
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
     return None if tokens is None else math.prod(tokens.shape)

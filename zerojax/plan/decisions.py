@@ -1,4 +1,4 @@
-"""Defines the fields of a plan: every decision about a run before its first array exists."""
+"""Fields of a plan: every decision about a run before its first array exists."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ class TracedLoss:
     """Facts from tracing the loss of one microbatch on one data shard.
 
     Attributes:
-      forward: the forward pass (a jaxpr), for counting.
-      index_limits: upper bounds for the integers of a batch that index rows of a parameter.
-      has_weight: whether the loss returns a weight beside its sum.
+      forward: jaxpr of the forward pass, for counting.
+      index_limits: {array of the batch: upper bounds for its integers that index rows of a
+        parameter}.
+      has_weight: whether the loss returns (sum, weight) instead of a mean.
       metric_names: names of the loss's own metrics, sorted.
-      counted_state: names of the model's state to which a step adds sums over the batch.
-      written_state: names of the model's state that depend on the batch.
-      attention_calls: calls of `zerojax.attention`, each kind once.
-      batch_weight: the weight by which the loss of a batch is divided before the backward pass, for
-        a model with custom derivatives; None: gradients are divided after the backward pass, which
-        is the same where that pass is linear.
+      counted_state: names of arrays of the model's state to which a step adds sums over the batch.
+      written_state: names of arrays of the model's state whose new values depend on the batch.
+      attention_calls: calls of `zerojax.attention`, each distinct call once.
+      batch_weight: weight by which the loss of a batch is divided before the backward pass, for a
+        model with custom derivatives. None: gradients are divided after the backward pass, which is
+        equal if the backward pass is linear.
     """
 
     forward: Any
@@ -69,9 +70,9 @@ class ProgramChoices:
     Attributes:
       options: compiler options that are known to help.
       dropped: {compiler option: reason why this compiler does not use it}.
-      kernels: {"update" and "statistics" (of the gradients): kernel or XLA, and why}. After a
-        measurement also {kind of an attention call: its implementation}.
-      regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
+      kernels: {"update" or "statistics" (of the gradients): Pallas kernel or XLA, and the reason}.
+        After a measurement also {kind of attention call: implementation}.
+      regather: whether the backward pass gathers parameters again (zero=3).
     """
 
     options: Mapping[str, Any]
@@ -85,32 +86,37 @@ class Decisions:
     """All decisions about a run, made before the first array exists.
 
     Attributes:
-      mesh: `Mesh`, or `AbstractMesh` for absent devices.
-      model: the internal form of the model; loss: `loss(model, batch)`.
-      settings: the mesh options with every size resolved.
-      placement: the table, one row per parameter.
-      precision: the dtypes.
-      tx: the optimizer; learning_rate: its schedule over updates applied, where it is known.
-      num_microbatches: number of pieces into which a device's rows are cut.
-      pipeline: the layers of each stage and the schedule; None with one stage.
+      mesh: `Mesh` of the devices, or `AbstractMesh` if the devices do not exist here.
+      model: the package's own representation of the user's model.
+      loss: function `loss(model, batch)`.
+      settings: mesh options in which every size is resolved.
+      placement: placement table with one row per parameter.
+      precision: dtypes of computation, storage and communication.
+      tx: the optimizer.
+      learning_rate: learning rate as a function of the number of applied updates; None if unknown.
+      num_microbatches: number of parts into which a device's rows are split.
+      pipeline: layers of each pipeline stage, and the schedule; None with one stage.
       context: layout of sequences over the axis `context`; None if no sequence is split.
-      offload: slices and tiers of what is stored outside device memory; None without offload.
-      abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as stored in memory.
-      abstract_stored: the same with every parameter and moment in one piece on the device; without
-        offload the same object.
-      stacks: {stored stack of a rolled list: the user's names of its rows, in order}; {} where
-        nothing is rolled. Placement, state and step use stacks; users see rows.
-      abstract_portable: the same with true shapes, the user's names and evenly dividing shardings:
-        the form on disk and between two plans.
+      offload: slices of offloaded state and the memory of each; None without offload.
+      abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, in the form in which the
+        run stores it.
+      abstract_stored: the state with every parameter and moment uncut on the device; without
+        offload the same object as abstract_state.
+      stacks: {stacked parameter of rolled layers: the user's names of its rows, in order}; {} if no
+        layers are rolled, which means run as one loop. Placement, state and step use stacked
+        parameters; users see rows.
+      abstract_portable: the state with unpadded shapes, the user's names and evenly dividing
+        shardings, which is the form in checkpoints and for resharding.
       abstract_batch: the global batch, with shardings.
       traced: facts from the trace of the loss.
       program: choices for compiling the step.
-      reasons: one line per default or exception that a reader should know.
-      remake: plans the same run on another mesh.
-      layer_drop: layers that steps leave out (`plan.layer_choice.LayerDrop`); None: none.
-      tiles: weights of layers that are gathered in tiles.
-      ladder: compiled lengths of a curriculum (`plan.rungs.Ladder`); None without one, or before
-        `rung_plans.with_rungs` has planned them.
+      reasons: lines that explain each default or exception that a reader should know.
+      remake: function that plans the same run on another mesh.
+      layer_drop: settings of the layers that steps skip at random (`plan.layer_choice.LayerDrop`);
+        None without layer drop.
+      tiles: layer weights that are gathered in tiles.
+      ladder: compiled row lengths of a curriculum (`plan.rungs.Ladder`); None without a curriculum,
+        or before `rung_plans.with_rungs` has planned them.
     """
 
     mesh: Mesh | AbstractMesh
@@ -145,40 +151,41 @@ class Decisions:
 
     @property
     def state_shardings(self) -> Tree:
-        """The sharding of every leaf of `plan.abstract_state`."""
+        """Sharding of every array in `plan.abstract_state`."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """The sharding of every leaf of a batch: dimension 0 is split over the data axes."""
+        """Sharding of every array of a batch: dimension 0 is split over the data axes."""
         return NamedSharding(self.mesh, P(DATA_AXES))
 
     @property
     def users_model(self) -> Model:
-        """The user's own model, whose arrays have the user's names."""
+        """The user's own model, whose parameters have the user's names."""
         return self.model.inner if isinstance(self.model, RolledModel) else self.model
 
     @property
     def users_placement(self) -> Placement:
-        """The placement table with one row per parameter of the user's model, stacks unrolled."""
+        """Placement table with one row per parameter of the user's model; stacked parameters of
+        rolled layers are split into rows."""
         return row_placement(self.placement, self.stacks) if self.stacks else self.placement
 
     @property
     def global_batch_size(self) -> int:
-        """Rows of a batch over all devices."""
+        """Number of rows of a batch over all devices."""
         return jax.tree.leaves(self.abstract_batch)[0].shape[0]
 
     @property
     def vocab_size(self) -> int | None:
-        """The model's `config.vocab_size`, or None if it has none."""
+        """`config.vocab_size` of the model; None if the model has none."""
         return getattr(bound_attribute(self.model, "config"), "vocab_size", None)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the names, shapes and dtypes of the portable state, the same on every mesh.
+        """Hash of the names, shapes and dtypes of the state, the same on every mesh.
 
-        Without the error feedback of 1-bit optimizers and the copies of weights, which depend on
-        the mesh. `reshard` requires equal fingerprints.
+        Error feedback of 1-bit optimizers and copies of weights depend on the mesh and are left
+        out. `reshard` requires equal fingerprints.
         """
         others = (ONE_BIT, COPIES)
         state = {name: x for name, x in self.abstract_portable.items() if name not in others}

@@ -1,4 +1,4 @@
-"""Makes device meshes: axes and their sizes.
+"""Makes device meshes and computes the sizes of their axes.
 
 Only this module and `zerojax.runtime.distributed` ask JAX for devices.
 """
@@ -25,13 +25,14 @@ STAGE, MODEL = "stage", "model"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One mesh axis and its properties, which the rest of the package reads from this table.
+    """One mesh axis and its properties; all modules read them from `AXIS_TABLE`.
 
     Attributes:
-      name: of the axis, and of its size in `MeshConfig`.
-      splits: "batch", "sequence", "layers" or "matrices".
+      name: name of the axis, and of the field with its size in `MeshConfig`.
+      splits: what the axis splits: "batch", "sequence", "layers" or "matrices".
       shards_state: whether ZeRO shards parameters, gradients and optimizer state over it.
-      manual: whether collectives over it are written in a `shard_map`, or placed by the compiler.
+      manual: whether the package writes the collectives over it, in a `shard_map`; otherwise the
+        compiler places them.
     """
 
     name: str
@@ -54,7 +55,7 @@ AXIS_TABLE = (
 
 
 def names_of(table: Sequence[Axis], **wanted: Any) -> tuple[str, ...]:
-    """Returns the names of the axes whose attributes equal `wanted`, outermost first.
+    """Returns the names of the axes in `table` whose attributes equal `wanted`, outermost first.
 
     >>> names_of(AXIS_TABLE, splits="batch")
     ('replica', 'data', 'expert')
@@ -68,25 +69,26 @@ def names_of(table: Sequence[Axis], **wanted: Any) -> tuple[str, ...]:
 
 AXES = names_of(AXIS_TABLE)
 DATA_AXES = names_of(AXIS_TABLE, splits="batch")
-"""Axes over which the rows of a batch are split."""
+"""Mesh axes over which the rows of a batch are split."""
 STATE_AXES = names_of(AXIS_TABLE, shards_state=True)
-"""Axes over which ZeRO shards every parameter, where they have more than one device. Parameters of
-experts are not sharded over `expert`, which splits their dimension of experts."""
+"""Mesh axes over which ZeRO shards every parameter, if they have more than one device. Parameters
+of experts are not sharded over `expert`, which splits their dimension of experts."""
 PASS_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.splits in ("batch", "sequence"))
-"""Axes whose devices compute different tokens with the same weights: losses and gradients are
-summed over them."""
+"""Mesh axes whose devices compute different tokens with the same weights, so that losses and
+gradients are summed over them."""
 MANUAL_AXES = names_of(AXIS_TABLE, manual=True)
-"""Axes that are manual in every pass. `stage` is one of them also where it has one device: JAX's
-debug callbacks take one automatic axis at most."""
+"""Mesh axes that are manual in the `shard_map` of every pass. `stage` is manual even with one
+device, because JAX's debug callbacks allow at most one automatic axis."""
 COMPILER_AXES = names_of(AXIS_TABLE, manual=False)
-"""Axes whose collectives only the compiler places."""
+"""Mesh axes whose collectives are placed by the compiler only."""
 
 
 def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Returns the size of every axis, with -1 replaced by the remaining factor of the device count.
+    """Computes the size of every mesh axis; -1 is replaced by the number of devices that the other
+    axes leave.
 
     Raises:
-      ValueError: the sizes do not multiply to `num_devices`.
+      ValueError: the product of the sizes is not `num_devices`.
     """
     sizes = {name: getattr(config, name) for name in AXES}
     others = {name: size for name, size in sizes.items() if name != DATA}
@@ -118,7 +120,8 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def _on_fewer(config: MeshConfig, sizes: Mapping[str, int]) -> str:
-    """Returns the remedy for too many devices: a mesh of some of the devices."""
+    """Returns the remedy for a mesh that needs fewer devices than there are: code that makes a mesh
+    of some of them."""
     axes = ", ".join(f'"{axis}": {size}' for axis, size in sizes.items() if size > 1)
     mesh = f"zerojax.make_mesh({{{axes}}}, devices=jax.devices()[:{math.prod(sizes.values())}])"
     with_stage = (
@@ -134,11 +137,13 @@ def make_mesh(
     config: MeshConfig | Mapping[str, Any] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Makes a mesh with the Auto axes `replica`, `data`, `expert`, `context`, `stage`, `model`.
+    """Makes a device mesh with the Auto axes `replica`, `data`, `expert`, `context`, `stage`,
+    `model`.
 
     Args:
-      config: sizes; a mapping is read as a `MeshConfig`; None takes every device on `data`.
-      devices: the devices, in order; None takes `jax.devices()`.
+      config: sizes of the axes; a mapping is read as the fields of a `MeshConfig`. None: every
+        device is on `data`.
+      devices: devices in the order of the mesh; None: `jax.devices()`.
 
     Raises:
       ValueError: the sizes do not fit the number of devices.
@@ -159,16 +164,17 @@ def make_abstract_mesh(
     *,
     gpu: Gpu | str | None = None,
 ) -> AbstractMesh:
-    """Makes a mesh as `make_mesh` does, but without devices: to plan for `num_devices` devices.
+    """Makes a mesh without devices, to plan for `num_devices` devices.
 
     Args:
-      config: sizes, as `make_mesh` takes them.
-      num_devices: number of devices; None: the product of the sizes, if `data` is one of them.
-      gpu: the planned GPU or its name ("h100"), for choices that depend on it
-        (`zerojax.attention`); None: unknown.
+      config: sizes of the axes, as a `MeshConfig` or a mapping of its fields.
+      num_devices: number of devices; None: the product of the sizes, which must then include
+        `data`.
+      gpu: GPU or its name ("h100"), for choices that depend on it (`zerojax.attention`); None:
+        unknown.
 
     Raises:
-      ValueError: the sizes do not fit the number of devices, or do not tell it.
+      ValueError: the sizes do not fit the number of devices, or do not determine it.
     """
     config = as_mesh_config(config)
     if num_devices is None:
@@ -191,7 +197,7 @@ def make_abstract_mesh(
 
 
 def has_nvidia_gpus(mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether the mesh's devices are, or are planned to be, NVIDIA GPUs."""
+    """Returns whether the mesh's devices are NVIDIA GPUs, or are planned to be."""
     if isinstance(mesh, AbstractMesh):
         device = mesh.abstract_device
         return device is not None and device.platform in ("gpu", "cuda")
@@ -199,11 +205,12 @@ def has_nvidia_gpus(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def normalise_mesh(mesh: Mesh) -> Mesh:
-    """Returns a user's own `jax.sharding.Mesh` with zerojax's axes in zerojax's order.
+    """Converts a user's own `jax.sharding.Mesh` to a mesh with all of zerojax's axes, in zerojax's
+    order.
 
     Args:
-      mesh: axes named `data` and optionally `replica`, `expert`, `context`, `stage`, `model`, in
-        any order and of any type.
+      mesh: mesh with an axis `data` and optionally `replica`, `expert`, `context`, `stage`,
+        `model`, in any order and of any axis type.
 
     Raises:
       ValueError: an axis has another name.
@@ -215,13 +222,14 @@ def normalise_mesh(mesh: Mesh) -> Mesh:
 
 
 def normalise_abstract_mesh(mesh: AbstractMesh) -> AbstractMesh:
-    """Returns an abstract mesh with zerojax's axes in zerojax's order, and its device kind."""
+    """Converts an abstract mesh to an abstract mesh with all of zerojax's axes, in zerojax's order;
+    its device kind stays."""
     made = AbstractMesh(_sizes_of_axes(mesh), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return made.update(abstract_device=mesh.abstract_device)
 
 
 def _sizes_of_axes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """Returns the size of each of zerojax's axes, 1 for an axis that the mesh does not have."""
+    """Returns the size of each of zerojax's axes; 1 for an axis that the mesh does not have."""
     unknown = [name for name in mesh.axis_names if name not in AXES]
     if unknown:
         raise ValueError(
@@ -231,7 +239,8 @@ def _sizes_of_axes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
 
 
 def state_axes(axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes over which ZeRO shards parameters: `data`, and others larger than one.
+    """Returns the axes over which ZeRO shards parameters: `data`, and other axes with more than one
+    device.
 
     >>> state_axes({"data": 1, "context": 1}), state_axes({"data": 2, "context": 4})
     (('data',), ('data', 'context'))
@@ -240,27 +249,28 @@ def state_axes(axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def num_data_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Returns the number of data shards: pieces into which devices divide a batch's rows."""
+    """Returns the number of data shards, which are the parts into which devices divide the rows of
+    a batch."""
     return math.prod(mesh.shape[axis] for axis in DATA_AXES)
 
 
 def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
-    """Returns the axes larger than one as text: "data 4 x model 2"."""
+    """Describes a mesh by its axes with more than one device: "data 4 x model 2"."""
     parts = [f"{name} {size}" for name, size in mesh.shape.items() if size > 1]
     return " x ".join(parts) or "1 device"
 
 
 def are_here(mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether the mesh's devices can run programs; False for devices that exist only for
-    compiling.
-    """
+    """Returns whether the mesh's devices belong to this process's JAX and can run programs; False
+    for devices that exist only for compiling."""
     return isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices()
 
 
 def communicates_through_gloo(mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether collectives use gloo: CPU devices of processes that have joined.
+    """Returns whether collectives on a mesh use the gloo library: CPU devices after
+    `jax.distributed` was initialized.
 
-    This includes collectives between the devices of one process, once it has joined.
+    Collectives between the devices of one process then use it, too.
     """
     if isinstance(mesh, AbstractMesh):
         return False

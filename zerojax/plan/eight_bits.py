@@ -1,6 +1,8 @@
-"""Computes the effects of 8-bit floats on a plan: time of products, saved inputs, bytes sent.
+"""Computes the effects of 8-bit floats on a plan: the time of products, stored inputs, and bytes
+sent.
 
-Everything is counted in the traced forward pass of one microbatch, or follows from the placement.
+Numbers are counted in the traced forward pass of one microbatch, or follow from the placement
+table.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ from zerojax.zoo.fp8 import KEPT_INPUT
 
 
 def eight_bit_share(program: ClosedJaxpr) -> float:
-    """Returns the share of a traced program's FLOPs in products of 8-bit floats, from 0 to 1."""
+    """Returns the share of a jaxpr's FLOPs that are products of 8-bit floats, from 0 to 1."""
     small = eight_bit_flops(program)
     return small / count_program_flops(program) if small else 0.0
 
 
 def kept_inputs(program: ClosedJaxpr) -> tuple[int, int]:
-    """Returns elements of 8-bit product inputs: (saved for the backward pass, recomputed in it).
+    """Counts the elements of 8-bit product inputs.
 
     Args:
-      program: the forward pass of a microbatch on one data shard, all layers of it.
+      program: forward pass of a microbatch on one data shard, with all layers.
+
+    Returns:
+      (elements stored for the backward pass, elements that the backward pass recomputes).
     """
     kept = again = 0
     for size, inside in _inputs(program.jaxpr, 1, inside=False):
@@ -44,7 +49,8 @@ def kept_inputs(program: ClosedJaxpr) -> tuple[int, int]:
 
 
 def _inputs(program: Jaxpr, times: int, *, inside: bool) -> Iterator[tuple[int, bool]]:
-    """Yields (elements over all iterations of loops, whether inside a checkpoint) of each input."""
+    """Yields, for each input of an 8-bit product, (elements over all iterations of loops, whether
+    it is inside a checkpoint)."""
     for equation in program.eqns:
         if equation.primitive.name == "name" and equation.params["name"] == KEPT_INPUT:
             kept: Any = equation.outvars[0]
@@ -55,10 +61,11 @@ def _inputs(program: Jaxpr, times: int, *, inside: bool) -> Iterator[tuple[int, 
 
 
 def describe_eight_bits(program: ClosedJaxpr, precision: Precision) -> list[str]:
-    """Describes the 8-bit products and the memory of their inputs; [] if there are none.
+    """Describes the 8-bit products and the memory of their inputs; returns [] if there are none.
 
     Args:
       program: the model's forward pass of a microbatch on one data shard.
+      precision: dtypes of the run.
     """
     share, (kept, again) = eight_bit_share(program), kept_inputs(program)
     if not share:
@@ -83,9 +90,11 @@ def describe_eight_bits(program: ClosedJaxpr, precision: Precision) -> list[str]
 def describe_wire(
     settings: MeshConfig, placement: Placement, eight_bits: Collection[str]
 ) -> list[str]:
-    """Describes which weights are gathered in 8 bits, or could be.
+    """Describes which weights are gathered as 8-bit floats, or could be.
 
     Args:
+      settings: mesh options.
+      placement: placement table.
       eight_bits: names of the parameters that the model uses only as 8-bit floats.
     """
     on_use = [leaf for leaf in placement.leaves.values() if leaf.access is Access.GATHER_ON_USE]
@@ -109,7 +118,7 @@ def describe_wire(
 
 
 def wire_bytes_saved(plan: Decisions) -> int:
-    """Returns the bytes per step that one device saves by gathering weights in 8 bits."""
+    """Returns the bytes per step that one device saves by gathering weights as 8-bit floats."""
     wide = jnp.dtype(plan.precision.compute_dtype).itemsize
     small = jnp.dtype(jnp.uint8)
     sent = [

@@ -1,4 +1,5 @@
-"""Places experts over the axis `expert`: refusals, and the dimension that is split."""
+"""Plans how experts are split over the mesh axis `expert`: raises for unsupported settings, and
+finds the dimension that is split."""
 
 from __future__ import annotations
 
@@ -16,17 +17,20 @@ from zerojax.tracing.expert_calls import ExpertCalls, find_expert_calls
 from zerojax.tracing.protocol import Model
 
 ATTRIBUTE = "expert_parameters"
-"""The static attribute by which a model says which parameters are experts'."""
+"""Name of the static attribute by which a model declares its expert parameters."""
 
 
 def check_expert_axis(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
-    """Raises if `expert` > 1 is combined with settings that may change the results.
+    """Raises if `expert` > 1 is combined with settings that are unsupported or could change the
+    results.
 
     Args:
-      precision: the user's setting.
+      settings: mesh options.
+      mesh: the device mesh.
+      precision: the user's setting of precision.
 
     Raises:
-      ValueError: names the obstacle and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if mesh.shape[EXPERT] == 1:
         return
@@ -58,15 +62,21 @@ def plan_experts(
     mesh: Mesh | AbstractMesh,
     stacks: Mapping[str, tuple[str, ...]],
 ) -> dict[str, int]:
-    """Returns {expert parameter: its expert dimension, negative}; {} if expert=1.
+    """Finds the dimension of experts of each expert parameter, which is split over `expert`.
 
     Args:
-      shapes: of all parameters, by name; program: the traced loss, whose first inputs they are,
-        sorted by name.
-      stacks: {rolled stack: the user's names of its rows}.
+      model: the model.
+      shapes: {name: shape} of all parameters.
+      program: jaxpr of the loss, whose first inputs are the parameters, sorted by name.
+      mesh: the device mesh.
+      stacks: {stacked parameter of rolled layers: the user's names of its rows}.
+
+    Returns:
+      {expert parameter: its dimension of experts, counted from the end (negative)}; {} if expert=1.
 
     Raises:
-      ValueError: the model's declaration disagrees with its program, or a size does not divide.
+      ValueError: the model's declaration contradicts its program, or a number of experts is not
+        divisible.
     """
     if mesh.shape[EXPERT] == 1:
         return {}
@@ -109,10 +119,11 @@ def _declared(
 
 
 def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) -> None:
-    """Raises if expert parameters are not used exactly as the weights of `zerojax.experts`.
+    """Raises if the declared expert parameters are used in any other way than as weights of
+    `zerojax.experts`.
 
     Raises:
-      ValueError: names the parameter and its other use.
+      ValueError: the message states the parameter and its other use.
     """
     declared = frozenset(declared)
     for name in sorted(declared):
@@ -147,7 +158,7 @@ def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) 
 
 
 def describe_experts(mesh: Mesh | AbstractMesh, placement: Placement) -> list[str]:
-    """Describes in one sentence how `expert` splits the experts over devices."""
+    """Describes in one sentence how the axis `expert` splits the experts over devices."""
     devices = mesh.shape[EXPERT]
     if devices == 1:
         return []

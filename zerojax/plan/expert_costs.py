@@ -1,6 +1,8 @@
-"""Computes bytes and FLOPs of experts in a step: rows, second rounds and state.
+"""Counts the bytes and FLOPs of experts in a step: rows sent, additional rounds, and state.
 
-Read from the calls of `zerojax.experts` in the traced loss.
+The numbers come from the calls of `zerojax.experts` in the traced loss. Rows are exchanged in
+rounds of fixed size; a further round runs only if some expert has more rows than fit into the
+rounds before.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ class ExpertCosts:
     """Costs of experts per device and step, in bytes unless stated otherwise.
 
     Attributes:
-      parameters: stored expert parameters; optimizer_state: theirs, an average of the weights
-        included; gradients: after the backward pass, or summed over microbatches.
+      parameters: stored parameters of experts.
+      optimizer_state: optimizer state of these parameters, including an average of the weights.
+      gradients: gradients after the backward pass, or summed over microbatches.
       exchange: bytes sent for rows, results, gates and their gradients in one round of every call.
-      further_bytes, further_flops: added by a second round of every call; none runs where loads
-        are equal. further_share: these FLOPs as a share of the step's.
-      products: the multiplication method; computed: rows multiplied in the first round, over the
-        actual rows; grouped: the same ratio for grouped products, at most, with about equal loads.
+      further_bytes, further_flops: bytes and FLOPs that a second round of every call adds; with
+        equal loads there is none.
+      further_share: further_flops as a share of the step's FLOPs.
+      products: method of the matrix products.
+      computed: number of rows multiplied in the first round, divided by the actual number of rows.
+      grouped: upper bound of this ratio for grouped products, with about equal loads.
     """
 
     parameters: int
@@ -45,7 +50,8 @@ class ExpertCosts:
 
 
 def expert_costs(plan: Decisions) -> ExpertCosts | None:
-    """Returns the expert costs of a plan; None if the loss does not call `zerojax.experts`."""
+    """Computes the costs of experts in a plan; returns None if the loss does not call
+    `zerojax.experts`."""
     calls = list(find_rows(plan.traced.forward.jaxpr))
     if not calls:
         return None
@@ -86,12 +92,13 @@ def expert_names(plan: Decisions) -> list[str]:
 
 
 def exchange_bytes(plan: Decisions) -> int:
-    """Returns the bytes that one device sends per step over `expert`, in one round of each call.
+    """Returns the bytes that one device sends per step over `expert`, in one round of each call; 0
+    if expert=1.
 
-    0 without the axis. Each exchange of each call and microbatch sends (n - 1) / n of E x C slots:
-    rows, results and the gradients of both, with gates and their gradients; a checkpoint that
-    recomputes a call sends rows and gates once more. This is an upper bound where not all is
-    trained.
+    For E experts with C slots each on n devices, each exchange sends (n - 1) / n of E x C slots:
+    rows, results and the gradients of both, with gates and their gradients. A checkpoint that
+    recomputes a call sends rows and gates once more. If not all parameters are trained, the number
+    is an upper bound.
     """
     return _sent(plan, "first_round")
 
@@ -103,7 +110,7 @@ def _sent(plan: Decisions, which: str) -> int:
 
 
 def _moments(plan: Decisions, names: list[str]) -> int:
-    """Returns the bytes of some parameters' optimizer arrays, in any tier."""
+    """Returns the bytes of the optimizer state of some parameters, in all memories."""
     stored = plan.abstract_stored
     of = map_state(
         plan.tx,
@@ -116,7 +123,7 @@ def _moments(plan: Decisions, names: list[str]) -> int:
 
 
 def expert_lines(costs: Mapping[str, Any]) -> list[str]:
-    """Returns the costs as text, one sentence each.
+    """Describes the costs of experts as text, one sentence each.
 
     Args:
       costs: an `ExpertCosts` as a dictionary.
@@ -156,6 +163,7 @@ def _of_products(costs: Mapping[str, Any]) -> str:
 
 
 def costs_dict(plan: Decisions) -> dict[str, Any] | None:
-    """Returns `expert_costs` as a JSON-compatible dictionary."""
+    """Returns the costs of experts in a plan as a JSON-compatible dictionary; None if it has no
+    experts."""
     found = expert_costs(plan)
     return None if found is None else dataclasses.asdict(found)

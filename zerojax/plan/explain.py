@@ -1,4 +1,5 @@
-"""Explains one parameter: sharding, collectives, update, memory tier, checkpoint names."""
+"""Describes the plan of one parameter: its sharding, collectives, update, memory, and names in
+checkpoints."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ _WIDTH = 11
 
 
 def explain_parameter(plan: Decisions, name: str) -> str:
-    """Returns a page of text about one parameter in a step.
+    """Formats a page of text about one parameter in a training step.
 
     Args:
-      plan: of the run; name: of a parameter, as in `plan.table()`.
+      plan: plan of the run.
+      name: name of the parameter, as in `plan.table()`.
 
     Raises:
-      ValueError: there is no such parameter; names the nearest one.
+      ValueError: there is no such parameter; the message states the nearest name.
     """
     found = find_row(name, plan.stacks)
     leaf = _find(plan, name if found is None else found[0])
@@ -63,7 +65,7 @@ def explain_parameter(plan: Decisions, name: str) -> str:
 
 
 def _tiles(plan: Decisions, leaf: LeafPlacement) -> list[str]:
-    """Describes the tiles in which a layer's weight is gathered."""
+    """Describes the tiles in which the weight of a layer is gathered."""
     tiles = plan.tiles.cut.get(leaf.name)
     if tiles is None:
         return []
@@ -71,7 +73,8 @@ def _tiles(plan: Decisions, leaf: LeafPlacement) -> list[str]:
 
 
 def checkpoint_names(plan: Decisions, name: str) -> list[str]:
-    """Returns the names of a parameter's arrays in a checkpoint, the parameter first."""
+    """Returns the names of a parameter's arrays in a checkpoint: the parameter itself, then its
+    optimizer state."""
     role = "frozen" if name in plan.abstract_portable["frozen"] else "params"
     marked = map_state(
         plan.tx,
@@ -84,9 +87,8 @@ def checkpoint_names(plan: Decisions, name: str) -> list[str]:
 
 
 def _names_on_disk(plan: Decisions, name: str) -> list[str]:
-    """Returns the names of a parameter in a checkpoint; for a stack, those of its first and last
-    row.
-    """
+    """Returns the names of a parameter in a checkpoint; for a stacked parameter the names of its
+    first and last row."""
     names = users_names(name, plan.stacks)
     if len(names) == 1:
         return checkpoint_names(plan, names[0])
@@ -183,7 +185,8 @@ def _update(plan: Decisions, leaf: LeafPlacement) -> str:
 
 
 def _settings_lines(plan: Decisions, leaf: LeafPlacement) -> list[str]:
-    """Returns the factor of the learning rate and the weight decay; [] if they are not known."""
+    """Returns a line with the factor of the learning rate and the weight decay; [] if they are not
+    known."""
     if leaf.frozen or not isinstance(plan.tx, Optimizer) or plan.tx.settings is None:
         return []
     found = plan.tx.settings(plan.abstract_stored["params"])[leaf.name]
@@ -193,7 +196,7 @@ def _settings_lines(plan: Decisions, leaf: LeafPlacement) -> list[str]:
 
 
 def _stored_names(plan: Decisions, name: str) -> list[str]:
-    """Returns the names of a stored parameter's optimizer arrays in the state."""
+    """Returns the names of a stored parameter's optimizer state in the training state."""
     if name not in plan.stacks:
         return checkpoint_names(plan, name)[1:]
     row = plan.stacks[name][0]

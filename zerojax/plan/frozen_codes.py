@@ -1,4 +1,5 @@
-"""Stores frozen weights in codes of 4 or 8 bits: chooses the parameters, refuses, describes."""
+"""Stores frozen weights as quantized codes of 4 or 8 bits: chooses the parameters, raises for
+unsupported settings, and describes the choice."""
 
 from __future__ import annotations
 
@@ -17,24 +18,30 @@ from zerojax.plan.leaf_placement import LeafPlacement, Shape
 from zerojax.tracing import trees
 
 KERNEL = "kernel"
-"""Last part of the names of parameters that may be coded: Flax's name for weight matrices."""
+"""Last part of the names of parameters that may be quantized: Flax's name for weight matrices."""
 
 
 def choose_codes(
     name: str, shape: Shape, stack_dims: int, mapped_dims: int, barrier: str | None, kind: str
 ) -> tuple[WeightCodes | None, str | None]:
-    """Chooses how a frozen parameter is coded; returns (codes or None, reason if not coded).
+    """Chooses whether and how a frozen parameter is quantized.
 
-    The reason is None for a parameter that is no kernel: nobody expects codes there.
-
-    Only kernels are coded: at least two dimensions besides the layers, and read by the model where
-    it multiplies with them, so that each layer is decoded only where it is used. Norms, biases and
-    tables (embeddings, positions) are not; reads of a table take single rows.
+    Only kernels (weight matrices) are quantized: parameters with at least two dimensions besides
+    the layers that the model reads where it multiplies with them, so that each layer is decoded
+    only where it is used. Norms, biases and tables (embeddings, positions) are not quantized; a
+    table is read in single rows.
 
     Args:
-      stack_dims, mapped_dims: as in `LeafPlacement`.
-      barrier: why the parameter cannot be gathered where it is read; None: it can.
+      name: name of the parameter.
+      shape: shape of the parameter.
+      stack_dims: number of leading dimensions that a scan over layers or `jax.vmap` removes.
+      mapped_dims: number of these dimensions that `jax.vmap` maps.
+      barrier: reason why the parameter cannot be gathered where it is read; None: it can.
       kind: "nf4" or "int8".
+
+    Returns:
+      (codes, None), or (None, reason why it is not quantized). The reason is None for a parameter
+      that is not a kernel, because nobody expects codes there.
     """
     if name.rpartition(trees.SEPARATOR)[2] != KERNEL or len(shape) - stack_dims < 2:
         return None, None
@@ -61,7 +68,7 @@ def check_cut(
     """Raises if tensor parallelism would split a block of quantized values.
 
     Raises:
-      ValueError: names the dimension and the remedy.
+      ValueError: the message states the dimension and the remedy.
     """
     axis = axes[codes.dim]
     size = axis_sizes[axis] if axis else 1
@@ -76,10 +83,11 @@ def check_cut(
 def check_codes(
     settings: MeshConfig, mesh: Any, precision: Precision, *, reads_lazily: bool
 ) -> None:
-    """Raises if the codes of `freeze_dtype` (nf4, int8) cannot be decoded layer by layer.
+    """Raises if parameters that `freeze_dtype` (nf4, int8) quantizes cannot be decoded layer by
+    layer.
 
     Raises:
-      ValueError: names the conflicting setting and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if precision.freeze_codes is None:
         return
@@ -115,7 +123,7 @@ def check_some(leaves: Mapping[str, LeafPlacement], kind: str) -> None:
     """Raises if `freeze_dtype` requests quantization but no parameter can be quantized.
 
     Raises:
-      ValueError: nothing is coded; names the requirement.
+      ValueError: the message states which parameters can be quantized.
     """
     if any(leaf.codes is not None for leaf in leaves.values()):
         return
@@ -129,13 +137,16 @@ def check_some(leaves: Mapping[str, LeafPlacement], kind: str) -> None:
 
 
 def check_evaluation(leaves: Mapping[str, LeafPlacement], barriers: Mapping[str, str]) -> None:
-    """Raises if an evaluation accesses coded weights in any way other than a read.
+    """Raises if an evaluation uses quantized weights in another way than reading them in the
+    model's layers.
 
     Args:
-      leaves: the table of the run; barriers: from the evaluation's own trace.
+      leaves: placement table of the run.
+      barriers: {name: reason why the evaluation cannot gather the parameter where it is read}, from
+        the trace of the evaluation.
 
     Raises:
-      ValueError: names the parameter and the access.
+      ValueError: the message states the parameter and its use.
     """
     for name, why in barriers.items():
         codes = leaves[name].codes
@@ -148,7 +159,8 @@ def check_evaluation(leaves: Mapping[str, LeafPlacement], barriers: Mapping[str,
 
 
 def describe_codes(frozen: Sequence[LeafPlacement], precision: Precision) -> list[str]:
-    """Describes which frozen parameters are coded, that coding rounds them, and which are not."""
+    """Describes which frozen parameters are quantized, that quantization rounds them, and which are
+    not quantized."""
     kind = precision.freeze_codes
     if kind is None:
         return []
@@ -174,10 +186,12 @@ def describe_codes(frozen: Sequence[LeafPlacement], precision: Precision) -> lis
 def decoded(
     leaves: Mapping[str, LeafPlacement], arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns the arrays of a portable state on the host, with quantized arrays decoded to float32.
+    """Decodes quantized arrays of a portable state on the host to float32; other arrays stay as
+    they are.
 
     Args:
-      leaves: {name: row}, with the names of `arrays`; arrays: {name: stored array}.
+      leaves: {name: placement of the parameter}.
+      arrays: {name: stored array}, with the same names.
     """
     return {
         name: array if (codes := leaves[name].codes) is None else codes.decode_on_host(array)

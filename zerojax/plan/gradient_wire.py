@@ -1,4 +1,5 @@
-"""Chooses how gradients are sent: in codes or in float32, and in how many levels they are added."""
+"""Chooses the format in which gradients are sent (quantized or float32), and the number of levels
+in which they are summed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None
     """Raises if `wire.gradients` or `wire.exact` has no effect or conflicts with other settings.
 
     Raises:
-      ValueError: names what to change.
+      ValueError: the message states the setting to change.
     """
     _check_node(settings, mesh)
     is_coded = settings.wire.gradients in BITS
@@ -51,10 +52,11 @@ def _check_node(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
 def with_gradient_wire(
     placement: Placement, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> Placement:
-    """Returns the placement with the gradient codes and dtype of each parameter.
+    """Adds the codes or the dtype in which each parameter's gradient is sent to the placement
+    table.
 
     Raises:
-      ValueError: a pattern of `wire.exact` matches no name.
+      ValueError: a pattern of `wire.exact` matches no parameter name.
     """
     exact = trees.match_names(placement.leaves, settings.wire.exact, option="wire.exact")
     bits = BITS.get(settings.wire.gradients)
@@ -79,12 +81,14 @@ def with_gradient_wire(
 def shards_in_node(
     mesh: Mesh | AbstractMesh, over: tuple[str, ...], node: int | None = None
 ) -> int:
-    """Returns how many consecutive shards along these axes are in one node; 1 if the number differs
-    between nodes.
+    """Returns how many consecutive shards along the axes `over` are in one node; 1 if the number
+    differs between nodes.
 
     Args:
-      node: devices of a node, in the order of the mesh; None: devices of one process, or
-        `GPUS_OF_A_NODE` for GPUs with a process each and for absent devices.
+      mesh: the device mesh.
+      over: mesh axes that shard the parameter.
+      node: number of devices in a node, in the order of the mesh; None: the devices of one process,
+        or `GPUS_OF_A_NODE` for GPUs that each have their own process and for absent devices.
     """
     nodes = _node_of_each(mesh, node).reshape(tuple(mesh.shape.values()))
     axes = [list(mesh.shape).index(axis) for axis in over]
@@ -111,7 +115,8 @@ def _node_of_each(mesh: Mesh | AbstractMesh, node: int | None) -> np.ndarray:
 def describe_gradient_wire(
     settings: MeshConfig, placement: Placement, mesh: Mesh | AbstractMesh
 ) -> list[str]:
-    """Describes which gradients are sent in codes, in which levels, and which are not."""
+    """Describes which gradients are sent as quantized codes, in which levels they are summed, and
+    which are not quantized."""
     leaves = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
     coded = [leaf for leaf in leaves if leaf.gradient_codes is not None]
     full = [leaf for leaf in leaves if leaf.gradient_in_full]

@@ -1,4 +1,5 @@
-"""Compares the host memory and disk space of a plan with what is free before a run."""
+"""Checks before a run whether its host memory and files fit into the available host memory and disk
+space."""
 
 from __future__ import annotations
 
@@ -26,16 +27,17 @@ GIB = 2**30
 DEFAULT_PINNED_GIB = 64
 """XLA's default limit for pinned host memory, in GiB."""
 STEP = 0.05
-"""Difference between the `offload.opt_state` shares that remedies try: 5 %."""
+"""Difference between the `offload.opt_state` shares that remedies suggest: 5 %."""
 POOL = 1.05
-"""Ratio of pool size to its content, because blocks are not packed without gaps."""
+"""Ratio between the size of XLA's pool of pinned memory and the arrays in it; it is above 1 because
+the pool has gaps."""
 
 
 def host_bytes(plan: Plan) -> int:
-    """Returns the bytes of host memory that this process uses for a plan while it trains.
+    """Returns the bytes of host memory that this process uses for a plan during training.
 
-    Counts arrays of its devices, buffers for reading and writing files, and, where the devices are
-    the CPU itself, device memory too.
+    They are the offloaded arrays of its devices, the buffers for reading and writing files, and, if
+    the devices are CPUs, also their device memory.
     """
     devices = _local_devices(plan)
     total = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
@@ -47,19 +49,21 @@ def host_bytes(plan: Plan) -> int:
 
 
 def disk_bytes(plan: Plan) -> int:
-    """Returns the bytes of this process's files; a durable run keeps two generations of them."""
+    """Returns the bytes of this process's files of offloaded state; a durable run has two
+    generations of them."""
     return all_file_bytes(plan, len(_local_devices(plan)))
 
 
 def check_offload(plan: Plan, *, environ: Mapping[str, str] | None = None) -> None:
-    """Raises if the run's host memory or files would not fit, before any memory is taken.
+    """Raises if the host memory or the files of a run would not fit; called before any memory is
+    allocated.
 
     Args:
-      plan: on present devices; a plan without offload is not checked.
-      environ: None takes the process's.
+      plan: plan on devices of this machine; a plan without offload is not checked.
+      environ: environment variables; None: those of this process.
 
     Raises:
-      ValueError: names the bytes needed, the bytes available and the remedy.
+      ValueError: the message states the bytes needed, the bytes available and the remedy.
     """
     if plan.offload is None:
         return
@@ -71,13 +75,14 @@ def check_offload(plan: Plan, *, environ: Mapping[str, str] | None = None) -> No
 def check_host_memory(plan: Plan, room: Room | None) -> None:
     """Raises if the plan does not fit into the available host memory.
 
-    Each process compares its own part; processes on one machine share its memory.
+    Each process compares its own part. Processes on one machine share its memory.
 
     Args:
-      plan: the plan; room: the available memory.
+      plan: the plan.
+      room: available host memory; None: unknown, so nothing is checked.
 
     Raises:
-      ValueError: see `check_offload`.
+      ValueError: the message states the bytes needed, the bytes available and the remedy.
     """
     needed = host_bytes(plan)
     if room is None:  # unknown on this system
@@ -95,10 +100,12 @@ def check_host_memory(plan: Plan, room: Room | None) -> None:
 
 
 def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
-    """Yields settings that lower a plan's use of host memory, the cheapest first.
+    """Yields settings that lower the host memory of a plan, the cheapest first.
 
     Args:
-      needed: bytes of host memory; there: available bytes.
+      plan: the plan.
+      needed: number of bytes of host memory that the plan needs.
+      there: number of available bytes.
     """
     shares = _shares_that_fit(plan, needed, there)
     if shares is not None:
@@ -115,9 +122,10 @@ def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
 
 
 def _shares_that_fit(plan: Plan, needed: int, there: int) -> dict[str, float] | None:
-    """Returns `offload.opt_state` shares that fit, with as much on the host as possible, or None.
+    """Finds `offload.opt_state` shares that fit, with as much as possible on the host; returns None
+    if there are none.
 
-    Shares on the host are tried in steps of 5 %; what leaves the host goes into files.
+    Shares on the host are tried in steps of 5 %. The remaining state is stored in files.
     """
     config, layout = plan.settings.offload, plan.offload
     assert layout is not None
@@ -149,10 +157,11 @@ def _of_state(plan: Plan, layout: OffloadLayout) -> int:
 
 
 def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
-    """Raises if XLA's pool of pinned memory is too small, before XLA fails in the middle of a run.
+    """Raises if XLA's pool of pinned host memory is too small, which would otherwise be an XLA
+    error in the middle of a run.
 
-    Only for GPUs. The pool is made when JAX starts its devices; the `zerojax` command sets the
-    variable before that.
+    Only GPUs have such a pool. It is created when JAX starts its devices; the `zerojax` command
+    sets the environment variable before that.
 
     Raises:
       ValueError: the variable is not set, is set too low, or is not a number.
@@ -180,12 +189,12 @@ def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
 
 
 def has_pinned_room(plan: Plan, num_bytes: int, *, environ: Mapping[str, str]) -> bool:
-    """Returns whether XLA's pinned-memory pool has room for more than the plan already uses.
+    """Returns whether XLA's pool of pinned memory has room for more than the plan already uses.
 
     Args:
-      plan: on present devices.
-      num_bytes: per device.
-      environ: of the process.
+      plan: plan on devices of this machine.
+      num_bytes: number of additional bytes per device.
+      environ: environment variables of the process.
     """
     devices = _local_devices(plan)
     if not _has_pinned_pool(devices):
@@ -203,16 +212,17 @@ def _pinned_bytes(plan: Plan, devices: Sequence[jax.Device]) -> int:
 
 
 def _pinned_limit(environ: Mapping[str, str]) -> int:
-    """Returns XLA's limit in GiB, or its default if the variable is not a number, as XLA does."""
+    """Returns XLA's limit in GiB; XLA's default if the variable is not a number, as in XLA."""
     told = environ.get(PINNED_LIMIT, "")
     return int(told) if told.isdigit() else DEFAULT_PINNED_GIB
 
 
 def check_disk(plan: Plan) -> None:
-    """Raises if files do not fit on their disk; files of an earlier run count as free.
+    """Raises if the files of offloaded state do not fit on their disk; files of an earlier run
+    count as free space.
 
     Raises:
-      ValueError: see `check_offload`.
+      ValueError: the message states the bytes needed, the bytes available and the remedy.
     """
     needed, config = disk_bytes(plan), plan.settings.offload
     if not needed:
@@ -239,9 +249,8 @@ def check_disk(plan: Plan) -> None:
 
 
 def _taken(folder: Path) -> int:
-    """Returns the bytes of state files that an earlier run left in a folder, which a new run
-    replaces.
-    """
+    """Returns the bytes of state files that an earlier run left in a folder; a new run replaces
+    these files."""
     if not folder.is_dir():
         return 0
     files = (path.stat() for path in folder.rglob("buckets*.bin"))
@@ -253,7 +262,7 @@ def _join(remedies: Iterator[str]) -> str:
 
 
 def _local_devices(plan: Plan) -> list:
-    """Returns this process's devices of the plan; [] if it has none of them."""
+    """Returns the plan's devices that belong to this process; [] if there are none."""
     if not isinstance(plan.mesh, Mesh):
         return []
     return list(plan.mesh.local_devices)

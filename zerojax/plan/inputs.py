@@ -1,4 +1,4 @@
-"""Defines the inputs of planning that are the same on every mesh, and resolves mesh options."""
+"""Inputs of planning that are the same on every mesh, and the resolution of mesh options."""
 
 from __future__ import annotations
 
@@ -39,17 +39,21 @@ MESH_OPTIONS = (
     "deterministic",
     "virtual_shards",
 )
-"""Fields of `MeshConfig` that `make_plan` takes as keywords: all but sizes and ZeRO stage."""
+"""Fields of `MeshConfig` that `make_plan` takes as keywords: all except axis sizes and the ZeRO
+stage."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """Inputs of planning that are the same on every mesh; other attributes as in `make_plan`.
+    """Inputs of planning that are the same on every mesh. Attributes that are not listed are
+    arguments of `make_plan`.
 
     Attributes:
-      curriculum: of the row length; a type of None is none. `rung_plans.with_rungs` plans it.
-      layer_drop: progressive layer drop; a theta of 1 is none.
-      reasons: one sentence for each default that was chosen before planning; the plan has them.
+      curriculum: curriculum of the row length, planned by `rung_plans.with_rungs`; a `type` of None
+        means no curriculum.
+      layer_drop: progressive layer drop; a `theta` of 1 means no layer drop.
+      reasons: sentences about the defaults that were chosen before planning; they become part of
+        the plan.
 
     Raises:
       ValueError: the number of microbatches or a pattern of `freeze` is invalid.
@@ -75,10 +79,8 @@ class PlanInputs:
 
 
 def plan_options(settings: MeshConfig) -> dict[str, Any]:
-    """Returns the fields of `settings` that `make_plan` takes as keywords in addition to a mesh.
-
-    These are all fields but the sizes of axes and the ZeRO stage.
-    """
+    """Returns the fields of `settings` that `make_plan` takes as keywords in addition to a mesh:
+    all except axis sizes and the ZeRO stage."""
     return {name: getattr(settings, name) for name in MESH_OPTIONS}
 
 
@@ -89,8 +91,8 @@ def resolve_mesh(
 
     Args:
       mesh: a mesh, or the options from which it is made.
-      zero: the ZeRO stage; None: that of the options.
-      options: fields that override those of `mesh`.
+      zero: ZeRO stage; None: the stage in the options.
+      options: fields of the mesh options that replace those of `mesh`.
     """
     if isinstance(mesh, (Mesh, AbstractMesh)):
         if isinstance(mesh, Mesh):

@@ -1,8 +1,6 @@
-"""Defines the parts of a state that are equal in its stored and portable forms: weight copies and
-1-bit errors.
-
-They are the residual errors of signed momentum, and copies of weights (`wire.weights`).
-"""
+"""Parts of a training state that have the same form in a run and in checkpoints: the residual
+errors of 1-bit optimizers (signed momentum), and each device's copies of weights
+(`wire.weights`)."""
 
 from __future__ import annotations
 
@@ -31,9 +29,10 @@ def followed_leaves(placement: Placement) -> dict[str, LeafPlacement]:
 
 
 def copies_key(placement: Placement, precision: Precision) -> str:
-    """Returns the key of the weight copies in a state and in checkpoints.
+    """Returns the key of the weight copies in a training state and in checkpoints.
 
-    It contains a digest: copies with other names, shapes or dtype have another key.
+    The key contains a hash of the names, shapes and dtype of the copies, so that other copies have
+    another key.
     """
     dtype = jnp.dtype(precision.compute_dtype).name
     rows = [[name, list(leaf.shape)] for name, leaf in sorted(followed_leaves(placement).items())]
@@ -44,9 +43,10 @@ def copies_key(placement: Placement, precision: Precision) -> str:
 def abstract_copies(
     placement: Placement, precision: Precision, mesh: Mesh | AbstractMesh
 ) -> dict[str, Any] | None:
-    """Returns the state's `COPIES` as `ShapeDtypeStruct`s with shardings; None if there are none.
+    """Returns the weight copies of a state as `ShapeDtypeStruct`s with shardings; None if there are
+    none.
 
-    Copies have the true shape, split by tensor parallelism alone.
+    The copies are not padded, and only tensor parallelism splits them.
     """
     leaves = followed_leaves(placement)
     if not leaves:
@@ -61,10 +61,12 @@ def abstract_copies(
 
 
 def copies_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether a run needs weight copies that a checkpoint does not have.
+    """Returns whether a run needs weight copies that a checkpoint does not have, so that they must
+    be made from the weights.
 
     Args:
-      plan_state: the abstract state of the run; saved: names of arrays in the checkpoint.
+      plan_state: abstract state of the run.
+      saved: names of the arrays in the checkpoint.
     """
     own = tuple(f"{COPIES}/{key}/" for key in plan_state.get(COPIES, ()))
     return bool(own) and not any(name.startswith(own) for name in saved)
@@ -78,11 +80,16 @@ def with_kept_parts(
     tx: Any,
     forward: ClosedJaxpr,
 ) -> TrainState:
-    """Returns an abstract state with errors of signed momentum and copies of weights, if any.
+    """Adds the errors of signed momentum and the copies of weights to an abstract state, if the run
+    has them.
 
     Args:
-      state: without them; placement, precision, mesh and tx: of the plan.
-      forward: the loss, which shows in which parameters layers are stacked.
+      state: abstract state without these parts.
+      placement: placement table of the plan.
+      precision: dtypes of the plan.
+      mesh: mesh of the plan.
+      tx: optimizer of the plan.
+      forward: jaxpr of the loss, which shows the parameters in which layers are stacked.
     """
     result = state.copy()
     if one_bit_of(tx) is not None:

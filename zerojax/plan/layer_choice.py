@@ -1,6 +1,7 @@
-"""Decides whether the layers of a model can be dropped, and which parameters belong to them.
+"""Decides whether a model's layers can be dropped (progressive layer drop), and which parameters
+belong to them.
 
-Knows settings and the traced loss; the rewriting itself is `tracing.dropped_layers`.
+This module reads settings and the traced loss; `tracing.dropped_layers` rewrites the loss.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class LayerDrop:
     """Progressive layer drop of a model.
 
     Attributes:
-      config: settings of layer drop; never switched off.
-      num_layers: iterations of the loop over layers.
+      config: settings of layer drop, which is always on here.
+      num_layers: number of iterations of the loop over layers.
       stacks: names of the parameters with one row for each layer.
-      layer_share: fraction of the forward pass's FLOPs that is in the layers.
+      layer_share: fraction of the forward pass's FLOPs that the layers compute.
     """
 
     config: LayerDropConfig
@@ -47,10 +48,10 @@ class LayerDrop:
         return self.config.kept(self.num_layers)
 
     def work(self, step: int | None = None) -> float:
-        """Returns the expected FLOPs of a step relative to a step with all layers.
+        """Returns the expected FLOPs of a step, divided by the FLOPs of a step with all layers.
 
         Args:
-          step: number of steps before it; None: after many steps.
+          step: number of completed steps; None: after many steps.
         """
         return 1 - self.layer_share * (1 - self.config.kept(self.num_layers, step))
 
@@ -59,7 +60,7 @@ class LayerDrop:
         return self.kept if name in self.stacks else 1.0
 
     def describe(self) -> list[str]:
-        """Returns lines for the plan."""
+        """Returns the lines of the plan page about layer drop."""
         theta, layers = self.config.theta, self.num_layers
         lines = [
             f"layer drop: of {layers} layers, layer i is kept with probability 1 - i/{layers} x "
@@ -78,15 +79,17 @@ class LayerDrop:
 def plan_layer_drop(
     config: LayerDropConfig, model: Model, trace: ModelTrace, params: Mapping[str, Any], zero: int
 ) -> LayerDrop | None:
-    """Returns the layer drop of a run; None if it is off.
+    """Plans the layer drop of a run; returns None if it is off.
 
     Args:
-      config: its settings; model: what is trained.
-      trace: of the loss of one microbatch; params: {name: struct}.
-      zero: the ZeRO stage.
+      config: settings of layer drop.
+      model: model that is trained.
+      trace: trace of the loss of one microbatch.
+      params: {name: shape and dtype of the parameter}.
+      zero: ZeRO stage.
 
     Raises:
-      ConfigError: the layers cannot be dropped; with the remedy.
+      ConfigError: the layers cannot be dropped; the message states the remedy.
     """
     if config.is_off:
         return None
@@ -124,7 +127,7 @@ def check_layer_drop(
     """Raises for settings with which layer drop has not been shown to be exact.
 
     Raises:
-      ConfigError: with the remedy.
+      ConfigError: the message states the setting and the remedy.
     """
     if config.is_off:
         return

@@ -1,4 +1,5 @@
-"""Decides which parameters of layers in files a new run draws one layer at a time."""
+"""Decides which parameters of layers that are stored in files are initialized one layer at a time
+in a new run."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ from zerojax.tracing.trees import format_bytes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerDraws:
-    """The ways in which new parameters are drawn.
+    """How the parameters of layers in files are initialized.
 
     Attributes:
-      rows: {name: `(layer, key data of the seed) -> [1, ...]`} of those drawn layer by layer.
-      whole: {name: reason} of those drawn for all layers at once.
+      rows: {name: function `(layer, key data of the seed) -> [1, ...]`} of the parameters that are
+        initialized layer by layer.
+      whole: {name: reason} of the parameters that are initialized for all layers at once.
     """
 
     rows: Mapping[str, SingleRow]
@@ -33,13 +35,14 @@ class LayerDraws:
 def initial_arrays_of(
     model: Model, batch: Any, loss: Loss, key_data: jax.Array
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Returns the parameters and the model's own state that its initialization makes; traced.
+    """Returns the parameters and the other state that a model's initialization makes; for use under
+    `jax.jit` or tracing.
 
     Args:
-      model: without arrays of its own.
+      model: model without arrays.
       batch: shapes and dtypes of a batch.
-      loss: of the model.
-      key_data: of the seed.
+      loss: loss of the model.
+      key_data: key data of the seed.
     """
     # Zeros: Linen reads only a batch's shapes, and zeros need no transfer.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
@@ -47,13 +50,16 @@ def initial_arrays_of(
 
 
 def find_draws(model: Model, batch: Any, loss: Loss, names: Sequence[str]) -> LayerDraws:
-    """Finds the parameters, of `names`, whose layers can be drawn one by one.
+    """Finds the parameters whose layers can be initialized one by one, with the same values as all
+    layers at once.
 
-    The values are those of all layers at once: see `zerojax.tracing.rolling.single_rows`.
+    `zerojax.tracing.rolling.single_rows` explains how.
 
     Args:
-      model, batch, loss: see `initial_arrays_of`.
-      names: of stacks of layers.
+      model: model without arrays.
+      batch: shapes and dtypes of a batch.
+      loss: loss of the model.
+      names: names of stacked layer parameters.
     """
 
     def init(key_data: jax.Array) -> list[jax.Array]:
@@ -65,11 +71,13 @@ def find_draws(model: Model, batch: Any, loss: Loss, names: Sequence[str]) -> La
 
 
 def describe_draws(model: Model, batch: Any, loss: Loss, layout: OffloadLayout | None) -> list[str]:
-    """Describes how much of a device the first values of layers in files take.
+    """Describes how much device memory the initialization of layers in files takes.
 
     Args:
-      model, batch, loss: see `initial_arrays_of`.
-      layout: tiers of the state.
+      model: model without arrays.
+      batch: shapes and dtypes of a batch.
+      loss: loss of the model.
+      layout: memory of each part of the state.
     """
     if layout is None or not layout.paged:
         return []
@@ -86,16 +94,17 @@ def describe_draws(model: Model, batch: Any, loss: Loss, layout: OffloadLayout |
     if by_row:
         name = max(by_row, key=sizes.__getitem__)
         lines.append(
-            "a new run makes its first values layer by layer, one parameter at a time: "
-            f"{name} takes {format_bytes(sizes[name])} of a device"
+            "a new run initializes its parameters one layer at a time: "
+            f"{name} takes {format_bytes(sizes[name])} of device memory"
         )
     if draws.whole:
         layers = next(iter(layout.leaves[name].shard_shape[0] for name in layout.paged_order))
         name = max(draws.whole, key=sizes.__getitem__)
-        others = f" ({len(draws.whole) - 1} more alike)" if len(draws.whole) > 1 else ""
+        others = f" ({len(draws.whole) - 1} more in the same way)" if len(draws.whole) > 1 else ""
         lines.append(
-            f"a new run draws all {layers} layers of {name} at once{others}, since "
-            f"{draws.whole[name]}: {format_bytes(layers * sizes[name])} of a device; to draw layer "
+            f"a new run initializes all {layers} layers of {name} at once{others}, because "
+            f"{draws.whole[name]}: {format_bytes(layers * sizes[name])} of device memory; to "
+            f"initialize layer "
             "by layer, build the layers by jax.vmap or nnx.vmap over keys"
         )
     return lines

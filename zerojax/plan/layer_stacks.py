@@ -1,7 +1,8 @@
-"""Converts between names of stored stacks of layers and the user's names, one per row.
+"""Converts between the names of stacked layer parameters and the user's names, one for each row of
+a stack.
 
-Knows names, shapes and trees of a state. Never touches arrays: those change their form in
-`zerojax.parallel.reshard`.
+This module handles names, shapes and trees of a state, never arrays; `zerojax.parallel.reshard`
+converts arrays.
 """
 
 from __future__ import annotations
@@ -19,31 +20,34 @@ from zerojax.plan.state_layout import OffloadLayout
 
 Tree = Any
 Stacks = Mapping[str, tuple[str, ...]]
-"""{name of a stack: the user's names of its rows, in order}."""
+"""{name of a stacked parameter: the user's names of its rows, in order}."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackRows:
-    """The rows of a stacked parameter, in place of the stack; a leaf for JAX's tree functions.
+    """Rows of a stacked parameter, in place of the stacked array; a leaf for JAX's tree functions.
 
     Attributes:
-      values: one for each row, in order.
+      values: one value for each row, in order.
     """
 
     values: tuple[Any, ...]
 
 
 class RowsDifferError(ValueError):
-    """Error for rows of a stack that have different structures; the message names two rows."""
+    """Error for rows of a stacked parameter that have different tree structures; the message states
+    two rows."""
 
 
 def users_names(name: str, stacks: Stacks) -> tuple[str, ...]:
-    """Returns the user's names for one stored name: those of all rows for a stack."""
+    """Returns the user's names for a stored parameter: the names of all rows if it is a stack, else
+    its own name."""
     return stacks.get(name, (name,))
 
 
 def find_row(name: str, stacks: Stacks) -> tuple[str, int] | None:
-    """Returns (stack, row index) of a parameter; None if the parameter is not in a stack."""
+    """Finds the stack that contains a parameter; returns (name of the stack, row index), or
+    None."""
     for stack, rows in stacks.items():
         if name in rows:
             return stack, rows.index(name)
@@ -51,13 +55,14 @@ def find_row(name: str, stacks: Stacks) -> tuple[str, int] | None:
 
 
 def group_rows(tree: Tree, stacks: Stacks) -> Tree:
-    """Returns a tree of the user's names with `StackRows` under the names of stacks.
+    """Replaces the rows of each stack in a tree by one `StackRows` under the name of the stack.
 
     Args:
-      tree: its dicts with names of parameters have all rows of a stack, or none.
+      tree: tree with the user's names; a dict in it has all rows of a stack or none.
+      stacks: {name of a stacked parameter: the user's names of its rows}.
 
     Raises:
-      RowsDifferError: the rows of a stack are trees of different structure, or some are missing.
+      RowsDifferError: rows of a stack have different tree structures, or some rows are missing.
     """
     stack_of = {name: stack for stack, names in stacks.items() for name in names}
     if not stack_of:
@@ -81,11 +86,13 @@ def group_rows(tree: Tree, stacks: Stacks) -> Tree:
 def ungroup_rows(
     tree: Tree, stacks: Stacks, row_of: Callable[[Any, int], Any] = lambda rows, i: rows.values[i]
 ) -> Tree:
-    """Inverts `group_rows`.
+    """Replaces each stack in a tree by its rows under the user's names; the inverse of
+    `group_rows`.
 
     Args:
-      tree: its dicts have stacks in place of their rows.
-      row_of: (leaf of a stack, number of the row) -> the row.
+      tree: tree with the names of stacks.
+      stacks: {name of a stacked parameter: the user's names of its rows}.
+      row_of: function (leaf of a stack, row number) -> the row.
     """
 
     def ungroup(node: Any) -> Any:
@@ -119,7 +126,8 @@ def _joined(node: Mapping[str, Any], stack: str, names: tuple[str, ...]) -> Tree
 
 
 def row_structs(params: Mapping[str, Any], stacks: Stacks) -> dict[str, Any]:
-    """Converts {stored name: struct} to {user's name: struct}, one for each row of a stack."""
+    """Converts {stored name: struct} to {user's name: struct}; a stack becomes one entry for each
+    row."""
     rows: dict[str, Any] = {}
     for name, x in params.items():
         shape = x.shape[1:] if name in stacks else x.shape
@@ -128,10 +136,12 @@ def row_structs(params: Mapping[str, Any], stacks: Stacks) -> dict[str, Any]:
 
 
 def row_placement(placement: Placement, stacks: Stacks) -> Placement:
-    """Returns the placement table under the user's names, for the portable form of a state.
+    """Converts the placement table of stored parameters to the user's names, for checkpoints and
+    resharding.
 
     Args:
-      placement: the table of stored parameters.
+      placement: placement table of the stored parameters.
+      stacks: {name of a stacked parameter: the user's names of its rows}.
     """
     leaves: dict[str, LeafPlacement] = {}
     for name, leaf in placement.leaves.items():
@@ -141,7 +151,8 @@ def row_placement(placement: Placement, stacks: Stacks) -> Placement:
 
 
 def _row(leaf: LeafPlacement, name: str) -> LeafPlacement:
-    """Returns the placement of one row of a stack; `stage` splits one of its dimensions."""
+    """Returns the placement of one row of a stack, in which `stage` splits one of the row's
+    dimensions."""
     return dataclasses.replace(
         leaf,
         name=name,
@@ -155,7 +166,7 @@ def _row(leaf: LeafPlacement, name: str) -> LeafPlacement:
 
 
 def row_layout(layout: OffloadLayout, stacks: Stacks) -> OffloadLayout:
-    """Returns the layout under the user's names: each row has the slices of its stack."""
+    """Converts an offload layout to the user's names; each row has the slices of its stack."""
     leaves = {
         row: leaf for name, leaf in layout.leaves.items() for row in users_names(name, stacks)
     }

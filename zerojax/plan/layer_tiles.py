@@ -1,8 +1,10 @@
-"""Decides which weights of a layer are gathered in tiles (`offload.tile_bytes`), and along what.
+"""Decides which layer weights are gathered in tiles (`offload.tile_bytes`), and along which
+dimension.
 
-A tile is cut along the dimension whose partial results take the least memory: tiles of a dimension
-that the product keeps add up the gradient of its input, tiles of one that it sums over add up its
-result. Ties go to dimensions that the product keeps, which change no sum of the forward pass.
+A weight is cut along the dimension for which the partial results take the least memory. Tiles along
+a dimension that the product keeps add up the gradient of its input; tiles along a dimension that
+the product sums over add up its result. If both take equal memory, a dimension that the product
+keeps is chosen, because it changes no sum of the forward pass.
 """
 
 from __future__ import annotations
@@ -41,16 +43,17 @@ def plan_tiles(
     placement: Placement,
     traced: tuple[Model, Loss, Any],
 ) -> LayerTiles:
-    """Decides which weights of layers are gathered in tiles.
+    """Decides which layer weights are gathered in tiles.
 
     Args:
-      settings: the mesh options; mesh: sizes of its axes.
-      layout: which weights come to the device layer by layer.
-      placement: the table.
-      traced: model, loss and arrays as `cut_into_layers` takes them.
+      settings: mesh options.
+      mesh: the device mesh.
+      layout: offload layout, which says which weights come to the device layer by layer.
+      placement: placement table.
+      traced: (model, loss, arrays), as `cut_into_layers` takes them.
 
     Raises:
-      ValueError: another setting excludes tiles; names the remedy.
+      ValueError: another setting excludes tiles; the message states the remedy.
     """
     _check(settings, mesh)
     limit = settings.offload.tile_bytes
@@ -65,7 +68,7 @@ def _check(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises if `offload.tile_bytes` cannot be combined with another setting.
 
     Raises:
-      ValueError: names the obstacle and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if settings.offload.tile_bytes is None:
         return
@@ -77,16 +80,16 @@ def _check(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
 
 
 def _obstacles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> Iterator[tuple[str, str]]:
-    """Yields (obstacle, remedy), as clauses."""
+    """Yields (reason why tiles cannot be used, remedy), as parts of a sentence."""
     if settings.zero == 0:
-        yield "cuts what is gathered, and at zero=0 every device has whole weights", "use zero=3"
+        yield "splits gathered weights, but at zero=0 nothing is gathered", "use zero=3"
     for axis, size in mesh.shape.items():
         if size > 1 and (axis not in DATA_AXES or axis == EXPERT):
-            yield f"cuts whole products of a layer, and {axis}={size} splits them", f"use {axis}=1"
+            yield f"cannot be combined with {axis}={size}, which splits layers", f"use {axis}=1"
     if settings.offload.update_in_backward:
         yield (
-            "gathers again for the backward pass, which update_in_backward has not been shown to "
-            "wait for",
+            "gathers weights again in the backward pass, which is not tested with "
+            "update_in_backward",
             "leave update_in_backward out",
         )
 
@@ -94,13 +97,13 @@ def _obstacles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> Iterator[tupl
 def _tiles_of_layers(
     names: Collection[str], limit: int, placement: Placement, pieces: LossPieces
 ) -> LayerTiles:
-    """Returns the tiles of the weights of a layer that are larger than `limit`.
+    """Chooses the tiles of the layer weights that are larger than `limit`.
 
     Args:
       names: weights that come to the device layer by layer.
-      limit: bytes of a tile.
-      placement: the table.
-      pieces: the traced loss around its loop over layers.
+      limit: largest number of bytes of a tile.
+      placement: placement table.
+      pieces: traced loss, split at its loop over layers.
     """
     products = pieces.find_products()
     tiles: dict[str, WeightTiles] = {}
@@ -125,7 +128,7 @@ def _tiles_of_layers(
 
 
 def _row(pieces: LossPieces, name: str) -> jax.ShapeDtypeStruct:
-    """Returns the row of a stacked parameter that one layer reads."""
+    """Returns the shape and dtype of the row of a stacked parameter that one layer reads."""
     program = pieces.loop.program.jaxpr
     variable: Any = program.invars[pieces.loop.names.index(name)]
     return jax.ShapeDtypeStruct(variable.aval.shape[1:], variable.aval.dtype)
@@ -134,7 +137,8 @@ def _row(pieces: LossPieces, name: str) -> jax.ShapeDtypeStruct:
 def _cut(
     leaf: LeafPlacement, product: WeightProduct, shape: Sequence[int], shards: int, fewest: int
 ) -> WeightTiles | str:
-    """Chooses the dimension and the number of tiles, at least `fewest`; or says why none fits."""
+    """Chooses the dimension and the number of tiles of a weight, at least `fewest`; returns a
+    reason if it cannot be cut."""
     assert leaf.zero_dim is not None
     choices = []
     for dim in (*product.free, *product.contracted):
@@ -156,9 +160,13 @@ def _cut(
 def _gathered_again(
     pieces: LossPieces, tiles: Mapping[str, WeightTiles], placement: Placement
 ) -> dict[str, int]:
-    """Returns {name: times that a backward pass gathers it to compute its product again}.
+    """Counts how often the backward pass gathers each weight again to recompute a product.
 
-    It is read off the traced derivative of a layer, in which gathers and scatters are marks.
+    The counts are read from the traced derivative of a layer, in which gathers and scatters are
+    replaced by marks.
+
+    Returns:
+      {name: number of times}.
     """
     products = pieces.find_products()
 
@@ -222,7 +230,8 @@ def _shard(row: jax.ShapeDtypeStruct, placement: Placement, name: str) -> jax.Sh
 
 
 def _count(program: Jaxpr, times: int, counts: dict[str, int]) -> None:
-    """Adds the marked gathers of a program to `counts`; `times`: iterations of loops around it."""
+    """Adds the marked gathers of a jaxpr to `counts`; `times` is the number of iterations of the
+    loops around it."""
     for equation in program.eqns:
         mark = equation.params["name"] if equation.primitive.name == "name" else ""
         if mark.startswith(_MARK):
@@ -233,7 +242,7 @@ def _count(program: Jaxpr, times: int, counts: dict[str, int]) -> None:
 
 
 def describe_tiles(settings: MeshConfig, tiles: LayerTiles) -> list[str]:
-    """Describes how many weights of a layer are gathered in tiles, and why others are not."""
+    """Describes how many layer weights are gathered in tiles, and why others are not."""
     limit = settings.offload.tile_bytes
     if limit is None:
         return []
@@ -242,18 +251,15 @@ def describe_tiles(settings: MeshConfig, tiles: LayerTiles) -> list[str]:
     if not tiles.cut:
         return [
             *lines,
-            f"{asked} cuts nothing: no larger weight of a layer can be gathered in parts",
+            f"{asked} cuts nothing: no layer weight above this size can be gathered in parts",
         ]
     counts = [found.count for found in tiles.cut.values()]
     few, many = min(counts), max(counts)
     number = f"{few}" if few == many else f"{few} to {many}"
     again = [name for name, found in tiles.cut.items() if found.again]
-    more = (
-        f"; the backward pass gathers {len(again)} of them once more, for products that it "
-        "computes again"
-    )
+    more = f"; the backward pass gathers {len(again)} of them once more, to compute products again"
     return [
-        f"{asked}: {len(tiles.cut)} weights of a layer are gathered in {number} tiles each, so "
-        "there are as many collectives in place of one" + more * bool(again),
+        f"{asked}: {len(tiles.cut)} weights of a layer are gathered in {number} tiles each, "
+        "with one collective for each tile" + more * bool(again),
         *lines,
     ]

@@ -1,4 +1,5 @@
-"""Places one parameter: sharded dimensions, gather mode, and the rules that decide them."""
+"""Decides the placement of one parameter: its sharded dimensions, how it is gathered, and the
+reason for each exception."""
 
 from __future__ import annotations
 
@@ -29,67 +30,75 @@ Rules = Sequence[tuple[str, Sequence[str | None]]]
 
 
 FULL_ENOUGH = 1_000_000
-"""Minimum elements for a bucket to end where a layer of a list ends: equal layers then have equal
-buckets, and computations on their slices compile once instead of for each layer. A bucket of
-fewer elements takes as long as an empty one."""
+"""Smallest number of elements with which a communication bucket may end where a layer of a list
+ends. Equal layers then have equal buckets, so that computations on their slices compile once
+instead of once per layer. A bucket with fewer elements takes as long as an empty bucket."""
 
 
 class Access(enum.Enum):
-    """Ways in which forward and backward read a parameter and reduce its gradient."""
+    """How forward and backward read a parameter and reduce its gradient."""
 
     WHOLE = "whole"
-    """Stored whole on every data shard; its gradient is summed once per step."""
+    """The whole parameter is stored on every data shard; its gradient is all-reduced once per
+    step."""
     GATHER_ONCE = "gather once"
-    """Stored in shards, gathered once per step; its gradient is scattered once per step."""
+    """The parameter is stored in shards and gathered once per step; its gradient is
+    reduce-scattered once per step."""
     GATHER_ONCE_SCATTER_EARLY = "gather once, scatter early"
-    """Gathered once per step; its gradient is scattered inside the backward pass."""
+    """The parameter is gathered once per step; its gradient is reduce-scattered inside the backward
+    pass."""
     GATHER_ON_USE = "gather on use"
-    """Gathered where the model reads it and again in the backward pass, which scatters its gradient
-    immediately."""
+    """The parameter is gathered where the model reads it, and again in the backward pass, which
+    reduce-scatters its gradient immediately."""
     LOOK_UP = "look up"
-    """Never gathered: its rows are sent to where they are needed, and their gradients back."""
+    """The parameter (a table) is never gathered: its rows are sent to the devices that need them,
+    and the gradients of rows are sent back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafPlacement:
-    """The placement of one parameter: one row of the table.
+    """Placement of one parameter, which is one row of the placement table.
 
     Attributes:
-      name: "blocks/attention/query/kernel".
-      shape: the true shape.
-      stack_dims: leading dimensions that a layer scan slices away, or that `jax.vmap` maps; never
-        sharded.
-      mapped_dims: how many of these `jax.vmap` maps: one read returns all entries along them.
-      axes: mesh axis per dimension from tensor parallelism, None where there is none.
-      zero_dim: the dimension that ZeRO shards, counted from the end (negative, so that it survives
-        the slicing of leading dimensions); None when ZeRO leaves the parameter whole.
-      zero_axes: the mesh axes that shard it, outermost first: `data`; also `expert` for
-        non-expert parameters where experts are split; also `context` where sequences are split; and
-        `stage` for a parameter that every pipeline stage reads, so that none is stored twice.
-      expert_dim: the dimension of experts, negative, which is split over `expert`; None: it has
-        none, or experts are not split.
-      padded_size: stored size of `zero_dim` in elements, a multiple of the number of shards.
-      access: how forward and backward read it.
-      asked: rows looked up per microbatch, for a lookup table whose `zero_dim` is the columns;
-        None: not a lookup table.
-      eight_bits: whether it is gathered as 8-bit floats, because the model uses it only as such.
-      node_shards: number of neighbouring shards in one node. At each use the node gathers the
-        parameter within itself, from a part fetched from other nodes once per step
-        (`wire.secondary`); None: all devices gather it together.
-      wire_codes: codes in which it is gathered, with `node_shards` between nodes; None: uncoded.
-      delta_codes: codes of the difference between its masters and the copy that every device keeps,
-        sent once per step; None: no copy is kept (`wire.weights`).
-      gradient_codes: codes in which its gradient is scattered, with `node_shards` between nodes;
-        None: uncoded.
-      gradient_in_full: whether its gradient is sent in float32 for any `reduce_dtype`.
-      frozen: no gradient and no optimizer state.
-      codes: how a frozen parameter is coded; None: it is stored as numbers. Where `zero_dim` cuts
-        the blocks' dimension it cuts between blocks, without padding.
-      layer_rows: for a parameter on a pipeline the layer in each row of the stored stack, -1 where
-        a row is padding (zeros); its dimension 0 is split over `stage`. None: not on a pipeline,
-        so that every pipeline stage has all of it.
-      is_row_of_stages: whether it is one row of a stack that a pipeline splits, in portable form.
-      reasons: why this parameter is an exception to the rule of the ZeRO stage, if it is.
+      name: name of the parameter, such as "blocks/attention/query/kernel".
+      shape: unpadded shape.
+      stack_dims: number of leading dimensions that a scan over layers or `jax.vmap` removes; they
+        are never sharded.
+      mapped_dims: number of these dimensions that `jax.vmap` maps; one read returns all entries
+        along them.
+      axes: for each dimension the mesh axis of tensor parallelism, or None.
+      zero_dim: dimension that ZeRO shards, counted from the end (negative), so that it stays valid
+        when leading dimensions are removed; None if ZeRO does not shard the parameter.
+      zero_axes: mesh axes that shard zero_dim, outermost first: `data`; also `expert` for other
+        parameters than experts if experts are split; also `context` if sequences are split; and
+        `stage` for a parameter that every pipeline stage reads, so that it is not stored twice.
+      expert_dim: dimension of experts (negative), which is split over `expert`; None if there is no
+        such dimension or experts are not split.
+      padded_size: stored number of elements along zero_dim, a multiple of the number of shards.
+      access: how forward and backward read the parameter.
+      asked: rows looked up per microbatch, for a lookup table that is sharded along its columns;
+        None for other parameters.
+      eight_bits: whether the parameter is gathered as 8-bit floats, because the model uses it only
+        as 8-bit floats.
+      node_shards: number of neighbouring shards in one node. Once per step each node fetches a part
+        of the parameter from other nodes, and gathers it within the node at each use
+        (`wire.secondary`). None: all devices gather the parameter together.
+      wire_codes: codes in which the parameter is gathered (between nodes if node_shards is set);
+        None: not quantized.
+      delta_codes: codes of the difference between master weights and the copy that every device
+        keeps, sent once per step; None: there is no copy (`wire.weights`).
+      gradient_codes: codes in which the gradient is reduce-scattered (between nodes if node_shards
+        is set); None: not quantized.
+      gradient_in_full: whether the gradient is sent in float32, whatever `reduce_dtype` is.
+      frozen: whether the parameter has no gradient and no optimizer state.
+      codes: how a frozen parameter is quantized; None: it is stored as numbers. If zero_dim is the
+        dimension of quantization blocks, it is split between blocks, without padding.
+      layer_rows: for a parameter that a pipeline splits, the layer in each row of the stored stack,
+        -1 for a row of padding (zeros); dimension 0 is split over `stage`. None: every pipeline
+        stage has the whole parameter.
+      is_row_of_stages: whether this is one row of a stack that a pipeline splits, in the form of
+        checkpoints.
+      reasons: reasons why the placement differs from the rule of the ZeRO stage; () if it does not.
     """
 
     name: str
@@ -117,17 +126,19 @@ class LeafPlacement:
 
     @property
     def num_slices(self) -> int:
-        """Number of one-slice reads that cover the parameter: the number of layers of a stack."""
+        """Number of reads of one layer that cover the parameter: the number of layers of a stacked
+        parameter."""
         return math.prod(self.shape[: max(self.stack_dims - self.mapped_dims, 0)])
 
     @property
     def kept_shape(self) -> Shape:
-        """The shape of the array in a checkpoint: the unpadded shape, or the shape of its codes."""
+        """Shape of the array in a checkpoint: the unpadded shape, or the shape of its codes."""
         return self.shape if self.codes is None else self.codes.coded_shape(self.shape)
 
     @property
     def stored_shape(self) -> Shape:
-        """The shape in the state: padded where `data` does not divide, rows in place of layers."""
+        """Shape of the array in the training state: padded if the data shards do not divide it,
+        with the rows of pipeline stages in place of layers."""
         shape = list(self.kept_shape)
         in_blocks = self.codes is not None and self.codes.dim == self.zero_dim
         if self.zero_dim is not None and self.padded_size is not None and not in_blocks:
@@ -142,12 +153,13 @@ class LeafPlacement:
 
     @property
     def has_rows(self) -> bool:
-        """Whether layers are stored in another order, or with padding rows between them."""
+        """Whether layers are stored in another order than the model's, or with rows of padding
+        between them."""
         return self.layer_rows is not None and self.layer_rows != tuple(range(self.shape[0]))
 
     @property
     def stored_spec(self) -> P:
-        """The partition spec of masters, optimizer state and reduced gradients."""
+        """Partition spec of master weights, optimizer state and reduced gradients."""
         axes: list[Any] = list(self.axes)
         if self.zero_dim is not None:
             axes[self.zero_dim] = self.zero_axes[0] if len(self.zero_axes) == 1 else self.zero_axes
@@ -158,7 +170,8 @@ class LeafPlacement:
         return P(*axes)
 
     def device_shape(self, axis_sizes: Mapping[str, int]) -> Shape:
-        """Returns the shape that the model sees: unpadded, with only this device's experts."""
+        """Returns the shape that the model sees on one device: unpadded, with only this device's
+        experts."""
         shape = list(self.shape)
         if self.expert_dim is not None:
             shape[self.expert_dim] //= axis_sizes[EXPERT]
@@ -166,13 +179,14 @@ class LeafPlacement:
 
     @property
     def manual_spec(self) -> P:
-        """The part of `stored_spec` that the `shard_map` of a pass sees."""
+        """Part of `stored_spec` with the axes that are manual in the `shard_map` of a pass."""
         return P(*(None if axis in COMPILER_AXES else axis for axis in self.stored_spec))
 
     def canonical_spec(self, axis_sizes: Mapping[str, int]) -> P:
-        """Returns a spec that divides the unpadded shape evenly and splits no block of codes.
+        """Returns a partition spec that divides the unpadded shape evenly and splits no block of
+        codes.
 
-        Used on disk and between two placements. Where a pipeline does not divide the layers,
+        It is used in checkpoints and for resharding. If a pipeline does not divide the layers,
         `stage` splits another dimension.
         """
         if not self.is_padded and self.layer_rows is None and not self.is_row_of_stages:
@@ -197,10 +211,11 @@ class LeafPlacement:
         return P(*axes)
 
     def reorder_spec(self, axis_sizes: Mapping[str, int]) -> P:
-        """Returns the spec of a stack while its rows are reordered: unsplit along dimension 0.
+        """Returns the partition spec of a stack while its rows are reordered: dimension 0 is not
+        split.
 
-        `stage` splits another dimension of `stored_shape` meanwhile, if it divides one, so that no
-        device holds the whole stack.
+        Meanwhile `stage` splits another dimension of `stored_shape`, if it divides one, so that no
+        device stores the whole stack.
         """
         axes: list[Any] = [None, *self.stored_spec[1:]]
         _put(axes, STAGE, self.stored_shape, axis_sizes, start=1, shared=True)
@@ -216,11 +231,11 @@ def _put(
     start: int = 0,
     shared: bool = False,
 ) -> None:
-    """Assigns `axis`, in place, to the largest unassigned dimension from `start` on that it
-    divides.
+    """Assigns the mesh axis `axis`, in place, to the largest unassigned dimension from `start` on
+    that it divides.
 
-    Without such a dimension the axis stays unused, or, if `shared`, also splits the dimension of
-    another axis.
+    If there is no such dimension, the axis stays unused, or, with `shared`, also splits a dimension
+    that another axis splits.
     """
     size = axis_sizes[axis]
     indices = range(start, len(shape))
@@ -235,23 +250,24 @@ def _put(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementRules:
-    """User settings of placement.
+    """Settings by which parameters are placed.
 
     Attributes:
-      zero: ZeRO stage. 0: nothing is sharded; 1: optimizer state and masters are; 2: gradients,
-        too; 3: also the parameters that forward and backward read.
-      tensor_parallel: (regular expression on the name, mesh axis per trailing dimension); the first
-        that matches counts; dimensions it does not mention stay whole.
-      freeze: regular expressions on names.
-      freeze_codes: how frozen kernels are coded; None: not at all.
-      persistence_threshold: elements; at stage 3 a smaller parameter is gathered once per step
-        instead of at every use, which saves a collective per use.
-      expert_dims: {name: its negative dimension of experts, which is split over `expert`}.
-      lookups: {lookup table: number of rows}.
-      stacks: {stack of layers: the user's names of its rows}; patterns match these names, and axes
-        of a tensor-parallel rule are those of a row. All rows of a stack have the same rule.
-      virtual_shards: number of shards for which dimensions are chosen and padded; the number of
-        devices divides it. None: the actual number of shards.
+      zero: ZeRO stage. 0: nothing is sharded; 1: optimizer state and master weights are; 2: also
+        gradients; 3: also the parameters that forward and backward read.
+      tensor_parallel: pairs (regular expression on the parameter's name, mesh axis of each trailing
+        dimension). The first match counts; dimensions without an axis are not split.
+      freeze: regular expressions on names of parameters that are not trained.
+      freeze_codes: how frozen kernels are quantized; None: they are not.
+      persistence_threshold: number of elements; at stage 3 a parameter with fewer elements is
+        gathered once per step instead of at every use, which saves collectives.
+      expert_dims: {name: dimension of experts (negative), which is split over `expert`}.
+      lookups: {lookup table: number of rows looked up}.
+      stacks: {stacked parameter of rolled layers: the user's names of its rows}. Patterns match the
+        names of rows, and axes of a tensor-parallel rule are those of a row. All rows of a stack
+        have the same rule.
+      virtual_shards: number of shards for which dimensions are chosen and padded, a multiple of the
+        number of devices; None: the actual number of shards.
     """
 
     zero: int = 1
@@ -271,10 +287,14 @@ def tensor_parallel_axes(
     rules: Rules,
     stacks: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, tuple[str | None, ...]]:
-    """Returns the mesh axis per dimension of every parameter, from the first matching rule.
+    """Finds the mesh axis of each dimension of every parameter, from the first matching
+    tensor-parallel rule.
 
     Args:
-      stacks: as in `PlacementRules`.
+      shapes: {name: shape} of all parameters.
+      axis_sizes: {mesh axis: size}.
+      rules: pairs (regular expression on the name, mesh axis of each trailing dimension).
+      stacks: {stacked parameter: the user's names of its rows}, which the expressions match.
     """
     compiled = []
     for pattern, axes in rules:

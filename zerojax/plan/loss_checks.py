@@ -1,7 +1,9 @@
-"""Checks losses: invalid values, and weights or sums that change when a batch is split.
+"""Checks losses: raises for invalid return values, and for weights or sums that change when a batch
+is split.
 
-A weight may not depend on trained parameters, nor a loss on the number of pieces of a batch. A
-piece is the argument of one loss call: the rows of one microbatch on one data shard.
+The loss is called for each part of a batch, which is the rows of one microbatch on one data shard.
+The weight of a loss must not depend on trained parameters, and the result must not depend on the
+number of parts.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ _FORMS = (
 
 
 def check_loss(result: Any) -> None:
-    """Raises if `result`, which a loss returned, is not a valid loss.
+    """Raises if the value that a loss returned is not a valid loss.
 
     Args:
-      result: the returned value, with `ShapeDtypeStruct`s for arrays.
+      result: returned value, with `ShapeDtypeStruct`s for arrays.
 
     Raises:
-      ValueError: names the returned value, or a metric name that is not allowed.
+      ValueError: the message states the returned value, or a metric name that is not allowed.
     """
     parts = split_result(result)
     scalars = [parts.loss, *([] if parts.weight is None else [parts.weight])]
@@ -95,16 +97,17 @@ def _words(value: Any) -> Any:
 
 
 def check_weight(trace: ModelTrace, placement: Placement) -> None:
-    """Raises if the returned weight of a loss depends on trained parameters.
+    """Raises if the weight that a loss returns depends on trained parameters.
 
     The step divides the gradient of the summed loss by the summed weight. That is the gradient of
-    the mean only where the weight does not change with the parameters.
+    the mean only if the weight does not depend on the parameters.
 
     Args:
-      trace: of the loss; placement: which parameters are trained.
+      trace: trace of the loss.
+      placement: placement table, which says which parameters are trained.
 
     Raises:
-      ValueError: names a parameter, and what to return instead.
+      ValueError: the message states a parameter, and what to return instead.
     """
     if split_result(trace.result).weight is None:
         return
@@ -117,8 +120,8 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
     touched = [name for i, name in enumerate(names) if found >> i & 1]
     more = f" and {len(touched) - 1} more" if len(touched) > 1 else ""
     raise ValueError(
-        "the second value that the loss returns is computed from trained parameters "
-        f"({touched[0]}{more}), and a pair means (sum, weight): the sum over the batch is divided "
+        "the loss returned a pair (sum, weight) whose weight is computed from trained parameters "
+        f"({touched[0]}{more}): the sum over the batch is divided "
         "by the weight, and no gradient flows through the weight. To log numbers, as has_aux=True "
         'returns them, give them names: return loss, {"accuracy": accuracy}. For a constant '
         "weight: return loss_sum, jax.lax.stop_gradient(weight)"
@@ -128,19 +131,22 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
 def choose_batch_weight(
     trace: ModelTrace, params: Set[str], extras: Set[str], settings: MeshConfig, model: Model
 ) -> tuple[BatchWeight | None, list[str]]:
-    """Returns (function of the weight that divides the loss, or None, sentences for the plan).
+    """Chooses whether the loss of a model with custom derivatives is divided by its weight before
+    the backward pass.
 
-    With a function, the loss is divided by its result before the backward pass. With None, the
-    gradients of the summed loss are divided after the backward pass.
+    Custom derivatives (jax.custom_vjp) may depend on the size of gradients, so dividing gradients
+    after the backward pass may differ from differentiating the mean.
 
     Args:
-      trace: of the loss.
-      params, extras: the names of its first inputs; leaves of the batch follow.
-      settings: the mesh options; model: what is trained.
+      trace: trace of the loss.
+      params, extras: names of its first inputs; the arrays of the batch follow.
+      settings: mesh options.
+      model: model that is trained.
 
     Returns:
-      (None, []) if the model has no custom derivatives. (None, [sentence]) if custom derivatives
-      get gradients of the summed loss; the sentence says why.
+      (function of the weight by which the loss is divided, sentences for the plan); (None,
+      [sentence]) if gradients of the summed loss are divided after the backward pass, with the
+      reason; (None, []) if the model has no custom derivatives.
     """
     program, names = trace.jaxpr.jaxpr, [*sorted(params), *sorted(extras)]
     num_batch = len(program.invars) - len(names)
@@ -148,7 +154,7 @@ def choose_batch_weight(
     rules = marks_of_own_rules(program, marks, as_they_are=True)
     if not rules:
         return None, []
-    # Such rules keep scales in the state, which adapt to the size of gradients. While they
+    # Such derivatives have scales in the state, which adapt to the size of gradients. While they
     # are unknown, in the first step, gradients of a mean over many tokens are 0 in 8 bits.
     if all(rules):
         return None, [
@@ -183,20 +189,21 @@ def choose_batch_weight(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchPieces:
-    """Facts about how a traced loss depends on the rows of one part of the batch.
+    """How a traced loss depends on the rows of one part of the batch.
 
     Attributes:
-      num_rows: of a piece.
-      is_sum: the loss is certainly a sum over rows that is not divided by their number.
-      is_ratio: the loss is a sum divided by a value that also depends on the piece.
-      is_product: the loss has a term that is a product of means over rows.
-      compares_rows: the loss has values for each pair of rows and is not a sum over rows.
+      num_rows: number of rows in a part.
+      is_sum: whether the loss is certainly a sum over rows that is not divided by their number.
+      is_ratio: whether the loss is a sum divided by a value that also depends on the part.
+      is_product: whether the loss has a term that is a product of means over rows.
+      compares_rows: whether the loss has values for each pair of rows and is not a sum over rows.
       summed_metrics: names of metrics without a weight that certainly are sums over rows.
-      rows_over_batch: which of `zerojax.batch_sum` and `batch_mean` get an array with rows.
-      counted: names of the model's state to which a pass adds a sum over rows.
-      written: names of its state that depend on rows.
-      undefined: {name: dtype} of its state that depends on rows in another way, so that no mean
-        over shards of the batch is defined.
+      rows_over_batch: functions among `zerojax.batch_sum` and `batch_mean` that are called with an
+        array that has a dimension of rows.
+      counted: names of arrays of the model's state to which a pass adds a sum over rows.
+      written: names of arrays of the model's state whose new values depend on rows.
+      undefined: {name: dtype} of arrays of the state that depend on rows in another way, so that no
+        mean over data shards is defined.
     """
 
     num_rows: int
@@ -221,7 +228,9 @@ def trace_pieces(
     """Determines from a traced loss how its results depend on the rows of one part of the batch.
 
     Args:
-      trace: of the loss; params, extras, batch: the traced arguments; model: its model.
+      trace: trace of the loss.
+      params, extras, batch: arguments with which the loss was traced.
+      model: model of the loss.
     """
     num_rows = jax.tree.leaves(batch)[0].shape[0]
     over_batch: list[tuple[BatchCall, Dependence]] = []
@@ -272,19 +281,23 @@ def check_divisor(
     batch: Any,
     trace_of: Callable[[Any], ModelTrace],
 ) -> None:
-    """Raises if a sum over rows is divided by a number that does not scale with the rows.
+    """Raises if a loss divides a sum over rows by a number that does not grow with the number of
+    rows.
 
-    A batch size from a configuration is such a number, as in `losses.sum() / 32`. Each piece is
-    divided by it too, so the mean over pieces is too small by their number. One trace cannot tell
-    it from a mean of a mean, so a loss that is not a plain mean is traced with the whole batch as
-    well. A sum without any divisor is left to `check_pieces`.
+    An example is a batch size from a configuration, as in `losses.sum() / 32`. Each part of the
+    batch is then divided by the number, so the mean over parts is too small by their number. One
+    trace cannot distinguish such a loss from a mean of a mean, so a loss that is not a plain mean
+    is also traced with the whole batch. `check_pieces` handles a sum without any divisor.
 
     Args:
-      trace: of the loss; params, extras, microbatch: the traced arguments.
-      batch: the whole; trace_of: traces the loss with other rows.
+      trace: trace of the loss.
+      params, extras, microbatch: arguments with which the loss was traced.
+      batch: the global batch.
+      trace_of: function that traces the loss with other rows.
 
     Raises:
-      ValueError: names the factor between the mean over the pieces and the loss of the batch.
+      ValueError: the message states the factor between the mean over the parts and the loss of the
+        whole batch.
     """
     rows, all_rows = (jax.tree.leaves(part)[0].shape[0] for part in (microbatch, batch))
     number, loss, weight = all_rows // rows, *_loss_and_weight(trace, params, extras, microbatch)
@@ -322,14 +335,16 @@ def check_divisor(
 def _loss_and_weight(
     trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
 ) -> tuple[Dependence, float | None]:
-    """Returns (how the loss depends on rows, its weight: 1 without a weight, None if unknown)."""
+    """Returns (how the loss depends on rows, its weight). The weight is 1 if the loss returns none,
+    and None if it is unknown."""
     loss = _follow_piece(trace, params, extras, batch, [])[0]
     is_pair = split_result(trace.result).weight is not None
     return loss, number_of_output(trace.jaxpr, 1) if is_pair else 1.0
 
 
 def _scales(loss: Dependence, weight: float | None) -> list[float] | None:
-    """Returns the factors of the row sums that the loss adds; None if unknown."""
+    """Returns the factors that multiply the sums over rows in a loss, divided by its weight; None
+    if they are unknown."""
     scales = scales_of(loss)
     return [scale / weight for scale in scales] if scales and weight else None
 
@@ -353,13 +368,15 @@ def _follow_piece(
 def part_with_mixed_rows(
     trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
 ) -> str | None:
-    """Returns the first output of a loss that may not be a sum or mean over rows; None if all are.
+    """Finds the first output of a loss that may not be a sum or mean over rows; returns None if all
+    are.
 
-    A weight may also be the same in every piece. A metric without a weight of its own takes that of
-    the loss, which then has to be the same in every piece.
+    A weight may also be equal in every part of the batch. A metric without its own weight has the
+    weight of the loss, which must then be equal in every part.
 
     Args:
-      trace: of the loss in evaluation mode; params, extras, batch: the traced arguments.
+      trace: trace of the loss in evaluation mode.
+      params, extras, batch: arguments with which the loss was traced.
     """
     over_batch: list[tuple[BatchCall, Dependence]] = []
     found = _follow_piece(trace, params, extras, batch, over_batch)
@@ -370,7 +387,7 @@ def part_with_mixed_rows(
     )
     if not isinstance(parts.weight, Total | Fixed | None):
         return "the weight of the loss"
-    # With equal weights, a term without rows has the same value in each piece and in the mean.
+    # With equal weights, a term without rows has the same value in each part and in the mean.
     if not (isinstance(parts.loss, Total) or (_is_equal(parts.weight) and is_affine(parts.loss))):
         return "the loss"
     for name, value in parts.metrics.items():
@@ -387,7 +404,7 @@ def part_with_mixed_rows(
 
 
 def _is_equal(weight: Dependence | None) -> bool:
-    """Returns whether all parts of the batch have the same weight."""
+    """Returns whether the weight is the same for every part of the batch."""
     return weight is None or isinstance(weight, Fixed)
 
 
@@ -402,15 +419,18 @@ def check_step_counts(
     batch: Any,
     model: Model,
 ) -> None:
-    """Raises if a loss sets a `StepCount` other than by adding to it, or writes its target.
+    """Raises if a loss changes a `StepCount` in another way than by adding to it, or writes its
+    target.
 
     The target is the variable that the rule of a `StepCount` computes once per step.
 
     Args:
-      trace: of the user's loss; params, extras, batch: the traced arguments.
+      trace: trace of the user's loss.
+      params, extras, batch: arguments with which the loss was traced.
+      model: model of the loss.
 
     Raises:
-      ValueError: names the variable.
+      ValueError: the message states the variable.
     """
     rules = model.step_rules
     if not rules:
@@ -435,13 +455,20 @@ def check_step_counts(
 
 
 def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) -> None:
-    """Raises if a loss certainly depends on the number of parts of a batch; warns if it may.
+    """Raises if the result of a loss certainly depends on the number of parts of a batch; warns if
+    it may.
 
-    A warning is given where the result depends on that number only if pieces differ.
+    Warnings are for results that depend on that number only if the parts differ, as with masks.
+
+    Args:
+      pieces: how the loss depends on the rows of one part.
+      num_shards: number of data shards.
+      num_microbatches: number of microbatches.
 
     Raises:
-      ValueError: the loss is a sum over rows, `zerojax.batch_sum` or `batch_mean` gets an array
-        with rows, or the model has state on which shards of the batch do not agree.
+      ValueError: the loss is a sum over rows, `zerojax.batch_sum` or `batch_mean` is called with an
+        array that has a dimension of rows, or the model has state whose values on different data
+        shards cannot be combined.
     """
     number = num_shards * num_microbatches
     for kind in sorted(pieces.rows_over_batch):
@@ -506,7 +533,7 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
 def describe_pieces(pieces: BatchPieces) -> list[str]:
     """Describes loss terms, metrics and state that depend on the number of parts of a batch.
 
-    With one piece these are also terms that would be refused with more pieces.
+    With one part the descriptions include terms that would be an error with more parts.
     """
     lines = [
         f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and the "
@@ -516,7 +543,7 @@ def describe_pieces(pieces: BatchPieces) -> list[str]:
     ]
     if pieces.is_sum:
         lines.append(
-            "the loss is a sum over the rows of the batch: it is refused on more devices or with "
+            "the loss is a sum over the rows of the batch: it is an error on more devices or with "
             "more microbatches, because its mean over parts of the batch would differ"
         )
     if pieces.is_product:
@@ -528,6 +555,6 @@ def describe_pieces(pieces: BatchPieces) -> list[str]:
     if pieces.undefined:
         lines.append(
             f"the model's state {min(pieces.undefined)} depends on the rows of the batch, but is "
-            "not a count: more data shards are refused"
+            "not a count: with more data shards it is an error"
         )
     return lines

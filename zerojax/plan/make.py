@@ -1,6 +1,6 @@
-"""Makes the plan from a model, a mesh and an example batch by tracing alone.
+"""Makes a plan from a model, a mesh and an example batch, by tracing the loss.
 
-Also works with an `AbstractMesh` of absent devices. No step is run.
+No step is run, and the mesh may be an `AbstractMesh` for devices that do not exist here.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ _ELSEWHERE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Decisions):
-    """All decisions about a run before its first array exists; for the fields see `Decisions`."""
+    """All decisions about a run before its first array exists; the fields are described at
+    `Decisions`."""
 
     def __repr__(self) -> str:
         return f"Plan({plan_line(self)}; plan.table() has every parameter and reason)"
@@ -136,28 +137,31 @@ class Plan(Decisions):
         return as_details(plan_line(self), plan_table(self))
 
     def table(self) -> str:
-        """Returns the plan as text: bytes per device by role, each parameter, every exception."""
+        """Formats the plan as text: bytes per device by role, each parameter, and every exception
+        with its reason."""
         return plan_table(self)
 
     def explain(self, name: str) -> str:
-        """Describes a parameter: sharding, collectives with bytes, update, tier, checkpoint names.
+        """Describes the plan of one parameter: sharding, collectives with bytes, update, memory,
+        and checkpoint names.
 
         Args:
-          name: of the parameter, as in `table`: "blocks/mlp/up/kernel".
+          name: name of the parameter, as in `table`: "blocks/mlp/up/kernel".
 
         Raises:
-          ValueError: there is no such parameter; names the nearest one.
+          ValueError: there is no such parameter; the message states the nearest name.
         """
         return explain_parameter(self, name)
 
     @property
     def inputs(self) -> PlanInputs:
-        """The inputs of planning, from which `plan_of` plans the same run on another mesh."""
+        """Inputs of planning; `plan_of` plans the same run on another mesh from them."""
         assert isinstance(self.remake, Remake)
         return self.remake.inputs
 
     def describe(self) -> str:
-        """Returns the plan in one line of text: size, mesh, ZeRO stage, batch, bytes of state."""
+        """Formats the plan as one line of text: size, mesh, ZeRO stage, batch, and bytes of
+        state."""
         return plan_line(self)
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,11 +170,11 @@ class Plan(Decisions):
 
 
 def require_plan(plan: Any, taker: str) -> Plan:
-    """Returns `plan`, after checking that it is a `Plan`.
+    """Returns `plan` if it is a `Plan`, else raises.
 
     Args:
-      plan: an argument of a user.
-      taker: name of the public function that received it.
+      plan: argument that a user passed.
+      taker: name of the public function that the user called.
 
     Raises:
       TypeError: `plan` is something else, for example a model.
@@ -201,33 +205,40 @@ def make_plan(
     steps: int | None = None,
     **mesh_options: Any,
 ) -> Plan:
-    """Plans a run without making an array.
+    """Plans a run without making an array: placement of every parameter, memory, communication and
+    the reasons.
 
     Args:
-      model: as `zerojax.train` takes it.
-      mesh: from `make_mesh`; or a `MeshConfig` (or its fields as a dict), from which the mesh is
-        made.
-      example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the batch.
-      loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the
-        rows of one microbatch on one device. A scalar has to be the mean over these rows; pairs
-        are summed and divided once by the sum of weights, which may not depend on parameters.
-        Others, as a plain `jnp.sum` or one that couples rows, depend on the number of pieces. A
-        mapping `{name: metric}` may follow either, of means or pairs `(sum, weight)`. None takes
-        the model's method `loss(batch)`.
-      optimizer: an optax transformation, an `OptimizerConfig`, or None for its defaults.
-      zero: ZeRO stage 0..3; None takes the mesh config's, or 1.
-      precision: "bf16", "fp32" or a `Precision`. None: bf16, on CPU devices fp32.
-      reduce_dtype, accumulate_dtype: "fp32" or "bf16"; None: see `as_precision`.
-      num_microbatches: pieces each device's rows are cut into; gradients are accumulated. None: 1,
-        or with pipeline stages as many as the rows allow, up to 4 for each stage.
-      freeze: regular expressions, or one, on names of parameters that get no gradient.
-      steps: length of the run, for the learning-rate schedule.
+      model: an `nnx.Module`, a factory `rngs -> nnx.Module`, a `linen.Module`, or a pair of
+        functions `(init, apply)`.
+      mesh: mesh from `make_mesh`; or a `MeshConfig` (or its fields as a dict), from which the mesh
+        is made.
+      example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the rows.
+      loss: function `loss(model, batch) -> scalar | (sum, weight)`, called for each part of a
+        batch: the rows of one microbatch on one device. A scalar must be the mean over these rows.
+        Pairs are summed and divided once by the sum of weights, which must not depend on
+        parameters. Other results, such as a plain `jnp.sum` or a loss that couples rows, depend on
+        the number of parts. A mapping `{name: metric}` of means or pairs `(sum, weight)` may
+        follow. None: the model's method `loss(batch)`.
+      optimizer: an optax transformation or an `OptimizerConfig`; None: the default
+        `OptimizerConfig`.
+      zero: ZeRO stage 0 to 3; None: the stage in the mesh config, or 1.
+      precision: "bf16", "fp32" or a `Precision`. None: bf16, or fp32 on CPU devices.
+      reduce_dtype: dtype in which gradients are reduced over devices, "fp32" or "bf16"; None: the
+        compute dtype.
+      accumulate_dtype: dtype of the sum over microbatches, "fp32" or "bf16"; None: see
+        `as_precision`.
+      num_microbatches: number of parts into which each device's rows are split; gradients are
+        accumulated. None: 1, or with pipeline stages as many as the rows allow, up to 4 for each
+        stage.
+      freeze: one or several regular expressions on names of parameters that are not trained.
+      steps: number of steps of the run, for the learning-rate schedule.
       **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold,
-        reduce_bucket_size, allgather_bucket_size, sequence_sharding, roll, roll_remat,
-        unroll.
+        reduce_bucket_size, allgather_bucket_size, sequence_sharding, roll, roll_remat, unroll.
 
     Raises:
-      ValueError, TypeError: with the value, the limit and the remedy.
+      ValueError, TypeError: an invalid argument or combination; the message states the value, the
+        limit and the remedy.
     """
     inputs = PlanInputs(
         model=model,
@@ -245,14 +256,21 @@ def make_plan(
 
 
 def plan_of(inputs: PlanInputs, mesh: Any, *, zero: int | None = None, **mesh_options: Any) -> Plan:
-    """Plans the run of `inputs`; `mesh`, `zero` and `mesh_options` are as in `make_plan`."""
+    """Plans a run from its `PlanInputs`.
+
+    Args:
+      inputs: inputs of planning that are the same on every mesh.
+      mesh: mesh, or the options from which it is made.
+      zero: ZeRO stage; None: the stage in the options.
+      **mesh_options: other fields of `MeshConfig`.
+    """
     settings, mesh = resolve_mesh(mesh, zero, mesh_options)
     return _make(settings, mesh, inputs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Task:
-    """A model on a mesh, with every default resolved."""
+    """A model on a mesh, with every default resolved; the input of the steps of planning."""
 
     settings: MeshConfig
     mesh: Mesh | AbstractMesh
@@ -318,7 +336,8 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
 def _decide(
     task: _Task, seen: _Seen, rolling: Rolling, inputs: PlanInputs, why: Sequence[Sequence[str]]
 ) -> Plan:
-    """Makes the plan of a traced model, with or without layers rolled into loops."""
+    """Makes the plan of a traced model, with or without rolled layers (a list of layers that runs
+    as one loop)."""
     settings, mesh, (why_defaults, why_microbatches) = task.settings, task.mesh, why
     names = rolling.stacks
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
@@ -418,7 +437,8 @@ def _plan_offload(
 def _abstract_forms(
     task: _Task, seen: _Seen, placement: Placement, tx: Any, layouts: tuple[Stacks, Any]
 ) -> tuple[TrainState, TrainState]:
-    """Returns (the stored state without offload, its portable form under the user's names)."""
+    """Returns (abstract state as stored without offload, abstract state in the form of checkpoints
+    under the user's names)."""
     names, offload = layouts
     build = functools.partial(
         abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=task.mesh
@@ -438,7 +458,8 @@ def _abstract_forms(
 def _describe_sent(
     task: _Task, placement: Placement, trace: tracing.ModelTrace, tx: Any
 ) -> list[str]:
-    """Describes weights and gradients whose wire format or dtype is not the default."""
+    """Describes the weights and gradients that are sent in another format or dtype than the
+    default."""
     settings = task.settings
     weights = describe_wire(settings, placement, trace.eight_bits)
     weights += [*describe_weight_wire(settings, placement, task.precision)]
@@ -451,7 +472,11 @@ def _describe_sent(
 def _resolve(
     settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanInputs
 ) -> tuple[_Task, list[str], list[str]]:
-    """Returns (the task, reasons of the precision, reasons of the number of microbatches)."""
+    """Resolves the defaults of the inputs.
+
+    Returns:
+      (the task, reasons of the precision, reasons of the number of microbatches).
+    """
     if isinstance(mesh, Mesh):
         check_joined()
     internal = models.as_model(inputs.model)
@@ -491,7 +516,7 @@ def _trace(task: _Task) -> _Seen:
     """Traces the loss once and checks it.
 
     Raises:
-      ValueError, TypeError: the loss or what it reads cannot be planned.
+      ValueError, TypeError: the loss, or an array that it reads, cannot be planned.
     """
     shards = meshes.num_data_shards(task.mesh)
     whole = slice_batch(task.batch, 1, task.precision)
@@ -511,10 +536,10 @@ def _trace(task: _Task) -> _Seen:
 
 
 def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _Seen]:
-    """Returns the task and its trace with loops in place of layers.
+    """Returns the task and its trace with loops in place of lists of layers.
 
     Raises:
-      ValueError: the loss differs from the user's.
+      ValueError: the rolled loss returns another result than the user's loss.
     """
     model = rolling.model
     assert model is not None
@@ -534,8 +559,10 @@ def _read(task: _Task, seen: _Seen) -> tuple[Any, Any, Any]:
 def _place(
     task: _Task, seen: _Seen, freeze: tuple[str, ...], stacks: Stacks
 ) -> tuple[Placement, PipelineLayout | None, frozenset[str]]:
-    """Returns (placement table, pipeline layout, names of parameters that are read layer by
-    layer).
+    """Places the parameters of the model.
+
+    Returns:
+      (placement table, pipeline layout or None, names of parameters that are read layer by layer).
     """
     layout, (model, loss, arrays) = None, _read(task, seen)
     stacked = find_stacked(task.settings, model, loss, arrays)
@@ -590,7 +617,8 @@ def _lookups(task: _Task, seen: _Seen, frozen: Collection[str]) -> Lookups:
 def _examine_loss(
     task: _Task, seen: _Seen, placement: Placement
 ) -> tuple[TracedLoss, list[str], list[str]]:
-    """Returns (facts about the loss, reasons about parts of the batch, custom derivative rules)."""
+    """Returns (facts about the loss, reasons about parts of the batch, reasons about custom
+    derivatives)."""
     trace, params, extras = seen.trace, seen.params, seen.extras
     check_weight(trace, placement)
     pieces = trace_pieces(trace, params, extras, seen.microbatch, task.model)
@@ -637,7 +665,8 @@ def _choose_program(
 
 
 def _abstract_batch(task: _Task) -> Tree:
-    """Returns the global batch with its shardings: dimension 0 over the data axes."""
+    """Returns the global batch as `ShapeDtypeStruct`s with shardings: dimension 0 is split over the
+    data axes."""
     sharding = NamedSharding(task.mesh, P(DATA_AXES))
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), task.batch
@@ -646,7 +675,7 @@ def _abstract_batch(task: _Task) -> Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remake:
-    """Callable that plans the same run on another mesh; stored as `Decisions.remake`."""
+    """Function object that plans the same run on another mesh; stored as `Decisions.remake`."""
 
     settings: MeshConfig
     inputs: PlanInputs

@@ -1,9 +1,9 @@
-"""Computes the transfers of offload per step, and the tokens per step that hide them.
+"""Counts the bytes that offload transfers per step, and the tokens per step with which products
+take as long as the transfers.
 
-The update of sliced parameters follows the backward pass, so nothing hides its bytes: the plan
-reports the number of tokens for which the rest of the step takes as long. Transfers of weights,
-gradients and activations overlap with the products of the layers, and so does an update in the
-backward pass.
+The update of offloaded parameters follows the backward pass, so nothing overlaps with its
+transfers. Transfers of weights, gradients and activations overlap with the products of the layers,
+and so does an update in the backward pass.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from zerojax.runtime.memory import nearest_folder
 
 UPDATE, WEIGHTS = "update of the state", "weights"
 ATTAINED = 0.5
-"""Assumed share of a card's peak for products, where their time is compared with a link's."""
+"""Share of a GPU's peak rate at which products are assumed to run, where their time is compared
+with that of transfers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moved:
-    """Bytes that one device moves per step for one purpose.
+    """Bytes that one device transfers per step for one purpose.
 
     Attributes:
-      what: UPDATE, WEIGHTS, "gradients" or "activations".
-      to_device, to_host: over the link to its host's memory.
-      read, written: of files, which also cross the link.
+      what: purpose: UPDATE, WEIGHTS, "gradients" or "activations".
+      to_device, to_host: bytes over the link between the device and host memory, in each direction.
+      read, written: bytes of files, which also cross the link.
     """
 
     what: str
@@ -62,11 +63,11 @@ class TierRates:
     """Transfer rates in bytes per second.
 
     Attributes:
-      to_device, to_host: of the link in one direction at a time; both: sum of both directions at
-        the same time.
-      link: source of the link's rate, as a clause.
-      disk: reading and writing at the same time, the sum; None if unknown.
-      disk_source: source of the disk's rate.
+      to_device, to_host: rate of the link in one direction alone.
+      both: rate of both directions at the same time, summed.
+      link: source of the link's rate, as part of a sentence.
+      disk: rate of reading and writing at the same time, summed; None if unknown.
+      disk_source: source of the disk's rate, as part of a sentence.
     """
 
     to_device: float
@@ -79,18 +80,20 @@ class TierRates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hiding:
-    """Time of offload in a step, compared with that of the products.
+    """Time of offload transfers in a step, compared with the time of products.
 
     Attributes:
-      rates: the assumed rates.
-      update_seconds: of the update's bytes on the link and, at the same time, on the disk; of the
-        link alone where no rate of the disk is known; 0 for an update in the backward pass.
-      stream_seconds: of weights, gradients and activations on the link, and of that update.
-      disk_seconds: of the disk alone, which all devices of a machine share; None: no known rate.
-      flops: assumed rate of the products of one device, per second.
-      tokens: per step of the whole mesh, for which the products take as long as update and stream
-        together; None where no number is enough, because activations take longer than products, or
-        where the rate of a disk in use is unknown.
+      rates: assumed transfer rates.
+      update_seconds: time of the update's transfers on the link and, at the same time, on the disk;
+        on the link alone if the disk's rate is unknown; 0 for an update in the backward pass.
+      stream_seconds: time of weights, gradients and activations on the link, and of an update in
+        the backward pass.
+      disk_seconds: time of the disk alone, which all devices of a machine share; None if its rate
+        is unknown.
+      flops: assumed FLOPs per second of one device's products.
+      tokens: number of tokens per step of the whole mesh with which products take as long as all
+        transfers. None if no number is enough, because activations take longer than products, or if
+        the rate of a used disk is unknown.
     """
 
     rates: TierRates
@@ -102,19 +105,25 @@ class Hiding:
 
 
 def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
-    """Returns what one device moves per step, one entry per purpose; () without offload.
+    """Counts the bytes that one device transfers per step for offload, one entry per purpose;
+    returns () without offload.
 
-    update: each slice of master and moments is copied from the host, or through it from files, and
-      back.
+    update: each slice of master weights and moments is copied from the host, or from files through
+    the host, and back.
+
     weights: a streamed layer is copied in the forward and again in the backward pass of every
-      microbatch, except that the last layer stays for both; new copies are written back once.
-    gradients of streamed layers: those of each microbatch are copied to the host, added there to
-      the previous ones, which are read for that; all are read once more for the update. None with
-      an update in the backward pass.
-    With weights in files, all of these are read from files and written to them, except that
-      nothing is read for the first microbatch's gradients.
-    activations: each layer input is copied out in the forward pass and back in the backward; with
-      `activations: nvme` it is written to files and read from them.
+    microbatch, except that the last layer stays on the device for both; new weights are written
+    back once.
+
+    gradients: the gradients of streamed layers are copied to the host in each microbatch and added
+    there to the previous sum, which is read for that; the sum is read once more for the update.
+    With an update in the backward pass nothing is transferred.
+
+    activations: each layer input is copied to the host in the forward pass and back in the backward
+    pass; with `activations: nvme` it is also written to files and read from them.
+
+    With weights in files, weights and gradients are read from files and written to files, except
+    that nothing is read for the gradients of the first microbatch.
     """
     layout = plan.offload
     if layout is None:
@@ -168,27 +177,29 @@ def _update(plan: Decisions) -> Moved:
 
 
 def page_gradient_dtype(plan: Decisions) -> Any:
-    """Returns the dtype in which gradients of layers wait in files for the update."""
+    """Returns the dtype in which gradients of layers are stored in files until the update."""
     precision = plan.precision
     several = plan.num_microbatches > 1
     return jnp.dtype(precision.accumulate_dtype if several else precision.reduce_dtype)
 
 
 def all_file_bytes(plan: Decisions, num_devices: int) -> int:
-    """Returns the bytes of all files of `num_devices`: generations of the state, and pages."""
+    """Returns the bytes of all files of `num_devices` devices: all generations of the state,
+    weights, gradients and layer inputs."""
     generations = 2 if plan.settings.offload.durable else 1
     pages = sum(_page_bytes(plan, num_devices)) + _input_bytes(plan) * num_devices
     return generations * file_bytes(plan, num_devices) + pages
 
 
 def _input_bytes(plan: Decisions) -> int:
-    """Returns the bytes of the layers' inputs of one device in files."""
+    """Returns the bytes of one device's layer inputs that are stored in files."""
     in_files = plan.offload is not None and plan.offload.activations == NVME
     return (kept_activation_bytes(plan) or 0) * in_files
 
 
 def _page_bytes(plan: Decisions, num_devices: int) -> tuple[int, int]:
-    """Returns the bytes of all pages of weights, and of gradients, of `num_devices`."""
+    """Returns (bytes of weights, bytes of gradients) of streamed layers in the files of
+    `num_devices` devices."""
     layout = plan.offload
     leaves = [] if layout is None else [layout.leaves[name] for name in layout.paged_order]
     elements = sum(
@@ -199,10 +210,8 @@ def _page_bytes(plan: Decisions, num_devices: int) -> tuple[int, int]:
 
 
 def file_bytes(plan: Decisions, num_devices: int) -> int:
-    """Returns the bytes of one generation of the state of `num_devices` in files.
-
-    Copies of a shard share files.
-    """
+    """Returns the bytes in files of one generation of the state of `num_devices` devices; copies of
+    a shard share files."""
     layout = plan.offload
     if layout is None:
         return 0
@@ -214,9 +223,10 @@ def file_bytes(plan: Decisions, num_devices: int) -> int:
 
 
 def buffer_bytes(plan: Decisions, layout: OffloadLayout, num_devices: int) -> int:
-    """Returns the host buffer bytes through which a process of `num_devices` accesses files.
+    """Returns the bytes of host memory that a process of `num_devices` devices uses as buffers for
+    its files.
 
-    Arrays on their way into a page of gradients or inputs take its bytes once more.
+    Arrays of gradients or layer inputs that are being written take their bytes once more.
     """
     sizes = slice_bytes(plan, layout)
     rows = [sizes[leaf.name] * min(num_devices, leaf.num_shards) for leaf in layout.on_disk]
@@ -230,10 +240,12 @@ def buffer_bytes(plan: Decisions, layout: OffloadLayout, num_devices: int) -> in
 
 
 def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
-    """Returns {sliced parameter: bytes of one slice of its master, if any, and moments}.
+    """Returns {offloaded parameter: bytes of one slice of its moments and, if it has one, its
+    master weight}.
 
     Args:
-      plan: whose state it is; layout: the plan's, or another possible one.
+      plan: plan of the state.
+      layout: offload layout of the plan, or another possible layout.
     """
     stored = plan.abstract_stored
     sizes = dict.fromkeys(layout.leaves, 0)
@@ -247,11 +259,13 @@ def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
 
 
 def rates_of(gpu: Gpu, folder: str | None = None) -> TierRates:
-    """Returns the rates of a card's link and a folder's disk: measured here, or of the card.
+    """Returns the transfer rates of a GPU's link and of a folder's disk: as measured on this
+    machine, or as published.
 
     Args:
-      gpu: the card. Only a measurement of the same card on this machine is used.
-      folder: of the files; None takes the working folder, where runs are put.
+      gpu: specification of the GPU. A measurement on this machine counts only if it is of the same
+        GPU.
+      folder: folder of the files; None: the working folder, in which run folders are created.
     """
     disk = measured_disk(folder or ".")
     there = nearest_folder(folder or ".") if folder else "."
@@ -286,20 +300,24 @@ def rates_of(gpu: Gpu, folder: str | None = None) -> TierRates:
 
 
 def link_seconds(rates: TierRates, to_device: float, to_host: float) -> float:
-    """Returns the minimum seconds for these bytes; both directions overlap while both have some."""
+    """Returns the least seconds in which a link transfers these bytes; the two directions overlap
+    as long as both have bytes left."""
     alone = max(to_device / rates.to_device, to_host / rates.to_host)
     return max(alone, (to_device + to_host) / rates.both)
 
 
 def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding | None:
-    """Returns how long a plan's offload takes on a card, and the tokens that hide it.
+    """Computes how long a plan's offload transfers take on a GPU, and with how many tokens products
+    take as long.
 
     Args:
-      plan: any; gpu: the card; rates: None takes `rates_of`.
+      plan: the plan.
+      gpu: specification of the GPU.
+      rates: transfer rates; None: those of `rates_of`.
 
     Returns:
-      None without offload, without tokens in the batch, or where the card has no peak for the
-      dtype.
+      The times; None without offload, without tokens in the batch, or if the GPU has no published
+      peak for the dtype.
     """
     tokens, eight_bits = tokens_per_step(plan), eight_bit_share(plan.traced.forward)
     peak = gpu.peak_flops(plan.precision.compute_dtype.name, eight_bits)
@@ -340,11 +358,8 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
 
 
 def _touched(plan: Decisions, num_devices: int) -> tuple[int, int]:
-    """Returns bytes read and written in files of `num_devices`: (in the update, in forward and
-    backward).
-
-    Layers' inputs are not among them.
-    """
+    """Returns the bytes that `num_devices` devices read and write in files, without layers' inputs:
+    (in the update, in forward and backward)."""
     weights, gradients = _page_bytes(plan, num_devices)
     number = plan.num_microbatches
     in_update = 2 * file_bytes(plan, num_devices) + weights + gradients
@@ -359,7 +374,7 @@ def _seconds(rates: TierRates, parts: list[Moved]) -> float:
 
 
 def card_of(plan: Decisions) -> Gpu | None:
-    """Returns the GPU specification of a plan's devices; None for other or absent devices."""
+    """Returns the specification of a plan's GPUs; None for other devices or an abstract mesh."""
     if not isinstance(plan.mesh, Mesh):
         return None
     return gpu_of_device(plan.mesh.devices.flat[0].device_kind)

@@ -1,4 +1,4 @@
-"""Decides whether a run can keep the weights of its layers in files (`offload.params: nvme`)."""
+"""Checks whether a run can store the weights of its layers in files (`offload.params: nvme`)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check_pages(
     """Raises if layers in files cannot be combined with another part of the plan.
 
     Args:
-      settings: the mesh options.
-      mesh: sizes of its axes.
-      precision: whether there are float32 masters.
-      num_processes: of the run.
+      settings: mesh options.
+      mesh: the device mesh.
+      precision: dtypes of the run, which say whether there are float32 master weights.
+      num_processes: number of processes of the run.
       averages: whether the optimizer keeps an average of the weights.
 
     Raises:
-      ValueError: names the obstacle and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if settings.offload.params != NVME:
         return
@@ -47,7 +47,7 @@ def _obstacles(
     num_processes: int,
     averages: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Yields (obstacle, remedy), as clauses."""
+    """Yields (reason why layers cannot be in files, remedy), as parts of a sentence."""
     for axis, size in mesh.shape.items():
         if size > 1 and (axis not in DATA_AXES or axis == EXPERT):
             yield (

@@ -1,4 +1,5 @@
-"""Decides offload: parameters, number of slices and tier of each, and refusals."""
+"""Plans offload: which parameters, in how many slices, and the memory of each slice; raises for
+unsupported settings."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from zerojax.tracing.loops import LossPieces, cut_loss
 from zerojax.tracing.protocol import Loss, Model
 
 MAX_SLICES = 2**16
-"""Maximum slices of a device's state. Each is a separate transfer and update: on a CPU one was
-measured to cost at least 0.3 ms, so that this number takes 20 s of every step."""
+"""Largest number of slices of a device's state. Each slice is a separate transfer and update,
+measured on a CPU to take at least 0.3 ms, so that this number of slices takes 20 s of every
+step."""
 
 Arrays = Mapping[str, Any]
 
@@ -39,15 +41,15 @@ def plan_offload(
     *,
     stacked: frozenset[str] = frozenset(),
 ) -> OffloadLayout | None:
-    """Returns the layout of all state outside device memory; None without offload.
+    """Plans the state that is stored outside device memory; returns None without offload.
 
     Args:
-      config: the requested settings.
-      placement: the table.
-      precision: whether there are float32 masters.
+      config: requested settings of offload.
+      placement: placement table.
+      precision: dtypes of the run, which say whether there are float32 master weights.
       tx: the optimizer.
-      mesh: axis sizes.
-      stacked: names of the parameters that the layer loop reads layer by layer.
+      mesh: the device mesh.
+      stacked: names of the parameters that the loop over layers reads layer by layer.
 
     Raises:
       ValueError: the optimizer cannot update a shard in slices, or there are too many slices.
@@ -92,11 +94,12 @@ def plan_offload(
 def resliced(
     layout: OffloadLayout, config: OffloadConfig, placement: Placement, mesh: Mesh | AbstractMesh
 ) -> OffloadLayout:
-    """Returns the layout of the same parameters with slices of another size.
+    """Returns an offload layout of the same parameters with slices of another size.
 
     Args:
-      layout: that of `plan_offload`, with settings that differ in `slice_elements` alone.
-      config: the new settings; placement, mesh: of the plan.
+      layout: result of `plan_offload` with settings that differ only in `slice_elements`.
+      config: new settings.
+      placement, mesh: placement table and mesh of the plan.
 
     Raises:
       ValueError: there are too many slices.
@@ -108,7 +111,8 @@ def resliced(
 
 
 def _why_not_streamed(leaf: LeafPlacement) -> str | None:
-    """Returns why the weights of a layer parameter cannot be streamed layer by layer, or None."""
+    """Returns the reason why a parameter's layers cannot be copied to the device one by one; None
+    if they can."""
     if leaf.frozen:
         return "frozen: only trained parameters are streamed"
     if leaf.axes[0] is not None:
@@ -117,7 +121,7 @@ def _why_not_streamed(leaf: LeafPlacement) -> str | None:
 
 
 def _why_small(elements: int, limit: int) -> str:
-    return f"{elements} elements of a shard < offload.min_elements {limit}: stays on the device"
+    return f"shard of {elements} elements < offload.min_elements {limit}: stays on the device"
 
 
 def _check_optimizer(tx: optax.GradientTransformation, config: OffloadConfig) -> None:
@@ -148,7 +152,8 @@ def _share_out(
     config: OffloadConfig,
     mesh: Mesh | AbstractMesh,
 ) -> Mapping[str, SlicedLeaf]:
-    """Distributes slices of every leaf over tiers so that the shares hold for all leaves in sum."""
+    """Distributes the slices of all parameters over device, host and files so that the requested
+    shares hold for their sum."""
     shares = config.shares if config.moves_opt_state else {DEVICE: 1.0}
     # Target and assigned elements per tier, over the leaves so far.
     wanted, given = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0)
@@ -216,13 +221,13 @@ def _check_number_of_slices(
 
 
 def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -> int:
-    """Returns the elements of one slice: as many as the limit allows.
+    """Returns the number of elements of one slice: as many as the limit allows.
 
     Args:
-      layer: elements of one layer of a shard.
+      layer: number of elements of one layer in a shard.
       layers: number of layers.
-      limit: maximum elements of a slice; a layer with no suitable divisor is taken whole.
-      whole_layers: never put several layers into one slice.
+      limit: largest number of elements of a slice. A layer without a suitable divisor is one slice.
+      whole_layers: whether a slice is at most one layer.
 
     >>> slice_elements(1000, 24, 300, whole_layers=False)
     250
@@ -242,16 +247,17 @@ def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -
 def find_stacked(
     settings: MeshConfig, model: Model, loss: Loss, arrays: tuple[Arrays, Arrays, Any]
 ) -> frozenset[str]:
-    """Returns the names of the parameters that the loop over layers reads layer by layer.
+    """Returns the names of the parameters that the loop over layers reads layer by layer; none if
+    `offload.params` is device.
 
     Args:
-      settings: the mesh options; the result is empty if `offload.params` is device.
-      model, loss: what is trained.
+      settings: mesh options.
+      model, loss: model that is trained, and its loss.
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: the layers do not run in one loop, or `offload.params` is combined with a
-        pipeline or 8-bit products.
+      ValueError: the layers do not run in one loop, or `offload.params` is combined with a pipeline
+        or 8-bit products.
     """
     pieces = cut_into_layers(settings, model, loss, arrays)
     return frozenset() if pieces is None else pieces.stacked
@@ -260,9 +266,16 @@ def find_stacked(
 def cut_into_layers(
     settings: MeshConfig, model: Model, loss: Loss, arrays: tuple[Arrays, Arrays, Any]
 ) -> LossPieces | None:
-    """Returns the loss in pieces around its loop over layers; see `find_stacked`.
+    """Splits the loss at its loop over layers; returns None if `offload.params` is device.
 
-    None if `offload.params` is device.
+    Args:
+      settings: mesh options.
+      model, loss: model that is trained, and its loss.
+      arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: the layers do not run in one loop, or `offload.params` is combined with a pipeline
+        or 8-bit products.
     """
     tier = settings.offload.params
     if tier == DEVICE:
@@ -303,10 +316,11 @@ def check_update_in_backward(
     precision: Precision,
     tx: optax.GradientTransformation,
 ) -> None:
-    """Raises if an update needs the whole gradient and so cannot run in the backward pass.
+    """Raises if an update in the backward pass is requested but needs gradients that do not exist
+    yet.
 
     Raises:
-      ValueError: names the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if layout is None or not layout.update_in_backward:
         return
@@ -338,10 +352,10 @@ def check_update_in_backward(
 
 
 def check_durable(config: OffloadConfig, precision: Precision, num_processes: int) -> None:
-    """Raises if `durable` is set but a killed run could not continue from files alone.
+    """Raises if `durable` is set but a killed run could not continue from its files alone.
 
     Raises:
-      ValueError: names the obstacle and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if not config.durable:
         return
@@ -349,18 +363,19 @@ def check_durable(config: OffloadConfig, precision: Precision, num_processes: in
     others = [tier for tier in config.shares if tier != NVME]
     if others:
         raise ValueError(
-            f"offload.durable with opt_state={config.shares}: what is in {' and '.join(others)} "
-            "memory is lost with the process, so the files alone do not hold a whole step; set "
+            f"offload.durable with opt_state={config.shares}: state in {' and '.join(others)} "
+            "memory is lost with the process, so the files alone do not have a whole step; set "
             f"opt_state: nvme, or {remedy}"
         )
     if not precision.has_masters:
         raise ValueError(
-            "offload.durable with param_dtype=bfloat16: weights are rebuilt from float32 masters "
-            "in the files, which such parameters do not have; use param_dtype=float32, or "
+            "offload.durable with param_dtype=bfloat16: weights are rebuilt from float32 "
+            "master weights in the files, but bfloat16 parameters have none; use "
+            "param_dtype=float32, or "
             f"{remedy}"
         )
     if num_processes > 1:
         raise ValueError(
-            f"offload.durable with {num_processes} processes: killed between two of their commits, "
-            f"they would be left with different steps; use one process, or {remedy}"
+            f"offload.durable with {num_processes} processes: if they are killed while a step "
+            f"is committed, their files may differ in the step; use one process, or {remedy}"
         )

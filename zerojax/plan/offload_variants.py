@@ -1,6 +1,6 @@
-"""Makes plans of the same run with other settings of offload, from its plan.
+"""Makes plans of the same run with other settings of offload.
 
-Tracing and placement stay; a plan with weights in host memory is made anew.
+Tracing and placement are reused, except that a plan with weights in host memory is made anew.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from zerojax.plan.state import abstract_offloaded, portable_on_host
 
 
 def streamed_from_host(plan: Plan) -> Plan:
-    """Returns the plan of the same run with weights and inputs of layers in host memory.
+    """Returns the plan of the same run with weights and inputs of layers in host memory instead of
+    files.
 
     Args:
-      plan: with the weights of layers in files.
+      plan: plan with the weights of layers in files.
     """
     assert isinstance(plan.remake, Remake)
     config = plan.settings.offload
@@ -33,8 +34,8 @@ def with_slices(plan: Plan, elements: int) -> Plan:
     """Returns the same plan with another `offload.slice_elements`.
 
     Args:
-      plan: with offload.
-      elements: upper limit for a slice.
+      plan: plan with offload.
+      elements: largest number of elements of a slice.
 
     Raises:
       ValueError: there are too many slices.

@@ -1,6 +1,7 @@
-"""Lists the choices that a plan leaves to a measurement on the run's GPUs, and their options.
+"""Lists the choices that a plan leaves to a measurement on the run's GPUs, and the alternatives of
+each.
 
-Knows plans; measures nothing (`zerojax.training.tuning` does, before a state exists).
+This module measures nothing; `zerojax.training.tuning` does so before the run has a state.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from zerojax.optim import Optimizer
 from zerojax.plan.decisions import Decisions
 
 CALLS = 2
-"""Maximum kinds of attention calls that are measured: those with the most products."""
+"""Largest number of kinds of attention calls that are measured; the kinds with the most products
+are chosen."""
 NO_MORE_MEMORY = {
     "xla": ("chunked", "mosaic_gpu"),
     "chunked": ("mosaic_gpu",),
@@ -29,9 +31,8 @@ SIZES = (SLICE_ELEMENTS // 4, SLICE_ELEMENTS * 2)
 
 
 def why_closed(plan: Decisions) -> str | None:
-    """Returns why no choice of a plan is left to measurement, with a remedy; None if there is
-    one.
-    """
+    """Returns the reason, with a remedy, why no choice of a plan is left to measurement; None if a
+    choice is."""
     settings = plan.settings
     if settings.tune == "off":
         return "tune=off; use tune=auto"
@@ -47,10 +48,11 @@ def why_closed(plan: Decisions) -> str | None:
 
 
 def open_kernels(plan: Decisions) -> dict[str, str]:
-    """Returns {"statistics" or "update": kernel name} of operations with two implementations.
+    """Returns the operations whose implementation is measured: {"statistics" or "update": kernel
+    name}.
 
-    An update has two if its optimizer requests neither, byte counts favour neither, and its kernels
-    hold no more memory than XLA's fusions.
+    An update is measured if its optimizer requests no implementation, byte counts are equal, and
+    its kernels need no more memory than XLA's fusions.
     """
     if plan.settings.kernels != "auto":
         return {}
@@ -62,9 +64,10 @@ def open_kernels(plan: Decisions) -> dict[str, str]:
 
 
 def planned_kernels(plan: Decisions) -> dict[str, str]:
-    """Returns {"update": kernel name} if `auto` plans it because it moves fewer bytes by count.
+    """Returns {"update": kernel name} if the setting `auto` chose the optimizer's Pallas kernel
+    because it moves fewer bytes than XLA's fusions; {} otherwise.
 
-    It is not timed, but its result has to match the reference on the run's card.
+    The kernel is not timed, but its result must match the reference on the run's GPU.
     """
     if plan.settings.kernels != "auto" or not isinstance(plan.tx, Optimizer):
         return {}
@@ -73,9 +76,11 @@ def planned_kernels(plan: Decisions) -> dict[str, str]:
 
 
 def open_calls(plan: Decisions) -> dict[str, Call]:
-    """Returns {kind: call} of the attention calls that `auto` decides and that may run faster.
+    """Returns {kind: call} of the attention calls whose implementation `auto` chooses and a
+    measurement may improve.
 
-    Calls whose time depends on data (packed texts, positions) and layouts are left to `auto`.
+    Calls whose time depends on data (packed texts, positions) and calls with layouts are not
+    measured.
     """
     calls = {
         call.kind: call
@@ -91,13 +96,13 @@ def _products(call: Call) -> int:
 
 
 def sizes_of_slices(plan: Decisions) -> dict[str, int]:
-    """Returns {parameter: elements per slice} of the parameters with slices in host memory."""
+    """Returns {parameter: elements per slice} for the parameters with slices in host memory."""
     leaves = {} if plan.offload is None else plan.offload.leaves
     return {name: leaf.slice_elements for name, leaf in leaves.items() if leaf.counts[HOST]}
 
 
 def why_slices_are_fixed(plan: Decisions) -> str | None:
-    """Returns why the size of slices is not an open choice, or None if it is."""
+    """Returns the reason why the size of offloaded slices is not measured; None if it is."""
     config = plan.settings.offload
     if not sizes_of_slices(plan):
         return "no optimizer state is on the host"
@@ -114,7 +119,8 @@ def why_slices_are_fixed(plan: Decisions) -> str | None:
 
 
 def describe_open_choices(plan: Decisions) -> list[str]:
-    """Describes, for absent GPUs, the planned choices and their alternatives."""
+    """Describes the choices of a plan for absent GPUs that a run will measure, and their
+    alternatives."""
     if why_closed(plan) is not None:
         return []
     kernels = open_kernels(plan)

@@ -1,4 +1,5 @@
-"""Chooses between padded arrays and true shapes for an optimizer, and refuses what fits neither."""
+"""Decides whether an optimizer updates padded arrays or arrays of unpadded shapes; raises if it can
+do neither."""
 
 from __future__ import annotations
 
@@ -38,18 +39,25 @@ def fit_padding(
     *,
     stacks: Collection[str],
 ) -> tuple[optax.GradientTransformation, list[str]]:
-    """Returns (an optimizer whose results padding does not change, lines for the plan).
+    """Adapts an optimizer so that padding does not change its results.
 
-    Padding zeros have no effect on zerojax's own optimizers. Any other optimizer is proven to be
-    unaffected by padding, or gets arrays of the true shapes.
+    Padding with zeros has no effect on zerojax's own optimizers. Any other optimizer either is
+    proven to be unaffected by padding, or updates arrays of unpadded shapes.
 
     Args:
+      tx: the optimizer.
       params: all parameters, as structs.
-      stacks: names of parameters whose dimension 0 counts layers.
+      placement: placement table.
+      precision: dtypes of the run.
+      mesh: the device mesh.
+      stacks: names of parameters whose dimension 0 is layers.
+
+    Returns:
+      (the optimizer, lines for the plan).
 
     Raises:
-      ValueError: the update needs inputs that a step does not have, or does not return what optax
-        specifies.
+      ValueError: the update needs inputs that a step does not provide, or does not return what
+        optax specifies.
     """
     if isinstance(tx, Optimizer):
         return tx, []
@@ -91,7 +99,7 @@ def _dtype(dtype: Any, precision: Precision) -> Any:
 
 
 def _padded_dims(leaf: LeafPlacement) -> frozenset[int]:
-    """Returns the dimensions whose stored size differs from the true size."""
+    """Returns the dimensions whose stored size differs from the unpadded size."""
     sizes = enumerate(zip(leaf.shape, leaf.stored_shape, strict=True))
     return frozenset(at for at, (one, other) in sizes if one != other) | (
         {0} if leaf.has_rows else frozenset()
@@ -116,7 +124,7 @@ def _describe(changed: Mapping[str, LeafPlacement], why: str) -> str:
 
 
 class _Forms:
-    """Traced updates of parameters, gradients and moments, in unpadded and in stored shapes."""
+    """Converts parameters, gradients and moments between unpadded and stored shapes; traced."""
 
     def __init__(
         self,
@@ -153,11 +161,15 @@ class _Forms:
 def _fit_keywords(
     tx: optax.GradientTransformation, true: Structs, layers: frozenset[str]
 ) -> tuple[optax.GradientTransformation, ClosedJaxpr]:
-    """Returns the transformation without keywords that steps do not provide, and its traced update.
+    """Removes the keywords that steps do not provide from an optimizer's update, and traces the
+    update.
+
+    Returns:
+      (the transformation, its traced update).
 
     Raises:
-      ValueError: it needs a keyword that a step does not have, fails on these parameters, or
-        returns other shapes than it was given.
+      ValueError: the update needs a keyword that a step does not provide, fails on these
+        parameters, or returns other shapes than those of its arguments.
     """
     refused: frozenset[str] = frozenset()
     while True:

@@ -1,4 +1,4 @@
-"""Decides the pipeline of a plan: partition of the layers over stages, and their memory."""
+"""Plans the pipeline of a run: how many layers each stage has, and the memory of a stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from zerojax.tracing.trace import ModelTrace
 Arrays = Mapping[str, Any]
 
 METHODS = ("uniform", "parameters", "flops")
-"""Methods by count or by cost; the caller provides the costs."""
+"""Names of the methods that divide layers among stages, by number or by cost; the caller provides
+the costs."""
 
 
 def plan_pipeline(
@@ -39,12 +40,14 @@ def plan_pipeline(
     trace: ModelTrace,
     arrays: tuple[Arrays, Arrays, Any],
 ) -> PipelineLayout:
-    """Returns the layout of a model on `settings.stage` stages.
+    """Plans the pipeline of a model on `settings.stage` stages.
 
     Args:
-      settings: the mesh options; mesh: made from them.
-      num_microbatches: of a step.
-      model, loss: what is trained; trace: of one microbatch.
+      settings: mesh options.
+      mesh: the device mesh.
+      num_microbatches: number of microbatches of a step.
+      model, loss: model that is trained, and its loss.
+      trace: trace of the loss on one microbatch.
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
     Raises:
@@ -92,7 +95,8 @@ def plan_pipeline(
 
 
 def _may_skip(settings: MeshConfig, mesh: Mesh | AbstractMesh, loop: LayerLoop) -> bool:
-    """Returns whether a stage may skip padding rows (rows without a layer); see `cut_loss`."""
+    """Returns whether a stage may skip rows of padding (rows without a layer) instead of computing
+    them."""
     gathers = settings.zero > 1 and mesh.shape[DATA] > 1
     collective = mesh.shape[MODEL] > 1 or gathers or holds_collectives(loop.layer)
     return not collective and (settings.stash == "input" or loop.is_checkpointed)
@@ -103,8 +107,8 @@ def choose_microbatches(
 ) -> tuple[int, list[str]]:
     """Returns (number of microbatches, reasons): the user's number, or a default.
 
-    More microbatches make stages idle for a smaller part of a step, at the cost of smaller
-    matrices. Multiples of the number of stages come first, because some schedules need them.
+    More microbatches reduce the share of a step in which stages are idle, but make matrices
+    smaller. Multiples of the number of stages are preferred, because some schedules need them.
     """
     stages = mesh.shape[STAGE]
     if given is not None or stages == 1:
@@ -120,11 +124,11 @@ def choose_microbatches(
 
 
 def _divide(method: Any, loop: LayerLoop, params: Arrays, draft: PipelineLayout) -> tuple[int, ...]:
-    """Returns the number of layers of each virtual stage.
+    """Returns the number of layers of each virtual stage (chunk of a stage).
 
-    "flops" is the fastest division for the executor. In every tick it computes a forward slot, in
-    which the last virtual stage computes the whole head, and a backward slot, and each takes as
-    long as its slowest stage. So the head counts for more than its part of a whole step, or, if
+    "flops" chooses the fastest division for the executor. In every tick the executor computes a
+    forward slot, in which the last virtual stage computes the whole head, and a backward slot; each
+    takes as long as its slowest stage. So the head counts for more than its share of a step, or, if
     padding is computed, for nothing. The best divisions for several weights of the head are
     compared.
     """
@@ -145,7 +149,7 @@ def _divide(method: Any, loop: LayerLoop, params: Arrays, draft: PipelineLayout)
 
 
 def _sizes(loop: LayerLoop, params: Arrays) -> dict[str, float]:
-    """Returns the number of parameters of a layer, of the embedding, and of the rest."""
+    """Returns the number of parameters of a layer, of the embedding, and of the remaining model."""
     sizes = {name: trees.num_elements(leaf.shape) for name, leaf in params.items()}
     before = loop.names_of(loop.embed_piece.inputs)
     rest = {name: size for name, size in sizes.items() if name not in loop.stacked}
@@ -165,23 +169,25 @@ def partition_layers(
     embed_cost: float = 0.0,
     head_cost: float = 0.0,
 ) -> tuple[int, ...]:
-    """Returns the number of layers in each part, in the model's order.
+    """Divides the layers of a model into consecutive parts; returns the number of layers in each
+    part.
 
-    "parameters" and "flops" minimize the cost of the heaviest part. Among equal solutions the most
-    even one is taken: the fewest layers in the largest part, then in the second largest, and so on;
-    among the remaining ones, the one with its smaller parts last.
+    "parameters" and "flops" minimize the cost of the most expensive part. Among equal solutions the
+    most even is chosen: with the fewest layers in the largest part, then in the second largest, and
+    so on; then the solution whose smaller parts come last.
 
     Args:
-      method: a name of `METHODS`, or the numbers themselves.
-      num_layers: of the model; all are equal.
-      num_parts: pipeline stages times chunks on each.
-      layer_cost: of one layer, at least 0; of any unit.
+      method: a name in `METHODS`, or the numbers themselves.
+      num_layers: number of layers of the model; all cost the same.
+      num_parts: number of parts, which is pipeline stages times chunks per stage.
+      layer_cost: cost of one layer, at least 0, in any unit.
       embed_cost: additional cost of the first part, in the same unit.
-      head_cost: additional cost of the last part; with one part, of the same part.
+      head_cost: additional cost of the last part, in the same unit; with one part it adds to
+        embed_cost.
 
     Raises:
-      ValueError: no such method; more parts than layers; "uniform" does not divide; a list that
-        does not fit.
+      ValueError: an unknown method, more parts than layers, "uniform" with layers that the parts do
+        not divide, or a list that does not fit.
 
     >>> partition_layers("flops", 8, 4, head_cost=2.0)
     (3, 2, 2, 1)
@@ -213,7 +219,7 @@ def partition_layers(
 
 
 def _check_list(layers: tuple[int, ...], num_layers: int, num_parts: int) -> tuple[int, ...]:
-    """Returns `layers`, the user's number of layers of each part, after checking them."""
+    """Checks the user's number of layers of each part, and returns it."""
     example = ""
     if num_parts <= num_layers:
         example = f", such as {list(_even(num_layers, num_parts))}"
@@ -236,7 +242,7 @@ def _check_list(layers: tuple[int, ...], num_layers: int, num_parts: int) -> tup
 
 
 def _around(divisors: Sequence[int], number: int) -> list[int]:
-    """Returns the nearest divisors below and above a number."""
+    """Returns the nearest divisors below and above a number, if there are any."""
     below = [n for n in divisors if n < number]
     above = [n for n in divisors if n > number]
     return below[-1:] + above[:1]
@@ -251,10 +257,10 @@ def _even(num_layers: int, num_parts: int) -> tuple[int, ...]:
 def _balance(
     num_layers: int, num_parts: int, layer: float, embed: float, head: float
 ) -> tuple[int, ...]:
-    """Divides layers into parts such that the cost of the most expensive part is minimal.
+    """Divides layers into parts so that the cost of the most expensive part is minimal.
 
-    All parts between the first and the last are alike, so the search covers only the numbers of
-    layers of these two; the others are as equal as possible.
+    All parts between the first and the last cost the same per layer, so the search tries only the
+    numbers of layers of these two; the others are as equal as possible.
     """
     if num_parts == 1:
         return (num_layers,)

@@ -1,7 +1,7 @@
 """Computes the costs of a pipeline: idle time, balance, buffers and messages.
 
-Counts what the executor does in each run of the table, masked slots included; never knows a model's
-parameters, a program or a device.
+The computation counts what the executor does in each run of the schedule's table, including masked
+slots. It needs no parameters, no program and no device.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ recomputed forward (1) and the backward (2)."""
 
 
 def slot_costs(layout: PipelineLayout) -> Costs:
-    """Returns the times of F, B and W, in units of a forward pass of the layers.
+    """Returns the times of the F, B and W operations (forward, gradient of the input, gradient of
+    the weights), in units of a forward pass of the layers.
 
-    B computes gradients of inputs (1) and, if no W follows, of weights (1). W goes through the
-    chunk backward once more for the gradients of weights (2). With the stash `input` each of them
-    first recomputes the forward pass. Recomputation by checkpoints inside a layer is not counted.
+    B computes gradients of inputs (1) and, if there is no W, also of weights (1). W goes backward
+    through the chunk once more for the gradients of weights (2). With stash `input` B and W each
+    first recompute the forward pass. Recomputation by checkpoints inside a layer is not counted.
     """
     again = float(layout.table.stash == "input")
     split = layout.schedule.splits_backward
@@ -38,11 +39,13 @@ def slot_costs(layout: PipelineLayout) -> Costs:
 
 
 def ticks_of(layout: PipelineLayout, slot: str) -> int:
-    """Returns the ticks in which every device computes a slot, masked where it idles.
+    """Returns the number of ticks in which every device computes a slot; a stage that is idle
+    computes it with a mask.
 
     Args:
-      slot: "forward", "backward", "weight", "embed", "head" or "embed_backward" (attributes
-        of `TickRun`).
+      layout: pipeline layout.
+      slot: "forward", "backward", "weight", "embed", "head" or "embed_backward" (attributes of
+        `TickRun`).
     """
     return sum(_length(run) for run in layout.table.runs if getattr(run, slot))
 
@@ -50,8 +53,8 @@ def ticks_of(layout: PipelineLayout, slot: str) -> int:
 def bubble(layout: PipelineLayout) -> float:
     """Returns the share of a step's slots without useful computation, for equal stages.
 
-    The executor runs all stages in lockstep, so every slot of a run takes its time on all of them;
-    the times are `slot_costs`.
+    The executor runs all stages in lockstep, so every slot of a run takes its time (`slot_costs`)
+    on all of them.
     """
     schedule, times = layout.schedule, slot_costs(layout).of(layout.schedule)
     whole = sum(
@@ -62,20 +65,23 @@ def bubble(layout: PipelineLayout) -> float:
 
 
 def field_bubble(layout: PipelineLayout) -> float:
-    """Returns the bubble as papers count it: stages wait only for their inputs.
+    """Returns the share of idle time as papers count it, in which stages wait only for their
+    inputs.
 
-    (p-1)/(m+p-1) for 1f1b and gpipe, with p stages and m microbatches.
+    For 1f1b and gpipe it is (p-1)/(m+p-1), with p stages and m microbatches.
     """
     return _simulated(layout).asynchronous_bubble
 
 
 def in_flight(layout: PipelineLayout) -> tuple[int, ...]:
-    """Returns the maximum microbatches in flight on each stage, counted once per chunk."""
+    """Returns the largest number of microbatches in flight on each stage, counted once per
+    chunk."""
     return _simulated(layout).in_flight
 
 
 def bubble_of_more(layout: PipelineLayout) -> float | None:
-    """Returns `bubble` with twice as many microbatches; None for a schedule without a formula."""
+    """Returns the share of idle slots (`bubble`) with twice as many microbatches; None for a
+    schedule without a formula."""
     schedule = layout.schedule
     if schedule.name not in SCHEDULES or schedule.name == "1f1b_classic":
         return None
@@ -94,7 +100,8 @@ def _simulated(layout: PipelineLayout) -> Simulation:
 
 
 def chunk_flops(layout: PipelineLayout) -> tuple[float, ...]:
-    """Returns forward FLOPs of one microbatch per virtual stage, with its embedding or head."""
+    """Returns the forward FLOPs of one microbatch on each virtual stage, including its embedding or
+    head."""
     flops = [number * layout.layer_flops for number in layout.layers]
     flops[0] += layout.embed_flops
     flops[-1] += layout.head_flops
@@ -102,12 +109,13 @@ def chunk_flops(layout: PipelineLayout) -> tuple[float, ...]:
 
 
 def stage_flops(layout: PipelineLayout) -> tuple[float, ...]:
-    """Returns forward FLOPs of one microbatch per stage: the sum over its chunks."""
+    """Returns the forward FLOPs of one microbatch on each stage, summed over its chunks."""
     return by_stage(layout, chunk_flops(layout))
 
 
 def by_stage(layout: PipelineLayout, values: Sequence[float]) -> tuple[float, ...]:
-    """Returns one number for each stage: the sum of `values`, one per virtual stage, on it."""
+    """Sums `values`, which has one number per virtual stage, over the virtual stages of each
+    stage."""
     schedule = layout.schedule
     sums = [0.0] * schedule.num_stages
     for virtual, value in enumerate(values):
@@ -116,10 +124,11 @@ def by_stage(layout: PipelineLayout, values: Sequence[float]) -> tuple[float, ..
 
 
 def balance(layout: PipelineLayout) -> float:
-    """Returns the imbalance of virtual stages: the forward cost of a tick over their mean cost.
+    """Returns how uneven virtual stages are: the forward cost of a tick, divided by the mean cost
+    of virtual stages.
 
-    Where padding is computed, every virtual stage computes as many rows as the longest has layers;
-    the most expensive one has the embedding or the head in addition.
+    If padding is computed, every virtual stage computes as many rows as the longest has layers; the
+    most expensive virtual stage also has the embedding or the head.
     """
     flops = math.fsum(chunk_flops(layout))
     if layout.skips_padding:
@@ -134,13 +143,13 @@ def balance(layout: PipelineLayout) -> float:
 def executed_flops(layout: PipelineLayout) -> float:
     """Returns the FLOPs that one device executes in a step, including masked slots and padding.
 
-    Embedding and head are computed where a run has them; the embedding's forward is recomputed
-    before its backward. Where padding is skipped, a device's time is that of the stage it waits
-    for: in the forward slot the most expensive virtual stage with its embedding or head, in the
-    others the longest.
+    Embedding and head count in the runs that have them; the embedding's forward pass is recomputed
+    before its backward pass. If padding is skipped, a device takes as long as the stage it waits
+    for: in the forward slot the most expensive virtual stage with its embedding or head, in other
+    slots the longest virtual stage.
     """
     times, chunk = slot_costs(layout).of(layout.schedule), layout.chunk_rows * layout.layer_flops
-    chunk *= layout.schedule.num_chunks  # slot times are those of one
+    chunk *= layout.schedule.num_chunks  # slot times are those of one chunk
     total = 0.0
     for run in layout.table.runs:
         tick = sum(times[kind] for kind in _kinds(run)) * chunk
@@ -163,23 +172,24 @@ def _forward_ends(layout: PipelineLayout, embed: float, head: float) -> float:
 
 
 def useful_flops(layout: PipelineLayout) -> float:
-    """Returns one device's share of a step's FLOPs: three forward passes over the stages.
-
-    Recomputation is not counted, as for all model FLOPs.
-    """
+    """Returns one device's share of a step's FLOPs without recomputation: three forward passes,
+    divided among the stages."""
     whole = layout.embed_flops + layout.num_layers * layout.layer_flops + layout.head_flops
     return TRAINING_FACTOR * whole * layout.schedule.num_microbatches / layout.schedule.num_stages
 
 
 def activation_bytes(layout: PipelineLayout) -> int:
-    """Returns the bytes sent from stage to stage for one microbatch of one data shard."""
+    """Returns the bytes that are sent from one stage to the next for one microbatch of one data
+    shard."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in layout.activations)
 
 
 def buffer_bytes(layout: PipelineLayout) -> dict[str, tuple[int, int]]:
-    """Returns {buffer: (slots, bytes of each slot)}, the spare slot included; same on every device.
+    """Returns {buffer: (number of slots including a spare slot, bytes of each slot)}, the same on
+    every device.
 
-    `sent` holds the gradients sent at the end of a tick and received in the next.
+    The buffer `sent` contains the gradients that are sent at the end of a tick and received in the
+    next tick.
     """
     table, message = layout.table, activation_bytes(layout)
     buffers = {
@@ -196,23 +206,24 @@ def buffer_bytes(layout: PipelineLayout) -> dict[str, tuple[int, int]]:
 
 
 def total_buffer_bytes(layout: PipelineLayout) -> int:
-    """Returns the bytes of all buffers on each device."""
+    """Returns the bytes of all pipeline buffers on each device."""
     return sum(slots * size for slots, size in buffer_bytes(layout).values())
 
 
 def stash_bytes_of_stages(layout: PipelineLayout) -> tuple[int, ...]:
-    """Returns the maximum bytes that each stage keeps for its backward passes.
+    """Returns the largest number of bytes that each stage stores for its backward passes.
 
-    The buffer has as many slots as the stage that keeps most.
+    The buffer on every device has as many slots as the stage that stores the most needs.
     """
     return tuple(number * layout.stash_bytes for number in in_flight(layout))
 
 
 def num_permutes(layout: PipelineLayout) -> int:
-    """Returns the messages per step from a middle device to its neighbours, masked ticks included.
+    """Returns the number of messages per step from a device of a middle stage to its neighbours,
+    including masked ticks.
 
-    One per tick of a run for each direction in which the run receives something; nothing is sent
-    between chunks of the same stage.
+    There is one message per tick of a run for each direction in which the run receives something;
+    nothing is sent between chunks of the same stage.
     """
     return sum(
         _length(run) * sum(direction != "local" for _, direction in run.receives)

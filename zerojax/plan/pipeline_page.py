@@ -1,4 +1,4 @@
-"""Formats the pipeline section of a plan's page, and its dictionary."""
+"""Formats the pipeline section of a plan's page, and the same facts as a dictionary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ZERO_SENTENCES = (
 
 
 def pipeline_line(layout: PipelineLayout) -> str:
-    """Returns a short summary: schedule, stages, bubble."""
+    """Formats a short summary of a pipeline: schedule, stages and idle share (bubble)."""
     schedule = layout.schedule
     chunks = f" x {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     return (
@@ -41,10 +41,8 @@ def pipeline_line(layout: PipelineLayout) -> str:
 
 
 def pipeline_lines(layout: PipelineLayout, placement: Placement) -> list[str]:
-    """Returns the pipeline section of a plan's page: schedule, stages, bytes, picture.
-
-    Lines have at most 100 columns.
-    """
+    """Formats the pipeline section of a plan's page: schedule, stages, bytes and a picture, at most
+    100 columns."""
     schedule = layout.schedule
     lines = [
         f"pipeline: {schedule.name}, {schedule.num_stages} stages, {schedule.num_microbatches} "
@@ -103,7 +101,7 @@ def _stage_rows(layout: PipelineLayout, placement: Placement) -> list[str]:
 
 
 def _chunks(layout: PipelineLayout, stage: int) -> list[int]:
-    """Returns the number of layers of each chunk of a stage."""
+    """Returns the number of layers in each chunk of a stage."""
     schedule = layout.schedule
     places = [schedule.locate(virtual) for virtual in range(schedule.num_virtual_stages)]
     found = {chunk: layout.layers[v] for v, (where, chunk) in enumerate(places) if where == stage}
@@ -111,7 +109,8 @@ def _chunks(layout: PipelineLayout, stage: int) -> list[int]:
 
 
 def stage_parameters(layout: PipelineLayout, placement: Placement) -> tuple[int, ...]:
-    """Returns the parameters of each stage's layers, unpadded, before ZeRO and `model` splits."""
+    """Returns the number of parameters of each stage's layers, unpadded, before ZeRO and tensor
+    parallelism split them."""
     layer = sum(
         trees.num_elements(placement.leaves[name].shape) // layout.num_layers
         for name in layout.stacked
@@ -120,7 +119,8 @@ def stage_parameters(layout: PipelineLayout, placement: Placement) -> tuple[int,
 
 
 def shared_parameters(layout: PipelineLayout, placement: Placement) -> int:
-    """Returns the parameters that every stage has: those of embedding and head."""
+    """Returns the number of parameters that every stage has, which are those of embedding and
+    head."""
     return sum(
         trees.num_elements(leaf.shape)
         for name, leaf in placement.leaves.items()
@@ -182,7 +182,7 @@ def _wrap(sentence: str) -> list[str]:
 
 
 def pipeline_dict(layout: PipelineLayout, placement: Placement) -> dict[str, Any]:
-    """Returns the pipeline of a plan as a JSON-compatible dictionary; sizes in bytes.
+    """Returns the pipeline of a plan as a JSON-compatible dictionary; sizes are in bytes.
 
     `table` is None if the schedule has more than `MAX_CELLS` cells.
     """

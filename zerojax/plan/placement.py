@@ -1,10 +1,11 @@
-"""Makes the placement table of a model, and finds parameters gathered at the same time.
+"""Makes the placement table of a model, and finds the parameters that are gathered at the same
+time.
 
-A loop frees one layer's parameters before it reads the next layer's. Outside of loops the compiler
-has no reason to: layers of a Python list, which are all read in one straight piece of the program,
-are gathered at the same time, with or without checkpoints. Compiled for 8 H200 (JAX 0.12, ZeRO-3, 8
-layers of 1M parameters in a list): 36.1 MiB of temporaries in float32 and 19.3 in bfloat16, where
-all weights once and the shards of gradients are 36.1 and 18.1.
+In a loop the compiler frees one layer's gathered parameters before it gathers the next layer's.
+Outside of loops it has no reason to: layers of a Python list are read in one part of the program
+without a loop, and are gathered at the same time, with or without checkpoints. Compiled for 8 H200
+(JAX 0.12, ZeRO-3, 8 layers of 1M parameters in a list), temporaries take 36.1 MiB in float32 and
+19.3 in bfloat16; all weights once and the shards of gradients would take 36.1 and 18.1.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from zerojax.tracing.row_lookups import Asked
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The placement table: one row per parameter.
+    """Placement table, with one row per parameter.
 
     Attributes:
-      leaves: name -> row, in the model's order.
+      leaves: {name of the parameter: its row}, in the model's order.
       zero: ZeRO stage of the plan.
-      axis_sizes: mesh axis -> size.
+      axis_sizes: {mesh axis: size}.
     """
 
     leaves: Mapping[str, LeafPlacement]
@@ -52,7 +53,8 @@ class Placement:
     axis_sizes: Mapping[str, int]
 
     def num_parameters(self, *, frozen: bool | None = None) -> int:
-        """Returns the number of parameters, unpadded: all, or only the frozen or trained ones."""
+        """Returns the number of parameters without padding: all, or only the frozen or only the
+        trained parameters."""
         return sum(
             trees.num_elements(leaf.shape)
             for leaf in self.leaves.values()
@@ -60,14 +62,15 @@ class Placement:
         )
 
     def shard_elements(self, leaf: LeafPlacement) -> int:
-        """Returns the elements of this parameter's master on one device."""
+        """Returns the number of elements of a parameter's stored shard on one device."""
         split = math.prod(self.axis_sizes[axis] for axis in axes_of_spec(leaf.stored_spec))
         return trees.num_elements(leaf.stored_shape) // split
 
     def held_elements(self, leaf: LeafPlacement) -> int:
-        """Returns how many elements of a parameter a device stores during a step.
+        """Returns the number of elements of a parameter that a device stores during a step.
 
-        These are its shard or, with `wire.secondary`, the part of a node's copy.
+        They are its shard or, with `wire.secondary`, its larger part of the copy that the node
+        shares.
         """
         shard = self.shard_elements(leaf)
         return (
@@ -75,31 +78,30 @@ class Placement:
         )
 
     def num_shards(self, leaf: LeafPlacement) -> int:
-        """Returns the number of pieces into which ZeRO cuts `zero_dim` of a parameter."""
+        """Returns the number of shards into which ZeRO splits a parameter."""
         return math.prod(self.axis_sizes[axis] for axis in leaf.zero_axes)
 
     def exceptions(self) -> list[tuple[str, str]]:
-        """Returns (name, reason) of every parameter that is not placed by the default rule of its
-        stage.
-        """
+        """Returns (name, reason) for every parameter whose placement differs from the default rule
+        of the ZeRO stage."""
         return [(leaf.name, reason) for leaf in self.leaves.values() for reason in leaf.reasons]
 
 
 def axes_of_spec(spec: P) -> list[str]:
-    """Returns every mesh axis of a partition spec."""
+    """Returns all mesh axes in a partition spec."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return [axis for entry in entries for axis in entry if axis is not None]
 
 
 def shared_axes(mesh: Mesh | AbstractMesh, spec: P) -> tuple[str, ...]:
-    """Returns the mesh axes of a partition spec that have more than one device."""
+    """Returns the mesh axes in a partition spec that have more than one device."""
     return tuple(axis for axis in axes_of_spec(spec) if mesh.shape[axis] > 1)
 
 
 def axes_of_dims(
     mesh: Mesh | AbstractMesh, leaves: Mapping[str, Any]
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Returns {name: for each dimension the mesh axes of more than one device that split it}."""
+    """Returns {name: for each dimension the mesh axes with more than one device that split it}."""
     found = {}
     for name, leaf in leaves.items():
         spec = (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
@@ -120,31 +122,34 @@ def place_parameters(
     layer_rows: Mapping[str, tuple[int, ...]] | None = None,
     eight_bits: Collection[str] = (),
 ) -> Placement:
-    """Makes the placement table: decides for each parameter how it is sharded and read.
+    """Makes the placement table: decides how each parameter is sharded and read.
 
-    The ZeRO dimension of a parameter is the largest one that its shards divide, among those that
-    neither a layer scan slices nor tensor parallelism splits (both on one dimension would permute
-    the stored weights); where none is divisible, the largest free one, padded. Codes are never cut
-    inside a block.
+    ZeRO shards the largest dimension that the number of shards divides, among the dimensions that
+    neither a scan over layers removes nor tensor parallelism splits (both on one dimension would
+    permute the stored weights). If no such dimension is divisible, the largest of them is padded.
+    Quantized codes are never split inside a block.
 
     Args:
-      shapes: name -> true shape.
-      read_shapes: name -> shapes with which the model reads it; tells which dimensions a scan
-        slices.
-      axis_sizes: mesh axis -> size.
-      rules: the user's settings.
-      always_frozen: name -> reason, for parameters that can have no gradient (integers); kept
-        whole.
-      barriers: name -> why the parameter cannot be gathered where the model reads it.
-      reads_lazily: False when the model has no point of use (a pair of functions).
-      mapped_dims: name -> number of leading dimensions of a read that `jax.vmap` maps.
-      layer_rows: name -> `LeafPlacement.layer_rows`, for the parameters on a pipeline.
-      eight_bits: names of parameters gathered in 8 bits, if they are gathered on use.
+      shapes: {name: unpadded shape}.
+      read_shapes: {name: shapes with which the model reads the parameter}, which show the
+        dimensions that a scan removes.
+      axis_sizes: {mesh axis: size}.
+      rules: the user's settings of placement.
+      always_frozen: {name: reason} for parameters that can have no gradient (integers); they are
+        not sharded.
+      barriers: {name: reason why the parameter cannot be gathered where the model reads it}.
+      reads_lazily: whether the model shows where it uses a parameter; False for a pair of
+        functions.
+      mapped_dims: {name: number of leading dimensions of a read that `jax.vmap` maps}.
+      layer_rows: {name: layer in each row of the stored stack}, for parameters that a pipeline
+        splits.
+      eight_bits: names of parameters that are gathered as 8-bit floats, if they are gathered on
+        use.
 
     Raises:
-      ValueError: a rule names an unknown axis, does not fit a shape, or does not divide it; a
-        parameter on a pipeline is not read layer by layer, or a rule splits its layers; a rule
-        splits experts that the axis `expert` splits.
+      ValueError: a rule has an unknown axis, does not fit a shape, or does not divide it; a
+        parameter that a pipeline splits is not read layer by layer, or a rule splits its layers; a
+        rule splits experts that the axis `expert` splits.
     """
     frozen = dict(always_frozen or {})
     frozen_by_user = _frozen_by_user(shapes, rules) if rules.freeze else frozenset()
@@ -215,7 +220,8 @@ def place_parameters(
 
 
 def _frozen_by_user(shapes: Mapping[str, Shape], rules: PlacementRules) -> frozenset[str]:
-    """Returns the stored names that the user's patterns freeze; of a stack, all rows."""
+    """Returns the stored names that the user's patterns freeze; a stack is frozen only if the
+    patterns match all its rows."""
     rows_of = {name: rules.stacks.get(name, (name,)) for name in shapes}
     names = [row for rows in rows_of.values() for row in rows]
     matched = trees.match_names(names, rules.freeze, option="freeze")
@@ -225,9 +231,8 @@ def _frozen_by_user(shapes: Mapping[str, Shape], rules: PlacementRules) -> froze
 def _access(
     shape: Shape, barrier: str | None, rules: PlacementRules, reads_lazily: bool
 ) -> tuple[Access, str | None]:
-    """Returns how a sharded parameter is read (`Access`), and the reason if this is not the stage's
-    default.
-    """
+    """Returns how a sharded parameter is read (`Access`), and the reason if this is not the default
+    of the ZeRO stage."""
     if rules.zero == 1:
         return Access.GATHER_ONCE, None
     if barrier is not None:
@@ -243,27 +248,27 @@ def _access(
     reason = (
         None
         if reads_lazily
-        else "for a model of functions (init, apply) all are gathered when apply starts"
+        else "a model of functions (init, apply) gathers all parameters when apply starts"
     )
     return Access.GATHER_ON_USE, reason
 
 
 def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str | None]:
-    """Returns (number of leading dimensions that a scan slices, reason why the parameter is not
-    gathered on use).
-    """
+    """Returns (number of leading dimensions that a scan over layers removes, reason why the
+    parameter is not gathered on use or None)."""
     if not reads:
         return 0, "is never read by the loss"
     for read in reads:
         if read != shape[len(shape) - len(read) :]:
-            return 0, f"is read with shape {list(read)}, no trailing slice of {list(shape)}"
+            return 0, f"is read with shape {list(read)}, not a trailing slice of {list(shape)}"
     return len(shape) - min(map(len, reads)), None
 
 
 def _check_rows(
     name: str, shape: Shape, rows: tuple[int, ...], axis_sizes: Mapping[str, int]
 ) -> None:
-    """Asserts that `rows` has each layer of a stack once, and that `stage` divides the rows."""
+    """Asserts that `rows` contains each layer of a stack once, and that the number of stages
+    divides the number of rows."""
     held = sorted(layer for layer in rows if layer >= 0)
     assert held == list(range(shape[0])), (name, shape, rows)
     assert len(rows) % axis_sizes[STAGE] == 0, (name, rows, dict(axis_sizes))
@@ -272,7 +277,7 @@ def _check_rows(
 def _check_stack(
     name: str, axes: tuple[str | None, ...], stack_dims: int, barrier: str | None
 ) -> None:
-    """Raises if a pipeline stage cannot hold only its own layers of a parameter."""
+    """Raises if a pipeline stage cannot store only its own layers of a parameter."""
     if stack_dims == 0:
         why = barrier or "is read whole"
         raise ValueError(
@@ -288,7 +293,7 @@ def _check_stack(
 
 
 def _check_experts(name: str, axes: tuple[str | None, ...], dim: int) -> None:
-    """Raises if a rule splits experts over a second axis."""
+    """Raises if a tensor-parallel rule splits the dimension of experts over a second axis."""
     if axes[dim] is not None:
         raise ValueError(
             f"{name}: its tensor-parallel rule splits dim {dim} over {axes[dim]}, and dim {dim} "
@@ -312,10 +317,11 @@ def _zero_dim(
     over: str,
     codes: WeightCodes | None,
 ) -> tuple[int | None, int | None, str | None]:
-    """Chooses the dimension that ZeRO shards.
+    """Chooses the dimension of a parameter that ZeRO shards.
 
     Returns:
-      (negative dimension, its stored size, reason if a dimension is padded or there is none).
+      (negative dimension or None, its stored size, reason if a dimension is padded or none can be
+      sharded).
     """
     free = [i for i in range(stack_dims, len(shape)) if axes[i] is None and shape[i] > 0]
     if codes is not None and shape[codes.dim] % (shards * BLOCK):
@@ -351,17 +357,23 @@ def place_model(
     expert_dims: Mapping[str, int] | None = None,
     lookups: Mapping[str, Asked] | None = None,
 ) -> Placement:
-    """Returns the placement table of a model's parameters.
+    """Makes the placement table of a model's parameters.
 
     Args:
-      model, params: what is trained; trace: of one microbatch.
-      settings: the mesh options; mesh: made from them.
-      freeze: regular expressions on names; freeze_codes: as in `PlacementRules`.
-      stacked: names of the parameters that a pass reads layer by layer, however the model reads
-        them.
-      layout: of a pipeline, None without one.
-      stacks: {rolled stack: the user's names of its rows}, which patterns match.
-      expert_dims, lookups: as in `PlacementRules`.
+      model: model that is trained.
+      params: {name: shape and dtype of the parameter}.
+      trace: trace of the loss on one microbatch.
+      settings: mesh options.
+      mesh: the device mesh.
+      freeze: regular expressions on names of parameters that are not trained.
+      freeze_codes: how frozen kernels are quantized; None: they are not.
+      stacked: names of the parameters that a pass reads layer by layer, even if the model reads
+        them otherwise.
+      layout: pipeline layout; None without a pipeline.
+      stacks: {stacked parameter of rolled layers: the user's names of its rows}, which patterns
+        match.
+      expert_dims: {name: dimension of experts (negative), which is split over `expert`}.
+      lookups: {lookup table: number of rows looked up}.
     """
     integers = {
         name: f"{leaf.dtype.name} has no gradient: frozen and not sharded"
@@ -369,7 +381,7 @@ def place_model(
         if not jnp.issubdtype(leaf.dtype, jnp.floating)
     }
     barriers, read_shapes = dict(trace.barriers), dict(trace.read_shapes)
-    # Read whole, but used only by the loop, which slices it.
+    # Parameters that are read as a whole, but used only by the loop, which slices them.
     early = [name for name in stacked if params[name].shape in read_shapes.get(name, ())]
     barriers |= dict.fromkeys(early, "is read before the loop over layers")
     if why := _why_not_in_branches(settings):
@@ -411,9 +423,8 @@ def place_model(
 
 
 def _why_not_in_branches(settings: MeshConfig) -> str | None:
-    """Returns why collectives must not be inside branches, even if all devices take the same
-    branch.
-    """
+    """Returns the reason why collectives must not be inside branches, even if all devices take the
+    same branch; None if they may be."""
     inside = "is read inside `cond`, and"
     if settings.stage > 1:
         return f"{inside} pipeline stages run different microbatches at the same time"
@@ -427,9 +438,8 @@ def _why_not_in_branches(settings: MeshConfig) -> str | None:
 
 
 def _read_repeatedly(params: Mapping[str, Any], trace: tracing.ModelTrace) -> list[str]:
-    """Returns parameters that are read twice: tied weights, or parameters read as a whole inside a
-    loop.
-    """
+    """Returns the names of parameters that are read twice: tied weights, or parameters that are
+    read as a whole inside a loop."""
     found: dict[str, bool] = {}
     for read in marked_reads(trace.jaxpr.jaxpr):
         sliced = len(params[read.name].shape) - len(read.shape) - read.mapped_dims
@@ -439,11 +449,12 @@ def _read_repeatedly(params: Mapping[str, Any], trace: tracing.ModelTrace) -> li
 
 @dataclasses.dataclass(frozen=True)
 class StraightPiece:
-    """Straight-line part of a program: between two loops that read parameters, or inside one.
+    """Part of a program without a loop: between two loops that read parameters, or inside the body
+    of one.
 
     Attributes:
-      names: of the parameters that are read there.
-      in_loop: whether it is inside a loop.
+      names: names of the parameters that the part reads.
+      in_loop: whether the part is inside a loop.
     """
 
     names: frozenset[str]
@@ -451,10 +462,10 @@ class StraightPiece:
 
 
 def straight_pieces(program: Any) -> list[StraightPiece]:
-    """Returns the straight-line parts of a traced loss that read parameters.
+    """Splits a traced loss at its loops; returns the parts that read parameters.
 
     Args:
-      program: a jaxpr, with a mark at every read.
+      program: a jaxpr with a mark at every read of a parameter.
     """
     pieces: list[StraightPiece] = []
 
@@ -488,14 +499,15 @@ def straight_pieces(program: Any) -> list[StraightPiece]:
 def unrolled(
     placement: Placement, pieces: Sequence[StraightPiece], access: Access = Access.GATHER_ON_USE
 ) -> frozenset[str]:
-    """Returns the parameters of one access that exist at the same time outside of loops.
+    """Returns the names of parameters that exist at the same time outside of loops, with one kind
+    of access.
 
-    Empty if these are not most of the parameters with that access.
+    The result is empty if these are not most of the parameters with that access.
 
     Args:
-      placement: the table; pieces: of the traced loss.
-      access: GATHER_ON_USE for weights that are alive together, GATHER_ONCE_SCATTER_EARLY for
-        gradients.
+      placement: placement table.
+      pieces: parts of the traced loss without loops.
+      access: GATHER_ON_USE for gathered weights, GATHER_ONCE_SCATTER_EARLY for gradients.
     """
     chosen = {n for n, leaf in placement.leaves.items() if leaf.access is access}
     straight: frozenset[str] = frozenset().union(*(p.names for p in pieces if not p.in_loop))

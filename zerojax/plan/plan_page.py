@@ -1,4 +1,5 @@
-"""Formats a plan as text, table and JSON, with its offload section."""
+"""Formats a plan as one line, as a page of text with its offload section, and as a dictionary for
+JSON."""
 
 from __future__ import annotations
 
@@ -31,16 +32,17 @@ from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing import trees
 
 _NAMES = 3
-"""Maximum parameters that a page names for one reason."""
+"""Largest number of parameters that a page lists for one reason."""
 
 WIDTH = 98
-"""Columns of the offload section; a forecast's page indents it by two more."""
+"""Number of columns of the offload section; a forecast's page indents the section by two more."""
 NAMES = {DEVICE: "device", HOST: "host", NVME: "disk"}
 ROLE, CELL = 18, 11
 
 
 def plan_line(plan: Decisions) -> str:
-    """Returns one line: size, mesh, ZeRO, precision, batch, pipeline, bytes of state per device."""
+    """Formats a plan as one line: size, mesh, ZeRO stage, precision, batch, pipeline, and bytes of
+    state per device."""
     counts = trees.format_count(plan.placement.num_parameters())
     active = active_parameters(plan)
     met = "" if active is None else f" ({trees.format_count(active)} for each token)"
@@ -64,7 +66,8 @@ def _deterministic_words(plan: Decisions) -> str:
 
 
 def plan_table(plan: Decisions) -> str:
-    """Returns one page: bytes by role, the pipeline, each parameter, every exception and reason."""
+    """Formats a plan as one page: bytes by role, the pipeline, each parameter, and every exception
+    and reason."""
     lines = [plan_line(plan), ""]
     if plan.offload is None:
         lines += _role_lines(plan)
@@ -94,7 +97,7 @@ def _role_lines(plan: Decisions) -> list[str]:
 
 
 def _exception_lines(placement: Placement) -> list[str]:
-    """Returns one line for each reason of exceptions, with names of the parameters it is for."""
+    """Formats one line for each reason of exceptions, with names of its parameters."""
     names: dict[str, list[str]] = {}
     for name, reason in placement.exceptions():
         names.setdefault(reason, []).append(name)
@@ -178,7 +181,8 @@ def plan_dict(plan: Decisions) -> dict[str, Any]:
 
 
 def _codes_dict(plan: Decisions) -> dict[str, Any]:
-    """Returns {"frozen_codes": {user's name: its codes}}, used by exports; {} without codes."""
+    """Returns {"frozen_codes": {user's name: its codes}}, which exports read; {} without quantized
+    parameters."""
     found = {
         name: dataclasses.asdict(leaf.codes)
         for name, leaf in plan.users_placement.leaves.items()
@@ -188,7 +192,8 @@ def _codes_dict(plan: Decisions) -> dict[str, Any]:
 
 
 def offload_words(plan: Decisions) -> str:
-    """Returns words for a plan's line on state outside device memory; "" if there is none."""
+    """Describes the state outside device memory, as the end of a plan's line; "" if there is
+    none."""
     if plan.offload is None:
         return ""
     places = {HOST: "in host memory", NVME: "on disk"}
@@ -199,7 +204,7 @@ def offload_words(plan: Decisions) -> str:
 
 
 def tier_lines(roles: Mapping[str, Tiers]) -> list[str]:
-    """Returns bytes per device by role and tier, and their sums."""
+    """Formats a table of bytes per device by role and memory, with their sums."""
     used = [tier for tier in TIERS if tier == DEVICE or any(t.get(tier) for t in roles.values())]
     head = "".join(f" {NAMES[tier]:>{CELL}}" for tier in used)
     lines = [f"{'bytes per device':<{ROLE + 2}}{head}"]
@@ -216,7 +221,8 @@ def _cells(tiers: Tiers, used: Sequence[str]) -> str:
 
 
 def offload_lines(plan: Decisions) -> list[str]:
-    """Returns the offload section of a plan's page: transfers, slices, and what hides them."""
+    """Formats the offload section of a plan's page: transfers, slices, and the time that transfers
+    take."""
     layout, moved = plan.offload, moved_bytes(plan)
     assert layout is not None
     lines = moved_lines(moved)
@@ -235,7 +241,7 @@ def offload_lines(plan: Decisions) -> list[str]:
 
 
 def moved_lines(moved: Sequence[Moved]) -> list[str]:
-    """Returns a table of the bytes that offload moves per step on one device, by purpose."""
+    """Formats a table of the bytes that offload transfers per step on one device, by purpose."""
     head = "".join(f" {name:>{CELL}}" for name in ("to device", "to host"))
     lines = [f"{'offload, per step':<{ROLE + 2}}{head}"]
     rows = [(part.what, (part.to_device, part.to_host)) for part in moved]
@@ -252,7 +258,8 @@ def moved_lines(moved: Sequence[Moved]) -> list[str]:
 
 
 def hiding_lines(found: Hiding, tokens: int | None) -> list[str]:
-    """Describes the minimum time of transfers, and the tokens for which products take as long."""
+    """Describes the shortest time of transfers, and the number of tokens with which products take
+    as long."""
     rates = found.rates
     sentence = f"link at {_rate(rates.to_device)} and {_rate(rates.to_host)} ({rates.link})"
     if found.disk_seconds is None:
@@ -306,7 +313,8 @@ def _slices_sentence(layout: OffloadLayout) -> str:
 
 
 def offload_dict(plan: Decisions) -> dict[str, Any] | None:
-    """Returns the page's offload facts as a JSON-compatible dictionary; bytes per device."""
+    """Returns the facts of the offload section as a JSON-compatible dictionary; bytes are per
+    device."""
     layout = plan.offload
     if layout is None:
         return None

@@ -1,4 +1,4 @@
-"""Describes the reasons of a plan's decisions in sentences."""
+"""Describes the reasons of a plan's decisions in sentences, which are part of the plan's page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def describe_choices(
     precision: Precision,
     placement: Placement,
 ) -> list[str]:
-    """Describes the effects of the settings, one sentence each."""
+    """Describes the effects of the run's settings, one sentence each."""
     shards = math.prod(mesh.shape[axis] for axis in meshes.STATE_AXES)
     num_shards = meshes.num_data_shards(mesh)
     split = "the batch is not split" if num_shards == 1 else f"{num_shards} shards of the batch"
@@ -73,7 +73,7 @@ def describe_choices(
 
 
 def describe_deterministic(settings: MeshConfig, num_microbatches: int) -> list[str]:
-    """Describes the effect of `deterministic` in one sentence."""
+    """Describes the effect of the setting `deterministic`; returns [] if it is not set."""
     if settings.deterministic is None:
         return []
     count = settings.virtual_shards
@@ -101,11 +101,13 @@ def describe_model(
     """Describes properties of the model that a reader should know, one sentence each.
 
     Args:
-      model: the model; params: {name: parameter as the model has it}.
-      trace: of its forward pass.
-      placement: the table.
-      extras: {name: its state besides parameters}; counted: those to which sums are added.
-      precision: the dtypes.
+      model: the model.
+      params: {name: parameter}, in the model's dtypes.
+      trace: trace of the model's forward pass.
+      placement: placement table.
+      extras: {name: array} of the model's state that is not parameters.
+      counted: names of the arrays of this state to which sums over the batch are added.
+      precision: dtypes of the run.
       regather: whether the step gathers parameters again in the backward pass.
     """
     lines = []
@@ -171,7 +173,8 @@ def describe_model(
 
 
 def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
-    """Describes how often parameters are gathered at stage 3, and which are alive together."""
+    """Describes how often parameters are gathered at stage 3, and which gathered parameters exist
+    at the same time."""
     leaves = placement.leaves.values()
     on_use = [leaf.name for leaf in leaves if leaf.access is Access.GATHER_ON_USE]
     once = sum(leaf.access is Access.GATHER_ONCE for leaf in leaves)
@@ -199,9 +202,8 @@ def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
 def _describe_raised(
     params: Mapping[str, Any], placement: Placement, precision: Precision
 ) -> list[str]:
-    """Describes parameters that are stored in more bits than the model's dtype, or in fewer than
-    64.
-    """
+    """Describes parameters that are stored in more bits than in the model, or that are float64 in
+    the model but not stored so."""
     kept = jnp.dtype(precision.param_dtype)
     lower = [
         name
@@ -226,11 +228,12 @@ def _describe_raised(
 def describe_frozen(
     params: Mapping[str, Any], frozen: Mapping[str, Any], precision: Precision
 ) -> list[str]:
-    """Describes the dtype of parameters that are not trained, and the memory that it saves.
+    """Describes the dtype of parameters that are not trained, and its effect on values.
 
     Args:
       params: {name: parameter}, in the model's dtypes.
       frozen: {name: parameter without gradient}, as they are stored.
+      precision: dtypes of the run.
     """
     kept, trained = precision.frozen_dtype, jnp.dtype(precision.param_dtype)
     floats = [x for x in frozen.values() if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -248,14 +251,15 @@ def describe_frozen(
 
 
 WIDE_ENOUGH = 0.1
-"""Share of the FLOPs above which float32 products are reported; attention's own are below it at
-most lengths."""
+"""Share of FLOPs above which float32 products are reported; the float32 products of attention
+itself are below it at most lengths."""
 WIDE_PRODUCTS = "products: "
-"""First word of the reason about products that take float32 operands."""
+"""First words of the reason about products that have float32 operands."""
 
 
 def _describe_wide(trace: ModelTrace, precision: Precision) -> list[str]:
-    """Describes the share of arithmetic in float32 despite a 16-bit compute dtype."""
+    """Describes the share of products in float32 despite a 16-bit compute dtype; returns [] if it
+    is small."""
     computed = jnp.dtype(precision.compute_dtype)
     if computed.itemsize >= 4:
         return []
@@ -283,12 +287,15 @@ def describe_update(
     params: Mapping[str, Any],
     mesh: Mesh | AbstractMesh,
 ) -> list[str]:
-    """Describes the implementation of the update and its reason, and updates of single layers.
+    """Describes the implementation of the optimizer's update and its reason, and how it handles
+    stacked layers.
 
     Args:
-      choices: {"update" and "statistics": which implementation, and why}; tx: the optimizer.
-      params: {name: trained parameter}, as they are stored; mesh: of the plan.
+      choices: {"update" and "statistics" (of the gradients): implementation and reason}.
+      tx: the optimizer.
       stacks: names of parameters in which layers are stacked.
+      params: {name: trained parameter}, as they are stored.
+      mesh: mesh of the plan.
     """
     chosen = choices["update"]
     on_gpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
@@ -316,9 +323,9 @@ def describe_update(
 
 
 def describe_ragged(trace: ModelTrace, mesh: Mesh | AbstractMesh) -> list[str]:
-    """Describes in one sentence the cost of `ragged_dot` products on NVIDIA GPUs.
+    """Describes in one sentence the cost of `jax.lax.ragged_dot` products on NVIDIA GPUs.
 
-    XLA puts each row, padded with zeros, into a row that is longer by the number of groups, and
+    XLA copies each row into a row that is longer by the number of groups and padded with zeros, and
     multiplies it with the matrices of all groups. Compiled for H100 with jax 0.10.2 and 0.12.0, 8
     groups: 8.0 times the FLOPs, forward and in both products of the backward pass.
     """
@@ -342,7 +349,7 @@ def describe_ragged(trace: ModelTrace, mesh: Mesh | AbstractMesh) -> list[str]:
 
 
 def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> list[str]:
-    """Returns one line for each compiler option that the plan chose, used or left out."""
+    """Describes each compiler option that the plan chose, used or left out, in one line."""
     lines = [f"compiler option {name}={value}" for name, value in known.items()]
     return lines + [f"compiler option {name} is not used: {why}" for name, why in dropped.items()]
 
@@ -350,7 +357,8 @@ def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> li
 def describe_offload(
     settings: MeshConfig, layout: OffloadLayout | None, tiles: LayerTiles | None = None
 ) -> list[str]:
-    """Describes how many parameters are in the requested tier and in tiles, and why."""
+    """Describes how many parameters are stored in the requested memory and gathered in tiles, and
+    why others are not."""
     config = settings.offload
     if layout is None or not (config.moves_opt_state or config.params != DEVICE):
         return []

@@ -1,4 +1,5 @@
-"""Refuses invalid plans: uneven batches, models without parameters, conflicting settings."""
+"""Raises for invalid plans: batches that cannot be divided evenly, models without trained
+parameters, and conflicting settings."""
 
 from __future__ import annotations
 
@@ -27,15 +28,17 @@ Tree = Any
 def check_no_other_way(
     asked: str, what: str, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Raises if a `wire` setting conflicts with another setting that changes how the same values
-    are sent.
+    """Raises if a `wire` setting conflicts with another setting that sends the same values in
+    another way.
 
     Args:
-      asked: the setting, as it is written.
-      what: the purpose of the other settings, such as "gathers weights".
+      asked: the `wire` setting, as it is written.
+      what: what both settings change, such as "gathers weights".
+      settings: mesh options.
+      mesh: the device mesh.
 
     Raises:
-      ValueError: names the other one.
+      ValueError: the message states the other setting.
     """
     stages, experts = mesh.shape[meshes.STAGE], mesh.shape[meshes.EXPERT]
     others = {
@@ -53,15 +56,14 @@ def check_no_other_way(
 
 
 def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
-    """Raises if a batch's rows cannot be divided evenly over data shards and microbatches.
+    """Raises if the rows of a batch cannot be divided evenly over data shards and microbatches.
 
     Raises:
-      ValueError: no arrays, different batch sizes, or an uneven cut.
+      ValueError: the batch has no arrays, its arrays have different numbers of rows, or the rows
+        are not divisible.
     """
     if num_microbatches < 1:
-        raise ValueError(
-            f"num_microbatches={num_microbatches} must be at least 1; use 1 to leave batches whole"
-        )
+        raise ValueError(f"num_microbatches={num_microbatches} is below 1; give at least 1")
     leaves = trees.flatten_names(batch)
     if not leaves:
         raise ValueError("the batch has no arrays; pass a tree of arrays [rows, ...]")
@@ -78,8 +80,8 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
     for name, size in sizes.items():
         if size != first:
             raise ValueError(
-                f"batch leaf {name!r} has {size} rows, others have {first}; "
-                "dimension 0 is the batch: give every leaf the same number of rows"
+                f"batch[{name!r}] has {size} rows, but other arrays of the batch have {first}; "
+                "dimension 0 is the rows: give every array the same number of rows"
             )
     shards = meshes.num_data_shards(mesh)
     unit = shards * num_microbatches
@@ -103,10 +105,10 @@ def check_deterministic(
     """Raises if deterministic='mesh' cannot give the same bits on every mesh.
 
     Returns:
-      The number of microbatches: the user's, or the one that follows from the virtual shards.
+      The number of microbatches: the user's number, or the number that follows from virtual_shards.
 
     Raises:
-      ValueError: axes, precision or microbatches for which bits would depend on the mesh.
+      ValueError: axes, precision or microbatches with which results would depend on the mesh.
     """
     if settings.deterministic is None:
         return num_microbatches
@@ -149,9 +151,10 @@ def check_deterministic(
 
 
 def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
-    """Raises if `wire.weights=fp8` is set but no weight could use it.
+    """Raises if `wire.weights=fp8` is set but no weight could be sent so.
 
     Args:
+      settings: mesh options.
       eight_bits: names of the parameters that the model uses only as 8-bit floats.
 
     Raises:
@@ -164,7 +167,7 @@ def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
         raise ValueError(
             f"{asked} needs weights that are gathered on use (in each layer), but "
             f"zero={settings.zero} gathers "
-            "none so; use zero=3, or wire.weights=compute"
+            "none on use; use zero=3, or wire.weights=compute"
         )
     if not eight_bits:
         raise ValueError(
@@ -181,7 +184,7 @@ def check_elementwise(settings: MeshConfig, tx: Any) -> None:
     """Raises if `deterministic` is set and the optimizer's update is not elementwise.
 
     Raises:
-      ValueError: names the elementwise optimizers.
+      ValueError: the message states the optimizers whose update is elementwise.
     """
     if settings.deterministic is None or getattr(tx, "begin", None) is not None:
         return
@@ -195,14 +198,14 @@ def check_elementwise(settings: MeshConfig, tx: Any) -> None:
 
 
 def check_trained(placement: Placement) -> None:
-    """Raises if a plan trains nothing.
+    """Raises if all parameters are frozen.
 
     Raises:
-      ValueError: every parameter is frozen.
+      ValueError: all parameters are frozen.
     """
     if all(leaf.frozen for leaf in placement.leaves.values()):
         raise ValueError(
-            f"freeze= leaves none of the {len(placement.leaves)} parameters to train; "
+            f"freeze= matches all {len(placement.leaves)} parameters, so nothing is trained; "
             "freeze fewer, see plan.table() for their names"
         )
 
@@ -211,11 +214,11 @@ def check_reads(names: Collection[str], read: Collection[str]) -> None:
     """Raises if a loss reads none of the model's parameters.
 
     Args:
-      names: all parameters.
-      read: those that the loss reads.
+      names: names of all parameters.
+      read: names of the parameters that the loss reads.
 
     Raises:
-      ValueError: nothing is read.
+      ValueError: the loss reads no parameter.
     """
     if not read:
         raise ValueError(
@@ -226,15 +229,16 @@ def check_reads(names: Collection[str], read: Collection[str]) -> None:
 
 
 def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
-    """Raises if a loss returns a value for each row.
+    """Raises if a loss returns a value for each row instead of one value.
 
     Args:
-      result: of the loss.
+      result: value that the loss returned.
       batch: the global batch.
       piece: the rows of `batch` with which the loss was traced.
 
     Raises:
-      ValueError: names the shapes of the global batch as well as those of a piece.
+      ValueError: the message states the returned shape for the global batch and for the traced
+        rows.
     """
     first = result[0] if isinstance(result, tuple) and result else result
     shape: tuple[int, ...] = getattr(first, "shape", ())
@@ -253,7 +257,7 @@ def check_arguments(loss: Callable[..., Any]) -> None:
     """Raises if a loss cannot be called as loss(model, batch).
 
     Raises:
-      TypeError: names its arguments.
+      TypeError: the message states the arguments of the loss.
     """
     try:
         signature = inspect.signature(loss)
@@ -272,15 +276,17 @@ def check_arguments(loss: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def errors_with_users_lines(batch: Tree) -> Iterator[None]:
-    """Wraps the tracing of a model: errors name the user's line that needed a concrete value.
+    """Context manager for tracing a model: errors state the user's line that needed the value of an
+    array.
 
-    Other errors of the user's code or of a library pass with a note of the loss's arguments.
+    Other errors of the user's code or of a library pass with a note about the arguments of the
+    loss.
 
     Args:
       batch: the rows with which the loss is traced.
 
     Raises:
-      TypeError: a line needed the value of an array of which only the shape is known.
+      TypeError: a line needs the value of an array of which only the shape is known.
     """
     try:
         yield
@@ -299,13 +305,14 @@ def errors_with_users_lines(batch: Tree) -> Iterator[None]:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Returns whether zerojax itself raised an error, whose message then contains the remedy."""
+    """Returns whether zerojax itself raised an error, whose message then states the remedy."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{os.sep}zerojax{os.sep}" in frames[-1].filename
 
 
 def _described(batch: Tree) -> str:
-    """Returns `batch['x'] float32[2, 8], ...`, at most eight of them."""
+    """Describes the arrays of a batch as text, `batch['x'] float32[2, 8], ...`, at most eight of
+    them."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
     shown = [
         f"batch{jax.tree_util.keystr(path)} {leaf.dtype.name}{list(leaf.shape)}"
@@ -316,7 +323,7 @@ def _described(batch: Tree) -> str:
 
 
 def _instead(line: str) -> str:
-    """Returns the suggested replacement for a line that needs a concrete value."""
+    """Suggests what to write instead of a line that needs the value of an array."""
     asked = re.search(r"\b(float|int|bool)\(|\.(item|tolist)\(|\bnp\.|\bnumpy\.", line)
     if asked is not None and not re.match(r"(if|elif|while|assert)\b", line):
         word = asked[1] or asked[2]
@@ -326,7 +333,7 @@ def _instead(line: str) -> str:
 
 
 def _frame_of_user(error: BaseException) -> traceback.FrameSummary:
-    """Returns the innermost frame that is neither a library's nor of zerojax's core."""
+    """Returns the innermost frame of a traceback that is not in a library or in zerojax's core."""
     frames = traceback.extract_tb(error.__traceback__)
     libraries = [f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "numpy", "optax", "zerojax")]
     models = f"{os.sep}zerojax{os.sep}models{os.sep}"

@@ -1,6 +1,8 @@
-"""Chooses the layers of a Python list that are rolled into one loop and stored stacked.
+"""Chooses which lists of layers are rolled, which means that layers of a Python list run as one
+loop and their parameters are stored stacked.
 
-Knows traces, names and settings. In case of doubt the model stays as the user wrote it.
+The choice depends on traces, names and settings. In case of doubt the model stays as the user wrote
+it.
 """
 
 from __future__ import annotations
@@ -34,18 +36,19 @@ from zerojax.tracing.rolling import (
 
 Structs = Mapping[str, Any]
 MIN_TURNS = 4
-"""Minimum layers that become a loop: fewer compile fast, and a loop has its own cost."""
+"""Smallest number of layers that are rolled: fewer layers compile fast, and a loop has its own
+cost."""
 _LENGTH = 240
-"""Maximum characters of an error in a reason."""
+"""Largest number of characters of an error in a reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rolling:
-    """The result of rolling a model's layers into loops: the loops, and the reasons.
+    """Result of rolling a model's layers into loops: the loops, and the reasons.
 
     Attributes:
-      model: with loops in place of layers; None where nothing is rolled.
-      loops: of this model.
+      model: model with loops in place of layers; None if nothing is rolled.
+      loops: loops of this model.
       reasons: a line for every list of layers, rolled or not.
     """
 
@@ -55,7 +58,7 @@ class Rolling:
 
     @property
     def stacks(self) -> Stacks:
-        """{stack: the user's names of its rows}; {} where nothing is rolled."""
+        """{stacked parameter: the user's names of its rows}; {} if nothing is rolled."""
         return {stack: rows for loop in self.loops for stack, rows in loop.stacks.items()}
 
     def given_up(self, error: Exception) -> Rolling:
@@ -66,13 +69,14 @@ class Rolling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """Per-parameter settings, which must be equal for all rows of a stack.
+    """Settings per parameter, which must be equal for all rows of a stacked parameter.
 
     Attributes:
-      settings: the mesh options; mesh: made from them.
-      freeze: regular expressions on names.
+      settings: mesh options.
+      mesh: the device mesh.
+      freeze: regular expressions on names of parameters that are not trained.
       tx: the optimizer.
-      drops_layers: whether steps leave out layers, which needs a loop.
+      drops_layers: whether steps skip layers at random (layer drop), which needs a loop.
     """
 
     settings: MeshConfig
@@ -83,7 +87,7 @@ class Wishes:
 
     @property
     def needs_loop(self) -> bool:
-        """Whether a model whose layers do not run in a loop is refused."""
+        """Whether the settings are an error for a model whose layers do not run in a loop."""
         return self.drops_layers or works_with_loops_alone(self.settings, self.mesh)
 
 
@@ -93,11 +97,11 @@ def choose_rolling(
     params: Structs,
     wishes: Wishes,
 ) -> Rolling:
-    """Returns the loops that replace a model's layers.
+    """Chooses the loops that replace a model's layers.
 
     Args:
-      model: as the user wrote it.
-      trace: of its loss on one microbatch.
+      model: model as the user wrote it.
+      trace: trace of its loss on one microbatch.
       params: {name: struct} of all parameters.
       wishes: settings of parameters by name.
     """
@@ -146,14 +150,14 @@ def _choose(
 
 
 def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str]:
-    """Chooses what the backward pass recomputes in each iteration.
+    """Chooses which values the backward pass recomputes in each iteration of a loop over layers.
 
-    Without remat a loop saves elementwise results of every iteration, where unrolled layers
-    recompute them within other operations. That may take more memory than gathering layer by layer
-    saves.
+    Without recomputation a loop stores elementwise results of every iteration, which separate
+    layers recompute within other operations. That may take more memory than gathering layer by
+    layer saves.
 
     Returns:
-      (name of the policy, a clause for the plan).
+      (name of the policy, text that continues a reason of the plan).
     """
     remat = wishes.settings.roll_remat
     if remat != "auto":
@@ -174,7 +178,7 @@ def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str
 
 
 def _why_never(model: tracing.Model, wishes: Wishes) -> str | None:
-    """Returns why no layers of a model may be rolled into a loop, or None."""
+    """Returns the reason why no layers of a model may be rolled into a loop; None if they may."""
     if model.overwritten:
         return f"{min(model.overwritten)} is overwritten with its gradient in each layer"
     if isinstance(wishes.tx, Optimizer) and wishes.tx.with_stacks is None:
@@ -189,11 +193,11 @@ def _why_never(model: tracing.Model, wishes: Wishes) -> str | None:
 
 
 def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
-    """Returns why a loop would cost more than it saves, or None.
+    """Returns the reason why a loop would cost more than it saves; None if it would not.
 
-    Without a checkpoint around each layer, and without weights that are gathered or streamed layer
-    by layer, a loop only stacks what the backward pass needs: 188 MiB where 24 unrolled layers had
-    146.
+    If layers have no checkpoint, and their weights are not gathered or streamed layer by layer, a
+    loop only stacks the values for the backward pass: 188 MiB, compared with 146 MiB for 24
+    separate layers.
     """
     settings = wishes.settings
     if loop.count < _fewest_turns(wishes):
@@ -226,16 +230,17 @@ def _fewest_turns(wishes: Wishes) -> int:
 
 
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether the settings require layers that run in a loop."""
+    """Returns whether the settings require layers that run in a loop, as a pipeline and offload by
+    layer do."""
     by_layer = settings.offload.params != DEVICE or settings.offload.activations != DEVICE
     return mesh.shape[STAGE] > 1 or by_layer
 
 
 def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
-    """Raises if a remat setting would apply to no layer.
+    """Raises if the setting `roll_remat` would apply to no layer.
 
     Raises:
-      ValueError: nothing is rolled.
+      ValueError: no layers are rolled.
     """
     if settings.roll_remat in ("auto", "model") or rolling.model is not None:
         return
@@ -249,7 +254,8 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
 
 
 class _Rows:
-    """Per-parameter settings that decide whether a parameter can be a row of a stack."""
+    """Settings per parameter that decide whether a parameter can be a row of a stacked
+    parameter."""
 
     def __init__(self, model: tracing.Model, params: Structs, wishes: Wishes) -> None:
         self._params, self._wishes = params, wishes
@@ -268,9 +274,8 @@ class _Rows:
         self._forms = {} if isinstance(tx, Optimizer) else self._state_forms()
 
     def kind_of(self, name: str) -> tuple[Any, ...]:
-        """Returns the (source, setting) pairs of a parameter; they must be equal for all rows of a
-        stack.
-        """
+        """Returns the settings of a parameter as (source, setting) pairs; only parameters with
+        equal pairs can be rows of one stacked parameter."""
         return (
             ("freeze", self._frozen[name]),
             ("a tensor-parallel rule", self._axes[name]),
@@ -279,9 +284,9 @@ class _Rows:
         )
 
     def _state_forms(self) -> dict[str, tuple[Any, ...]]:
-        """Returns {name: structure of a transformation's state for that parameter}.
+        """Returns {name: structure of the optimizer's state for this parameter}.
 
-        Groups and masks, such as those of `optax.multi_transform`, keep different state for
+        Groups and masks, such as those of `optax.multi_transform`, have different state for
         different parameters.
         """
         state = jax.eval_shape(self._wishes.tx.init, self._trained)
@@ -294,7 +299,8 @@ class _Rows:
         return {name: tuple(form) for name, form in forms.items()}
 
     def why_state_differs(self, loop: Loop) -> str | None:
-        """Returns why a transformation's state of rows cannot be that of one array, or None."""
+        """Returns the reason why the optimizer's state of separate rows cannot be stored as the
+        state of one array; None if it can."""
         if isinstance(self._wishes.tx, Optimizer):
             return None
         stacks = {s: names for s, names in loop.stacks.items() if names[0] in self._trained}
@@ -309,7 +315,7 @@ class _Rows:
 
 
 def _axes_of(model: tracing.Model, params: Structs, wishes: Wishes) -> dict[str, Any]:
-    """Returns {name: the mesh axes that rules give to its dimensions}."""
+    """Returns {name: mesh axes that tensor-parallel rules give its dimensions}."""
     rules = wishes.settings.rules
     if rules is None:
         rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
@@ -320,7 +326,8 @@ def _axes_of(model: tracing.Model, params: Structs, wishes: Wishes) -> dict[str,
 
 
 def stack_structs(params: Structs, stacks: Stacks) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns parameters as they are stored, each stack in the place of its first row."""
+    """Converts structs of separate parameters to structs as stored, with each stack in the place of
+    its first row."""
     stack_of = {row: stack for stack, rows in stacks.items() for row in rows}
     stored: dict[str, Any] = {}
     for name, x in params.items():
@@ -331,14 +338,14 @@ def stack_structs(params: Structs, stacks: Stacks) -> dict[str, jax.ShapeDtypeSt
 
 
 def check_same_result(one: tracing.ModelTrace, other: tracing.ModelTrace) -> None:
-    """Raises if a rolled loss does not return what the user's loss returns.
+    """Raises if a rolled loss returns another result than the user's loss.
 
     Raises:
-      ValueError: another structure, shape or dtype.
+      ValueError: structure, shape or dtype of the results differ.
     """
     forms = [_form(trace.result) for trace in (one, other)]
     if forms[0] != forms[1]:
-        raise ValueError(f"the loss of the loop is {forms[1]} where the model's is {forms[0]}")
+        raise ValueError(f"the loop's loss returns {forms[1]}, but the model's returns {forms[0]}")
 
 
 def _form(result: Any) -> tuple[Any, list[Any]]:
@@ -347,7 +354,7 @@ def _form(result: Any) -> tuple[Any, list[Any]]:
 
 
 def fit_stacks(tx: optax.GradientTransformation, stacks: Stacks) -> optax.GradientTransformation:
-    """Adapts the optimizer to stacks: each row is updated like a separate array."""
+    """Adapts an optimizer to stacked parameters: each row is updated like a separate array."""
     if not stacks:
         return tx
     if isinstance(tx, Optimizer):
@@ -357,6 +364,6 @@ def fit_stacks(tx: optax.GradientTransformation, stacks: Stacks) -> optax.Gradie
 
 
 def describe_error(error: Exception) -> str:
-    """Returns an exception as one line of a plan."""
+    """Formats an exception as one line of a plan."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= _LENGTH else f"{words[:_LENGTH]} ..."

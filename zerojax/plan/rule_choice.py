@@ -1,4 +1,5 @@
-"""Chooses the dimensions of parameters that tensor parallelism splits, and counts their sums."""
+"""Chooses the dimensions of parameters that tensor parallelism splits, and counts the all-reduces
+that follow."""
 
 from __future__ import annotations
 
@@ -16,20 +17,23 @@ SMALL_SHARE = 0.01
 """A vocabulary is not split if that saves less than this share of all weights: a table of positions
 or token types would cost an all-reduce of activations and save next to nothing."""
 _SEVERAL = ("is cut by `split`", "is cut by `slice`")
-"""Obstacles of matrices that hold several, such as queries, keys and values in one."""
-_SUMMED = "is used with values that every device has whole"
+"""Reasons why matrices are not split that contain several matrices, such as queries, keys and
+values in one."""
+_SUMMED = "is used with values that are not split"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitChoice:
-    """The dimension of a parameter that tensor parallelism splits, or why it stays whole.
+    """The dimension of a parameter that tensor parallelism splits, or the reason why it is not
+    split.
 
     Attributes:
-      dim: dimension that is split; None: it stays whole.
-      kind: its part in the split.
-      why: one sentence, in which {} stands for `partner`.
-      partner: the parameter that `why` names, if any.
-      forward_bytes, backward_bytes: of the results that one device all-reduces in one microbatch.
+      dim: dimension that is split; None: the parameter is not split.
+      kind: how the parameter takes part in the split.
+      why: sentence with the reason, in which {} stands for `partner`.
+      partner: name of the other parameter in `why`; None if there is none.
+      forward_bytes, backward_bytes: bytes of the results that one device all-reduces in one
+        microbatch.
       forward_sums, backward_sums: number of these all-reduces.
     """
 
@@ -55,13 +59,15 @@ def choose_splits(
 ) -> dict[str, SplitChoice]:
     """Chooses which dimension of each parameter is split over `degree` devices.
 
-    Groups of dimensions compete for the parameters that they share: the group goes first that saves
-    most weights for each byte it sums in the forward pass. A group that the model's structure
-    favours but that cannot be split stays whole; no costlier group takes its place.
+    Dimensions that must be split together form a group. Groups that share parameters compete: the
+    group is chosen that splits the most weights per byte all-reduced in the forward pass. A group
+    that is best for the model's structure but cannot be split stays unsplit, and no costlier group
+    replaces it.
 
     Args:
       forward: traced loss of one microbatch; its inputs are `params`, `state` and `batch`.
-      params: {name: abstract array}; state, batch: names of the other inputs.
+      params: {name: abstract array}.
+      state, batch: names of the other inputs.
       trained: names of the parameters that have gradients.
       degree: number of devices.
       added_first: whether the compiler adds results of products before it all-reduces their sum.
@@ -106,10 +112,10 @@ def choose_splits(
 def _competing(
     candidates: Sequence[DimGroup], groups: DimGroups, sizes: Mapping[str, int]
 ) -> list[DimGroup]:
-    """Returns groups that can be split together, because they share no parameter and no value, best
-    first.
+    """Returns groups that can be split together, because they share no parameter and no value, the
+    best first.
 
-    Groups that the batch has too, and parts of heads, are never split.
+    Groups of dimensions that the batch also has, and parts of heads, are never split.
     """
     candidates = [group for group in candidates if not group.inputs and not group.is_part]
 
@@ -126,7 +132,7 @@ def _competing(
 
 
 def _why_whole(group: DimGroup, sizes: Mapping[str, int], degree: int) -> str | None:
-    """Returns the reason why a group stays whole; None if it is split."""
+    """Returns the reason why a group of dimensions is not split; None if it is."""
     if group.inputs:
         return f"its dimension of size {group.size} is shared with {group.inputs[0]}"
     if group.obstacles:
@@ -153,11 +159,16 @@ def _why_whole(group: DimGroup, sizes: Mapping[str, int], degree: int) -> str | 
 def _by_parameter(
     forward: DimGroups, program: DimGroups, chosen: Sequence[DimGroup], added_first: bool
 ) -> dict[str, tuple[int, int]]:
-    """Returns {parameter: (bytes, number) of the all-reduces that its products cause}.
+    """Counts the all-reduces that the products of each parameter cause.
 
     Args:
-      forward: groups of the forward pass; chosen: those of them that are split.
-      program: groups of the program whose all-reduces count.
+      forward: groups of dimensions in the forward pass.
+      program: groups of dimensions in the program whose all-reduces count.
+      chosen: groups of the forward pass that are split.
+      added_first: whether the compiler adds results of products before it all-reduces their sum.
+
+    Returns:
+      {parameter: (bytes, number of all-reduces)}.
     """
     found = collections.defaultdict(lambda: (0, 0))
     of_factor: dict[int, DimGroup] = {}
@@ -175,7 +186,7 @@ def _by_parameter(
 
 
 def _role(group: DimGroup, name: str) -> SplitChoice:
-    """Returns the choice (without costs) for a parameter in a group that is split."""
+    """Returns the choice, without its costs, for a parameter in a group that is split."""
     make = functools.partial(SplitChoice, dim=group.dims[name])
     if name in group.rows:
         why = "sums over split features: an all-reduce of its result follows"

@@ -1,4 +1,5 @@
-"""Proposes tensor-parallel rules for a model from its traced products, and says what they cost."""
+"""Proposes tensor-parallel rules for a model from the matrix products in its loss, and counts their
+cost."""
 
 from __future__ import annotations
 
@@ -31,24 +32,24 @@ from zerojax.tracing.trees import flatten_names, format_bytes
 
 Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
 _NAMES = 3
-"""Number of patterns named for each reason."""
+"""Largest number of patterns listed for each reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProposedSplit:
-    """The proposed split of the parameters that one pattern matches: one row of a proposal.
+    """Proposed split of the parameters that one pattern matches, which is one row of a proposal.
 
     Attributes:
       pattern: regular expression that matches `names` and no other parameter.
-      names: of the parameters: of all layers of a list, or one stack of layers.
-      shape: of each of them.
-      axes: mesh axis, "model" or None, for each dimension but those of stacked layers; () if they
-        stay whole.
-      kind: "column": its output features are split. "row": it sums over split features, and an
+      names: names of the parameters, such as one parameter in all layers of a list.
+      shape: shape of each parameter.
+      axes: mesh axis, "model" or None, for each dimension except stacked layers; () if the
+        parameters are not split.
+      kind: "column": output features are split. "row": the product sums over split features, and an
         all-reduce of its result follows. "vocabulary": rows of a table, or outputs that the loss
-        reduces. "follows": a bias or scale of split features. "whole": every device has all of it.
-      why: one sentence.
-      saved_bytes: bytes of stored weights that a device does not hold.
+        reduces, are split. "follows": a bias or scale of split features. "whole": not split.
+      why: sentence with the reason.
+      saved_bytes: bytes of stored weights that a device saves.
       forward_bytes, backward_bytes: bytes of the results that one device all-reduces in one
         microbatch; a ring of N devices sends 2 (N - 1) / N times as many.
       forward_sums, backward_sums: number of these all-reduces; the compiler may combine some.
@@ -69,12 +70,12 @@ class ProposedSplit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class RuleProposal:
-    """Tensor-parallel rules for a model, and what each costs; `str()` is the table.
+    """Tensor-parallel rules for a model, and the cost of each; `str()` formats a table.
 
     Attributes:
-      model: devices on the axis `model`.
-      rules: as `rules=` of `make_plan` and `mesh.rules` take them; () if nothing can be split.
-      parts: one for each pattern of parameters, in the order of the parameters.
+      model: number of devices on the axis `model`.
+      rules: rules for `rules=` of `make_plan` and for `mesh.rules`; () if nothing can be split.
+      parts: proposed splits, one for each pattern, in the order of the parameters.
       weight_bytes: bytes of all stored weights.
     """
 
@@ -85,7 +86,7 @@ class RuleProposal:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of stored weights that each device does not hold."""
+        """Bytes of stored weights that each device saves."""
         return sum(part.saved_bytes for part in self.parts)
 
     @property
@@ -123,17 +124,18 @@ def propose_rules(
     num_microbatches: int | None = None,
     freeze: str | Sequence[str] = (),
 ) -> RuleProposal:
-    """Proposes tensor-parallel rules for a model, from its matrix products, and counts their cost.
+    """Proposes tensor-parallel rules for a model from its matrix products, and counts their cost.
 
     The loss is traced, and nothing runs. The dimensions of parameters are followed through
     products, element-wise operations, reshapes that split heads, and loops; names of parameters
-    decide nothing. Rules that the model brings along are not looked at.
+    have no effect. The model's own tensor-parallel rules are ignored.
 
     Args:
-      model, example_batch, loss, precision, num_microbatches, freeze: as `zerojax.make_plan` takes
-        them. Bytes of all-reduces are those of one microbatch in the compute dtype.
-      mesh: the mesh of the run, or its sizes: {"data": 2, "model": 4}. It need not fit this
-        machine. Only the number of data shards and `model` are used.
+      model, example_batch, loss, precision, num_microbatches, freeze: arguments of the run, as for
+        `zerojax.make_plan`. Bytes of all-reduces are counted for one microbatch in the compute
+        dtype.
+      mesh: mesh of the run, or its sizes: {"data": 2, "model": 4}. This machine need not have the
+        devices. Only the number of data shards and the size of `model` are used.
 
     Returns:
       The proposal; `make_plan(..., rules=proposal.rules)` uses it.
@@ -168,7 +170,7 @@ def propose_rules(
 
 
 def propose_for(inputs: PlanInputs, mesh: Mesh | AbstractMesh) -> RuleProposal:
-    """Proposes tensor-parallel rules as `propose_rules` does, from the inputs of a plan."""
+    """Proposes tensor-parallel rules from the inputs of a plan, for the mesh of a run."""
     mesh = _without_other_axes(mesh)
     degree = mesh.shape[MODEL]
     if degree < 2:
@@ -203,7 +205,8 @@ def propose_for(inputs: PlanInputs, mesh: Mesh | AbstractMesh) -> RuleProposal:
 
 
 def _mesh_of(config: MeshConfig) -> Mesh | AbstractMesh:
-    """Makes a mesh of `config`: of this machine's devices if it has as many, else abstract."""
+    """Makes a mesh from `config`, with this machine's devices if it has as many, else an abstract
+    mesh."""
     sizes = [getattr(config, axis) for axis in AXES]
     if -1 in sizes or math.prod(sizes) == jax.device_count():
         return make_mesh(config)
@@ -211,7 +214,8 @@ def _mesh_of(config: MeshConfig) -> Mesh | AbstractMesh:
 
 
 def _without_other_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """Returns a mesh with the same data shards and the same axis `model`, and no others."""
+    """Returns a mesh with the same number of data shards and the same axis `model`, but no other
+    axes."""
     _, mesh = resolve_mesh(mesh, None, {})
     sizes = {DATA: num_data_shards(mesh), MODEL: mesh.shape[MODEL]}
     if mesh.shape[DATA] == sizes[DATA] and math.prod(sizes.values()) == mesh.size:
@@ -222,7 +226,7 @@ def _without_other_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def _other_inputs(plan: Plan) -> tuple[list[str], list[str]]:
-    """Returns the names of the inputs of a traced loss after the parameters: (state, batch)."""
+    """Returns the names of the inputs of a traced loss after its parameters: (state, batch)."""
     batch = [
         f"batch[{name!r}]" if name else "the batch" for name in flatten_names(plan.abstract_batch)
     ]
@@ -270,9 +274,8 @@ def _parts(
 
 
 def _axes(param: Any, choice: SplitChoice, stack_dims: int) -> tuple[str | None, ...]:
-    """Returns the mesh axis of each dimension except stacked layers; () for an unsplit
-    parameter.
-    """
+    """Returns the mesh axis of each dimension except stacked layers; () for a parameter that is not
+    split."""
     if choice.dim is None:
         return ()
     axes = [MODEL if dim == choice.dim else None for dim in range(len(param.shape))]
@@ -280,10 +283,10 @@ def _axes(param: Any, choice: SplitChoice, stack_dims: int) -> tuple[str | None,
 
 
 def group_names(same: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns {regular expression: names} for names that differ in numbers only.
+    """Groups names that differ only in numbers; returns {regular expression: names}.
 
     Args:
-      same: {name: anything}; names of one pattern have equal values.
+      same: {name: any value}; names in one group have equal values.
 
     >>> group_names({"h_0/up": 1, "h_1/up": 1, "h_0/down": 2, "out": 0})
     {'^h_\\\\d+/up$': ['h_0/up', 'h_1/up'], '^h_0/down$': ['h_0/down'], '^out$': ['out']}
@@ -353,7 +356,7 @@ def _sized(count: int) -> str:
 
 
 def _reasons(parts: Sequence[ProposedSplit]) -> list[str]:
-    """Returns one line for each reason of a split, with some of the patterns that share it."""
+    """Formats one line for each reason of a split, with some of the patterns that it applies to."""
     shared: dict[str, list[str]] = {}
     for part in parts:
         shared.setdefault(part.why, []).append(_readable(part.pattern))

@@ -1,7 +1,8 @@
-"""Plans the step of each compiled length of a curriculum, before any of them is compiled.
+"""Plans the training step of each compiled row length of a curriculum, before any of them is
+compiled.
 
-The state is the same at every length: a parameter, a moment or a sharding that depends on the
-length of rows is refused.
+The training state must be the same at every length, so a model whose parameters depend on the row
+length is an error.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from zerojax.tracing.trees import flatten_names
 
 
 def with_rungs(plan: Plan) -> Plan:
-    """Returns the plan with the ladder of its curriculum; the same plan without a curriculum.
+    """Returns the plan with the plans of all compiled lengths of its curriculum; the same plan
+    without a curriculum.
 
     Args:
-      plan: of whole rows; choices measured for it hold for all lengths.
+      plan: plan for full rows; its measured choices are used for all lengths.
 
     Raises:
       ConfigError: the curriculum does not fit the run, or a length cannot be planned.
@@ -69,7 +71,8 @@ def _planned(plan: Plan, inputs: PlanInputs, length: int, seq_len: int) -> Plan:
 
 
 def _check_state(plan: Plan, rung: Plan, length: int, seq_len: int) -> None:
-    """Raises if the state of a shorter length differs in names, shapes, dtypes or shardings."""
+    """Raises if the training state for a shorter length differs in names, shapes, dtypes or
+    shardings."""
     before, after = (flatten_names(one.abstract_state) for one in (plan, rung))
     for name in sorted({*before, *after}):
         at = [_leaf(leaves.get(name)) for leaves in (before, after)]
@@ -88,10 +91,12 @@ def _leaf(leaf: Any) -> tuple[Any, ...] | None:
 
 
 def shortened_structs(batch: Mapping[str, Any], ladder: Ladder, length: int) -> dict[str, Any]:
-    """Returns the shapes of a global batch with rows of `length` tokens.
+    """Returns the shapes of a global batch whose rows have `length` tokens.
 
     Args:
-      batch: the global batch with whole rows, as structs [rows, tokens, ...].
+      batch: structs [rows, tokens, ...] of the global batch with full rows.
+      ladder: compiled lengths of the curriculum.
+      length: number of tokens per row.
     """
 
     def short(name: str, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,7 @@
-"""Decides which arrays of a batch a curriculum shortens, and refuses what would change its meaning.
+"""Decides which arrays of a batch a curriculum shortens; raises if shorter rows would change the
+meaning of the loss.
 
-Knows shapes and the traced loss; plans nothing itself (`plan/rung_plans.py` does).
+This module reads shapes and the traced loss; `plan/rung_plans.py` makes the plans.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _KEYS = "name the arrays [rows, tokens, ...] to shorten: curriculum.keys=[...]"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """The compiled lengths of a run with a curriculum.
+    """Compiled row lengths of a run with a curriculum.
 
     Attributes:
-      config: the curriculum, with `max_length` resolved.
-      seq_len: tokens of a whole row.
+      config: curriculum, with `max_length` resolved.
+      seq_len: number of tokens of a full row.
       keys: names of the batch arrays that are shortened.
-      adds_weights: whether batches get an array "weights" that they do not have.
-      plans: {compiled length: plan of the step at this length}; `Decisions` of the same run.
+      adds_weights: whether an array "weights" is added to batches, because they have none.
+      plans: {compiled length: plan of the step at this length}.
     """
 
     config: CurriculumConfig
@@ -41,11 +42,12 @@ class Ladder:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether some steps use fewer tokens than their compiled length, by weights of 0."""
+        """Whether some steps use fewer tokens than their compiled length, with weights of 0 for the
+        others."""
         return self.config.rungs != self.config.all_lengths
 
     def describe(self) -> list[str]:
-        """Returns lines for the plan: lengths of rows, and those that are compiled."""
+        """Returns lines for the plan about the row lengths and which of them are compiled."""
         config = self.config
         lengths, rungs = config.all_lengths, ", ".join(map(str, config.rungs))
         how = (
@@ -64,21 +66,22 @@ class Ladder:
 
     @property
     def last_below(self) -> int:
-        """The longest length before the last one; 0 if there is one length only."""
+        """Largest length below the last length; 0 if there is only one length."""
         return max((n for n in self.config.all_lengths if n < self.config.last_length), default=0)
 
 
 def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) -> Ladder:
-    """Returns the compiled lengths of a run, without plans, after checking that shorter rows are
-    exact.
+    """Finds the compiled lengths of a run, without plans, after checking that shorter rows give
+    exact results.
 
     Args:
-      plan: of whole rows.
-      curriculum: with a type.
+      plan: plan for full rows.
+      curriculum: curriculum whose type is set.
       has_own_loss: whether the caller passed a loss.
 
     Raises:
-      ConfigError: the batch, the loss or a setting does not fit; names it and the remedy.
+      ConfigError: the batch, the loss or a setting does not fit; the message states the problem and
+        the remedy.
     """
     batch = plan.abstract_batch
     keys = _keys(plan, curriculum, has_own_loss=has_own_loss)
@@ -107,7 +110,8 @@ def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bo
 
 
 def _keys(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) -> tuple[str, ...]:
-    """Returns the names of the arrays to shorten, all [rows, tokens, ...] of one length."""
+    """Returns the names of the batch arrays to shorten, which all have the shape [rows, tokens,
+    ...] and one length."""
     batch = plan.abstract_batch
     if not isinstance(batch, Mapping):
         raise _refusal(f"batches are a {type(batch).__name__}, not a dict; {_KEYS}", "keys")
@@ -147,7 +151,8 @@ def _keys(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) 
 
 
 def _is_next_token(plan: Decisions, *, has_own_loss: bool) -> bool:
-    """Returns whether a loss is zerojax's own: of `model(tokens)`, or the method of a zoo model."""
+    """Returns whether a loss is zerojax's own next-token loss: of `model(tokens)`, or the method of
+    a model of `zerojax.zoo`."""
     loss: Any = plan.loss
     while isinstance(loss, losses.LossWithUnit):
         loss = loss.function
@@ -176,7 +181,11 @@ def _check_settings(plan: Decisions) -> None:
 
 
 def _check_weights(plan: Decisions, ladder: Ladder) -> None:
-    """Raises if weights of 0 at the end of rows are not the same as shorter rows."""
+    """Raises if rows that are shortened by weights of 0 at their end would give another loss than
+    shorter rows.
+
+    A curriculum shortens rows so if their length is not among its compiled lengths.
+    """
     config, batch = ladder.config, plan.abstract_batch
     lengths = len(config.all_lengths)
     remedy = (

@@ -1,8 +1,9 @@
-"""Chooses the parameters that nodes gather within themselves: secondary shards (hpZ).
+"""Chooses the parameters that each node gathers within itself from secondary shards (hpZ of
+ZeRO++).
 
-ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.2) keeps a second copy of the weights in each
-node. Here the copy is a value inside the step, so it is never saved, restored or stale: weights do
-not change within a step.
+ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.2) stores a second copy of the weights in each
+node. Here the copy is a value inside the step, so it is never saved, restored or outdated, because
+weights do not change within a step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises if `wire.secondary` has no effect or conflicts with other settings.
 
     Raises:
-      ValueError: names what to change.
+      ValueError: the message states the setting to change.
     """
     if not settings.wire.secondary:
         return
@@ -35,7 +36,7 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
         raise ValueError(
             f"{_ASKED} needs weights that are gathered on use (in each layer), but "
             f"zero={settings.zero} gathers "
-            "none so; use zero=3, or wire.secondary=false"
+            "none on use; use zero=3, or wire.secondary=false"
         )
     check_no_other_way(_ASKED, "gathers weights", settings, mesh)
     over = state_axes(mesh.shape)
@@ -59,7 +60,8 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
 def with_secondary(
     placement: Placement, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> Placement:
-    """Returns the placement with the parameters that each node gathers within itself."""
+    """Sets `node_shards` in the placement table for the parameters that each node gathers within
+    itself."""
     if not settings.wire.secondary:
         return placement
 
@@ -74,7 +76,7 @@ def with_secondary(
 
 
 def describe_secondary(settings: MeshConfig, placement: Placement) -> Sequence[str]:
-    """Describes which parameters nodes gather within themselves, and which not."""
+    """Describes which parameters each node gathers within itself, and which it does not."""
     if not settings.wire.secondary:
         return []
     leaves = placement.leaves.values()

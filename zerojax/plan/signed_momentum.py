@@ -1,4 +1,5 @@
-"""Plans optimizers that send signs of momentum: refusals, stored state and bytes sent."""
+"""Plans 1-bit optimizers, which send the signs of momentum: raises for unsupported settings, and
+plans stored state and bytes sent."""
 
 from __future__ import annotations
 
@@ -28,13 +29,19 @@ from zerojax.tracing.loops import find_stacks
 from zerojax.tracing.trees import format_bytes
 
 FROZEN_AT, BEGUN, WORKER, SERVER = "frozen_at", "begun", "worker", "server"
-"""What a state has under `ONE_BIT`: frozen_at, int32 [], updates in the frozen second moment (0:
-not frozen), and under `errors_key`: begun, int32 [], whether the rest holds anything; worker {name:
-float32 [devices, devices, row]}, b1 times the agreed momentum plus what the device's last message
-left out; server {name: float32 [devices, row]}, what its last message of a mean left out. 1-bit
-LAMB has `zerojax.optim.one_bit_layers.SCALES` and `FRESH` beside them, and `COEFFICIENTS` and
-`FACTORS` under `layers_key`, which does not change with devices; momentum in its worker and server
-is multiplied by the scales."""
+"""Entries of the `ONE_BIT` part of a state.
+
+frozen_at: int32 [], number of updates in the frozen second moment (0: not frozen).
+Under `errors_key`:
+  begun: int32 [], whether the errors contain anything.
+  worker: {name: float32 [devices, devices, row]}, b1 times the agreed momentum plus the part that
+    the device's last message left out.
+  server: {name: float32 [devices, row]}, the part that the device's last message of a mean left
+    out.
+1-bit LAMB also has `zerojax.optim.one_bit_layers.SCALES` and `FRESH` there; its momentum in worker
+and server is multiplied by the scales. It has `COEFFICIENTS` and `FACTORS` under `layers_key`,
+which does not depend on the number of devices.
+"""
 
 
 _LAYERS = "layers_"
@@ -43,10 +50,10 @@ _LAYERS = "layers_"
 def check_one_bit(
     settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision, tx: Any
 ) -> None:
-    """Raises if an optimizer that sends signs conflicts with other settings.
+    """Raises if a 1-bit optimizer conflicts with other settings.
 
     Raises:
-      ValueError: names each conflict in one sentence.
+      ValueError: the message states the first conflict and the remedy.
     """
     one_bit = one_bit_of(tx)
     if one_bit is None:
@@ -88,15 +95,16 @@ def check_one_bit(
 
 
 def sends_signs(leaf: LeafPlacement) -> bool:
-    """Returns whether a parameter's momentum is sent as signs after the warm-up."""
+    """Returns whether a parameter's momentum is sent as signs after the warm-up of a 1-bit
+    optimizer."""
     return not (leaf.frozen or leaf.gradient_in_full)
 
 
 def row_elements(leaf: LeafPlacement, devices: int) -> int:
     """Returns the number of elements of a parameter's momentum that one device reduces.
 
-    These are the elements of a shard, or of one of `devices` equal parts. The last part of a
-    parameter that is not sharded may be smaller; the rest of its row is zeros.
+    They are the elements of a shard, or of one of `devices` equal parts. The last part of a
+    parameter that is not sharded may have fewer elements; the rest of its row is zeros.
     """
     if leaf.zero_dim is not None:
         return trees.num_elements(leaf.stored_shape) // devices
@@ -109,12 +117,14 @@ def signed_leaves(placement: Placement) -> dict[str, LeafPlacement]:
 
 
 def errors_key(placement: Placement, beginning: str = OneBit.errors_name) -> str:
-    """Returns the name of the residual errors in a state and in checkpoints.
+    """Returns the name of the residual errors (momentum minus the signs sent for it) in a state and
+    in checkpoints.
 
-    The residual is what the signs left out. Its name differs where the parts differ.
+    The name depends on how parameters are divided among devices, because the errors do.
 
     Args:
-      beginning: the optimizer's `errors_name`.
+      placement: placement table.
+      beginning: `errors_name` of the optimizer, with which the name begins.
     """
     devices = placement.axis_sizes[DATA]
     rows = [
@@ -126,7 +136,8 @@ def errors_key(placement: Placement, beginning: str = OneBit.errors_name) -> str
 
 
 def layers_key(kept: Mapping[str, Any]) -> str:
-    """Returns the name of the layer coefficients in the `ONE_BIT` state of 1-bit LAMB."""
+    """Returns the name of the coefficients of layers in the `ONE_BIT` part of a 1-bit LAMB
+    state."""
     (found,) = (name for name in kept if name.startswith(_LAYERS))
     return found
 
@@ -134,11 +145,13 @@ def layers_key(kept: Mapping[str, Any]) -> str:
 def abstract_one_bit(
     placement: Placement, mesh: Mesh | AbstractMesh, tx: Any, forward: ClosedJaxpr
 ) -> dict[str, Any]:
-    """Returns the state's `ONE_BIT` as `ShapeDtypeStruct`s with shardings.
+    """Returns the `ONE_BIT` part of the state as `ShapeDtypeStruct`s with shardings.
 
     Args:
-      placement: the table; mesh: of the plan; tx: an optimizer that sends signs.
-      forward: the loss, which shows in which parameters layers are stacked.
+      placement: placement table.
+      mesh: mesh of the plan.
+      tx: a 1-bit optimizer.
+      forward: jaxpr of the loss, which shows the parameters in which layers are stacked.
     """
     one_bit = one_bit_of(tx)
     assert one_bit is not None
@@ -172,7 +185,8 @@ def abstract_one_bit(
 def _abstract_layers(
     placement: Placement, mesh: Mesh | AbstractMesh, stacks: Collection[str]
 ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """Returns the coefficients of each parameter, or of each layer of a stack."""
+    """Returns the coefficients of each parameter, or of each layer of a stacked parameter, as
+    structs."""
     numbers, fresh = {}, {}
     for name, leaf in signed_leaves(placement).items():
         is_stack = name in stacks
@@ -186,7 +200,7 @@ def _abstract_layers(
 
 
 def signs_sent(placement: Placement) -> int:
-    """Returns the bytes of signs that one device sends and returns per step after the warm-up."""
+    """Returns the bytes per step that one device sends for signs after the warm-up."""
     devices = placement.axis_sizes[DATA]
     rows = (row_elements(leaf, devices) for leaf in signed_leaves(placement).values())
     return 2 * (devices - 1) * sum(map(message_bytes, rows))
@@ -195,7 +209,7 @@ def signs_sent(placement: Placement) -> int:
 def compressed_bytes(placement: Placement, precision: Precision) -> int:
     """Returns the bytes that one device sends per step after the warm-up.
 
-    Counts signs, weights that are gathered, and gradients of parameters that `wire.exact` names.
+    They include signs, gathered weights, and gradients of parameters that `wire.exact` matches.
     """
     devices, sent = placement.axis_sizes[DATA], float(signs_sent(placement))
     ring = (devices - 1) / devices
@@ -217,7 +231,8 @@ def compressed_bytes(placement: Placement, precision: Precision) -> int:
 def describe_one_bit(
     placement: Placement, precision: Precision, tx: Any, settings: MeshConfig
 ) -> list[str]:
-    """Describes what changes after the warm-up, what it sends and what it stores."""
+    """Describes what a 1-bit optimizer changes after its warm-up, and the bytes that it sends and
+    stores."""
     one_bit = one_bit_of(tx)
     if one_bit is None:
         return []
@@ -254,13 +269,14 @@ def describe_one_bit(
 
 
 def errors_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether the residual sign errors of a checkpoint do not fit the run and restart at
-    zero.
+    """Returns whether the residual errors in a checkpoint do not fit the run, so that the run's
+    errors start at zero.
 
-    They are of other devices or of other parts of parameters; the run's errors begin at zero.
+    Errors do not fit if they belong to other devices or to other parts of parameters.
 
     Args:
-      plan_state: the abstract state of the run; saved: names of arrays in the checkpoint.
+      plan_state: abstract state of the run.
+      saved: names of the arrays in the checkpoint.
     """
     if ONE_BIT not in plan_state:
         return False
@@ -268,13 +284,14 @@ def errors_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -
 
 
 def coefficients_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether the 1-bit LAMB coefficients of a checkpoint do not fit the run and are
-    restarted.
+    """Returns whether the 1-bit LAMB coefficients in a checkpoint do not fit the run, so that they
+    start anew.
 
-    They are of layers that the run stores in other arrays; the run's coefficients begin anew.
+    Coefficients do not fit if the run stores the layers in other arrays.
 
     Args:
-      plan_state, saved: as `errors_begin_anew` takes them.
+      plan_state: abstract state of the run.
+      saved: names of the arrays in the checkpoint.
     """
     if ONE_BIT not in plan_state or not any(key.startswith(_LAYERS) for key in plan_state[ONE_BIT]):
         return False

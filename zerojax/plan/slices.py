@@ -1,4 +1,4 @@
-"""Converts between a stored parameter and its slices in memory tiers."""
+"""Converts between a stored parameter and its slices in device memory, host memory and files."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ Tiers = dict[str, Any]
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """Copies to device memory (traced)."""
+    """Copies an array to device memory, in a traced function."""
     return jax.device_put(x, jax.memory.Space.Device)
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """Copies to pinned host memory (traced)."""
+    """Copies an array to pinned host memory, in a traced function."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
 def tier_sharding(leaf: SlicedLeaf, tier: str, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Returns the sharding of slices: those of one shard on the device that has this shard."""
+    """Returns the sharding of slices, in which the slices of a shard are on the device that has the
+    shard."""
     spec = P(leaf.axes) if leaf.axes else P()
     if tier == HOST:
         return NamedSharding(mesh, spec, memory_kind=HOST_KIND)
@@ -41,12 +42,12 @@ def tier_sharding(leaf: SlicedLeaf, tier: str, mesh: Mesh | AbstractMesh) -> Nam
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """Returns the same sharding in pinned host memory."""
+    """Returns the same sharding with the memory kind of pinned host memory."""
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=HOST_KIND)
 
 
 def abstract_tiers(leaf: SlicedLeaf, dtype: Any, mesh: Mesh | AbstractMesh) -> Tiers:
-    """Returns the slices of one array as `ShapeDtypeStruct`s."""
+    """Returns the slices of one array as {memory: `ShapeDtypeStruct`}."""
     return {
         tier: jax.ShapeDtypeStruct(
             (leaf.num_shards * leaf.counts[tier], leaf.slice_elements),
@@ -61,14 +62,15 @@ def abstract_tiers(leaf: SlicedLeaf, dtype: Any, mesh: Mesh | AbstractMesh) -> T
 def map_moments(
     leaves: Mapping[str, SlicedLeaf], function: Callable[..., Any], opt_state: Any, *others: Any
 ) -> Any:
-    """Returns an optimizer's state with a function applied to each moment of a sliced parameter.
+    """Applies a function to each moment of an offloaded parameter in an optimizer's state; returns
+    the new state.
 
     Args:
-      leaves: the sliced parameters.
-      function: (leaf, number of the moment in the order of the rule, the moment, the same moment
-        of each of `others`) -> the replacement.
-      opt_state: of an optimizer of zerojax; its dicts are its moments.
-      others: states of the same form.
+      leaves: {name: slices} of the offloaded parameters.
+      function: function (slices of the parameter, number of the moment in the optimizer's order,
+        the moment, the same moment of each of `others`) -> the replacement.
+      opt_state: state of an optimizer of zerojax, whose dicts are its moments.
+      others: states of the same structure.
     """
     number = itertools.count()
 
@@ -87,7 +89,8 @@ def map_moments(
 
 
 def without_moments(opt_state: Any) -> Any:
-    """Returns an optimizer's state with only its counts, from which an update starts."""
+    """Returns an optimizer's state with only its counters, from which an update of slices
+    starts."""
     return jax.tree.map(
         lambda node: {} if isinstance(node, dict) else node,
         opt_state,
@@ -99,14 +102,13 @@ def without_moments(opt_state: Any) -> Any:
 
 
 def as_slices(leaf: SlicedLeaf, shard: jax.Array) -> jax.Array:
-    """Returns a shard as [slices, elements], without a copy."""
+    """Reshapes a shard to [slices, elements], without a copy."""
     return shard.reshape(leaf.num_slices, leaf.slice_elements)
 
 
 def cut(leaf: SlicedLeaf, shard: jax.Array) -> Tiers:
-    """Splits a shard on the device into slices for the memory tiers; omits slices stored in
-    files.
-    """
+    """Splits a shard on the device into slices for device and host memory; slices in files are left
+    out."""
     slices, result = as_slices(leaf, shard), {}
     for tier in MEMORY_TIERS:
         first, count = leaf.first(tier), leaf.counts[tier]
@@ -117,16 +119,15 @@ def cut(leaf: SlicedLeaf, shard: jax.Array) -> Tiers:
 
 
 def take_slice(slices: jax.Array, number: Any) -> jax.Array:
-    """Returns slices[number] as one copy if the slices are in host memory; `number` must be linear
-    in a loop counter.
-    """
+    """Returns slices[number]; from host memory as one copy, if `number` is linear in a loop
+    counter."""
     # Without negative numbers the index stays linear, so that the copy is one of memory (DMA) and
     # not a kernel that reads host memory.
     return lax.dynamic_index_in_dim(slices, number, 0, keepdims=False, allow_negative_indices=False)
 
 
 def put_slice(slices: jax.Array, new: jax.Array, number: Any) -> jax.Array:
-    """Returns `slices` with `new` at `number`, in place."""
+    """Writes `new` at position `number` of `slices`, in place."""
     return lax.dynamic_update_index_in_dim(slices, new, number, 0, allow_negative_indices=False)
 
 
@@ -134,14 +135,15 @@ def put_slice(slices: jax.Array, new: jax.Array, number: Any) -> jax.Array:
 
 
 def shards_of(array: jax.Array) -> dict[jax.Device, np.ndarray]:
-    """Returns {device: shard} of this process, as NumPy arrays that may share its memory."""
+    """Returns {device: shard} of this process as NumPy arrays, which may share the array's
+    memory."""
     return {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
 
 
 def array_of_shards(
     shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[jax.Device, np.ndarray]
 ) -> jax.Array:
-    """Builds a global array from every process's shards."""
+    """Builds a global array from the shards of every process."""
     kind = sharding.memory_kind
 
     def place(device: jax.Device, shard: np.ndarray) -> jax.Array:
@@ -157,13 +159,13 @@ def join_leaf(
     stored: jax.ShapeDtypeStruct,
     from_files: Mapping[jax.Device, np.ndarray] | None = None,
 ) -> jax.Array:
-    """Joins slices into the stored parameter or moment; the CPU copies its bytes once.
+    """Joins slices into the stored parameter or moment, with one copy on the CPU.
 
     Args:
-      leaf: its layout.
-      tiers: the slices in memory.
+      leaf: slices of the parameter.
+      tiers: slices in device and host memory.
       stored: shape, dtype and sharding of the result.
-      from_files: {device: [slices, elements]} of the slices in files, if there are any.
+      from_files: {device: [slices, elements]} of the slices in files; None if there are none.
     """
     parts = [shards_of(tiers[tier]) for tier in MEMORY_TIERS if leaf.counts[tier]]
     if leaf.counts[NVME]:
@@ -179,7 +181,11 @@ def join_leaf(
 def cut_leaf(
     leaf: SlicedLeaf, array: jax.Array, mesh: Mesh
 ) -> tuple[Tiers, dict[jax.Device, np.ndarray]]:
-    """Inverts `join_leaf`: (slices in memory, {device: [slices, elements]} for files)."""
+    """Splits a stored parameter or moment into slices; the inverse of `join_leaf`.
+
+    Returns:
+      (slices in device and host memory, {device: [slices, elements]} of the slices for files).
+    """
     shards = {device: as_numpy_slices(leaf, x) for device, x in shards_of(array).items()}
     abstract, result = abstract_tiers(leaf, array.dtype, mesh), {}
     for tier, target in abstract.items():
@@ -191,5 +197,5 @@ def cut_leaf(
 
 
 def as_numpy_slices(leaf: SlicedLeaf, shard: np.ndarray) -> np.ndarray:
-    """Returns a shard as [slices, elements], without a copy where it is contiguous."""
+    """Reshapes a shard to [slices, elements], without a copy if it is contiguous."""
     return np.ascontiguousarray(shard).reshape(leaf.num_slices, leaf.slice_elements)

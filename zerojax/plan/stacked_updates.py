@@ -1,8 +1,9 @@
-"""Runs updates of the user's arrays on stacks: one program for all rows of a stack.
+"""Runs an optimizer that was written for separate arrays on stacked layer parameters, as one
+program for all rows of a stack.
 
-An optax transformation is traced over the user's names. Operations that are the same for every row
-of a stack run once, mapped over the rows; operations that combine rows, such as a global norm, get
-slices. Knows transformations and names, never models or meshes.
+An optax transformation is traced with the user's names. Operations that are equal for every row of
+a stack run once, mapped over the rows. Operations that combine rows, such as a global norm, read
+slices of the stack. This module handles transformations and names, not models or meshes.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Stored:
-    """A stored array: a separate parameter, a stack of layers, or neither."""
+    """A stored array: a separate parameter, a stack of layers, or another array."""
 
     value: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _RowOf:
-    """One row of a stored stack."""
+    """One row of a stored stack of layers."""
 
     stack: _Stored
     row: int
@@ -39,19 +40,20 @@ class _RowOf:
 def over_stacks(
     tx: optax.GradientTransformation, stacks: Stacks
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation of stacks that applies `tx` to each row under its own name.
+    """Returns a transformation of stacked parameters that applies `tx` to each row under the row's
+    own name.
 
-    Its state has `tx`'s structure with stacks in place of their rows: the state of a row is row
-    0, 1, ... of one array. Parameters under other names than those of stacks, as in the portable
-    form, are passed to `tx` itself.
+    Its state has the structure of `tx`'s state with stacks in place of rows. Parameters under other
+    names than those of stacks, as in checkpoints, are passed to `tx` itself.
 
     Args:
-      tx: any transformation; its state keeps what belongs to parameters in dicts of their names.
-      stacks: {stack: the user's names of its rows}; those of frozen parameters may be among them.
+      tx: any optax transformation whose state stores values of parameters in dicts of their names.
+      stacks: {stacked parameter: the user's names of its rows}; stacks of frozen parameters may be
+        included.
 
     Raises:
-      RowsDifferError: from `init` and `update`, where the state keeps rows of one stack in
-        different forms.
+      RowsDifferError: raised by `init` and `update` of the result, if the state has rows of one
+        stack in different structures.
     """
     inner = optax.with_extra_args_support(tx)
     run = _Mapped(stacks)
@@ -91,14 +93,16 @@ def _as_key(value: Any) -> Any:
 
 
 class _Mapped:
-    """Runner of the user's functions on stacks; each is traced once per set of shapes."""
+    """Runs the user's functions on stacked arrays; each function is traced once per set of
+    shapes."""
 
     def __init__(self, stacks: Stacks) -> None:
         self._stacks = stacks
         self._made: dict[Any, tuple[Any, Any]] = {}
 
     def __call__(self, key: Any, function: Callable[..., Tree], stored: tuple[Any, ...]) -> Tree:
-        """Returns `function(*stored)`, called with the user's names, its result stacked again."""
+        """Returns the result of `function(*stored)`, called with the user's names, with rows
+        stacked again."""
         boxed = jax.tree.map(_Stored, stored)
         named = ungroup_rows(boxed, self._stacks, _RowOf)
         leaves, structure = jax.tree.flatten(named)
@@ -126,7 +130,7 @@ class _Mapped:
     def _trace(
         self, function: Callable[..., Tree], structs: Any, groups: list[tuple[int, ...]]
     ) -> tuple[Any, Any]:
-        """Returns (the mapped program, the result: (stack number, StackRows), or a position)."""
+        """Returns (the program mapped over rows, for each result its stack or its position)."""
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*structs)
         leaves, structure = jax.tree.flatten(shapes)
         positions = structure.unflatten(range(len(leaves)))
@@ -148,12 +152,12 @@ def _check_rows(
     outputs: Sequence[Sequence[int]],
     stacked: Sequence[jax.Array],
 ) -> None:
-    """Raises if a pipeline leaves rows empty and a result has no such rows.
+    """Raises if a pipeline's stacks have empty rows and a result of the update has no such rows.
 
     Values computed from stacks have these rows as well; new arrays, such as moments, do not.
 
     Raises:
-      NotProven: the caller then passes stacks without these rows.
+      NotProven: the caller then passes stacks without empty rows.
     """
     stored: dict[int, set[int]] = {}
     for box, rows in groups.items():
@@ -169,9 +173,10 @@ def _is_place(place: Any) -> bool:
 
 
 def _in_order(groups: Mapping[Any, Mapping[int, int]]) -> list[tuple[int, ...]]:
-    """Returns, for each stack, the positions of its rows among the leaves, in row order.
+    """Returns, for each stack, the positions of its rows among the arrays of the tree, in row
+    order.
 
-    The leaves themselves are sorted by name, in which 10 is before 2.
+    The arrays of the tree are sorted by name, in which 10 is before 2.
     """
     return [tuple(rows[row] for row in sorted(rows)) for rows in groups.values()]
 

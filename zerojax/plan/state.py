@@ -1,7 +1,7 @@
-"""Defines the training state and its abstract form: shape, dtype and sharding of every array.
+"""The training state, and its abstract form: shape, dtype and sharding of every array.
 
-"step" is the number of batches the optimizer loop has consumed, so that the data position follows
-from it. Updates applied are `step - skipped`; optax's own counts follow those.
+"step" counts the batches that the training loop has consumed, so the position in the data follows
+from it. The number of applied updates is `step - skipped`; optax's own counts are equal to it.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from zerojax.tracing import trees
 
 Tree = Any
 ONE_BIT = "one_bit"
-"""Key of the signed-momentum data in a state and in checkpoint names."""
+"""Key of the data of 1-bit optimizers in a state and in the names of a checkpoint."""
 COPIES = "copies"
-"""Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in a state and in
-checkpoint names."""
+"""Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in a state and in the
+names of a checkpoint."""
 
 
 class TrainState(TypedDict):
-    """The whole state of a run, donated to each step.
+    """The whole training state of a run, which is donated to each step.
 
     Fields:
-      step: int32 []; batches consumed.
-      skipped: int32 []; steps with non-finite gradients, which changed nothing else.
-      rng: uint32, [2] under JAX's default `jax_default_prng_impl`; key data of the run's PRNG key;
-        step keys are folded from it.
-      params: {name: array}, the trained weights (float32 masters unless the precision says
-        otherwise), padded as in the placement. For a parameter whose optimizer state is sliced
-        (`zerojax.plan.state_layout`) the copy in the compute dtype that forward and backward
-        read.
+      step: int32 [], number of consumed batches.
+      skipped: int32 [], number of steps with non-finite gradients, which changed nothing else.
+      rng: uint32, [2] under JAX's default `jax_default_prng_impl`; key data of the run's PRNG key,
+        from which the keys of steps are folded.
+      params: {name: array}, the trained weights (float32 master weights unless the precision says
+        otherwise), padded as in the placement table. For a parameter whose optimizer state is
+        offloaded, the copy in the compute dtype that forward and backward read.
       frozen: {name: array}, parameters without gradient, in the precision's `frozen_dtype`; uint8
-        where the placement has `codes` for them.
-      opt_state: the optax transformation's state for `params`; each moment of a sliced parameter
-        as {tier: array}, like its master.
-      extras: {name: array}, the model's own state (batch statistics, random counts), replicated.
-      loss_scale: the counters of `zerojax.optim.loss_scale`; {} where the loss is not scaled.
-      masters: only with offload: {name: {tier: float32 [slices of all shards, elements]}} of sliced
-        parameters.
-      disk: only with offload: handle of the slices in files, a node without leaves; {} without
+        for quantized parameters.
+      opt_state: the optimizer's state for `params`; each moment of an offloaded parameter is
+        {memory: array}, like its master weight.
+      extras: {name: array}, the model's other state (batch statistics, random counts), replicated.
+      loss_scale: counters of `zerojax.optim.loss_scale`; {} if the loss is not scaled.
+      masters: only with offload: {name: {memory: float32 [slices of all shards, elements]}} of the
+        offloaded parameters.
+      disk: only with offload: handle of the slices in files, a tree node without arrays; {} without
         files.
-      one_bit: only where momentum is sent as signs: see `zerojax.plan.signed_momentum`.
-      copies: only where weights are sent as codes of their change: {key: {name: weight in the
-        compute dtype}}, whole on every device (`zerojax.plan.kept_parts.abstract_copies`). The
-        weights that the last step read; a skipped step renews them, too, and changes no master.
+      one_bit: only with a 1-bit optimizer: its errors and counters
+        (`zerojax.plan.signed_momentum`).
+      copies: only if weights are sent as codes of their difference: {key: {name: weight in the
+        compute dtype}}, unsharded on every device, which are the weights that the last step read. A
+        skipped step updates them, too, although it changes no master weight.
     """
 
     step: Any
@@ -81,16 +81,16 @@ class TrainState(TypedDict):
 
 
 def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns the typed PRNG key of one step from stored key data; the same on every device."""
+    """Returns the PRNG key of one step, folded from stored key data; the same on every device."""
     return jax.random.fold_in(jax.random.wrap_key_data(rng), step)
 
 
 def as_seed(seed: Any) -> int:
-    """Returns a seed as an integer.
+    """Converts a seed to an integer.
 
     Raises:
-      TypeError: it is not an integer.
-      ValueError: it does not fit into 64 bits.
+      TypeError: the seed is not an integer.
+      ValueError: the seed does not fit into 64 bits.
     """
     try:
         number = operator.index(seed)
@@ -102,26 +102,28 @@ def as_seed(seed: Any) -> int:
 
 
 def run_key_data(seed: int) -> jax.Array:
-    """Returns the stored key data of a run's seed: uint32, [2] by default and [4] for "rbg" keys.
+    """Returns the stored key data of a run's seed: uint32, of shape [2] by default and [4] for
+    "rbg" keys.
 
     Raises:
-      TypeError, ValueError: as in `as_seed`.
+      TypeError: the seed is not an integer.
+      ValueError: the seed does not fit into 64 bits.
     """
     return jax.random.key_data(jax.random.key(as_seed(seed)))
 
 
 def zero_counter() -> jax.Array:
-    """Returns 0 as int32 []."""
+    """Returns a counter at 0, as an int32 scalar array."""
     return jnp.zeros((), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class StageRows:
-    """Mapping between dimension 0 of a stored leaf in a pipeline and of its portable form.
+    """Order of dimension 0 of an array that a pipeline splits, as stored and in checkpoints.
 
     Attributes:
-      rows: see `LeafPlacement.layer_rows`.
-      sharding: of the leaf in its stored shape, while rows are reordered.
+      rows: layer in each stored row, -1 for a row of padding.
+      sharding: sharding of the array in its stored shape, used while rows are reordered.
     """
 
     rows: tuple[int, ...]
@@ -138,7 +140,8 @@ def abstract_state(
     *,
     portable: bool,
 ) -> TrainState:
-    """Returns the state as `ShapeDtypeStruct`s: padded as stored, or in its portable form."""
+    """Returns the training state as `ShapeDtypeStruct`s: padded as the run stores it, or in the
+    portable form of checkpoints."""
 
     def place(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
         shape = leaf.kept_shape if portable else leaf.stored_shape
@@ -172,7 +175,8 @@ def abstract_state(
 def portable_opt_state(
     tx: optax.GradientTransformation, trained: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Tree:
-    """Returns the optimizer's portable state for parameters of any shape and sharding."""
+    """Returns the optimizer's state in the form of checkpoints, for parameters of any shape and
+    sharding."""
     mesh = next(iter(trained.values())).sharding.mesh
 
     def replicate(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -195,7 +199,8 @@ def _opt_state(
     *,
     portable: bool,
 ) -> Tree:
-    """Returns the optimizer's state; arrays with a parameter's shape have its sharding."""
+    """Returns the abstract optimizer state, in which arrays with a parameter's shape have its
+    sharding."""
     coding = coding_of(tx)
     if coding is not None and not portable:
         return coding.abstract_state(trained, sizes)
@@ -214,15 +219,16 @@ def rows_of_state(
     tx: optax.GradientTransformation,
     stored: TrainState,
 ) -> TrainState | None:
-    """Returns `StageRows` for each leaf of a state, or None where both forms have the same rows.
+    """Finds the arrays of a state whose rows have another order in checkpoints than in the run.
 
     Args:
-      placement: the table.
-      tx: the optimizer, whose state is taken in its portable form over stored parameters.
-      stored: the abstract state as it is stored.
+      placement: placement table.
+      tx: the optimizer.
+      stored: abstract state as the run stores it.
 
     Returns:
-      The state's tree with `StageRows` and None for leaves; None where no leaf has any.
+      The state's tree with `StageRows` for such arrays and None for others; None if there are no
+      such arrays.
     """
     arrays = stored["params"] | stored["frozen"]
     params: dict[str, StageRows | None] = dict.fromkeys(arrays)
@@ -247,9 +253,9 @@ def _opt_state_rows(
     trained: Mapping[str, Any],
     rows: Mapping[str, StageRows | None],
 ) -> Tree:
-    """Returns `StageRows` of the optimizer state's leaves that are stored as a parameter is.
+    """Returns `StageRows` for the arrays of the optimizer's state that are stored like a parameter.
 
-    Other leaves are the same in both forms: see `zerojax.plan.optimizer_shapes`.
+    Other arrays are the same in the run and in checkpoints (see `zerojax.plan.optimizer_shapes`).
     """
     shapes = {name: tuple(x.shape) for name, x in trained.items()}
 
@@ -265,7 +271,7 @@ def _init_shapes(
     shapes: Mapping[str, tuple[int, ...]],
     params: Mapping[str, Any],
 ) -> Tree:
-    """Returns the optimizer's portable state for parameters of these shapes."""
+    """Returns the optimizer's state in the form of checkpoints, for parameters of these shapes."""
     coding = coding_of(tx)
     init = tx.init if coding is None else coding.portable_init
     bare = {n: jax.ShapeDtypeStruct(shapes[n], x.dtype) for n, x in params.items()}
@@ -275,7 +281,8 @@ def _init_shapes(
 def fit(
     x: jax.Array, shape: tuple[int, ...], rows: StageRows | None, *, to_rows: bool
 ) -> jax.Array:
-    """Truncates or zero-pads an array to a shape and reorders its rows; traced."""
+    """Truncates an array, or pads it with zeros, to a shape, and reorders its rows; in a traced
+    function."""
     if rows is not None and not to_rows:
         x = _layers_in_order(x, rows)
     sizes = shape if rows is None else (x.shape[0], *shape[1:])
@@ -285,7 +292,7 @@ def fit(
 
 
 def _layers_in_rows(x: jax.Array, rows: StageRows) -> jax.Array:
-    """Converts [layers, ...] to [rows, ...]; rows without a layer are zeros."""
+    """Converts [layers, ...] to [rows, ...], with zeros in rows without a layer."""
     layers = np.asarray(rows.rows)
     taken = _take(x, np.maximum(layers, 0), rows.sharding)
     if layers.min() >= 0:
@@ -301,9 +308,10 @@ def _layers_in_order(x: jax.Array, rows: StageRows) -> jax.Array:
 
 
 def _take(x: jax.Array, indices: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Returns x[indices]; every device computes it for its part of all rows.
+    """Returns x[indices] with a sharding in which every device computes it for its part of all
+    rows.
 
-    Without this sharding the compiler gathers each stack whole on every device (XLA of JAX 0.10 and
+    Without this sharding the compiler gathers each whole stack on every device (XLA of JAX 0.10 and
     0.12, on CPU).
     """
     x = jax.lax.with_sharding_constraint(x, sharding)
@@ -312,10 +320,10 @@ def _take(x: jax.Array, indices: np.ndarray, sharding: NamedSharding) -> jax.Arr
 
 
 def abstract(tree: Tree) -> Tree:
-    """Returns `ShapeDtypeStruct`s of arrays, numbers or structs, with the dtypes of JAX.
+    """Converts arrays, numbers or structs to `ShapeDtypeStruct`s with JAX's dtypes.
 
     Raises:
-      TypeError: leaves that are not arrays of numbers.
+      TypeError: the tree contains something else than arrays of numbers.
     """
     tree = as_arrays(tree)
     check_arrays(tree)
@@ -329,9 +337,9 @@ def abstract(tree: Tree) -> Tree:
 
 
 def slice_batch(batch: Tree, parts: int, precision: Precision) -> Tree:
-    """Returns the structs of a piece of a batch as a step passes it to the loss.
+    """Returns the structs of one part of a batch as a step passes it to the loss.
 
-    A piece has 1/`parts` of the rows; floating-point arrays are in the dtype of the computation.
+    A part has 1/`parts` of the rows; its floating-point arrays have the compute dtype.
     """
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -342,10 +350,11 @@ def slice_batch(batch: Tree, parts: int, precision: Precision) -> Tree:
 
 
 def abstract_model(model: tracing.Model, batch: Tree, loss: tracing.Loss) -> tuple[dict, dict]:
-    """Returns ({name: parameter}, {name: other state}) of a model, as `ShapeDtypeStruct`s.
+    """Returns the parameters and the other state of a model as `ShapeDtypeStruct`s: ({name:
+    parameter}, {name: other array}).
 
     Raises:
-      ValueError: a model without parameters, or with complex ones.
+      ValueError: the model has no parameters, or complex parameters.
     """
     arrays = model.initial_arrays()
     if arrays is not None:
@@ -363,7 +372,7 @@ def abstract_model(model: tracing.Model, batch: Tree, loss: tracing.Loss) -> tup
         )
     for name, leaf in params.items():
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise ValueError(f"parameter {name} is {leaf.dtype.name}; use real parameters")
+            raise ValueError(f"parameter {name} is {leaf.dtype.name}; use real numbers")
     return params, extras
 
 
@@ -382,15 +391,16 @@ def _dtype_read(leaf: Any, precision: Precision) -> Any:
 def abstract_offloaded(
     stored: TrainState, layout: OffloadLayout, precision: Precision
 ) -> TrainState:
-    """Returns the state of a run with offload, as `ShapeDtypeStruct`s in slices and tiers.
+    """Returns the state of a run with offload as `ShapeDtypeStruct`s, cut into slices in device and
+    host memory.
 
     Args:
-      stored: the state with everything on the device, in one piece.
-      layout: slices and tiers of each array.
-      precision: the dtype in which weights are read.
+      stored: abstract state with every array uncut on the device.
+      layout: slices of each array and their memory.
+      precision: dtypes of the run, with the dtype in which weights are read.
 
     Returns:
-      `ShapeDtypeStruct`s; slices and weights in files are not part of it.
+      The abstract state; slices and weights in files are not part of it.
     """
     mesh = next(iter(stored["params"].values())).sharding.mesh
     result = stored.copy()
@@ -417,7 +427,7 @@ def abstract_offloaded(
 def _working(
     x: jax.ShapeDtypeStruct, name: str, layout: OffloadLayout, precision: Precision
 ) -> jax.ShapeDtypeStruct:
-    """Returns the struct of a parameter's array that forward and backward read."""
+    """Returns the struct of the array of a parameter that forward and backward read."""
     if name not in layout.leaves:
         return x
     dtype = jnp.dtype(precision.compute_dtype) if precision.has_masters else x.dtype
@@ -426,12 +436,13 @@ def _working(
 
 
 def portable_on_host(portable: TrainState, layout: OffloadLayout) -> TrainState:
-    """Returns a portable state with offloaded arrays in host memory.
+    """Moves the offloaded arrays of a state in checkpoint form to host memory.
 
-    These are the parameters and moments of which `layout` has slices off the device.
+    They are the parameters and moments of which `layout` has slices outside device memory.
 
     Args:
-      portable: that of any layout; layout: under the user's names.
+      portable: abstract state in the form of checkpoints.
+      layout: offload layout under the user's names.
     """
 
     def place(leaf: SlicedLeaf, _: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

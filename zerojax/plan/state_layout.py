@@ -1,9 +1,10 @@
-"""Lays out a training state: slices of each parameter in tiers, layers of each pipeline stage.
+"""Describes the layout of a training state: the slices of each offloaded parameter, and the layers
+of each pipeline stage.
 
-A device's shard of a parameter is viewed as one long vector and cut into `num_slices` slices of
-`slice_elements`: parts of a layer, or several whole layers. Masters and moments are stored as
-[slices, elements] on each device: the first `device` slices in device memory, the next `host` in
-pinned host memory, the rest in files.
+A device's shard of a parameter is one long vector that is cut into `num_slices` slices of
+`slice_elements` elements: parts of a layer, or several whole layers. Master weights and moments are
+stored as [slices, elements] on each device: the first slices in device memory, the next in pinned
+host memory, the rest in files.
 """
 
 from __future__ import annotations
@@ -22,21 +23,20 @@ from zerojax.config.mesh import DEVICE, HOST, NVME, OffloadConfig
 from zerojax.plan.schedules import ExecutorTable, Schedule
 
 MASTER = "master"
-"""Name of the float32 weights in `OffloadLayout.arrays`."""
+"""Name of the float32 master weights in `OffloadLayout.arrays`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedLeaf:
-    """The slices of one parameter.
+    """Slices of one offloaded parameter.
 
     Attributes:
-      name: of the parameter.
-      shard_shape: of the stored parameter on one device.
-      axes: mesh axes that shard it, outermost first; all of the mesh's axes that split any of its
-        dimensions.
-      num_shards: devices among which these axes divide it.
-      slice_elements: of one slice.
-      counts: {tier: slices of each shard in it}, of every tier, nearest first.
+      name: name of the parameter.
+      shard_shape: shape of the stored parameter on one device.
+      axes: mesh axes that shard the parameter, outermost first.
+      num_shards: number of shards, which is the product of the sizes of these axes.
+      slice_elements: number of elements of one slice.
+      counts: {memory: number of slices of each shard in it}, in the order device, host, nvme.
     """
 
     name: str
@@ -52,20 +52,21 @@ class SlicedLeaf:
         return sum(self.counts.values())
 
     def first(self, tier: str) -> int:
-        """Returns the index of the first slice in a memory tier."""
+        """Returns the index of the first slice in a memory (device, host or nvme)."""
         before = {DEVICE: (), HOST: (DEVICE,), NVME: (DEVICE, HOST)}[tier]
         return sum(self.counts[nearer] for nearer in before)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightTiles:
-    """The tiles in which the weights of a layer are gathered for their only product.
+    """Tiles in which the weight of a layer is gathered for the only product that reads it.
 
     Attributes:
       dim: dimension of the layer's weight along which tiles are cut.
       count: number of tiles, at least 2.
-      groups: number of devices whose shards lie along `dim`; 1 where another one is sharded.
-      again: times that a backward pass gathers them because it computes the product again.
+      groups: number of devices among which `dim` is sharded; 1 if another dimension is sharded.
+      again: number of times that the backward pass gathers the tiles again to recompute the
+        product.
     """
 
     dim: int
@@ -76,11 +77,11 @@ class WeightTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerTiles:
-    """Weights of layers that are larger than `offload.tile_bytes`.
+    """Layer weights that are larger than `offload.tile_bytes`.
 
     Attributes:
-      cut: {name: tiles} of those that are gathered tile by tile.
-      whole: (name, reason) of those that are gathered whole nevertheless.
+      cut: {name: tiles} of the weights that are gathered tile by tile.
+      whole: (name, reason) of the weights that are gathered in one piece nevertheless.
     """
 
     cut: Mapping[str, WeightTiles] = dataclasses.field(default_factory=dict)
@@ -89,17 +90,18 @@ class LayerTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadLayout:
-    """Assignment of a plan's state to memory tiers.
+    """The memory (device, host or files) of each part of a plan's state.
 
     Attributes:
-      leaves: {name: slices} of the parameters whose masters and moments are offloaded, in the order
-        of the state.
-      arrays: the state arrays of a slice, in the order of a bucket on disk: "master" (where the
-        precision has masters), then names of the optimizer's moments, of which "ema" is an average
-        of the weights.
-      streamed: names of the parameters whose weights are on the host and are read layer by layer.
+      leaves: {name: slices} of the parameters whose master weights and moments are offloaded, in
+        the order of the state.
+      arrays: names of the state arrays of a slice, in the order in which files store them: "master"
+        (if there are master weights), then the optimizer's moments, of which "ema" is an average of
+        the weights.
+      streamed: names of the parameters whose weights are in host memory and are read layer by
+        layer.
       paged: names of the parameters whose weights are in files and are read layer by layer.
-      activations: tier in which the input of each layer waits for the backward pass.
+      activations: memory in which the input of each layer is stored until the backward pass.
       update_in_backward: whether layers are updated as soon as their gradients are computed.
       kept: (name, reason) of every parameter that stays on the device while others are offloaded.
     """
@@ -114,7 +116,7 @@ class OffloadLayout:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The names in `arrays` of the optimizer's moments."""
+        """Names in `arrays` of the optimizer's moments."""
         return tuple(name for name in self.arrays if name != MASTER)
 
     @property
@@ -124,26 +126,26 @@ class OffloadLayout:
 
     @property
     def paged_order(self) -> tuple[str, ...]:
-        """The names in `paged`, in the order of the state."""
+        """Names in `paged`, in the order of the state."""
         return tuple(name for name in self.leaves if name in self.paged)
 
     @property
     def off_device(self) -> tuple[SlicedLeaf, ...]:
-        """The names of parameters that have slices in host memory or in files."""
+        """Parameters that have slices in host memory or in files."""
         leaves = self.leaves.values()
         return tuple(leaf for leaf in leaves if leaf.counts[HOST] or leaf.counts[NVME])
 
     @property
     def on_disk(self) -> tuple[SlicedLeaf, ...]:
-        """The names of parameters that have slices in files."""
+        """Parameters that have slices in files."""
         return tuple(leaf for leaf in self.leaves.values() if leaf.counts[NVME])
 
 
 def store_folder(config: OffloadConfig) -> Path:
-    """Returns the folder of the files of this process.
+    """Returns the folder for the files of offloaded state of this process.
 
     Raises:
-      ValueError: the settings name no folder.
+      ValueError: `offload.folder` is not set.
     """
     if config.folder is None:
         raise ValueError(
@@ -155,24 +157,24 @@ def store_folder(config: OffloadConfig) -> Path:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineLayout:
-    """The layout of a pipeline, before anything runs.
+    """Layout of a pipeline, before anything runs.
 
-    "Virtual stages" are the parts of the model in its own order; a stage that holds several calls
-    them chunks (see `zerojax.pipeline_schedules.Schedule`).
+    A virtual stage is one of the consecutive parts into which the model is divided. A stage may
+    have several virtual stages, which are called its chunks.
 
     Attributes:
-      table: the schedule as the executor reads it.
-      layers: number of layers on each virtual stage.
-      stacked: names of the parameters that the layer loop slices; a stage holds only its rows of
-        them. All others are on every stage.
-      activations: the arrays sent from stage to stage for one microbatch of one data shard, as
+      table: the schedule in the form for the executor.
+      layers: number of layers of each virtual stage.
+      stacked: names of the parameters that the loop over layers slices; a stage stores only its own
+        rows of them. All other parameters are on every stage.
+      activations: arrays sent from one stage to the next for one microbatch of one data shard, as
         `ShapeDtypeStruct`s.
-      embed_flops, layer_flops, head_flops: of the forward pass of one microbatch of one data shard;
-        matrix products alone.
-      stash_bytes: bytes that one chunk keeps for one microbatch of one data shard between its
-        forward and its backward.
+      embed_flops, layer_flops, head_flops: FLOPs of matrix products in the forward pass of one
+        microbatch of one data shard, for the embedding, a layer and the head.
+      stash_bytes: bytes that one chunk stores for one microbatch of one data shard between forward
+        and backward.
       skips_padding: whether a stage with fewer layers than another waits instead of computing rows
-        that hold none.
+        of padding.
     """
 
     table: ExecutorTable
@@ -195,21 +197,22 @@ class PipelineLayout:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a stack on each chunk: as many as the longest needs."""
+        """Number of rows of a stacked parameter in each chunk: the number of layers of the longest
+        virtual stage."""
         return max(self.layers)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """The layer in each row of a stored stack, -1 for padding.
+        """Layer in each row of a stored stack, -1 for a row of padding.
 
-        Ordered by stage, then chunk, then layer, so that cutting the stack evenly over the stages
-        gives each its own.
+        Rows are ordered by stage, then chunk, then layer, so that an even split over the stages
+        gives each stage its own layers.
         """
         return layer_rows(self.schedule, self.layers)
 
 
 def layer_rows(schedule: Schedule, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the layer in each row of a stored stack, -1 for padding rows.
+    """Returns the layer in each row of a stored stack, -1 for a row of padding.
 
     >>> from zerojax.plan.schedules import make_schedule
     >>> layer_rows(make_schedule("1f1b", stages=2, microbatches=2), (2, 1))

@@ -1,4 +1,5 @@
-"""Chooses the tables whose rows are looked up on their owning device (`mesh.lookup: owners`)."""
+"""Chooses the tables whose rows are fetched from the devices that store them, instead of gathering
+the table (`mesh.lookup: owners`)."""
 
 from __future__ import annotations
 
@@ -20,17 +21,20 @@ from zerojax.tracing.trees import format_bytes, num_elements
 
 _ASKED = "lookup=owners"
 _ONE_DEVICE = tuple(axis for axis in AXES if axis not in DATA_AXES or axis == EXPERT)
-"""Axes that must have size 1."""
+"""Mesh axes that must have size 1 for lookup=owners."""
 
 
 def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
-    """Raises if `lookup=owners` is combined with settings that may change the results.
+    """Raises if `lookup=owners` is combined with settings that are unsupported or could change the
+    results.
 
     Args:
-      precision: the user's setting.
+      settings: mesh options.
+      mesh: the device mesh.
+      precision: the user's setting of precision.
 
     Raises:
-      ValueError: names the obstacle and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if settings.lookup != "owners":
         return
@@ -50,10 +54,10 @@ def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any
 
 
 def check_update_of_tables(placement: Placement, tx: Any) -> None:
-    """Raises if the optimizer's update may differ with `lookup=owners`.
+    """Raises if the optimizer's update could differ with `lookup=owners`.
 
     Raises:
-      ValueError: an update that looks at whole shards.
+      ValueError: the update of an element depends on other elements of the shard.
     """
     looked_up = any(leaf.asked is not None for leaf in placement.leaves.values())
     if looked_up and isinstance(tx, Optimizer) and getattr(tx, "begin", None) is None:
@@ -65,11 +69,11 @@ def check_update_of_tables(placement: Placement, tx: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Lookups:
-    """The tables whose rows are looked up.
+    """Tables whose rows are looked up on the devices that store them.
 
     Attributes:
-      asked: {table: number of rows looked up on a device per microbatch}.
-      reasons: a sentence for these tables, and for each other table.
+      asked: {table: rows looked up on a device per microbatch}.
+      reasons: sentences about these tables, and about every other table.
     """
 
     asked: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
@@ -86,14 +90,16 @@ def plan_lookups(
     num_microbatches: int,
     frozen: Collection[str] = (),
 ) -> Lookups:
-    """Returns the tables whose rows are looked up.
+    """Chooses the tables whose rows are looked up on the devices that store them.
 
-    These are the tables that the traced loss uses only to take whole rows by integers, where that
-    sends less than gathering them.
+    A table is chosen if the traced loss uses it only to take whole rows by integers, and if that
+    sends fewer bytes than gathering the table.
 
     Args:
-      params: {name: abstract parameter}; trace: of the loss on one microbatch.
-      settings, mesh, precision, num_microbatches: of the run.
+      params: {name: abstract parameter}.
+      trace: trace of the loss on one microbatch.
+      settings, mesh, precision, num_microbatches: mesh options, mesh, dtypes and number of
+        microbatches of the run.
       frozen: names of the parameters without gradient.
     """
     if settings.lookup != "owners":
@@ -128,9 +134,9 @@ def plan_lookups(
 
 @dataclasses.dataclass(frozen=True)
 class _Costs:
-    """Bytes that one device sends for a table in a step: by lookups of rows, and if gathered.
+    """Bytes that one device sends for a table in a step: with lookups of rows, and with gathering.
 
-    N devices send (N-1)/N of these numbers.
+    On N devices the bytes actually sent are (N-1)/N of these numbers.
     """
 
     looked_up: int
@@ -143,7 +149,8 @@ class _Costs:
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """Bytes per element of a table when sent to the reader, and of its gradient when sent back."""
+    """Bytes per element of a table's rows when they are sent to the reader, and of their gradients
+    when sent back."""
 
     there: int
     back: int

@@ -1,15 +1,17 @@
-"""Chooses the weights that are sent in codes: which parameters, stored copies, refusals.
+"""Chooses the weights that are sent as quantized codes, and the copies that devices store for this;
+raises for unsupported settings.
 
-int8 is qwZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.1). Masters stay exact; the
-weights that forward and backward read are off by at most half a quantization step of their block,
-and the gradient is computed as if they were exact.
+int8 is qwZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.1). Master weights stay exact.
+The weights that forward and backward read differ from them by at most half a quantization step of
+their block, and the gradient is computed as if they were exact.
 
-With delta_int8 and delta_int4 every device keeps a copy of the weights, bitwise the same on all,
-and sends the code of (master, rounded to the copy's dtype, - copy). The error of a code is part of
-the next difference, so no residual is stored. The copy is in the compute dtype, because that is
-what is read: float32 would take 4 bytes per parameter and one more cast. The master is rounded
-first; otherwise the rounding of a block's largest weight would be a difference at every step, and
-would enlarge the quantization step of its small weights.
+With delta_int8 and delta_int4 every device stores a copy of the weights, bit-equal on all devices,
+and each step sends the code of the difference (master weight rounded to the copy's dtype) - copy.
+The error of a code is part of the next difference, so no residual is stored. The copy has the
+compute dtype, because that is the dtype in which weights are read; float32 would take 4 bytes per
+parameter and one more cast. The master weight is rounded first; otherwise the rounding of a block's
+largest weight would be a difference in every step and would enlarge the quantization step of the
+block's small weights.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from zerojax.tracing.trees import format_bytes
 
 _ASKED = "wire.weights=int8"
 DELTA_BITS = {"delta_int8": 8, "delta_int4": 4}
-"""{`wire.weights` value: bits of a code of a change}."""
+"""{value of `wire.weights`: number of bits of the code of a difference}."""
 _GATHERED = (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY, Access.GATHER_ON_USE)
 
 
@@ -44,7 +46,7 @@ def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) 
     """Raises if `wire.weights` has no effect or conflicts with other settings.
 
     Raises:
-      ValueError: names what to change.
+      ValueError: the message states the setting to change.
     """
     if settings.wire.weights in DELTA_BITS:
         _check_deltas(settings, mesh, tx)
@@ -86,10 +88,10 @@ def _check_deltas(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> N
 
 
 def with_weight_wire(placement: Placement, settings: MeshConfig, precision: Precision) -> Placement:
-    """Returns the placement with the weights that are gathered as codes.
+    """Marks the weights in the placement table that are sent as quantized codes.
 
-    These are all that become smaller than in the compute dtype, except names of `wire.exact`, and,
-    for codes of changes, except frozen parameters, which do not change.
+    They are all weights for which codes are smaller than values in the compute dtype, except names
+    that `wire.exact` matches and, for codes of changes, frozen parameters, which do not change.
     """
     deltas = settings.wire.weights in DELTA_BITS
     if settings.wire.weights != "int8" and not deltas:
@@ -112,9 +114,8 @@ def with_weight_wire(placement: Placement, settings: MeshConfig, precision: Prec
 
 
 def sent_elements(placement: Placement, leaf: LeafPlacement) -> int:
-    """Returns the elements that a device sends in one gather: its shard of the layers gathered at
-    once.
-    """
+    """Returns the number of elements that a device sends in one all-gather: its shard of the layers
+    that are gathered together."""
     at_once = leaf.access is Access.GATHER_ON_USE and leaf.node_shards is None
     return placement.shard_elements(leaf) // (leaf.num_slices if at_once else 1)
 
@@ -146,7 +147,7 @@ def _describe_deltas(
 def describe_weight_wire(
     settings: MeshConfig, placement: Placement, precision: Precision
 ) -> Sequence[str]:
-    """Describes which weights are gathered as codes, and which not."""
+    """Describes which weights are sent as quantized codes, and which are not."""
     if settings.wire.weights in DELTA_BITS:
         return _describe_deltas(settings, placement, precision)
     if settings.wire.weights != "int8":

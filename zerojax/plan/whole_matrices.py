@@ -1,7 +1,8 @@
-"""Matrices of Muon: which parameters it takes, and the classes, bytes and reasons of exchanges.
+"""Finds the parameters that Muon treats as matrices, and counts the bytes sent to bring each matrix
+onto one device for its update.
 
-Which parameters are matrices follows from the traced loss (`zerojax.tracing.matrix_uses`).
-Exchanges are described as `zerojax.optim.matrices` does them with the shards of a plan.
+The traced loss shows which parameters are matrices (`zerojax.tracing.matrix_uses`);
+`zerojax.optim.matrices` runs the exchanges.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from zerojax.tracing.trace import ModelTrace
 from zerojax.tracing.trees import format_bytes
 
 DIRECTION_BYTES = 4
-"""Bytes of one sent element: float32."""
+"""Number of bytes of one sent element, which is float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixClass:
-    """Matrices of an optimizer (Muon) that are distributed over devices together.
+    """Matrices of an optimizer (Muon) that are distributed over devices together, so that each
+    device updates whole matrices.
 
     Attributes:
-      counts: {parameter: matrices of it in one group of devices}.
-      shape: of one matrix, (rows, columns) of the first parameter.
-      exchanges: one for each dimension that is split; none where every device has them whole.
-      per_device: matrices that each device multiplies, padding included.
+      counts: {parameter: number of its matrices in one group of devices}.
+      shape: (rows, columns) of one matrix of the first parameter.
+      exchanges: one exchange for each dimension that is sharded; () if every device has whole
+        matrices.
+      per_device: number of matrices that each device multiplies, including padding.
     """
 
     counts: Mapping[str, int]
@@ -48,7 +51,7 @@ class MatrixClass:
 
     @property
     def devices(self) -> int:
-        """Number of devices that share the matrices."""
+        """Number of devices among which the matrices are distributed."""
         return math.prod(exchange.size for exchange in self.exchanges)
 
     @property
@@ -57,15 +60,16 @@ class MatrixClass:
         return sum(self.counts.values()) / (self.devices * self.per_device)
 
     def bytes_over(self, exchange: MatrixExchange) -> float:
-        """Returns the bytes that one device sends per step for one exchange, there and back."""
+        """Returns the bytes that one device sends per step for one exchange, in both directions."""
         return 2 * DIRECTION_BYTES * exchange.elements * (exchange.size - 1) / exchange.size
 
 
 def with_matrices(tx: Any, trace: ModelTrace, placement: Placement) -> Any:
-    """Returns the optimizer, which finds its matrices in the traced loss if it needs any.
+    """Passes the matrices that the traced loss shows to Muon; returns any other optimizer
+    unchanged.
 
     Raises:
-      ValueError: there are none, or the loss does not show the matrices of an expert.
+      ValueError: there are no matrices, or the loss does not show the matrices of an expert.
     """
     if not isinstance(tx, Optimizer) or tx.with_uses is None:
         return tx
@@ -85,12 +89,12 @@ def describe_taken(
     placement: Placement,
     stacks: Collection[str],
 ) -> list[str]:
-    """Describes which parameters Muon treats as matrices; [] for other optimizers.
+    """Describes which parameters Muon treats as matrices; returns [] for other optimizers.
 
     Args:
-      tx: the optimizer, zerojax's or optax's.
-      trace, stored, placement: of the plan.
-      stacks: stacks of layers that the user's own loop slices.
+      tx: the optimizer, of zerojax or optax.
+      trace, stored, placement: trace, abstract state and placement table of the plan.
+      stacks: names of stacked parameters that the user's own loop slices.
     """
     if not optim.muon_names(stored["opt_state"]):
         return []
@@ -108,8 +112,8 @@ def find_classes(
 
     Args:
       tx: the optimizer.
-      stored: the state as it is stored, with its shardings.
-      placement, mesh: of the plan.
+      stored: abstract state as stored, with shardings.
+      placement, mesh: placement table and mesh of the plan.
     """
     if not isinstance(tx, Optimizer) or tx.matrices is None:
         return []
@@ -139,7 +143,7 @@ def find_classes(
 
 
 def classes_of_plan(plan: Decisions) -> list[MatrixClass]:
-    """Returns the groups of matrices that a plan's optimizer distributes together."""
+    """Returns the groups of matrices that a plan's optimizer distributes over devices together."""
     return find_classes(plan.tx, plan.abstract_stored, plan.placement, plan.mesh)
 
 
@@ -165,7 +169,8 @@ def exchanges_of_parameter(plan: Decisions, name: str) -> list[tuple[tuple[str, 
 def describe_matrices(
     tx: Any, stored: TrainState, placement: Placement, mesh: Mesh | AbstractMesh
 ) -> list[str]:
-    """Describes how matrices are distributed, and which work is repeated; [] on one device."""
+    """Describes how matrices are distributed over devices, and which work is repeated; returns []
+    on one device."""
     classes = find_classes(tx, stored, placement, mesh)
     if mesh.size == 1 or not classes:
         return []
@@ -200,6 +205,6 @@ def describe_matrices(
 
 
 def _work(shape: tuple[int, int]) -> int:
-    """Returns the relative cost of the products of one matrix."""
+    """Returns the relative cost of updating one matrix."""
     short, long = sorted(shape)
     return 2 * short * short * long + short**3

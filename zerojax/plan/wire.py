@@ -1,8 +1,8 @@
-"""Computes the bytes that a plan's step sends, by formula: for each parameter, and in total.
+"""Computes the bytes that a plan's step sends by formula, for each parameter and in total.
 
-Sources: ZeRO, Rajbhandari et al. 2019 (arXiv:1910.02054), section 7: 2, 2, 2 and 3 units per step
-at stages 0 to 3, a unit being the bytes of all parameters as sent; ring collectives send (N-1)/N of
-their payload per device.
+Source: ZeRO, Rajbhandari et al. 2019 (arXiv:1910.02054), section 7. A step sends 2, 2, 2 and 3
+units at stages 0 to 3; a unit is the bytes of all parameters as sent. In ring collectives a device
+sends (N-1)/N of the payload.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from zerojax.plan.leaf_placement import Access, LeafPlacement
 from zerojax.plan.pipeline_costs import ticks_of
 
 WIRE_UNIT_BYTES = 2
-"""Bytes per parameter of the unit in which wire bytes are stated: bfloat16."""
+"""Bytes per parameter of the unit in which sent bytes are stated: bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafTransfer:
-    """The collectives of one kind and phase that a step runs for one parameter.
+    """Collectives of one kind and phase that a step runs for one parameter.
 
     Attributes:
       phase: "before", "forward", "backward" or "after".
-      kind: "all-gather", "reduce-scatter", "all-reduce" or, of rows and codes, "all-to-all".
-      over: mesh axes.
-      dtype: dtype of the sent values, by name.
-      times: per step; 1 is everything that a device reads of the parameter, so that a loop over
-        layers counts once.
-      num_bytes: bytes that one device sends in a step.
-      within: "node" for transfers inside a node, "nodes" for those only between nodes; "": among
-        all devices of the axes.
+      kind: "all-gather", "reduce-scatter", "all-reduce" or, for rows and codes, "all-to-all".
+      over: mesh axes of the collective.
+      dtype: name of the dtype of the sent values.
+      times: number of times per step that everything is sent that a device reads of the parameter;
+        a whole loop over layers counts once.
+      num_bytes: number of bytes that one device sends in a step.
+      within: "node": inside nodes only; "nodes": between nodes only; "": among all devices of the
+        axes.
     """
 
     phase: str
@@ -50,10 +50,11 @@ class LeafTransfer:
 
 
 def wire_unit(plan: Decisions) -> float:
-    """Returns the bytes that one all-gather of bfloat16 weights sends: 2 x parameters x (N-1)/N.
+    """Returns the bytes that one device sends in one all-gather of bfloat16 weights: 2 x parameters
+    x (N-1)/N.
 
-    Per device. N is the number of shards; parameters are those that a device reads: divided by
-    tensor parallelism, and with a pipeline those of one stage.
+    N is the number of shards. The parameters are those that a device reads: divided by tensor
+    parallelism and, with a pipeline, of one stage.
     """
     placement = plan.placement
     return WIRE_UNIT_BYTES * math.fsum(
@@ -65,8 +66,8 @@ def wire_unit(plan: Decisions) -> float:
 def wire_bytes(plan: Decisions) -> int:
     """Returns the bytes that one device sends per step for weights and gradients.
 
-    It is the sum of `leaf_transfers`. A parameter that the model reads several times (tied weights)
-    is counted once. Messages between pipeline stages are not included
+    It is the sum of `leaf_transfers` over all parameters. A parameter that the model reads several
+    times (tied weights) counts once. Messages between pipeline stages are not included
     (`pipeline_costs.message_bytes`).
     """
     leaves = plan.placement.leaves.values()
@@ -74,7 +75,8 @@ def wire_bytes(plan: Decisions) -> int:
 
 
 def bytes_by_level(plan: Decisions) -> tuple[int, int]:
-    """Splits `wire_bytes` into bytes within nodes and only between nodes (`wire.secondary`)."""
+    """Splits the bytes of weights and gradients into (bytes within nodes, bytes only between
+    nodes), for `wire.secondary`."""
     leaves = plan.placement.leaves.values()
     sent = [transfer for leaf in leaves for transfer in leaf_transfers(plan, leaf)]
     inside, between = (
@@ -85,27 +87,31 @@ def bytes_by_level(plan: Decisions) -> tuple[int, int]:
 
 
 def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
-    """Returns the collectives of one parameter in a step, in their order.
+    """Returns the collectives that a step runs for one parameter, in their order.
 
-    They follow from how it is read (`zerojax.plan.leaf_placement.Access`):
-      whole: one all-reduce of its gradient, twice (N-1)/N of it.
+    They follow from how the parameter is read (`zerojax.plan.leaf_placement.Access`):
+      whole: one all-reduce of its gradient, which sends twice (N-1)/N of it.
       gather once: one all-gather and one reduce-scatter.
-      gather once, scatter early: one all-gather, one reduce-scatter per microbatch.
-      either of these with `delta_codes`: the all-gather sends codes of the change.
+      gather once, scatter early: one all-gather, and one reduce-scatter per microbatch.
       gather on use: per microbatch two all-gathers (forward, backward) and one reduce-scatter; the
-        gathers in 8 bits where the placement says so (`wire.weights`); codes include their scales.
-      look up: per microbatch two all-to-alls, of the rows and of their gradients; the ids besides
-        (4 bytes for each row) are not counted.
-      the same with `node_shards` (`wire.secondary`): these inside of a node, and once per step an
-        all-gather and a reduce-scatter between nodes of a node's part.
-    With `wire.gradients` codes a reduce-scatter is all-to-alls of the codes.
-    Frozen parameters in codes are gathered as codes.
-      streamed (`offload.params`), whatever the stage: per microbatch each layer is gathered twice,
-        the last one once, and its gradient reduced once. In tiles the last one is gathered twice,
-        too, and all of them once more where the backward pass computes the product again.
-    With a pipeline a device has the layers of one stage, over `data`; transfers per microbatch
-    occur in every tick that has the slot, masked ones included: m+p-1 times in place of m for
-    1f1b. Parameters that all stages read are sent over `data` and `stage` together, once per step.
+        all-gathers send 8 bits if the placement says so (`wire.weights`), and codes include their
+        scales.
+      look up: per microbatch two all-to-alls, of the rows and of their gradients; the ids of rows
+        (4 bytes each) are not counted.
+
+    These settings change the collectives:
+      wire.weights, difference codes: the all-gather of the two kinds "gather once" sends codes of
+        the difference.
+      wire.secondary: the collectives run inside a node; in addition an all-gather and a
+        reduce-scatter of a node's part run between nodes once per step.
+      wire.gradients: a reduce-scatter becomes all-to-alls of codes.
+      freeze_dtype: frozen parameters in codes are gathered as codes.
+      offload.params, at any ZeRO stage: per microbatch each layer is gathered twice, the last layer
+        once, and its gradient is reduced once. Tiles of the last layer are gathered twice, too, and
+        all tiles once more if the backward pass recomputes their product.
+      pipeline: a device has the layers of one stage, over `data`. Transfers per microbatch run in
+        every tick that has the slot, including masked ticks: m+p-1 times instead of m for 1f1b.
+        Parameters that all stages read are sent over `data` and `stage` together, once per step.
     """
     placement, shards = plan.placement, plan.placement.num_shards(leaf)
     replicas = placement.axis_sizes[REPLICA]
@@ -167,8 +173,10 @@ def _add_shards(
     """Adds the collectives among the shards of a gathered parameter.
 
     Args:
-      add: (phase, kind, axes, dtype, times, elements sent, `LeafTransfer.within`).
-      reduce: dtype of its gradient when sent.
+      plan: the plan.
+      leaf: placement of the parameter.
+      add: function (phase, kind, axes, dtype, times, elements sent, `LeafTransfer.within`).
+      reduce: dtype in which the gradient is sent.
     """
     placement, shards = plan.placement, plan.placement.num_shards(leaf)
     compute, codes = jnp.dtype(plan.precision.compute_dtype), leaf.gradient_codes
@@ -212,7 +220,7 @@ def _add_shards(
 
 
 def _over_replicas(plan: Decisions, leaf: LeafPlacement) -> float:
-    """Returns the elements that a device sends to sum a gradient shard over `replica`."""
+    """Returns the elements that a device sends to sum a shard of the gradient over `replica`."""
     replicas = plan.placement.axis_sizes[REPLICA]
     elements = padded_elements(plan.placement, leaf) / plan.placement.num_shards(leaf)
     return 2 * _ring(replicas) * elements
@@ -223,10 +231,10 @@ def _is_streamed(plan: Decisions, leaf: LeafPlacement) -> bool:
 
 
 def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, float]:
-    """Returns per step the numbers of gathers for the forward pass, gathers in the backward pass,
-    and scatters.
+    """Returns the numbers of gathers in the forward pass, gathers in the backward pass, and
+    scatters per step.
 
-    With layer drop the expectation after many steps.
+    With layer drop they are the expected numbers after many steps.
     """
     forward, backward, scatters = _times_with_all_layers(plan, leaf)
     if plan.layer_drop is None:

@@ -1,7 +1,7 @@
-"""Processes of a run: formation, start, hang detection, preemption, shutdown and exit status.
+"""Processes of a run: how they join, start, are watched, are preempted, shut down, and end.
 
-Knows environments, signals, files and memory of the host; never models, arrays or plans.
-JAX is imported by `distributed` and `preemption` alone.
+This package knows environment variables, signals, files and memory of the host, but no models,
+arrays or plans. Only `distributed` and `preemption` import JAX.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads JSON from untrusted files and connections, with limits of size, depth and digits.
 
-Any input stays within these limits or raises `JsonError`, or `OSError` where the system refuses a
-file:
+Any input stays within these limits or raises `JsonError`, or `OSError` if the operating system
+refuses a file:
 
     kind of file   regular; a pipe, a device or a socket is refused before it is opened
     size           `max_bytes`, 64 MiB unless the caller says otherwise
@@ -30,14 +30,15 @@ from zerojax.config.regular_files import UnreadableError, open_regular
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 MAX_DIGITS = 100
-"""Digits of one number. A random generator's state has integers of 39, a float 17 and exponent."""
+"""Maximum number of digits of one number. Integers of a random generator's state have 39 digits;
+a float has 17 and an exponent."""
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class JsonError(UnreadableError):
-    """A file or a text that is not valid JSON within the limits."""
+    """A file or text is not valid JSON, or exceeds a limit of this module."""
 
 
 def read_bytes(
@@ -47,12 +48,12 @@ def read_bytes(
 
     Args:
       path: path of the file.
-      max_bytes: a larger file is refused before it is read.
-      follow: as in `open_regular`.
+      max_bytes: maximum size; a larger file is refused before it is read.
+      follow: False: refuse a path that is a symbolic link.
 
     Raises:
-      JsonError: it is not a regular file, or too large.
-      OSError: the system reports an error.
+      JsonError: the path is not a regular file, or the file is too large.
+      OSError: the operating system reports an error.
     """
     try:
         descriptor = open_regular(path, follow=follow)
@@ -60,7 +61,7 @@ def read_bytes(
         raise JsonError(error.what, path) from None
     with open(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        # Request one byte more: a file may grow meanwhile, and a file of /proc has size 0.
+        # Requests one byte more, because a file may grow meanwhile, and /proc files have size 0.
         content = b"" if size > max_bytes else file.read(max_bytes + 1)
     if max(size, len(content)) > max_bytes:
         raise JsonError(f"has more than {max_bytes} bytes, the limit", path)
@@ -78,17 +79,17 @@ def loads(
     """Parses a JSON text.
 
     Args:
-      content: the text; bytes are UTF-8.
-      max_bytes: limit of its bytes.
-      max_depth: limit of nested lists and objects.
-      max_digits: limit of the characters of one number.
-      finite: False: `NaN`, `Infinity` and numbers that are infinite as a float are accepted.
+      content: the text; bytes are decoded as UTF-8.
+      max_bytes: maximum number of bytes of the text.
+      max_depth: maximum depth of nested lists and objects.
+      max_digits: maximum number of characters of one number.
+      finite: False: accept `NaN`, `Infinity` and numbers that are infinite as a float.
 
     Returns:
-      dicts, lists, strings, ints, floats, bools and None.
+      The parsed value, made of dicts, lists, strings, ints, floats, bools and None.
 
     Raises:
-      JsonError: it is not valid JSON, or exceeds a limit; the message says which.
+      JsonError: the text is not valid JSON, or exceeds a limit; the message names the limit.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
@@ -124,11 +125,18 @@ def load(
     follow: bool = True,
     finite: bool = True,
 ) -> Any:
-    """Reads and parses a JSON file; arguments as in `read_bytes` and `loads`.
+    """Reads and parses a JSON file.
+
+    Args:
+      path: path of the file.
+      max_bytes: maximum size of the file.
+      follow: False: refuse a path that is a symbolic link.
+      finite: False: accept `NaN`, `Infinity` and numbers that are infinite as a float.
 
     Raises:
-      JsonError: it is not a regular file, not JSON, or exceeds a limit; the message names the file.
-      OSError: the system reports an error.
+      JsonError: the path is not a regular file, the file is not JSON, or it exceeds a limit. The
+        message names the file.
+      OSError: the operating system reports an error.
     """
     content = read_bytes(path, max_bytes=max_bytes, follow=follow)
     try:
@@ -151,8 +159,8 @@ def depth_of(text: bytes) -> int:
 
 
 def inside(name: Any) -> bool:
-    """Returns whether a name that was read from a file is a path below a folder: relative, without
-    "..".
+    """Returns True if `name`, read from a file, is a path that stays below a folder: relative and
+    without "..".
 
     >>> inside("arrays/d/1"), inside("../../x"), inside("/dev/zero"), inside("")
     (True, False, False, False)
@@ -196,8 +204,8 @@ def _refuse_constant(text: str) -> None:
 
 
 def _check_text(value: Any) -> None:
-    """Raises JsonError for texts with lone surrogates in a parsed value. The limit of depth also
-    limits the recursion."""
+    """Raises JsonError if a parsed value contains text with lone surrogates. The limit of depth
+    also limits the recursion."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_text(key)

@@ -1,6 +1,6 @@
 """Starts the process group of `jax.distributed`, and recognizes errors caused by a lost process.
 
-The coordinator's address is checked first, and this process's GPUs are declared.
+Before the start, the coordinator's address is checked and the GPUs of this process are selected.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from zerojax.runtime.shutdown import FAILED, leave_on_uncaught_errors
 
 HEARTBEAT_SECONDS, JOIN_SECONDS = "ZEROJAX_HEARTBEAT_SECONDS", "ZEROJAX_JOIN_SECONDS"
 DEFAULT_HEARTBEAT_SECONDS = 60
-"""Seconds of silence after which a process counts as lost. NCCL itself detects nothing: on GPUs the
-other processes wait in a collective for this time."""
+"""Seconds without a sign of life after which a process counts as lost. NCCL detects no lost
+process: on GPUs the other processes wait in a collective for this time."""
 DEFAULT_JOIN_SECONDS = 300
 _OWN_NAME_SECONDS = 60.0
 
@@ -54,20 +54,20 @@ _SIGNS = re.compile(
 def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
     """Joins the processes of a run; call it before JAX initializes a device.
 
-    `zerojax train` and `zerojax.train` call it; a script that creates arrays or meshes earlier must
-    call it first. A second call does nothing. After it, an uncaught exception ends this process at
-    once with its exit code, where JAX would wait five minutes for the other processes.
+    `zerojax train` and `zerojax.train` call it. A script that creates arrays or meshes earlier must
+    call it first. A second call does nothing. Afterwards an uncaught exception ends this process at
+    once with its exit code; JAX alone would wait five minutes for the other processes.
 
     Args:
-      group: None reads the environment: ZEROJAX_COORDINATOR, ZEROJAX_NUM_PROCESSES and
-        ZEROJAX_PROCESS_ID, or the variables of Slurm, Open MPI, Kubernetes or torchrun.
-        ZEROJAX_NUM_PROCESSES=1 makes every process a separate run.
+      group: the process group. None: read it from the environment, from ZEROJAX_COORDINATOR,
+        ZEROJAX_NUM_PROCESSES and ZEROJAX_PROCESS_ID, or from the variables of Slurm, Open MPI,
+        Kubernetes or torchrun. ZEROJAX_NUM_PROCESSES=1 makes every process a separate run.
 
     Returns:
       The group, or None when this process runs alone.
 
     Raises:
-      ValueError: the variables are incomplete or contradict each other.
+      ValueError: the environment variables are incomplete or contradict each other.
       RuntimeError: JAX has already initialized its devices.
       ConnectionError: process 0 was not reached within ZEROJAX_JOIN_SECONDS (300).
       OSError: process 0 cannot listen on the coordinator's address.
@@ -78,7 +78,7 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
         return group
     if _devices_have_started():
         raise RuntimeError(_not_joined(group))
-    # A script may have set its platform in `jax.config`, whose initial value is the variable.
+    # A script may have set the platform in `jax.config`, whose initial value is the variable's.
     num_gpus = visible_gpus({**os.environ, "JAX_PLATFORMS": getattr(jax.config, _PLATFORMS) or ""})
     if not num_gpus and getattr(jax.config, _NUM_CPU_DEVICES) > 1:
         # Virtual CPU devices share threads: two programs with collectives can deadlock.
@@ -108,10 +108,10 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
 
 
 def check_joined() -> None:
-    """Raises if the environment names a process group that this process has not joined.
+    """Raises if the environment describes a process group that this process has not joined.
 
     Raises:
-      RuntimeError: each of the processes would train by itself.
+      RuntimeError: the process has not joined, so each process would train by itself.
     """
     if jax.distributed.is_initialized():
         return
@@ -121,9 +121,10 @@ def check_joined() -> None:
 
 
 def _devices_have_started() -> bool:
-    """Returns whether JAX has initialized its devices.
+    """Returns True if JAX has initialized its devices.
 
-    JAX has no query for this, but from then on it refuses to change this setting.
+    JAX has no query for this. The test uses that JAX refuses to change one of its settings once the
+    devices are initialized.
     """
     number = getattr(jax.config, _NUM_CPU_DEVICES)
     try:
@@ -146,13 +147,12 @@ def _not_joined(group: ProcessGroup) -> str:
 def _seconds(name: str, default: int) -> int:
     seconds = number_of(os.environ, name) if os.environ.get(name) else default
     if seconds < 1:
-        raise ValueError(f"{name}={seconds} is less than a second; the default is {default}")
+        raise ValueError(f"{name}={seconds} is below 1 second; use 1 or more (default {default})")
     return seconds
 
 
 def _reach_directly(group: ProcessGroup) -> None:
-    """Prevents gRPC from reaching the coordinator through an HTTP proxy that environment variables
-    name."""
+    """Excludes the coordinator's host from HTTP proxies that environment variables set for gRPC."""
     host, _ = split_address(group.coordinator)
     around = os.environ.get(_NO_PROXY) or os.environ.get(_NO_PROXY_AT_ALL)
     os.environ[_NO_PROXY] = ",".join([*(around.split(",") if around else []), host])
@@ -160,16 +160,19 @@ def _reach_directly(group: ProcessGroup) -> None:
 
 
 def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
-    """Raises an error if this process, the coordinator, cannot listen on `bind`.
+    """Raises if this process, the coordinator, cannot listen on the address `bind`.
 
-    JAX's own errors do not say so.
+    JAX's own errors do not name the reason.
 
     Args:
-      limit: seconds until the host's name has to be known: a cluster publishes it after the start.
+      bind: "host:port" to listen on.
+      group: the process group.
+      limit: seconds until the host name must be resolvable; clusters publish names after a start.
 
     Raises:
-      ConnectionError: its name is not known.
-      OSError: in use, not an address of this host, or one that other hosts cannot reach.
+      ConnectionError: the host name cannot be resolved.
+      OSError: the address is in use, is not an address of this host, or cannot be reached from
+        other hosts.
     """
     is_own_choice = bind != group.coordinator
     host, port = split_address(bind, BIND_ADDRESS if is_own_choice else COORDINATOR)
@@ -184,7 +187,7 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
     failures = []
     for family, address in addresses:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As servers do: ignore lingering connections of an ended run.
+            # Ignores lingering connections of an ended run, as servers do.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
@@ -192,8 +195,8 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
                 failures.append(error.errno or 0)
     if errno.EADDRINUSE in failures:
         raise OSError(
-            f"the coordinator's address {bind} is in use by another program of this host; end it, "
-            f"or give another port with {_names_of_port(is_own_choice)} to all processes"
+            f"the coordinator's address {bind} is in use by another program of this host; end that "
+            f"program, or set another port for all processes with {_names_of_port(is_own_choice)}"
         )
     if len(failures) == len(addresses):
         raise OSError(
@@ -205,10 +208,10 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
 
 
 def _names_of_port(is_own_choice: bool) -> str:
-    """Returns the environment variables that change process 0's port, for a message."""
+    """Returns, for a message, the environment variables that change the port of process 0."""
     if is_own_choice:
         return f"{BIND_ADDRESS} and {COORDINATOR}"
-    # A whole address has priority over the port alone.
+    # A complete address has priority over a port.
     return COORDINATOR if os.environ.get(COORDINATOR) else f"{COORDINATOR_PORT} or {COORDINATOR}"
 
 
@@ -229,11 +232,11 @@ def _resolve(host: str, port: int, limit: float) -> list[tuple[int, tuple]]:
 
 
 def _wait_for(group: ProcessGroup, limit: float) -> None:
-    """Waits until process 0 listens on the coordinator's address. In a cluster its name may be
-    published only when it starts.
+    """Waits until process 0 listens on the coordinator's address. A cluster may publish the host
+    name only when process 0 starts.
 
     Raises:
-      ConnectionError: it does not listen within `limit` seconds.
+      ConnectionError: process 0 does not listen within `limit` seconds.
     """
     host, port = split_address(group.coordinator)
     deadline, pause = time.monotonic() + limit, 0.05
@@ -256,13 +259,13 @@ def _wait_for(group: ProcessGroup, limit: float) -> None:
 
 
 def _initialize(group: ProcessGroup, *, seconds: float, **options: object) -> None:
-    """Calls `jax.distributed.initialize`; prints a message where its runtime would abort."""
+    """Calls `jax.distributed.initialize`, and prints a message if its runtime aborts."""
 
     def give_up() -> None:
         print(
             f"zerojax: error: not all {group.num_processes} processes of the run have reached the "
             f"coordinator {group.coordinator} in time (this is process {group.process_id}); check "
-            "whether one of them has failed or was not started; ZEROJAX_JOIN_SECONDS allows more",
+            "whether a process failed or was not started, or set ZEROJAX_JOIN_SECONDS to wait more",
             file=sys.stderr,
             flush=True,
         )
@@ -277,7 +280,7 @@ def _initialize(group: ProcessGroup, *, seconds: float, **options: object) -> No
             group.num_processes,
             group.process_id,
             cluster_detection_method="deactivate",
-            initialization_timeout=int(seconds) + 60,  # later than the message
+            initialization_timeout=int(seconds) + 60,  # later than our own message
             **options,  # type: ignore[arg-type]
         )
     finally:
@@ -285,8 +288,8 @@ def _initialize(group: ProcessGroup, *, seconds: float, **options: object) -> No
 
 
 def _describe(group: ProcessGroup, devices: list[int] | None, num_gpus: int) -> str:
-    """Returns one line about this process of the group; that of process 0 begins with the whole
-    group."""
+    """Returns one line that describes this process; for process 0 the line begins with a
+    description of the whole group."""
     if os.environ.get(LOCAL_DEVICES):
         where = f"devices [{os.environ[LOCAL_DEVICES]}]"
     elif devices is not None:
@@ -300,12 +303,12 @@ def _describe(group: ProcessGroup, devices: list[int] | None, num_gpus: int) -> 
 
 
 class PeerLostError(RuntimeError):
-    """Another process of this run has ended, so this one cannot continue.
+    """Another process of this run has ended, so this process cannot continue.
 
     Args:
-      step: the last step that was begun here.
-      saved: steps of the existing checkpoints.
-      resume_hint: how to continue the run.
+      step: the last step that this process began.
+      saved: numbers of the existing checkpoints, oldest first.
+      resume_hint: sentence part that says how to continue the run.
     """
 
     exit_code = FAILED
@@ -315,14 +318,14 @@ class PeerLostError(RuntimeError):
         last = f"the last checkpoint is step {saved[-1]}" if saved else "no step is saved"
         super().__init__(
             f"another process of this run has ended; this process (process {jax.process_index()}"
-            f" of {jax.process_count()}) noticed it after step {step}; the output of that "
-            "process or of "
-            f"the launcher has the reason; {last}; {resume_hint}"
+            f" of {jax.process_count()}) noticed it after step {step}; see the reason in the "
+            "output of that process or of "
+            f"the launcher; {last}; {resume_hint}"
         )
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Returns whether an error, or its cause, comes from a lost connection to another process."""
+    """Returns True if an error, or its cause, comes from a lost connection to another process."""
     return any(_SIGNS.search(str(each)) for each in _chain(error))
 
 

@@ -1,18 +1,18 @@
 """Locks a folder for one writer, across processes and hosts.
 
-The lock file names host, process and time, and its holder renews it every `BEAT` seconds. For a
-holder on this machine there is no wait: the kernel releases its flock(2) with the process, however
-that ends. On network file systems flock is less reliable (NFS may keep it local to a host, or keep
-that of a dead host), so a holder on another machine is watched: if it renews its file it is alive;
-if it does not for `EXPIRES` seconds, it has lost the folder. These seconds are measured by the
-waiting process, and any change of the file's time is a renewal: clocks are compared only to shorten
-the wait.
+The lock file names host, process and time of its holder, which renews the file every `BEAT`
+seconds. On one machine no wait is needed: the kernel releases a process's flock(2) when the process
+ends, for whatever reason. On network file systems flock is less reliable: NFS may apply it to one
+host only, or keep the lock of a dead host. So a holder on another machine is watched. If it renews
+its file, it is alive. If it does not within `EXPIRES` seconds, it loses the folder. The waiting
+process measures these seconds, and any change of the file's time counts as a renewal. Clocks of
+machines are compared only to shorten the wait.
 
-A holder that was stopped meanwhile, or cut off from the server, learns it from `Hold.keep`, which
-every writer calls before it makes anything visible.
+A holder that was suspended, or cut off from the file server, learns from `Hold.keep` that it lost
+the folder. Every writer calls `Hold.keep` before it makes anything visible.
 
-Within one process the last request usually gets the folder: a script or notebook that starts again
-has often not closed its earlier lock.
+Within one process the last request usually gets the folder, because a script or notebook that is
+started again has often not closed its earlier lock.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ BEAT = 5.0
 """Seconds between two renewals of a lock by its holder."""
 
 EXPIRES = 60.0
-"""Seconds without a renewal after which a lock of another machine expires."""
+"""Seconds without a renewal after which a lock held by another machine expires."""
 
 _OLD_BEATS = 3
-"""Number of renewal periods to wait if, by the file system's times, the last renewal was more than
-`EXPIRES` ago; those times may come from clocks that differ."""
+"""Number of renewal periods to wait if the last renewal, by the times of the file system, was more
+than `EXPIRES` seconds ago. These times may come from clocks that differ."""
 
 _DYING = 10.0
-"""Seconds within which a killed process ends and releases its lock; a write to a disk may have to
+"""Seconds within which a killed process ends and releases its lock; its last disk write may have to
 finish first."""
 
 _MOST_BYTES = 4096
@@ -56,11 +56,11 @@ _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
 
 
 class FolderTakenError(RuntimeError):
-    """Another process writes into a folder; the message names it and a remedy."""
+    """Another process has locked a folder for writing; the message names it and a remedy."""
 
 
 class _Holder:
-    """Process that holds a lock, as described by its lock file; missing fields are empty texts."""
+    """The process that holds a lock, as described in its lock file; missing fields are ""."""
 
     def __init__(self, text: str) -> None:
         fields = {key: value for key, _, value in (x.partition(": ") for x in text.splitlines())}
@@ -76,37 +76,37 @@ class _Holder:
 
     @property
     def is_of_this_kernel(self) -> bool:
-        """Whether the holder runs, or ran, on this machine since its last boot."""
+        """True if the holder runs, or ran, on this machine since the last boot."""
         return bool(self.kernel) and self.kernel == _kernel()
 
     @property
     def is_seen(self) -> bool:
-        """Whether the holder's process id is meaningful here; containers have separate process
-        ids.
-        """
+        """True if the holder's process id is valid in this process; containers have process ids of
+        their own."""
         return self.is_of_this_kernel and self.namespace == _namespace()
 
     @property
     def is_gone(self) -> bool:
-        """Whether the holder has ended, as far as can be seen from here."""
+        """True if the holder has ended, as far as this process can see."""
         return self.is_seen and self.process.isdecimal() and not _runs(self.process, self.began)
 
 
 class Hold:
-    """Lock of this process on a folder; created by `hold`.
+    """This process's lock on a folder; created by `hold`.
 
     Attributes:
-      folder: the folder.
-      note: a sentence about the previous holder if it had not closed the folder; else None.
-      number: a random number below 10**6, new each time, so that two writers use different names.
+      folder: path of the locked folder.
+      note: a sentence about the previous holder if it ended without releasing the lock; else None.
+      number: a random number below 10**6, new for each lock, so that two writers use different
+        file names.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Locks the folder; call `hold` instead.
+        """Locks the folder; callers use `hold` instead.
 
         Raises:
-          FolderTakenError: another process holds it.
-          OSError: the system reports an error.
+          FolderTakenError: another process holds the lock.
+          OSError: the operating system reports an error.
         """
         self.folder = folder
         self.note: str | None = None
@@ -122,16 +122,16 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Whether the lock on the folder was released, or lost to another process."""
+        """True if the lock was released, or lost to another process."""
         return self._refusal is not None
 
     def keep(self) -> None:
-        """Checks that this process still holds the folder; locks it again if the lock file was
-        deleted.
+        """Checks that this process still holds the lock, and locks the folder again if the lock
+        file was deleted.
 
         Raises:
-          FolderTakenError: another process holds it, or it was released.
-          OSError: the system reports an error.
+          FolderTakenError: another process holds the lock, or this process has released it.
+          OSError: the operating system reports an error.
         """
         if self._refusal is not None:
             raise FolderTakenError(self._refusal)
@@ -146,12 +146,13 @@ class Hold:
             self.give_up(
                 f"{self.folder} was locked by {holder}, because this process had not renewed "
                 "its lock "
-                f"for {EXPIRES:g} s; end one of the two, and continue from the newest checkpoint"
+                f"for {EXPIRES:g} s; end one of the two processes, and continue from the newest "
+                "checkpoint"
             )
             raise FolderTakenError(self._refusal)
 
     def give_up(self, why: str) -> None:
-        """Ends the hold without changing the lock file; later calls of `keep` raise an error with
+        """Ends this lock without changing the lock file; later calls of `keep` raise an error with
         the reason `why`.
         """
         self._refusal = self._refusal or why
@@ -159,8 +160,8 @@ class Hold:
         self._close()
 
     def release(self) -> None:
-        """Releases the lock on the folder. May be called twice; does nothing in a
-        forked process."""
+        """Releases the lock on the folder. May be called twice; does nothing in a forked
+        process."""
         if self._refusal is not None or os.getpid() != self._process:
             return
         with contextlib.suppress(OSError, FolderTakenError):
@@ -171,7 +172,7 @@ class Hold:
 
     def _beat(self) -> None:
         while not self._is_over.wait(BEAT):
-            with self._changing, contextlib.suppress(OSError):  # other calls report it
+            with self._changing, contextlib.suppress(OSError):  # other calls report the error
                 if self._descriptor >= 0:
                     os.utime(self._descriptor)
 
@@ -180,13 +181,13 @@ class Hold:
             self.close_descriptor()
 
     def close_descriptor(self) -> None:
-        """Releases only the flock of the lock file, which a forked process would keep after this
-        one has ended."""
+        """Releases only the flock of the lock file, because a forked process would still hold it
+        after this process has ended."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
-    # --- taking -----------------------------------------------------------------------------------
+    # --- locking ----------------------------------------------------------------------------------
 
     def _take(self) -> None:
         token = secrets.token_hex(8)
@@ -208,12 +209,14 @@ class Hold:
         self._descriptor, self._token = descriptor, token
 
     def _replace(self, draft: Path, token: str) -> bool:
-        """Replaces the lock file of an ended holder by `draft`; returns False if another attempt is
-        needed.
+        """Replaces the lock file of an ended holder by `draft`.
+
+        Returns:
+          False if another attempt is needed.
 
         Raises:
-          FolderTakenError: its holder is alive.
-          OSError: the system reports an error.
+          FolderTakenError: the holder is alive.
+          OSError: the operating system reports an error.
         """
         end = time.monotonic() + _DYING
         try:
@@ -227,7 +230,7 @@ class Hold:
                 if not _is_at(descriptor, self._path):
                     return False  # just released or replaced
                 if locked is False and holder.is_gone and time.monotonic() < end:
-                    time.sleep(0.05)  # killed but still ending; or another process asks as well
+                    time.sleep(0.05)  # the holder is ending, or another process asks for the lock
                     continue
                 break
             if holder.is_of_this_kernel and locked is not None:
@@ -254,10 +257,10 @@ class Hold:
             os.close(descriptor)
 
     def _watch(self, descriptor: int, draft: Path) -> None:
-        """Waits until a holder on another machine has not renewed its lock for long enough.
+        """Waits until a holder on another machine has not renewed its lock for `EXPIRES` seconds.
 
         Raises:
-          FolderTakenError: it has renewed its lock.
+          FolderTakenError: the holder has renewed its lock.
         """
         text, changed = _contents(descriptor)
         holder = _Holder(text)
@@ -273,18 +276,18 @@ class Hold:
         is_last = False
         while not is_last:
             is_last = time.monotonic() >= end
-            with contextlib.suppress(FileNotFoundError):  # released: there is no holder
+            with contextlib.suppress(FileNotFoundError):  # the lock was released
                 now = _read(self._path)
                 if now != (text, changed):
                     remedy = (
                         f"end that process (the lock of a lost machine expires after {EXPIRES:g} s)"
                     )
                     raise FolderTakenError(_taken(self.folder, _Holder(now[0]), remedy))
-            os.utime(draft)  # otherwise it looks like a killed process's file and is removed
+            os.utime(draft)  # so that others do not remove it as the file of a killed process
             time.sleep(0 if is_last else min(BEAT / 5, max(0.0, end - time.monotonic())))
 
     def _remove_drafts(self, now: float) -> None:
-        """Removes draft files of processes that were killed while they waited."""
+        """Removes draft lock files of processes that were killed while they waited for the lock."""
         for path in self.folder.glob(f"{self._path.name}.*"):
             with contextlib.suppress(OSError):
                 if now - path.stat().st_mtime > EXPIRES:
@@ -302,17 +305,18 @@ def hold(
 ) -> Hold:
     """Locks a folder for this process, until `Hold.release` or the end of the process.
 
-    Waits only for a holder on another machine, and for that at most `EXPIRES` seconds.
+    Waits only for a holder on another machine, at most `EXPIRES` seconds.
 
     Args:
-      folder: created if it is missing.
-      name: name of the lock file in it.
-      twice: if this process already holds it: "take" it, so that the earlier hold ends, "share" the
-        earlier hold, or "refuse".
+      folder: path of the folder; created if it is missing.
+      name: name of the lock file in the folder.
+      twice: action if this process already holds the lock: "take" ends the earlier hold and makes a
+        new one, "share" returns the earlier hold, "refuse" raises.
 
     Raises:
-      FolderTakenError: another process holds it, or this one does and `twice` is "refuse".
-      OSError: the system reports an error.
+      FolderTakenError: another process holds the lock, or this process does and `twice` is
+        "refuse".
+      OSError: the operating system reports an error.
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
@@ -370,7 +374,7 @@ def _put(draft: Path, path: Path) -> bool:
         os.link(draft, path)
         return True
     except FileExistsError:
-        # NFS: the first request's answer may be lost, and this is the answer to a repetition.
+        # On NFS the answer to the first request may be lost; this is the answer to a repetition.
         return os.stat(draft).st_nlink == 2
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -396,14 +400,14 @@ def _open(path: Path) -> int:
 
 
 def _contents(descriptor: int) -> tuple[str, int]:
-    """Returns (text, time of the last change, in nanoseconds) of an open file."""
+    """Returns (text, time of the last change in nanoseconds) of an open file."""
     text = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace")
     return text, os.fstat(descriptor).st_mtime_ns
 
 
 def _read(path: Path) -> tuple[str, int]:
-    """Returns the `_contents` of a file by its path; opening it makes an NFS client ask
-    its server."""
+    """Returns the `_contents` of a file by its path. Opening the file makes an NFS client ask its
+    server for the current contents."""
     descriptor = _open(path)
     try:
         return _contents(descriptor)
@@ -412,7 +416,7 @@ def _read(path: Path) -> tuple[str, int]:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Returns whether an open file could be locked; None if the file system has no locks."""
+    """Tries to lock an open file; returns True on success, None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -462,7 +466,7 @@ def _began(process: str) -> str:
 
 
 def _runs(process: str, began: str) -> bool:
-    """Returns whether a process with this id and this start time is running."""
+    """Returns True if a process with this id and this start time is running."""
     if not Path("/proc/self/stat").exists():
         try:
             os.kill(int(process), 0)
@@ -472,12 +476,12 @@ def _runs(process: str, began: str) -> bool:
             return True
         return True
     fields = _fields_of(process)
-    # Z and X: it has ended, but its exit code has not been collected.
+    # Z and X: the process has ended, but its parent has not collected its exit code.
     return bool(fields) and fields[0] not in ("Z", "X") and began in ("", _began(process))
 
 
 def _fields_of(process: str) -> list[str]:
-    """Returns the fields of /proc/PROCESS/stat from the third on; the second may contain spaces."""
+    """Returns the fields of /proc/PROCESS/stat from the third on; the second may have spaces."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return []

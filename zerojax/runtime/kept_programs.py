@@ -1,4 +1,4 @@
-"""Keeps compiled programs for the next start of the same run.
+"""Caches compiled programs on disk, so that the next start of the same run does not compile again.
 
 Uses JAX's persistent compilation cache, in the user's cache folder unless another folder is set.
 """
@@ -18,20 +18,20 @@ from jax.experimental.compilation_cache import compilation_cache
 from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
 
 MAX_BYTES = 8 << 30
-"""Limit of the bytes of all kept programs; the oldest are removed at a start."""
+"""Maximum total bytes of all cached programs; the oldest are removed when a run starts."""
 _WHOLE = "whole"
 """Name of the file that lists the cache entries known to be complete."""
 _ZLIB = b"\x78"
 _PIECE = 1 << 22
 MIN_SECONDS = 0.1
-"""Shortest compilation of a program that is kept, in seconds."""
+"""Minimum compile time in seconds of a program that is cached."""
 _SAFE_ON_CPU = (0, 11)
-"""Oldest version of JAX that reads CPU programs from the cache reliably; older versions
-may crash."""
+"""Oldest version of JAX that reads CPU programs from the cache reliably; older versions may
+crash."""
 
 
 def keep_programs() -> str | None:
-    """Makes JAX keep the programs that this process compiles, and read those of earlier processes.
+    """Turns on JAX's persistent cache for the programs that this process compiles.
 
     Changes nothing if JAX's own settings name a folder or switch its cache off, or if ZEROJAX_CACHE
     is "off".
@@ -45,7 +45,7 @@ def keep_programs() -> str | None:
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu and jax.__version_info__ < _SAFE_ON_CPU:
         return None
-    # XLA compiles for the processor that it runs on; several machines may share a folder.
+    # XLA compiles for the processor it runs on, and several machines may share a folder.
     folder = root / "programs" / (_processor() if on_cpu else jax.default_backend())
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def keep_programs() -> str | None:
         return f"compiled programs are not cached: {folder}: {error.strerror}"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
-    compilation_cache.reset_cache()  # it has stored that there was no folder
+    compilation_cache.reset_cache()  # JAX has remembered that no folder was set
     return (
         f"compiled programs are cached in {folder} for the next start ({CACHE_VARIABLE}=off "
         "disables it)"
@@ -63,7 +63,7 @@ def keep_programs() -> str | None:
 
 
 def _processor() -> str:
-    """Returns a name for the model of this machine's processor."""
+    """Returns a name that is equal for processors of the same model and instruction set."""
     words = [platform.machine()]
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -74,9 +74,9 @@ def _processor() -> str:
 def _remove_torn(folder: Path) -> None:
     """Removes cache entries that were written only in part, for example by a killed process.
 
-    JAX writes an entry in place, warns of a damaged one at every start, and never replaces it.
-    Entries that were complete once are not read again. Only zlib's format is checked; JAX uses
-    another format if the package zstandard is installed, and such entries stay.
+    JAX writes entries in place, warns of a damaged entry at every start, and never replaces it.
+    Entries found complete once are not read again. Only zlib's format is checked. With the package
+    zstandard installed JAX uses another format; such entries stay.
     """
     path = folder / _WHOLE
     whole = set(path.read_text().split()) if path.exists() else set()
@@ -91,7 +91,7 @@ def _remove_torn(folder: Path) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns whether a file in zlib's format is complete; True for other formats."""
+    """Returns True if a file in zlib's format is complete, or if the file has another format."""
     stream = zlib.decompressobj()
     with open(path, "rb") as file:
         data = file.read(_PIECE)
@@ -107,7 +107,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _keep_within(folder: Path, limit: int) -> None:
-    """Removes the oldest files of a folder until the rest takes at most `limit` bytes."""
+    """Removes the oldest files of a folder until the other files have at most `limit` bytes."""
     found: list[tuple[float, int, str]] = []
     for place, _, names in os.walk(folder):
         for name in names:

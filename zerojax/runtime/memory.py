@@ -1,6 +1,6 @@
-"""Reads the memory limits of this process (kernel, cgroup, ulimit), and sets malloc's options.
+"""Reads the memory limits of this process (kernel, cgroup, ulimit), and sets options of malloc.
 
-It also attaches purposes to errors. This module imports no JAX.
+It also records in errors what the requested memory was for. This module imports no JAX.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 from zerojax.config.loader import user_path
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""Variable that sets the most pinned host memory that XLA uses for all GPUs of a process, in GiB.
-XLA's pool grows by doubling, so with a limit above the free memory it requests more than
-there is."""
+"""Environment variable with the maximum pinned host memory in GiB that XLA uses for all GPUs of a
+process. XLA's pool grows by doubling, so with a limit above the free memory it requests more memory
+than is free."""
 SPARE = 0.95
-"""Share of the free memory that a plan may use: Python, JAX and the data need some."""
+"""Share of the free memory that a plan may use; the rest is for Python, JAX and the data."""
 GIB = 2**30
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60  # cgroup v1 writes "no limit" as a number near 2^63
 TRAINING_STEP = "the training step"
-"""Purpose, for `allocating_for`, of the memory that the training step allocates."""
+"""Purpose passed to `allocating_for` for the memory that the training step allocates."""
 _PURPOSE = "_zerojax_allocating_for"
-"""Attribute of an exception that holds the purpose of the memory that was to be allocated."""
+"""Name of an exception's attribute that says what the requested memory was for."""
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
@@ -38,13 +38,13 @@ _NEVER = -1
 
 @contextlib.contextmanager
 def allocating_for(purpose: str) -> Iterator[None]:
-    """Attaches a purpose of memory to errors raised in a block or in a decorated function.
+    """Records what memory is for in errors raised inside a `with` block or a decorated function.
 
-    The innermost block counts. `purpose_of` reads the purpose, so that a report of insufficient
-    memory says what the memory was for, wherever that code is.
+    The innermost block has priority. `purpose_of` reads the purpose, so that a report of
+    insufficient memory can name it without knowing where the allocation was.
 
     Args:
-      purpose: a noun phrase, such as "an evaluation".
+      purpose: noun phrase for the purpose, such as "an evaluation".
     """
     try:
         yield
@@ -55,18 +55,18 @@ def allocating_for(purpose: str) -> Iterator[None]:
 
 
 def purpose_of(error: BaseException) -> str | None:
-    """Returns the purpose of memory that `allocating_for` attached to an error, or None."""
+    """Returns the purpose that `allocating_for` recorded in an error, or None."""
     return getattr(error, _PURPOSE, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Memory that one limit (of the kernel, a cgroup or ulimit) leaves free, in bytes.
+    """A memory limit (of the kernel, a cgroup or ulimit) and the bytes that are free under it.
 
     Attributes:
-      limit: shared by all processes under it.
-      free: unused part of it.
-      source: what sets the limit.
+      limit: bytes that all processes under the limit share.
+      free: unused bytes of the limit.
+      source: noun phrase that says what sets the limit.
     """
 
     limit: int
@@ -75,24 +75,25 @@ class Room:
 
 
 def rooms() -> list[Room]:
-    """Returns all known memory limits of this process, the tightest first; [] if none is known."""
+    """Returns all known memory limits of this process, the one with the least free bytes first."""
     found = [*_machine(), *_cgroups(), *_process()]
     return sorted(found, key=lambda room: room.free)
 
 
 def least_room() -> Room | None:
-    """Returns the limit of memory that this process reaches first; None if none is known."""
+    """Returns the memory limit that this process would reach first; None if none is known."""
     return next(iter(rooms()), None)
 
 
 def pinned_limit_for(room: Room | None) -> int | None:
-    """Returns a value for `PINNED_LIMIT`, in GiB: the host memory that a plan may use; None if
-    unknown."""
+    """Returns the value in GiB for `PINNED_LIMIT`: the host memory that a plan may use; None if
+    `room` is None."""
     return None if room is None else max(int(room.free * SPARE) // GIB, 1)
 
 
 def _machine() -> Iterator[Room]:
-    """Yields the memory that the kernel estimates as free without swapping (proc_meminfo(5))."""
+    """Yields this machine's memory, with the free part that the kernel estimates without swapping
+    (proc_meminfo(5))."""
     values = _table(PROC / "meminfo", ":")
     total, free = values.get("MemTotal"), values.get("MemAvailable")
     if total is not None and free is not None:
@@ -146,7 +147,7 @@ def _process() -> Iterator[Room]:
 
 
 def _table(path: Path, separator: str) -> dict[str, int]:
-    """Returns {name: first number of its line} of a file with a name and a number in each line."""
+    """Reads a file that has a name and a number in each line; returns {name: number}."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -175,7 +176,7 @@ def free_disk(folder: str | os.PathLike[str]) -> int:
 
 
 def nearest_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns a folder, or its nearest existing parent; both are on the same disk."""
+    """Returns a folder if it exists, otherwise its nearest existing parent."""
     place = user_path(folder).absolute()
     while not place.exists():
         place = place.parent
@@ -183,25 +184,25 @@ def nearest_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc keep freed memory, for programs that compute on the CPU.
+    """Makes glibc keep freed memory, which speeds up programs that compute on the CPU.
 
-    XLA on the CPU allocates the temporary memory of a program each time it runs. glibc returns
-    pieces of that size to the kernel, which clears every page again at the next step: 60,000 page
-    faults and a quarter of the processor time per step of a GPT of 3.5 million parameters, whole
-    batch of 8 x 256 (`benchmarks/README.md`). The price is that the process stays at its largest
-    size. Call it before threads start: an arena that a thread already has is not removed.
+    XLA on the CPU allocates the temporary memory of a program at each run. glibc returns blocks of
+    that size to the kernel, which clears every page again at the next step: 60,000 page faults and
+    a quarter of the processor time per step, for a GPT of 3.5 million parameters and a batch of
+    8 x 256 (`benchmarks/README.md`). The cost is that the process keeps its largest size. Call it
+    before threads start, because a malloc arena that a thread already has is not removed.
 
-    A process on 8 CPU devices grows during its first steps, with or without this: 3 million
-    parameters under `jax.jit` alone took 608 MiB after the first step and 848 after the sixth,
-    under `zerojax.train` 708 after the sixth and 745 after the twenty-first. The live arrays took
-    27 MiB throughout (`jax.live_arrays`), so the rest is working memory of XLA's threads.
+    A process on 8 CPU devices grows during its first steps in any case. With 3 million parameters
+    it used 608 MiB after the first step and 848 MiB after the sixth under `jax.jit` alone, and
+    708 MiB after the sixth and 745 MiB after the twenty-first under `zerojax.train`. The live
+    arrays were always 27 MiB (`jax.live_arrays`); the rest is working memory of XLA's threads.
 
     Returns:
-      Whether it was done; False if the C library is not glibc.
+      True if the option was set; False if the C library is not glibc.
     """
     try:
         libc = ctypes.CDLL(None)
-        libc.gnu_get_libc_version  # noqa: B018 - the attribute tells glibc from others
+        libc.gnu_get_libc_version  # noqa: B018 - only glibc has this attribute
         mallopt = libc.mallopt
     except (OSError, AttributeError, TypeError):
         return False

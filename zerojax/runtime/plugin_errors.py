@@ -1,8 +1,8 @@
 """Hides JAX's tracebacks about a CUDA plugin that cannot start because there is no GPU.
 
-`zerojax[plan]` installs the CUDA plugin of JAX to compile for GPUs. On a machine without one, JAX
-tries to start the plugin whenever it starts its devices, and logs the failure with a traceback of
-about 18 lines. `zerojax env` says what was hidden.
+`zerojax[plan]` installs JAX's CUDA plugin in order to compile for GPUs. On a machine without a GPU,
+JAX tries to start the plugin whenever it initializes devices, and logs the failure with a traceback
+of about 18 lines. `zerojax env` lists the hidden errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from zerojax.runtime.process_group import visible_gpus
 
 _LOGGER = "jax._src.xla_bridge"
-"""Logger through which JAX reports plugins that do not start: a name, not an import."""
+"""Name of the logger through which JAX reports plugins that do not start."""
 _BEGINNING = "Jax plugin configuration error"
 _LONGEST = 200
 
@@ -36,10 +36,10 @@ def _environment() -> dict[str, str]:
 
 
 def _one_line(record: logging.LogRecord) -> str:
-    """Returns the message of a log record, followed by the first line of its exception's text."""
+    """Returns the message of a log record and the first line of its exception's text."""
     try:
         text = record.getMessage()
-    except TypeError:  # JAX 0.10 logs a message without its argument
+    except TypeError:  # JAX 0.10 logs this message without its argument
         text = str(record.msg)
     error = record.exc_info[1] if record.exc_info else None
     reason = "" if error is None else f": {str(error).splitlines()[0] if str(error) else error!r}"
@@ -50,11 +50,10 @@ _FILTER = _HidePluginErrors()
 
 
 def hide_plugin_errors() -> None:
-    """Hides errors of JAX's GPU plugins from now on if there is no GPU; call it before JAX starts
-    its devices.
+    """Hides errors of JAX's GPU plugins from now on if there is no GPU.
 
-    Errors are shown as JAX logs them if the process sees a GPU, since they then explain why JAX
-    does not use it. Further calls have no effect.
+    Call it before JAX initializes its devices. If this process sees a GPU, errors are shown as JAX
+    logs them, because they then explain why JAX does not use the GPU. Further calls have no effect.
     """
     logging.getLogger(_LOGGER).addFilter(_FILTER)
 

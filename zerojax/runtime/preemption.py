@@ -1,4 +1,4 @@
-"""Handles preemption: a signal requests a stop between two steps, agreed by all processes."""
+"""Handles preemption: a signal stops the run between two steps, the same two for all processes."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from jax.experimental import multihost_utils
 from zerojax.runtime import shutdown
 
 SAME_REQUEST_SECONDS = 1.0
-"""Signals within this time are one request that arrived twice, as when a scheduler signals both a
+"""Seconds within which repeated signals count as one request, because a scheduler may signal both a
 launcher and its processes."""
 
 STOP_SECONDS = 60.0
-"""Seconds within which work outside of the steps, such as compiling, has to end after a signal."""
+"""Seconds after a signal within which work outside of steps, such as compiling, has to end."""
 AGAIN_SECONDS = 3.0
-"""Seconds for Python to raise a second signal's exception, before the process is ended
-without it."""
+"""Seconds for Python to raise the exception of a second signal, before the process is ended without
+that exception."""
 _POLL_SECONDS = 1.0
 _TELL_SECONDS = 3.0
-"""Seconds for the last message. The disk that it reads, or the reader of standard error,
-may hang."""
+"""Maximum seconds for writing the last message: the disk that it reads, or the reader of standard
+error, may hang."""
 
 _MARK = b"Stack ("
 _SERVICE = "jax_enable_preemption_service"
-# Calls of this process, over all its runs: JAX compares these numbers between processes, and a
-# number that is not below the next one would be waited for forever.
+# Number of calls of this process, over all its runs. JAX compares these numbers between processes,
+# and would wait forever for a number that is not below the next one.
 _calls = itertools.count(1)
 
 
@@ -46,10 +46,10 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
       signal_name: "SIGINT" (Ctrl-C) or "SIGTERM".
-      saved: whether the state of that step is on disk.
+      saved: True if the state after that step is on disk.
       exit_code: exit code of a process that ends with this exception.
-      trainer: the `Trainer` whose `fit` was stopped, with its state; its `fit` continues. In an
-        interactive interpreter it is `sys.last_value.trainer`.
+      trainer: the `Trainer` that was stopped, with its state; `trainer.fit` continues the run. In
+        an interactive interpreter it is `sys.last_value.trainer`.
     """
 
     def __init__(self, message: str, signal_name: str, *, saved: bool = False):
@@ -62,30 +62,30 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """A context manager that records the first Ctrl-C or SIGTERM; a second one acts at once.
+    """Context manager that records the first Ctrl-C or SIGTERM; a second signal acts at once.
 
-    With several processes a signal to any of them stops all of them after the same step: JAX's
-    coordinator chooses the step, within about a second. JAX's own handler of SIGTERM distributes
-    the signal, so it stays installed, and Ctrl-C is converted to SIGTERM. If JAX's preemption
-    service is switched off, the processes cannot agree, and signals act at once.
+    With several processes, a signal to any of them stops all of them after the same step. JAX's
+    coordinator chooses the step, within about a second. JAX's own SIGTERM handler distributes the
+    signal, so it stays installed, and Ctrl-C is converted to SIGTERM. If JAX's preemption service
+    is switched off, the processes cannot agree, and signals act at once.
 
-    With one process, outside the main thread, where Python allows no signal handlers, it records
-    nothing.
+    With one process and outside the main thread, it records nothing, because Python allows signal
+    handlers only in the main thread.
 
-    Python runs its handlers only when the main thread returns from compiled code, which one step
-    may keep for half an hour. So another thread receives signals as well, and ends the process when
-    the current work has not finished within `limit`, or when a second signal arrives.
+    Python runs its handlers only when the main thread returns from compiled code, and one step may
+    take half an hour. So another thread receives signals too. It ends the process if the current
+    work has not finished within `limit` seconds, or if a second signal arrives.
 
     Args:
-      limit: called at the first signal: seconds within which the current step must finish; None: no
-        limit.
-      describe: returns a sentence that says what is lost if it does not finish, and what is not;
-        for the last message.
-      end: ends the process, with an exit code, without any cleanup.
+      limit: function called at the first signal; returns the seconds within which the current step
+        must finish, or None for no limit.
+      describe: function that returns a sentence for the last message: what is lost if the step does
+        not finish, and what is not.
+      end: function that ends the process with an exit code, without any cleanup.
 
     Attributes:
-      signal_name: the signal that this process received; None: none yet.
-      is_due: whether the run stops now: with several processes, since `due` returned True.
+      signal_name: name of the signal that this process received; None: no signal so far.
+      is_due: True if the run stops now; with several processes, True since `due` returned True.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class StopRequest:
         return self._agreed if self._processes > 1 else self.signal_name is not None
 
     def due(self) -> bool:
-        """Returns whether to stop now. With several processes all call it, once before a step."""
+        """Returns True if the run must stop now. Every process calls it once before each step."""
         if self._processes > 1 and getattr(jax.config, _SERVICE):
             self._agreed = self._agreed or multihost_utils.reached_preemption_sync_point(
                 next(_calls)
@@ -115,22 +115,23 @@ class StopRequest:
         return self.is_due
 
     def step_over(self) -> None:
-        """Notes that no step is running; after a stop request, no time limit applies any more."""
+        """Records that no step is running; a stop request then has no time limit any more."""
         if self.is_due:
             self._watcher.cancel()
 
     def unhurried(self) -> contextlib.AbstractContextManager[None]:
-        """Suspends, in the block, the time limit after a signal, for example while a checkpoint is
-        saved.
+        """Suspends the time limit after a signal inside a `with` block, for example while a
+        checkpoint is saved.
         """
         return self._watcher.paused()
 
     def interrupted(self, step: int, text: str, *, saved: bool = False) -> Interrupted:
-        """Returns the exception that ends a run which stops for this request after `step`.
+        """Returns the exception that ends a run which stops after `step` because of this request.
 
         Args:
-          text: what happened to the state of that step.
-          saved: whether it is on disk.
+          step: the last finished step.
+          text: clause that says what happened to the state after that step.
+          saved: True if that state is on disk.
         """
         _say_in_one_line()
         name = self.signal_name or "SIGTERM"
@@ -162,7 +163,7 @@ class StopRequest:
             self._listener.close()
 
     def _restore(self) -> None:
-        """Restores the signal handlers that were installed before."""
+        """Restores the signal handlers that were installed before this context manager."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous = {}
@@ -175,10 +176,10 @@ class StopRequest:
             signal.signal(again, at_once)  # type: ignore[arg-type]
 
     def _heard(self, number: int) -> None:
-        """Records the first signal `number`; runs in the watcher's thread."""
+        """Records the first signal `number`; called in the watcher's thread."""
         self.signal_name = self.signal_name or signal.Signals(number).name
         if self._listener is not None and number == signal.SIGINT:
-            os.kill(os.getpid(), signal.SIGTERM)  # to JAX's handler, which informs the others
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX's handler informs the other processes
 
     def _note_term(self, is_first: bool) -> None:
         if is_first:
@@ -188,10 +189,10 @@ class StopRequest:
 
 
 class _OneLine:
-    """Hook for `sys.excepthook` that prints an `Interrupted` as one line, and other errors as
-    before.
+    """Hook for `sys.excepthook` that prints an `Interrupted` as one line. Other errors are passed
+    to the previous hook.
 
-    A user who pressed Ctrl-C wants to know what was saved, not where in the loop it happened.
+    A user who pressed Ctrl-C wants to know what was saved, not where the loop was interrupted.
     """
 
     previous = staticmethod(sys.__excepthook__)
@@ -209,14 +210,14 @@ _one_line = _OneLine()
 
 
 def _say_in_one_line() -> None:
-    """Installs the hook that prints an `Interrupted` as one line, unless there is another hook."""
+    """Installs `_OneLine` as `sys.excepthook`, unless another hook is installed."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _one_line
 
 
 @contextlib.contextmanager
 def sigterm_raised() -> Iterator[None]:
-    """Makes SIGTERM raise `Interrupted` if it has no other handler, as Ctrl-C raises.
+    """Makes SIGTERM raise `Interrupted` inside a `with` block, unless SIGTERM has another handler.
 
     With several processes, or outside the main thread, it changes nothing.
     """
@@ -232,7 +233,7 @@ def sigterm_raised() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         watcher.cancel()
-        text = "SIGTERM outside of the steps: no step was running; all earlier saves are complete"
+        text = "SIGTERM received while no step was running; all earlier saves are complete"
         raise Interrupted(text, "SIGTERM")
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -251,12 +252,14 @@ _watchers: list[_Watcher] = []
 class _Watcher:
     """Thread that receives signals, and ends the process if the main thread does not.
 
-    Python writes the number of every handled signal into a pipe at once, also while the main thread
-    is in compiled code (`signal.set_wakeup_fd`).
+    Python writes the number of every handled signal into a pipe at once, even while the main thread
+    is in compiled code (`signal.set_wakeup_fd`). This thread reads the pipe.
 
     Args:
-      limit, describe, end: as in `StopRequest`.
-      heard: called in the thread at the first signal.
+      limit: function that returns the seconds within which the current work must finish, or None.
+      describe: function that returns a sentence for the last message.
+      end: function that ends the process with an exit code.
+      heard: function called in this thread at the first signal.
     """
 
     def __init__(
@@ -273,14 +276,14 @@ class _Watcher:
         self._num_paused = 0
 
     def open(self, numbers: Collection[int]) -> None:
-        """Starts listening to the signals `numbers`, which Python handles; if any, in the main
-        thread."""
+        """Starts listening to the signals `numbers`, for which Python has handlers. Must be called
+        in the main thread if there are any."""
         self._numbers = tuple(int(number) for number in numbers)
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         if self._numbers:
             before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            # An outer watcher must not count down too; a foreign pipe still gets the signals.
+            # An outer watcher must not count down too; another library's pipe still gets signals.
             outer = next((x for x in _watchers if x._writer == before), None)
             self._foreign = before if outer is None else outer._foreign
             self._before = before
@@ -291,7 +294,7 @@ class _Watcher:
         ).start()
 
     def close(self) -> None:
-        """Restores the previous wakeup pipe."""
+        """Stops listening and restores the previous wakeup pipe."""
         if self._has_pipe:
             signal.set_wakeup_fd(self._before)
             _watchers.remove(self)
@@ -300,21 +303,21 @@ class _Watcher:
         os.close(writer)
 
     def note(self, number: int) -> None:
-        """Forwards the signal `number`, for which Python has no handler; may be called from any
+        """Forwards the signal `number`, for which Python has no handler. May be called from any
         thread.
         """
         with contextlib.suppress(OSError):
             os.write(self._writer, bytes([number]))
 
     def cancel(self) -> None:
-        """Cancels the time limit after a signal because the run has stopped; only a second signal
-        ends the process.
+        """Cancels the time limit after a signal, because the run has stopped. Afterwards only a
+        second signal ends the process.
         """
         self._is_cancelled = True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspends the deadline in the block; only a second signal ends the process."""
+        """Suspends the time limit in a `with` block; only a second signal ends the process."""
         self._num_paused += 1
         try:
             yield
@@ -324,7 +327,7 @@ class _Watcher:
     def _watch(self, reader: int) -> None:
         first: tuple[int, float] | None = None
         deadline: float | None = None
-        last: int | None = None  # the second signal
+        last: int | None = None  # number of the second signal
         with open(reader, "rb", buffering=0) as stream:
             while True:
                 wait = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -358,7 +361,7 @@ class _Watcher:
                         last, deadline = number, now + AGAIN_SECONDS * waits
 
     def end_now(self, number: int) -> None:
-        """Ends the process at once, for a second signal."""
+        """Ends the process at once, because a second signal was received."""
         self._say(
             f"{signal.Signals(number).name} received again: the process "
             "ends at once, without saving",
@@ -368,7 +371,7 @@ class _Watcher:
     def _give_up(self, number: int, waited: float) -> None:
         name = signal.Signals(number).name
         found: list[str] = []
-        # Its description reads a disk and flushes output, so it may hang.
+        # The description reads a disk and flushes output, so it may hang.
         ask = threading.Thread(target=lambda: found.append(self._describe()), daemon=True)
         ask.start()
         ask.join(_TELL_SECONDS)
@@ -393,19 +396,19 @@ class _Watcher:
 
 
 def _is_kept(number: int) -> bool:
-    """Returns whether a second Ctrl-C keeps the process, because a user is at its prompt."""
+    """Returns True if a second Ctrl-C must not end the process, because it is interactive."""
     return number == signal.SIGINT and hasattr(sys, "ps1")
 
 
 class _Listener:
-    """Listener for a signal that keeps the handler of another library.
+    """Listens for a signal without removing the handler of another library.
 
-    `signal.signal` would replace JAX's handler. `faulthandler` calls the previous handler too: its
-    output into a pipe shows that the signal arrived, also while the main thread is in C++.
+    `signal.signal` would replace JAX's handler. `faulthandler` also calls the previous handler. Its
+    output into a pipe shows that the signal arrived, even while the main thread is in C++.
 
     Args:
       number: number of the signal.
-      heard: called in another thread, with whether this was the first.
+      heard: function called in another thread; its argument is True for the first signal.
     """
 
     def __init__(self, number: int, heard: Callable[[bool], object]) -> None:
@@ -430,6 +433,6 @@ class _Listener:
                     last = now
 
     def close(self) -> None:
-        """Stops listening to the signal."""
+        """Stops listening to the signal and removes the handler."""
         faulthandler.unregister(self._number)
         os.close(self._writer)

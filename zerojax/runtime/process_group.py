@@ -21,17 +21,18 @@ _FIRST_PORT, _NUM_PORTS = 61440, 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
-    """Description of the processes of a run, and of this one among them.
+    """The processes of a run, and the position of this process among them.
 
     Attributes:
       coordinator: "host:port" of process 0, which every process can reach.
-      num_processes: number of processes.
-      process_id: index of this one, from 0.
-      local_process_id: index of this one among those on this host, from 0; None: not known.
+      num_processes: number of processes of the run.
+      process_id: index of this process, from 0.
+      local_process_id: index of this process among the processes on its host, from 0; None: not
+        known.
       num_local_processes: number of processes on this host; None: not known.
-      gpus_per_process: GPUs that the scheduler makes visible to each process alone; None: all
+      gpus_per_process: number of GPUs that the scheduler shows only to each process; None: all
         processes of a host see the same GPUs, as far as is known.
-      source: where these values come from, for messages.
+      source: name of the source of these values, for messages.
     """
 
     coordinator: str
@@ -58,7 +59,7 @@ class ProcessGroup:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether all processes are known to be on this host."""
+        """True if all processes are known to be on this host."""
         return self.num_local_processes == self.num_processes
 
 
@@ -66,7 +67,8 @@ def split_address(address: str, name: str = COORDINATOR) -> tuple[str, int]:
     """Splits "host:port" or "[::1]:port" into host and port.
 
     Args:
-      name: the variable or option that holds it, for the message.
+      address: the text to split.
+      name: variable or option that holds the address, for the message.
 
     Raises:
       ValueError: the port is missing or invalid.
@@ -85,7 +87,7 @@ def number_of(environment: Mapping[str, str], name: str) -> int:
     """Returns the integer in an environment variable.
 
     Raises:
-      ValueError: it holds something else, or is not set.
+      ValueError: the variable is not set, or is not an integer.
     """
     text = environment.get(name, "")
     try:
@@ -102,13 +104,14 @@ def optional_number_of(environment: Mapping[str, str], name: str) -> int | None:
 def coordinator_on(
     host: str, environment: Mapping[str, str], *, seed: int, num_hosts: int | None = None
 ) -> str:
-    """Returns the coordinator's address: process 0 on `host`, with a port that all processes
-    compute alike.
+    """Returns the address of process 0 on `host`, with a port that all processes compute alike.
 
     Args:
-      seed: a number of this job that other jobs on the host do not have.
-      num_hosts: number of hosts of the run; with one, the address is one that other hosts cannot
-        reach.
+      host: host of process 0.
+      environment: environment variables.
+      seed: a number of this job that other jobs on the host do not have; it selects the port.
+      num_hosts: number of hosts of the run. With 1, the returned address cannot be reached from
+        other hosts.
     """
     named = optional_number_of(environment, COORDINATOR_PORT)
     port = _FIRST_PORT + seed % _NUM_PORTS if named is None else named
@@ -119,10 +122,12 @@ def coordinator_on(
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     """Returns the number of NVIDIA GPUs that a process with this environment sees.
 
-    It is 0 if JAX is set to use CPUs.
+    The number is 0 if JAX is set to use CPUs.
 
     Args:
-      devices: folder of the files nvidia0, nvidia1, ...; one that a cgroup denies does not count.
+      environment: environment variables of the process.
+      devices: folder of the device files nvidia0, nvidia1, ...; a file to which a cgroup denies
+        access does not count.
     """
     platforms = environment.get("JAX_PLATFORMS", "").split(",")
     if platforms != [""] and not {"cuda", "gpu"} & set(platforms):
@@ -134,7 +139,7 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
     words = [word.strip() for word in named.split(",")]
     known = 0
     for word in words:
-        # CUDA stops at the first unknown name. Names of MIG parts are not numbers.
+        # CUDA ignores everything after the first unknown name. Names of MIG parts are no numbers.
         if word in ("", "-1") or (word.isdecimal() and int(word) >= present):
             break
         known += 1
@@ -150,15 +155,15 @@ def _may_open(path: Path) -> bool:
 
 
 def local_device_ids(group: ProcessGroup, num_gpus: int) -> list[int] | None:
-    """Returns the ids of the visible GPUs that this process uses; None leaves the choice to JAX,
-    which uses all.
+    """Returns the ids of the visible GPUs that this process uses; None: JAX uses all.
 
-    A single process on the host uses all. A process that sees one GPU uses it, for example if the
-    scheduler makes one GPU visible to each task; the same holds for any number per process that the
-    scheduler sets. Otherwise the GPUs of the host are divided into equal parts, in order.
+    A single process on a host uses all GPUs. If the scheduler shows each process only its own GPUs,
+    or a process sees only one GPU, it uses all that it sees. Otherwise the GPUs of the host are
+    divided into equal parts, in order.
 
     Args:
-      num_gpus: GPUs that this process sees; 0: CPUs are used.
+      group: the process group.
+      num_gpus: number of GPUs that this process sees; 0: CPUs are used.
 
     Raises:
       ValueError: the GPUs of the host cannot be divided into equal parts.
@@ -169,8 +174,8 @@ def local_device_ids(group: ProcessGroup, num_gpus: int) -> list[int] | None:
     if num_local == 1 or num_gpus in (1, group.gpus_per_process):
         return list(range(num_gpus))
     if local is None or num_local is None:
-        # A process with a local index has at least that many processes on its host; JAX and
-        # others use one GPU per process then.
+        # With a local index i there are at least i + 1 processes on the host. JAX and others use
+        # one GPU per process then.
         if local is None or local >= num_gpus:
             raise ValueError(
                 f"{group.source}: {num_gpus} GPUs are visible, but no variable assigns any to "

@@ -1,4 +1,4 @@
-"""Replaces passwords, keys and tokens in logs and reports by `HIDDEN`."""
+"""Replaces passwords, keys and tokens in texts for logs and reports by `HIDDEN`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any, TypeVar
 
 HIDDEN = "[hidden]"
 LEAST_LENGTH = 8
-"""Characters from which on the value of a variable may be a secret; hiding shorter ones would only
+"""Minimum length of a variable's value that is hidden as a secret; hiding shorter values would only
 damage texts."""
 
 T = TypeVar("T")
 
 _NOT_SECRET = ("PWD",)
-"""Variables that are no secrets, though their names look so: the working folder, also if it was
-renamed or removed."""
+"""Variables that hold no secret although their names match: the working folder, even if the folder
+was renamed or removed."""
 _SECRET_NAME = re.compile(
     r"(?i)(^|[_\-.])(api_?key|access_?key|secret_?key|private_?key|auth_?key|key_?id|secrets?|token"
     r"|auth_?token|passwords?|passwd|pwd|passphrase|credentials?|authorization|bearer|signature)$"
 )
-"""Pattern of names of settings and variables that hold secrets; not `tokenizer`, `tokens_per_step`,
-`max_seq_len` or a `key` of a mapping."""
+"""Pattern for names of settings and variables that hold secrets. It does not match `tokenizer`,
+`tokens_per_step`, `max_seq_len` or a `key` of a mapping."""
 
 _KNOWN_FORMS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w\-]{20,}"
     r"|sk-[A-Za-z0-9_\-]{20,}|xox[abprs]-[\w\-]{10,}|A[KS]IA[A-Z0-9]{16}|AIza[\w\-]{35}"
     r"|eyJ[\w\-]{10,}\.[\w\-]{10,}\.[\w\-]{5,}|wandb_v1_\w{20,})"
 )
-"""Pattern of secrets of Hugging Face, GitHub, GitLab, OpenAI and others, Slack, AWS, Google, JSON
-web tokens and Weights & Biases."""
+"""Pattern for secrets of Hugging Face, GitHub, GitLab, OpenAI and similar services, Slack, AWS,
+Google, JSON web tokens and Weights & Biases."""
 
 _IN_ADDRESS = re.compile(r"(?P<start>\b[A-Za-z][\w+.\-]*://)(?P<who>[^\s/?#@]+)@")
 _IN_QUERY = re.compile(
@@ -46,26 +46,27 @@ _ASSIGNED = re.compile(
 def redact(value: T, environment: Mapping[str, str] | None = None) -> T:
     """Replaces secrets in a value by `HIDDEN`.
 
-    For texts that people read. Values that are read back are written without redaction. Texts that
-    name an existing file or folder are never changed.
+    Use it for texts that people read. Values that a program reads back must be written without
+    redaction. Texts that name an existing file or folder are never changed.
 
     Args:
       value: text, or a JSON value of any depth.
-      environment: the values of variables with secret names are searched for in all texts; None
-        uses those of the process. A variable with the path of a file or folder holds no secret.
+      environment: environment variables. The values of variables with secret names are replaced in
+        all texts; a variable with the path of a file or folder holds no secret. None: the variables
+        of this process.
     """
     values = _secret_values(os.environ if environment is None else environment)
     return _redact(value, values)
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns whether a setting or variable of this name holds a password, a key or a token."""
+    """Returns True if a setting or variable with this name holds a password, key or token."""
     return _SECRET_NAME.search(name) is not None
 
 
 def _secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Returns the secrets in environment variables, longest first, so that one that contains
-    another is replaced whole."""
+    """Returns the secrets in environment variables, longest first, so that a secret that contains
+    another one is replaced as a whole."""
     found = {
         value
         for name, value in environment.items()
@@ -75,10 +76,10 @@ def _secret_values(environment: Mapping[str, str]) -> list[str]:
 
 
 def _is_path(text: str) -> bool:
-    """Returns whether a text names an existing file or folder."""
+    """Returns True if a text is the path of an existing file or folder."""
     try:
         return os.path.exists(os.path.expanduser(text))
-    except (OSError, ValueError):  # too long, or with a null character
+    except (OSError, ValueError):  # the text is too long, or has a null character
         return False
 
 
@@ -109,8 +110,8 @@ def _redact_text(text: str, secrets: list[str]) -> str:
 
 
 def _hide_assigned(match: re.Match[str]) -> str:
-    """Hides the value in a match of `password=...`; not `token: 5`, nor a sentence about
-    a token."""
+    """Replaces the value in a match of `password=...`. Does not change `token: 5`, nor a sentence
+    about a token."""
     value = match["value"]
     if len(value) < LEAST_LENGTH or value.startswith(HIDDEN):
         return match[0]

@@ -1,7 +1,7 @@
 """Reads the process group of a run from variables of torchrun, Open MPI, Slurm or Kubernetes.
 
-Imports no JAX, and calls neither MPI nor the API of a cluster, so that a pod needs no permission
-and no client library.
+Imports no JAX, and calls neither MPI nor the API of a cluster. So a Kubernetes pod needs no
+permission and no client library.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _KUBERNETES_PORT = 12355
 
 
 def process_group_of(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """Returns the process group that environment variables name; None when this process runs alone.
+    """Returns the process group that environment variables describe; None: this process runs alone.
 
-    ZEROJAX_* have priority: COORDINATOR, NUM_PROCESSES and PROCESS_ID together describe the group,
-    and ZEROJAX_NUM_PROCESSES=1 alone makes each process a separate run, whatever else is set. Then
-    follow Kubernetes, torchrun's variables, Open MPI and Slurm; ZEROJAX_COORDINATOR, if set,
-    replaces their coordinator.
+    Variables ZEROJAX_* have priority. ZEROJAX_COORDINATOR, ZEROJAX_NUM_PROCESSES and
+    ZEROJAX_PROCESS_ID together describe the group; ZEROJAX_NUM_PROCESSES=1 alone makes each process
+    a separate run, whatever else is set. Otherwise Kubernetes, torchrun, Open MPI and Slurm are
+    tried in this order, and ZEROJAX_COORDINATOR, if set, replaces their coordinator.
 
     Raises:
       ValueError: variables contradict each other, are incomplete, or are not numbers.
@@ -50,7 +50,7 @@ def process_group_of(environment: Mapping[str, str]) -> ProcessGroup | None:
     given = [name for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if environment.get(name)]
     if given and given != [COORDINATOR]:
         return _own_group(environment)
-    # The innermost first: torchrun and mpirun can also be started inside a Slurm step.
+    # The innermost launcher first: torchrun and mpirun may also run inside a Slurm step.
     for look in (torchrun_group, open_mpi_group, slurm_group):
         found = look(environment)
         if found is not None:
@@ -73,7 +73,7 @@ def _own_group(environment: Mapping[str, str]) -> ProcessGroup:
 
 
 def _moved(group: ProcessGroup, environment: Mapping[str, str]) -> ProcessGroup:
-    """Returns `group` with the coordinator address in ZEROJAX_COORDINATOR, if that variable is
+    """Returns `group` with the coordinator's address from ZEROJAX_COORDINATOR if that variable is
     set.
     """
     address = environment.get(COORDINATOR)
@@ -81,10 +81,10 @@ def _moved(group: ProcessGroup, environment: Mapping[str, str]) -> ProcessGroup:
 
 
 def torchrun_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """Returns the process group that RANK and WORLD_SIZE name; None without both, and for one
-    process.
+    """Returns the process group described by RANK and WORLD_SIZE; None if a variable is not set or
+    there is only one process.
 
-    torchrun sets them, and so do Ray and Kubeflow.
+    torchrun, Ray and Kubeflow set these variables.
 
     Raises:
       ValueError: MASTER_ADDR or MASTER_PORT is missing, or a variable is not a number.
@@ -116,7 +116,7 @@ def _torchrun_coordinator(environment: Mapping[str, str]) -> str:
     port = optional_number_of(environment, COORDINATOR_PORT)
     if port is None:
         port = number_of(environment, "MASTER_PORT")
-        # torchrun itself listens on MASTER_PORT for as long as its processes run.
+        # torchrun itself listens on MASTER_PORT while its processes run.
         if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             port += 1 if port < 65535 else -1
     host = environment["MASTER_ADDR"]
@@ -124,11 +124,11 @@ def _torchrun_coordinator(environment: Mapping[str, str]) -> str:
 
 
 def open_mpi_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """Returns the process group of this `mpirun`; None outside one, and for a single process.
+    """Returns the process group that `mpirun` started; None outside `mpirun` and for one process.
 
     Raises:
-      ValueError: a variable is not a number, or there are several hosts and no variable says on
-        which one process 0 is.
+      ValueError: a variable is not a number, or the run has several hosts and no variable names the
+        host of process 0.
     """
     if not (environment.get("OMPI_COMM_WORLD_RANK") and environment.get("OMPI_COMM_WORLD_SIZE")):
         return None
@@ -162,9 +162,10 @@ def _open_mpi_coordinator(environment: Mapping[str, str], *, is_one_host: bool) 
 
 
 def _mpirun_4(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Returns (address of `mpirun`'s host, a number of this job), before Open MPI 5.
+    """Returns (address of the host of `mpirun`, number of this job), for Open MPI before 5.
 
-    Such as "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", or "...;tcp6://[fe80::1,...]:43370".
+    Parses texts such as "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911" or
+    "...;tcp6://[fe80::1,...]:43370".
     """
     text = environment.get("OMPI_MCA_orte_hnp_uri", "")
     match = re.match(r"(\d+)\.\d+;(?:tcp://([^,:;]+)|tcp6://\[([^,\]]+))", text)
@@ -175,7 +176,7 @@ def _mpirun_4(environment: Mapping[str, str]) -> tuple[str, int] | None:
 def _mpirun_5(environment: Mapping[str, str]) -> tuple[str, int] | None:
     """Returns (host name, process id) of `mpirun`, which identify a job since Open MPI 5.
 
-    PMIX_NAMESPACE is "prterun-HOST-PID@JOB"; PMIX_SERVER_URI* and PRTE_* begin with it.
+    PMIX_NAMESPACE is "prterun-HOST-PID@JOB". PMIX_SERVER_URI* and PRTE_* begin with the same text.
     """
     names = ["PMIX_NAMESPACE", *sorted(name for name in environment if _PRTE_NAME.match(name))]
     for name in names:
@@ -186,14 +187,14 @@ def _mpirun_5(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def slurm_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """Returns the process group of this Slurm job step; None outside one, and in a step of a single
+    """Returns the process group of this Slurm job step; None outside a step and in a step of one
     task.
 
-    A shell inside `salloc` and the batch script itself belong to a job, but to no step of several
-    tasks, whatever SLURM_NTASKS says there about the allocation.
+    A shell inside `salloc` and the batch script itself belong to a job, but not to a step of
+    several tasks, although SLURM_NTASKS is set there for the allocation.
 
     Raises:
-      ValueError: a variable holds what Slurm does not write.
+      ValueError: a variable has a value that Slurm does not write.
     """
     hosts = environment.get("SLURM_STEP_NODELIST")
     if not (environment.get("SLURM_JOB_ID") and environment.get("SLURM_PROCID") and hosts):
@@ -226,12 +227,14 @@ def _step_of(environment: Mapping[str, str]) -> int:
 
 
 def expand_hosts(text: str) -> Iterator[str]:
-    """Yields the hosts of Slurm's compressed list: "n[01-03,7],gpu2" is n01, n02, n03, n7 and gpu2.
+    """Yields the host names in Slurm's compressed list.
+
+    "n[01-03,7],gpu2" means n01, n02, n03, n7 and gpu2.
 
     Raises:
-      ValueError: the list is not one that Slurm writes.
+      ValueError: the text is not a list in Slurm's format.
     """
-    # Commas inside brackets separate numbers, those outside separate names.
+    # Commas inside brackets separate numbers, commas outside separate names.
     for name in re.findall(r"(?:[^,\[\]]+|\[[^\[\]]*\])+", text):
         yield from _expand_name(name, text)
 
@@ -253,10 +256,10 @@ def _expand_name(name: str, text: str) -> Iterator[str]:
 
 
 def expand_counts(text: str, name: str) -> list[int]:
-    """Returns the numbers of tasks on each host in Slurm's "8(x2),4": 8, 8 and 4.
+    """Returns the number of tasks on each host from Slurm's format: "8(x2),4" means 8, 8 and 4.
 
     Raises:
-      ValueError: the text is not such a list.
+      ValueError: the text is not in this format.
     """
     counts = []
     for part in text.split(","):
@@ -268,13 +271,13 @@ def expand_counts(text: str, name: str) -> list[int]:
 
 
 def _tasks_here(environment: Mapping[str, str], num_processes: int, num_hosts: int) -> int | None:
-    """Returns the number of Slurm tasks on this host; None if Slurm's variables do not tell."""
+    """Returns the number of Slurm tasks on this host; None if Slurm's variables do not say it."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if not environment.get(name):
             continue
         counts = expand_counts(environment[name], name)
         if sum(counts) != num_processes or len(counts) != num_hosts:
-            continue  # these describe the allocation, and the step has other tasks
+            continue  # these variables describe the allocation, and the step has other tasks
         index = optional_number_of(environment, "SLURM_NODEID")
         if len(set(counts)) == 1:
             return counts[0]
@@ -286,18 +289,18 @@ def _tasks_here(environment: Mapping[str, str], num_processes: int, num_hosts: i
 
 
 def _gpus_per_task(environment: Mapping[str, str]) -> int | None:
-    """Returns the number in Slurm's --gpus-per-task: "2", or with a type, "h200:2"
-    or "gpu:h200:2"."""
+    """Returns the number in Slurm's --gpus-per-task, which is "2", or with a type "h200:2" or
+    "gpu:h200:2"."""
     text = environment.get("SLURM_GPUS_PER_TASK", "")
     last = text.rpartition(":")[2]
     return int(last) if last.isdecimal() else None
 
 
 def kubernetes_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """Returns the process group of the pods of this indexed Kubernetes Job; None outside one.
+    """Returns the process group of the pods of this indexed Kubernetes Job; None outside a Job.
 
-    JOB_COMPLETION_INDEX comes from Kubernetes, ZEROJAX_NUM_PROCESSES from the manifest. Without the
-    latter each pod of the Job is a separate run.
+    Kubernetes sets JOB_COMPLETION_INDEX; the user's manifest sets ZEROJAX_NUM_PROCESSES. Without
+    ZEROJAX_NUM_PROCESSES each pod of the Job is a separate run.
 
     Raises:
       ValueError: no variable names the pod of process 0, or a variable is not a number.
@@ -324,7 +327,7 @@ def kubernetes_group(environment: Mapping[str, str]) -> ProcessGroup | None:
 
 
 def _kubernetes_coordinator(environment: Mapping[str, str]) -> str:
-    """Returns the address of process 0: the name that the Job's headless service gives its pod."""
+    """Returns the address of process 0: the name that a headless service gives to its pod."""
     address = environment.get(COORDINATOR, "")
     if ":" in address:
         return address

@@ -25,22 +25,22 @@ BAD_INPUT = 2
 DIFFERS = 4
 """Exit code of `zerojax check` if runs of a model differ, or the model is refused."""
 SAVED_AND_STOPPED = 75
-"""Exit code after a signal requested the end and everything was saved: the same command resumes. It
-is the number of a temporary failure in sysexits.h, which schedulers are often configured to
-requeue."""
+"""Exit code after a signal requested the end and everything was saved: the same command resumes.
+sysexits.h uses this number for a temporary failure, and schedulers are often configured to requeue
+such jobs."""
 HUNG = 79
 """Exit code of a process that the watchdog ended because a step did not finish."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in shells. After another signal n, with nothing saved, it is 128
-+ n."""
+"""Exit code after Ctrl-C, as in shells. After another signal n without a save, the exit code is
+128 + n."""
 
 
 AGREED = (OK, SAVED_AND_STOPPED)
 """Exit codes with which all processes of a run end together."""
 
 COORDINATOR_WAITS = 1.0
-"""Seconds that process 0 waits before it ends, as the runtime of every other process then aborts
-it; each of them should first report a failure that is common to all."""
+"""Seconds that process 0 waits before it ends. JAX's runtime aborts every other process when
+process 0 ends; before, each process should report a failure that all have in common."""
 
 _LOOK_SECONDS = 0.5
 _is_coordinator = False
@@ -48,17 +48,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def in_group() -> bool:
-    """Returns whether this process has joined the process group of a run."""
+    """Returns True if this process has joined the process group of a run."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process, one of a group, with exit code `code`.
+    """Ends this process, which belongs to a group, with exit code `code`.
 
-    After a failure JAX would first wait at exit, for five minutes, for all other processes, which
-    wait for this one in a collective; and it would end as aborted. So after a failure the process
-    ends at once, without its exit handlers. With a code of `AGREED` it waits for the others.
+    After a failure JAX would first wait five minutes at exit for all other processes, which wait
+    for this process in a collective; then it would abort. So after a failure the process ends at
+    once, without its exit handlers. With a code in `AGREED` it waits for the other processes.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,16 +71,17 @@ def leave(code: int) -> NoReturn:
 
 @functools.cache
 def leave_group_when_over() -> None:
-    """Makes this process leave its group when its script has ended.
+    """Makes this process leave its process group when its script has ended.
 
-    Python ends only after all threads of its executors. One of them may wait for a process that has
-    failed, with no public call to interrupt it, and meanwhile the others wait for this one at their
-    exit: after five minutes JAX aborts all. Once all have left the group, that wait ends.
+    Python ends only after all threads of its executors. Such a thread may wait for a process that
+    has failed, and no public call interrupts it. The other processes meanwhile wait for this
+    process at their exit, and after five minutes JAX aborts all. Once every process has left the
+    group, the wait of the thread ends.
     """
     probe = concurrent.futures.ThreadPoolExecutor(1)
 
     def watch() -> None:
-        # An executor refuses work as soon as Python begins to exit; `atexit` runs too late.
+        # An executor refuses work as soon as Python begins to exit; `atexit` runs later.
         while True:
             try:
                 probe.submit(int)
@@ -92,11 +93,11 @@ def leave_group_when_over() -> None:
 
     watching = threading.Thread(target=watch, name="zerojax-leaving", daemon=True)
     watching.start()
-    atexit.register(watching.join)  # before JAX leaves the group itself: only once is allowed
+    atexit.register(watching.join)  # before JAX leaves the group, which is allowed only once
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Returns the exit code for an uncaught `error`; zerojax's own errors define theirs."""
+    """Returns the exit code for an uncaught `error`; zerojax's own errors define their codes."""
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
@@ -107,7 +108,8 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """Prints the traceback of an uncaught `error`, or only its message for an agreed end."""
+    """Prints the traceback of an uncaught `error`; only its message if all processes agreed to
+    end."""
     if exit_code_of(error) in AGREED:
         print(f"zerojax: {error}", file=sys.stderr, flush=True)
     else:
@@ -115,10 +117,10 @@ def print_error(error: BaseException) -> None:
 
 
 def leave_on_uncaught_errors(*, is_coordinator: bool) -> None:
-    """Makes an uncaught exception end this process by `leave`.
+    """Makes an uncaught exception end this process through `leave`.
 
-    `sys.exit` is not an uncaught exception to Python: for a script that may end with its own code,
-    use `python -m zerojax.runtime.launch.boot script.py`.
+    Python does not treat `sys.exit` as an uncaught exception. For a script that may end with its
+    own exit code, use `python -m zerojax.runtime.launch.boot script.py`.
     """
     global _is_coordinator
     _is_coordinator = is_coordinator
@@ -147,12 +149,12 @@ _leave_after_saying = _ExceptHook()
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends, however that ends.
+    """Makes the kernel kill this process when its parent ends for any reason.
 
-    Only Linux supports it; elsewhere a killed launcher leaves its processes running.
+    Only Linux supports this. On other systems a killed launcher leaves its processes running.
 
     Args:
-      parent: process id. If it has already ended, this process ends now.
+      parent: process id of the parent. If the parent has already ended, this process ends now.
     """
     if not sys.platform.startswith("linux"):
         return

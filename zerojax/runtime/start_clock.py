@@ -1,4 +1,5 @@
-"""Measures a start: zerojax's phases, and JAX's tracing and compilation in each."""
+"""Measures how long the start of a run takes: its phases, and JAX's tracing and compilation in each
+phase."""
 
 from __future__ import annotations
 
@@ -17,18 +18,18 @@ KINDS = {
     "/jax/core/compile/backend_compile_duration": "compiled",
     "/jax/compilation_cache/cache_retrieval_time_sec": "read",
 }
-"""{event of `jax.monitoring`: kind of work that its seconds count for}."""
+"""{event of `jax.monitoring`: kind of work to which its seconds are added}."""
 
 
 @dataclasses.dataclass
 class Phase:
-    """Measured phase of the start of a run.
+    """A phase of the start of a run, with its measured seconds.
 
     Attributes:
-      name: such as "planning".
-      seconds: total, without the phases nested in it.
-      by_kind: {"traced", "lowered", "compiled" or "read": its seconds}. A program that is read from
-        JAX's cache also counts as compiled.
+      name: name of the phase, such as "planning".
+      seconds: seconds of the phase, without the phases nested in it.
+      by_kind: {"traced", "lowered", "compiled" or "read": seconds of this kind of work}. A program
+        that is read from JAX's cache also counts as compiled.
     """
 
     name: str
@@ -37,10 +38,10 @@ class Phase:
 
 
 class StartClock:
-    """Clock of a run's start, from the moment at which this process began.
+    """Clock of a run's start; it counts from the moment when this process began.
 
     Attributes:
-      phases: in the order in which they began. The first is "imports", the last one "rest".
+      phases: phases in the order in which they began. The first is "imports", the last is "rest".
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +65,7 @@ class StartClock:
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Counts the seconds of a block for the phase `name`."""
+        """Adds the duration of a `with` block to the phase `name`."""
         self._count()
         phase = next((one for one in self.phases if one.name == name), None)
         if phase is None:
@@ -87,8 +88,8 @@ _running: StartClock | None = None
 
 @contextlib.contextmanager
 def measure_start() -> Iterator[StartClock]:
-    """Measures the phases of a start: the blocks inside it that `phase` names."""
-    global _running  # functions that contain phases do not get the clock
+    """Measures the phases of a start: the `with phase(...)` blocks inside this `with` block."""
+    global _running  # functions that contain phases do not get the clock as an argument
     _running = StartClock()
     try:
         yield _running
@@ -97,7 +98,7 @@ def measure_start() -> Iterator[StartClock]:
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
-    """Names the phase of a start that a block is, for `measure_start`; does nothing outside
+    """Marks a `with` block as a phase of the start inside `measure_start`; has no effect outside
     of it."""
     return contextlib.nullcontext() if _running is None else _running.during(name)
 

@@ -1,4 +1,4 @@
-"""Handles files of a run and of the user's cache: permissions, location, atomic replacement."""
+"""Handles files of a run and of the user's cache: permissions, paths, atomic replacement."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CACHE_VARIABLE = "ZEROJAX_CACHE"
 def not_for_everybody() -> Iterator[None]:
     """Prevents that new files and folders are writable by every user of the machine.
 
-    The umask decides the rest: with the usual 022 they are 0755 and 0644, with 077 no other user
-    can even read them. It applies to the whole process, so also to files that other libraries
-    write.
+    The umask decides further permissions: with the usual 022 they are 0755 and 0644, with 077 no
+    other user can read them. The change applies to the whole process, so also to files that other
+    libraries write.
     """
     before = os.umask(0o077)  # there is no other way to read the umask
     os.umask(before | _OTHERS_WRITE)
@@ -34,8 +34,8 @@ def not_for_everybody() -> Iterator[None]:
 
 
 def open_to_everybody(folder: str | Path) -> str | None:
-    """Returns a warning if every user of the machine may write into an existing folder;
-    else None."""
+    """Returns a warning if every user of the machine may write into an existing folder; else
+    None."""
     try:
         mode = Path(folder).stat().st_mode
     except OSError:
@@ -50,17 +50,17 @@ def open_to_everybody(folder: str | Path) -> str | None:
 
 
 def user_cache() -> Path | None:
-    """Returns this user's cache folder, which may not exist yet; None if it is switched off.
+    """Returns this user's cache folder, which may not exist yet; None if caching is switched off.
 
-    ZEROJAX_CACHE names a folder, or "off"; without it the folder is `zerojax` in XDG_CACHE_HOME, or
-    in ~/.cache.
+    ZEROJAX_CACHE names the folder, or is "off". If it is not set, the folder is `zerojax` in
+    XDG_CACHE_HOME, or in ~/.cache.
     """
     told = os.environ.get(CACHE_VARIABLE, "").strip()
     if told.lower() == "off":
         return None
     if told:
         return user_path(told)
-    # An empty or relative XDG_CACHE_HOME is to be ignored (XDG Base Directory Specification 0.8).
+    # An empty or relative XDG_CACHE_HOME must be ignored (XDG Base Directory Specification 0.8).
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else user_path("~/.cache")
     return root / "zerojax"
@@ -70,20 +70,20 @@ def user_cache() -> Path | None:
 def replacing(
     path: str | os.PathLike[str], *, mode: int = 0o666, durable: bool = False
 ) -> Iterator[IO[bytes]]:
-    """Yields a stream whose bytes replace the file `path` atomically: readers see the old or new
-    content.
+    """Yields a stream whose bytes replace the file `path` atomically: readers see either the old
+    or the new content.
 
-    The bytes are written to a new file with an unpredictable name, which then replaces the old one.
-    If the path is a symbolic link, the link is replaced, and the file it points to stays.
+    The bytes are written to a new file with an unpredictable name, which is then renamed to `path`.
+    If the path is a symbolic link, the link is replaced, and the file it points to is unchanged.
 
     Args:
       path: path of the file, in an existing folder.
-      mode: permissions, reduced by the umask.
-      durable: whether the new content stays even if the machine stops afterwards.
+      mode: permissions of the new file, reduced by the umask.
+      durable: True: the new content survives a crash of the machine after the block.
 
     Raises:
       UnreadableError: the path is a pipe, a device, a socket or a folder.
-      OSError: the system reports an error, about `path`.
+      OSError: the operating system reports an error; it names `path`.
     """
     path = Path(path)
     with contextlib.suppress(OSError):  # the path does not exist, or is a broken link
@@ -113,13 +113,20 @@ def replacing(
 def replace_text(
     path: str | os.PathLike[str], text: str, *, mode: int = 0o666, durable: bool = False
 ) -> None:
-    """Replaces the content of a file by a text in UTF-8; arguments as in `replacing`."""
+    """Replaces the content of a file atomically by a text, encoded in UTF-8.
+
+    Args:
+      path: path of the file, in an existing folder.
+      text: the new content.
+      mode: permissions of the new file, reduced by the umask.
+      durable: True: the new content survives a crash of the machine afterwards.
+    """
     with replacing(path, mode=mode, durable=durable) as stream:
         stream.write(text.encode("utf-8"))
 
 
 def to_disk(path: str | os.PathLike[str]) -> None:
-    """Waits until a file or a folder is on the disk."""
+    """Syncs a file or a folder to the disk, and waits until that is done."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -131,8 +138,8 @@ def open_appending(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a file for reading and appending; creates it if it is missing.
 
     Raises:
-      UnreadableError: it is a symbolic link, a pipe, a device, a socket or a folder.
-      OSError: the system reports an error.
+      UnreadableError: the path is a symbolic link, a pipe, a device, a socket or a folder.
+      OSError: the operating system reports an error.
     """
     with contextlib.suppress(FileNotFoundError):
         check_regular(os.lstat(path), path)

@@ -1,4 +1,4 @@
-"""Ends a process that makes no progress, and writes the stacks of its threads."""
+"""Watchdog: ends a process that makes no progress, and writes the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from zerojax.runtime.user_files import open_appending
 
 POLL_SECONDS = 1.0
 STOPPED_SECONDS = 5.0
-"""Seconds by which a poll is late if the process was stopped (Ctrl-Z, SIGSTOP, a closed laptop): no
-progress was possible, and this is not a hang."""
+"""Delay of a poll in seconds that shows that the process was stopped (Ctrl-Z, SIGSTOP, a closed
+laptop). No progress was possible then, so this does not count as a hang."""
 TELL_SECONDS = 10.0
-"""Seconds for writing the stacks. The disk, or the reader of standard error, may be what hangs."""
+"""Maximum seconds for writing the stacks: the disk or the reader of standard error may hang."""
 PEERS_SECONDS = 3.0
-"""Seconds for the watchdogs of other processes to report their state before this one ends: those
-that wait for it then fail, and their watchdogs differ by a poll or two."""
+"""Seconds that the watchdogs of other processes get to report their state before this process ends.
+Processes that wait for this one fail then, and the watchdogs differ by a poll or two."""
 FIRST_PROCESS_SECONDS = 2.0
-"""Seconds that process 0 waits in addition, because JAX aborts the others when it ends."""
+"""Additional seconds that process 0 waits, because JAX aborts the other processes when it ends."""
 NET_SECONDS = 15.0
 """Seconds after which `faulthandler` ends the process if the watchdog's thread has not."""
 
@@ -40,10 +40,10 @@ class _Phase:
     """Current activity of the process.
 
     Attributes:
-      what: such as "waiting for data".
-      is_long: whether `long_timeout` applies.
-      since: the clock's seconds at the last sign of progress.
-      limit: seconds that replace the limit of the settings; None: the settings apply.
+      what: description such as "waiting for data".
+      is_long: True if the limit is `long_timeout` instead of `step_timeout`.
+      since: time in seconds of the last sign of progress.
+      limit: limit in seconds that replaces the limit of the settings; None: the settings apply.
     """
 
     what: str
@@ -55,24 +55,24 @@ class _Phase:
 class Watchdog:
     """Context manager that ends the process when it shows no progress for longer than a limit.
 
-    Signs of progress are a finished step, and the begin and end of each block of `during`. All
-    times are of the monotonic clock, so changing the system time has no effect. It may be entered
-    several times; nested entries have no further effect.
+    Signs of progress are a finished step, and the begin and the end of each block of `during`. All
+    times come from the monotonic clock, so changing the system time has no effect. The context
+    manager may be entered several times; nested entries have no further effect.
 
-    With several processes there is a second timer: C code that needs no interpreter
-    (`faulthandler`) ends the process (with code 1) when the thread of this class itself cannot run.
-    It is not used with a single process: it could not distinguish that from Ctrl-Z.
+    With several processes there is a second timer, `faulthandler`, whose C code needs no
+    interpreter. It ends the process (with code 1) if the thread of this class itself cannot run. A
+    single process does not use it, because it could not distinguish a hang from Ctrl-Z.
 
     Args:
-      config: the limits.
-      folder: folder of the run, for the stacks; None: write to standard error only.
+      config: settings with the limits.
+      folder: folder of the run, into which stacks are written; None: write to standard error only.
       process: index of this process.
       processes: number of processes.
-      resume_hint: how to continue the run.
-      sign: called at every poll: its value changes with every sign of progress besides those that
-        the methods report; None: nothing is being waited for now.
-      clock: returns the time in seconds; monotonic.
-      end: ends the process, with an exit code, without any cleanup.
+      resume_hint: sentence part that says how to continue the run.
+      sign: function called at every poll. Its value changes with every sign of progress that the
+        methods do not report; None means that nothing is being waited for.
+      clock: function that returns a monotonic time in seconds.
+      end: function that ends the process with an exit code, without any cleanup.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Watchdog:
         self._folder, self._resume_hint = folder, resume_hint
         self._process, self._processes = process, processes
         self._sign, self._clock, self._end = sign, clock, end
-        # Used by the thread: last sign, its time, and the time since which nothing is awaited.
+        # Used by the thread: last sign, its time, and the time since which nothing is waited for.
         self._last_sign: int | None = None
         self._sign_at = -math.inf
         self._quiet_since: float | None = None
@@ -132,7 +132,7 @@ class Watchdog:
             self._thread = None
 
     def stop(self) -> None:
-        """Ends the supervision without waiting for the watchdog's thread; from any thread."""
+        """Ends supervision without waiting for the watchdog's thread. Any thread may call it."""
         self._stopping.set()
 
     # --- signs of progress ------------------------------------------------------------------------
@@ -146,14 +146,14 @@ class Watchdog:
         is_apart: bool = False,
         limit: float | None = None,
     ) -> Iterator[None]:
-        """Names the activity of the block for messages ("it was ..."), and measures its duration.
+        """Names the activity of a `with` block for messages ("it is ..."), and measures its time.
 
         Args:
-          what: such as "waiting for data".
-          is_long: whether `long_timeout` applies, not `step_timeout`.
-          is_apart: whether it is not part of a step, such as an evaluation; long activities never
-            are.
-          limit: its limit in seconds, in place of the settings; None: the settings apply.
+          what: description such as "waiting for data".
+          is_long: True: the limit is `long_timeout`; False: `step_timeout`.
+          is_apart: True: the activity is not part of a step, such as an evaluation. Long activities
+            never are part of a step.
+          limit: limit in seconds that replaces the limit of the settings; None: the settings apply.
         """
         outer = self._phase
         self._phase = _Phase(what, is_long, self._clock(), limit)
@@ -165,11 +165,11 @@ class Watchdog:
                 self._step_ended = None
 
     def alive(self) -> None:
-        """Reports progress inside a long activity, such as one finished batch of many."""
+        """Reports progress inside a long activity, for example after each of many batches."""
         self._phase = dataclasses.replace(self._phase, since=self._clock())
 
     def finished(self, step: int) -> None:
-        """Reports that the results of a step, and so of every step before it, are available."""
+        """Reports that the results of a step, and of every step before it, are available."""
         now, ended = self._clock(), self._step_ended
         if ended is not None and self._step is not None and step > self._step:
             seconds = (now - ended) / (step - self._step)
@@ -182,7 +182,7 @@ class Watchdog:
         self._longest = self._step_ended = None
 
     def stop_limit(self) -> float | None:
-        """Returns the seconds that a step may still take after a signal; see `WatchConfig`."""
+        """Returns the seconds that a step may still take after a signal (`WatchConfig`)."""
         if self._config.stop_timeout is None and self._is_interactive:
             return None
         return self._config.stop_limit(self._longest)
@@ -212,7 +212,7 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
 
     def _is_quiet(self) -> bool:
-        """Returns whether the process waits for nothing; also reads `sign` to detect progress."""
+        """Returns True if the process waits for nothing; also reads `sign` to detect progress."""
         if self._sign is None:
             return False
         sign, now = self._sign(), self._clock()
@@ -254,7 +254,7 @@ class Watchdog:
         if self._processes > 1:
             time.sleep(PEERS_SECONDS + (FIRST_PROCESS_SECONDS if self._process == 0 else 0.0))
         self._end(HUNG)
-        self.alive()  # only if `end` has not ended the process
+        self.alive()  # reached only if `end` has not ended the process
 
     def _tell(self, phase: _Phase, waited: float, limit: float) -> None:
         option = f"watch.{'long_timeout' if phase.is_long else 'step_timeout'}"

@@ -1,7 +1,8 @@
-"""Traced programs of models: reads of parameters, loops over layers, FLOPs, rewriting.
+"""Analyzes and rewrites traced programs of models: parameter reads, loops over layers, FLOPs.
 
-Knows traced programs; never a mesh, a sharding or an optimizer. Sub-packages: `loops` (the loop
-over layers), `rolling` (a list of layers as one loop), `splitting` (dimensions split together).
+The package works on traced programs and never sees a mesh, a sharding or an optimizer.
+Sub-packages: `loops` (finds the loop over layers), `rolling` (turns a list of layers into one
+loop), `splitting` (finds dimensions that have to be split together).
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Layers are the iterations of loops (`jax.lax.scan`) that slice stacked parameters. The
 floating-point arrays that a loop carries into a layer move to pinned host memory in the forward
-pass and back in the backward pass, which recomputes everything else of the layer. Checkpoints of
-the model inside a layer are removed: nested checkpoints would compute the layer three times, and
+pass, and back in the backward pass, which recomputes the rest of the layer. Checkpoints of the
+model inside a layer are removed: nested checkpoints would compute the layer three times, and the
 values that they save would stay on the device. A checkpoint inside a loop within a layer stays,
-since it limits the memory of that loop.
+because it limits the memory of that loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of,
 from zerojax.tracing.trees import format_bytes
 
 LAYER_INPUT = "zerojax.layer_input"
-"""Name of the offloaded arrays in a traced program."""
+"""Name (as for `jax.ad_checkpoint.checkpoint_name`) of the offloaded arrays in a traced program."""
 _CALLS = ("jit", "pjit")
 # Primitives that are allowed between a parameter and the loop that slices it.
 _ROW_BY_ROW = ("convert_element_type", "copy", "name")
@@ -38,9 +38,8 @@ _POLICY = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_dst=HOST_KIND,
 )
 _REMEDY = (
-    "offload activations=host needs a model whose layers run in a jax.lax.scan over stacked "
-    "parameters: use zerojax.Stages(embed, block, head), flax.linen.scan, or stack the layers with "
-    "nnx.vmap and scan them; or leave activations on the device"
+    "use zerojax.Stages(embed, block, head), flax.linen.scan, or stack the layers with nnx.vmap "
+    "and scan them; or leave activations on the device (offload activations=device)"
 )
 
 
@@ -50,8 +49,9 @@ class LayerScan:
 
     Attributes:
       equation: the `scan`.
-      inside: primitive of the enclosing equation; "" at the top level or inside calls only.
-      parameters: for each value that it slices, whether it is a stacked parameter.
+      inside: name of the primitive (such as "cond") around the loop; "" at the top level, and
+        inside calls.
+      parameters: for each array that the loop slices, whether it is a stacked parameter.
     """
 
     equation: Any
@@ -75,7 +75,7 @@ class LayerScan:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the inputs on the host, over all layers."""
+        """Bytes of the inputs that are stored on the host, over all layers."""
         return self.num_layers * sum(x.size * x.dtype.itemsize for x in self.waiting)
 
 
@@ -83,11 +83,11 @@ def find_layer_scans(closed: ClosedJaxpr, parameters: Sequence[bool]) -> list[La
     """Returns the loops over layers in a traced loss whose layers' inputs can be offloaded.
 
     Args:
-      closed: the loss.
+      closed: traced loss.
       parameters: for each input of the program, whether it is a parameter (or a part of one).
 
     Raises:
-      ValueError: there is no such loop, or one that cannot be rewritten; with the remedy.
+      ValueError: there is no such loop, or one that cannot be rewritten.
     """
     return _checked(find_loops_over_layers(closed, parameters))
 
@@ -105,21 +105,21 @@ def describe_layer_inputs(
     """Returns a plan's lines about offloaded activations, one for each loop; () without offload.
 
     Args:
-      settings: the mesh options.
-      forward: the loss of one microbatch on one data shard; its first inputs are parameters.
-      num_parameters: number of parameters.
+      settings: mesh options of the plan.
+      forward: traced loss of one microbatch on one data shard; its first inputs are parameters.
+      num_parameters: number of inputs that are parameters.
 
     Raises:
-      ValueError: the model, or pipeline stages, do not allow it; with the remedy.
+      ValueError: activations cannot be offloaded for this model, or with pipeline stages.
     """
     tier = settings.offload.activations
     if tier == DEVICE:
         return ()
     if settings.stage > 1:
         raise ValueError(
-            f"offload activations={tier} cannot be combined with stage={settings.stage}: a "
-            "pipeline stores the inputs of each stage itself; use stage=1, or leave activations on "
-            "the device"
+            f"offload activations={tier} cannot be combined with stage={settings.stage}, because "
+            "a pipeline stores the inputs of each stage itself; use stage=1, or leave activations "
+            "on the device (offload activations=device)"
         )
     inputs = len(forward.jaxpr.invars)
     scans = find_layer_scans(forward, [place < num_parameters for place in range(inputs)])
@@ -139,17 +139,18 @@ def _texts(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
 def keep_inputs_on_host(
     function: Callable[..., Any], constants: Sequence[Any] = ()
 ) -> Callable[..., Any]:
-    """Returns `function(parameters, *others)` with the inputs of layers offloaded.
+    """Returns `function(parameters, *others)` with the inputs of its layers offloaded to host
+    memory.
 
     Values and derivatives are the same. The inputs stay in pinned host memory until the backward
     pass.
 
     Args:
-      function: takes the parameters first.
+      function: function whose first argument holds the parameters.
       constants: arrays in the closure of `function` that are parameters as well.
 
     Raises:
-      ValueError: when it is traced; see `find_layer_scans`.
+      ValueError: raised when the result is traced, for the reasons of `find_layer_scans`.
     """
 
     def rewritten(parameters: Any, *others: Any) -> Any:
@@ -168,12 +169,12 @@ def trace_with_loops(
     """Traces `function(*arguments)`, whose first argument holds parameters.
 
     Args:
-      function: takes the parameters first.
-      arguments: of `function`.
+      function: function whose first argument holds the parameters.
+      arguments: arguments of `function`.
       constants: arrays in the closure of `function` that are parameters as well.
 
     Returns:
-      (the program, the shapes of its result, its loops over layers).
+      (traced program, shapes of its result, its loops over layers).
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return closed, shape, loops_of_trace(closed, len(jax.tree.leaves(arguments[0])), constants)
@@ -185,7 +186,9 @@ def loops_of_trace(
     """Returns the loops over layers of a program whose first inputs are parameters.
 
     Args:
-      constants: as in `trace_with_loops`.
+      closed: traced program.
+      num_parameters: number of inputs that are parameters.
+      constants: arrays in the closure of the traced function that are parameters as well.
     """
     fixed = {id(leaf) for leaf in jax.tree.leaves(list(constants))}
     held = set(closed.jaxpr.invars[:num_parameters])
@@ -196,20 +199,24 @@ def loops_of_trace(
 
 def _checked(scans: list[LayerScan]) -> list[LayerScan]:
     if not scans:
-        raise ValueError(f"{_REMEDY}. The loss has no such loop")
+        raise ValueError(
+            "offload activations=host needs layers that run in a jax.lax.scan over stacked "
+            f"parameters, but the loss has no such loop; {_REMEDY}"
+        )
     for scan in scans:
         description = f"the loop of {scan.num_layers} layers"
         if scan.inside:
             raise ValueError(
-                f"{_REMEDY}. {description.capitalize()} is inside of a `{scan.inside}`: run it in "
-                "the loss itself (put jax.checkpoint around the layer, or leave it out: "
-                "activations=host recomputes layers anyway)"
+                "offload activations=host needs a loop over layers at the top level of the loss. "
+                f"{description.capitalize()} is inside of a `{scan.inside}`; move it out of it "
+                "(a jax.checkpoint around the loop can be removed, because activations=host "
+                f"recomputes layers anyway), or {_REMEDY}"
             )
         if not scan.waiting:
             raise ValueError(
                 f"offload activations=host has nothing to offload: {description} carries no "
                 "floating-point array of two or more dimensions from layer to layer; leave "
-                "activations on the device"
+                "activations on the device (offload activations=device)"
             )
     return scans
 
@@ -266,10 +273,11 @@ def evaluate_loops(
     """Evaluates a program, with another implementation for some of its loops.
 
     Args:
-      closed: the program.
-      inputs: its inputs.
-      chosen: `id` of the equations of these loops, at the top level or inside calls.
-      run_loop: (equation, its inputs) -> its outputs, for these loops.
+      closed: program to evaluate.
+      inputs: values of the inputs of the program.
+      chosen: `id` of the equations of the loops to replace, at the top level or inside calls.
+      run_loop: `(equation, values of its inputs) -> values of its outputs`, used for the chosen
+        loops.
 
     Returns:
       The outputs of the program.
@@ -300,7 +308,7 @@ def _run_layers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         outputs = layer(carry, items)
         return outputs[:num_carry], outputs[num_carry:]
 
-    # Unrolled, XLA fails on slices of host memory (openxla/xla issue 47362).
+    # The loop is not unrolled: XLA fails on unrolled slices of host memory (openxla/xla 47362).
     carry, items = lax.scan(
         body,
         list(carry),
@@ -312,10 +320,10 @@ def _run_layers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _dissolve(equation: Any) -> _Run | None:
-    """Returns the function of a checkpoint, or of a call that contains one, without the checkpoint;
-    None for others.
+    """Returns a function that evaluates a checkpoint, or a call that contains one, without the
+    checkpoint.
 
-    Checkpoints inside loops of the layer stay.
+    For other equations it returns None. Checkpoints inside loops of the layer are not removed.
     """
     is_call = equation.primitive.name in _CALLS and contains(equation, is_checkpoint)
     if is_call or is_checkpoint(equation):
@@ -336,7 +344,7 @@ def contains(equation: Any, predicate: Callable[[Any], bool]) -> bool:
 def _evaluate(
     closed: ClosedJaxpr, inputs: Sequence[Any], rewrite: Callable[[Any], _Run | None]
 ) -> list[Any]:
-    """Evaluates a program, with another implementation for the equations that `rewrite` picks."""
+    """Evaluates a program; `rewrite` may return another implementation for an equation, or None."""
 
     def run_apart(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         run = rewrite(equation)

@@ -1,4 +1,6 @@
-"""Calls of `zerojax.batch_sum` and `batch_mean` in a traced loss: their operands and counts."""
+"""Finds calls of `zerojax.batch_sum` and `batch_mean` in a traced loss, with their sizes and
+counts.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ class BatchSum:
     """Call of `zerojax.batch_sum` or a similar reduction over the batch in a traced loss.
 
     Attributes:
-      kind: of the reduction.
-      num_bytes: of its array in the dtype of the sum: at least 4 for each floating-point number.
-      times: number of runs in one forward pass of a microbatch; in loops one for each iteration.
-      passes: number of sums in one step for each of these runs: one in the forward pass, one in the
-        backward pass if its gradient is needed, and one for a recomputation in a checkpoint.
-      of_batch, of_model: whether its array depends on the batch; on parameters or on state.
+      kind: name of the reduction.
+      num_bytes: bytes of the summed array in the dtype of the sum (at least 4 for each
+        floating-point number).
+      times: number of times that the call runs in one forward pass of a microbatch, counting
+        iterations of loops.
+      passes: number of sums per run in a step: one in the forward pass, one in the backward pass if
+        its gradient is needed, and one if a checkpoint recomputes it.
+      of_batch, of_model: whether the summed array depends on the batch (of_batch), and on
+        parameters or extras (of_model).
     """
 
     kind: BatchCall
@@ -42,9 +47,10 @@ def find_batch_sums(program: Jaxpr, *, trained: Sequence[bool], num_extras: int)
     """Returns all reductions over the batch in a traced loss, in order.
 
     Args:
-      program: its inputs are parameters, state and leaves of the batch.
-      trained: for each parameter, whether it is trained.
-      num_extras: number of arrays of state, which follow the parameters.
+      program: traced loss whose inputs are parameters, extras (non-parameter state) and leaves of
+        the batch.
+      trained: for each parameter input, whether the parameter is trained.
+      num_extras: number of extras, which follow the parameters.
     """
     marks = [_OF_MODEL | _OF_TRAINED if is_trained else _OF_MODEL for is_trained in trained]
     marks += [_OF_MODEL] * num_extras
@@ -55,7 +61,9 @@ def find_batch_sums(program: Jaxpr, *, trained: Sequence[bool], num_extras: int)
 
 
 class _CallMarks(Follow):
-    """Walk that records the marks of the operand of each reduction over the batch."""
+    """Traversal that records on which inputs the operand of each reduction over the batch
+    depends.
+    """
 
     def __init__(self) -> None:
         super().__init__(frozenset())
@@ -66,7 +74,7 @@ class _CallMarks(Follow):
 
     def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
         if batch_call(equation) is not None:
-            # A loop's body is followed more than once, with more marks each time.
+            # The body of a loop is traversed more than once, with more marks each time.
             self.marks[id(equation)] = self.marks.get(id(equation), 0) | union(operands)
         return union(operands)
 

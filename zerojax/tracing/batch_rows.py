@@ -1,9 +1,9 @@
 """Computes how each result of a traced program depends on the rows of a batch.
 
-The kinds of dependence are those of `row_dependence`. An operation without a rule gives other, so
-every other answer is reliable. Values besides the batch (parameters, random numbers, the index of
-the row) do not matter. Results of `zerojax.batch_sum` and `batch_mean` are the same for all pieces
-of a microbatch, so they count as independent of the batch.
+The kinds of dependence are defined in `row_dependence`. An operation without a rule gives `Other`,
+so every other result is reliable. Dependence on other values (parameters, random numbers, the index
+of the row) is ignored. Results of `zerojax.batch_sum` and `batch_mean` are the same for all
+microbatches and data shards, so they count as independent of the batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zerojax.tracing.row_rules import SEVERAL_OUTPUTS, pairs_rows, rows_after
 
 _PRODUCT = Other(is_product=True)
 _MOST_DIVISORS = 64
-"""Limit of the recorded divisors; above it, the divisors of a total count as not known."""
+"""Largest number of recorded divisors of a total; with more, its divisors count as unknown."""
 
 _REARRANGING_NAMES = """
 broadcast_in_dim dynamic_slice expand_dims reduce_sum reshape rev slice squeeze tile transpose
@@ -72,11 +72,10 @@ def follow_rows(
     Args:
       closed: traced program.
       inputs: dependence of each input: `Rows(0)` for a leaf of the batch, else `Fixed(place)`.
-      num_rows: of the batch.
-      over_batch: list to which (kind, dependence of the operand) of each call of
-        `zerojax.batch_sum` and `batch_mean` is appended; a call in a loop may be appended several
-        times.
-      compared: list to which the primitive of each equation is appended that computes a value for
+      num_rows: number of rows of the batch.
+      over_batch: list that receives (kind, dependence of the operand) of each call of
+        `zerojax.batch_sum` and `batch_mean`. A call in a loop may be appended several times.
+      compared: list that receives the primitive name of each equation that computes a value for
         each pair of rows.
     """
     return _Follow(num_rows, over_batch, compared).outputs(closed.jaxpr, inputs, closed.consts)
@@ -147,8 +146,9 @@ class _Follow:
     def _with_scales(
         self, equation: Any, operands: list[Dependence], result: Dependence
     ) -> Dependence:
-        """Returns the dependence with the scales of its terms, if the value is a sum of row
-        totals.
+        """Adds the scales of the terms to the dependence of a value that is a sum of row totals.
+
+        For other values, `result` is returned unchanged.
         """
         if not isinstance(result, Total | Other) or scales_of(result) is not None:
             return result
@@ -175,10 +175,10 @@ class _Follow:
         return dataclasses.replace(result, scales=terms) if known else result
 
     def _renamed(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence] | None:
-        """Returns the dependence of the outputs of a copy, a reduction over the batch, or an
+        """Returns the dependence of the outputs of a copy, a cast, a batch reduction, or an
         addition to an input.
 
-        None for other equations.
+        Returns None for other equations.
         """
         kind = equation.primitive.name
         if (call := batch_call(equation)) is not None:
@@ -195,10 +195,10 @@ class _Follow:
         return None if raised is None else [raised]
 
     def _inner(self, equation: Any) -> Jaxpr | None:
-        """Returns the program of a call with the inputs of the equation; None if the equation is no
-        call.
+        """Returns the program inside a call, if it has the same inputs as the equation; otherwise
+        None.
 
-        The program of a reduction has elements as inputs, so it is no such program.
+        The program inside a reduction, for example, takes single elements, so the result is None.
         """
         if equation.primitive.name in ("while", "cond", "scan", "shard_map"):
             return None
@@ -217,7 +217,7 @@ class _Follow:
         """Processes the body of a scan repeatedly, until the dependence of its carry no longer
         changes.
 
-        Inside the body, stacks lack dimension 0.
+        Inside the body, scanned arrays lack dimension 0.
         """
         num_consts, num_carry = split_scan(equation)
         body = equation.params["jaxpr"].jaxpr
@@ -288,7 +288,7 @@ class _Follow:
                 isinstance(operand, Fixed) and self._number(atom) == 0
                 for operand, atom in zip(operands, equation.invars, strict=True)
             ]
-            if True in zeros:  # the start value of Python's `sum`
+            if True in zeros:  # Python's `sum` starts from 0
                 return second if zeros[0] else first
             return _added(first, second, commutes=kind != "sub")
         if kind == "div" and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer):
@@ -315,7 +315,7 @@ def number_of_output(closed: ClosedJaxpr, place: int) -> float | None:
 
 
 def _number_of(value: Any) -> float | None:
-    """Returns the number of a scalar that is known during tracing; None for other values."""
+    """Returns a scalar that is known during tracing as a float; None for other values."""
     if (
         value is None
         or np.ndim(value)
@@ -326,7 +326,7 @@ def _number_of(value: Any) -> float | None:
 
 
 def _rounds(equation: Any) -> bool:
-    """Returns whether an equation casts to integers, after which parts may not sum to the whole."""
+    """Returns whether an equation casts floats to integers; sums of the results may then differ."""
     before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     whole = jnp.integer, jnp.bool_
     return jnp.issubdtype(after, jnp.integer) and not any(jnp.issubdtype(before, x) for x in whole)
@@ -369,13 +369,13 @@ def _added(first: Dependence, second: Dependence, *, commutes: bool) -> Dependen
         return OTHER
     if first == second:
         return first
-    # A sum of totals is a total without a single scale.
+    # A sum of two totals is a total, but it has no single scale.
     return Total(None, is_scaled=True)
 
 
 def _raised(kind: str, operands: Sequence[Dependence]) -> Raised | None:
-    """Returns `Raised` if an equation adds an `Other` term to an input of the program; else
-    None.
+    """Returns `Raised` if an equation adds an `Other` value to an input of the program;
+    else None.
     """
     if kind not in ("add", "add_any"):
         return None
@@ -392,14 +392,15 @@ def _raised(kind: str, operands: Sequence[Dependence]) -> Raised | None:
 def _joined_carry(before: Dependence, after: Dependence) -> Dependence:
     """Merges the dependence of a loop's carry before and after one iteration.
 
-    A sum that has gained a product as a term keeps it, and `OTHER` stays `OTHER`.
+    If an iteration adds a product to a sum, the result contains a product; `OTHER` stays `OTHER`.
     """
     return after if after == _PRODUCT and before != OTHER else join([before, after])
 
 
 def _linear(equation: Any, operands: Sequence[Dependence]) -> Other:
-    """Returns `AFFINE` if the equation maps sums of totals to affine functions of totals, else
-    `OTHER`.
+    """Returns `AFFINE` if the equation keeps sums of totals and fixed values, otherwise `OTHER`.
+
+    For example a sum, a product with a fixed value, or a reshape does.
     """
     kind, is_fixed = equation.primitive.name, [isinstance(operand, Fixed) for operand in operands]
     if not all(map(is_affine, operands)):
@@ -421,7 +422,9 @@ def _linear(equation: Any, operands: Sequence[Dependence]) -> Other:
 
 
 def _is_product(kind: str, operands: Sequence[Dependence]) -> bool:
-    """Returns whether a result is a product of totals, or a sum with such a term."""
+    """Returns whether the result of an equation is a product of totals, or a sum with such
+    a term.
+    """
     if any(isinstance(operand, Rows) for operand in operands):
         return False
     if kind in _MULTIPLIES and all(isinstance(operand, Total) for operand in operands):
@@ -434,7 +437,7 @@ def _inside(value: Dependence) -> Dependence:
     if isinstance(value, Rows):
         return Rows(value.dim - 1) if value.dim else OTHER
     if isinstance(value, Fixed):
-        return value  # slices of an input depend on the batch as the input does
+        return value  # slices of an input have the dependence of the input
     return plain(value) if isinstance(value, Total) or value == AFFINE else OTHER
 
 

@@ -1,8 +1,8 @@
 """Computes which inputs each value of a traced program depends on, through any control flow.
 
-Marks are integers in which bit i stands for input i (or for a group of inputs), so that a union is
-one operation even with thousands of parameters. Labels are sets of names, for programs with few
-inputs.
+The dependence is recorded as marks or labels. Marks are integers in which bit i stands for input i
+(or for a group of inputs), so that a union is one operation even with thousands of parameters.
+Labels are sets of names, for programs with few inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerojax.tracing.jaxpr import has_own_rules, is_own_rule, split_scan, variab
 Marks = int
 
 STOP_GRADIENT = frozenset(["stop_gradient"])
-"""Primitives that end a derivative, although the value depends on its input."""
+"""Primitives that stop a derivative, although their result depends on the operand."""
 
 
 SAME_NUMBERS = frozenset(
@@ -38,7 +38,7 @@ SAME_NUMBERS = frozenset(
         "transpose",
     )
 )
-"""Primitives whose result holds numbers of their input and no others, up to the dtype."""
+"""Primitives whose result contains only elements of the operand, perhaps cast to another dtype."""
 LabelsOf = Callable[[Any], frozenset[Any]]
 _CALLS = ("jit", "pjit")
 _CLEAN: frozenset[Any] = frozenset()
@@ -47,14 +47,15 @@ _CLEAN: frozenset[Any] = frozenset()
 def marks_of_own_rules(
     program: Jaxpr, inputs: Sequence[Marks], *, as_they_are: bool = False
 ) -> list[Marks]:
-    """Returns, for each custom derivative (`jax.custom_vjp`), the marks (labels of program inputs)
-    of its operands.
+    """Returns the marks of the operands of each custom derivative (`jax.custom_vjp`) in a program.
+
+    Marks show on which inputs of the program an operand depends.
 
     Args:
-      program: traced; rules that are marked as linear are ignored.
+      program: traced program; custom derivatives that are marked as linear are ignored.
       inputs: marks of each input.
-      as_they_are: if True, an input counts only if it reaches the function by selection, reshaping
-        or a change of dtype, not as a part of a computation.
+      as_they_are: if True, an input counts only if it reaches the function unchanged, that is, by
+        selection, reshaping or a change of dtype.
     """
     follow = _RuleMarks(as_they_are)
     follow.outputs(program, inputs)
@@ -64,13 +65,13 @@ def marks_of_own_rules(
 def marks_of_outputs(
     program: Jaxpr, inputs: Sequence[Marks], *, ends_at: frozenset[str] = frozenset()
 ) -> list[Marks]:
-    """Returns for each output the marks (labels) of all inputs that it depends on.
+    """Returns, for each output, the marks of all inputs that it depends on.
 
     A value depends on its operands and on the control flow around it: the predicate of a `cond`,
-    the condition of a `while`. It does not depend on arrays through their shapes.
+    the condition of a `while`. It does not depend on arrays of which only the shape is used.
 
     Args:
-      program: traced.
+      program: traced program.
       inputs: marks of each input.
       ends_at: names of primitives whose results carry no marks.
     """
@@ -78,8 +79,7 @@ def marks_of_outputs(
 
 
 class Follow:
-    """Walk over a program that computes, for each value, the marks (labels) of the inputs that it
-    depends on.
+    """Traverses a program and computes the marks of each value: the inputs that it depends on.
 
     Args:
       ends_at: names of primitives whose results carry no marks.
@@ -154,7 +154,7 @@ class Follow:
 
 
 class _RuleMarks(Follow):
-    """Walk that records the marks of the operands of custom derivatives, at any depth."""
+    """Traversal that records the marks of the operands of custom derivatives, at any depth."""
 
     def __init__(self, as_they_are: bool) -> None:
         super().__init__(frozenset())
@@ -167,7 +167,7 @@ class _RuleMarks(Follow):
     def _equation(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
         if not is_own_rule(equation):
             return super()._equation(equation, operands)
-        # A loop's body is followed more than once, with more marks each time.
+        # The body of a loop is traversed more than once, with more marks each time.
         self.marks[id(equation)] = self.marks.get(id(equation), 0) | union(operands)
         return [0 if self._as_they_are else union(operands)] * len(equation.outvars)
 
@@ -187,11 +187,11 @@ def union(marks: Sequence[Marks]) -> Marks:
 
 
 def follow_labels(program: Any, sources: Mapping[Any, frozenset[Any]]) -> LabelsOf:
-    """Returns a function from a value of a program to the labels that it depends on.
+    """Returns a function that maps a value of a program to the labels that it depends on.
 
     Args:
-      program: a jaxpr.
-      sources: variable -> its own labels; no equation of the program may define such a variable.
+      program: jaxpr to follow.
+      sources: {variable: labels}; the variables must not be results of equations of the program.
     """
     labels = dict(sources)
 
@@ -207,10 +207,10 @@ def follow_labels(program: Any, sources: Mapping[Any, frozenset[Any]]) -> Labels
 
 
 def inline_calls_with_loops(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the same program without loops inside a `jax.jit`; the loops are unchanged."""
+    """Inlines calls of `jax.jit` that contain loops, so that no loop is inside a call."""
     if not any(map(_hides_loop, closed.jaxpr.eqns)):
         return closed
-    # A new trace gives each call its own variables, even if a program is called twice.
+    # Tracing again gives each call separate variables, even if one program is called twice.
     return jax.make_jaxpr(lambda *inputs: _evaluate_inlined(closed, inputs))(
         *(_abstract(variable.aval) for variable in closed.jaxpr.invars)
     )

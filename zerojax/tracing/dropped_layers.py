@@ -1,9 +1,9 @@
-"""Layer drop: rewrites a loop over layers so that each iteration may be left out.
+"""Layer drop: rewrites a loop over layers so that each step can skip some of the layers.
 
 A layer that maps its input x to y becomes `x + (y - x) * scale`, with scale = 1 / p for a layer
-that is kept with probability p; its expected result is y. A layer that is left out passes x on: in
-a branch that all devices take alike, so that neither its products nor its collectives run, in both
-passes. Its gradients are zeros.
+that is kept with probability p; its expected result is y. A dropped layer returns x. The layer is
+in a `lax.cond` whose branch is the same on all devices, so neither its matrix products nor its
+collectives run, in forward and backward pass. The gradients of a dropped layer are zeros.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from zerojax.tracing.flops import without_waste
 from zerojax.tracing.jaxpr import split_scan
 
 _SHARES = 10_000
-"""Parts of a layer's runs in which the mean share of kept layers is recorded."""
+"""Resolution with which the expected fraction of kept layers is recorded in the scope of the
+branch.
+"""
 _REMEDY = "or leave layer_drop out"
 
 
 def draw_scales(key: jax.Array, theta: jax.Array, microbatches: int, layers: int) -> jax.Array:
-    """Returns float32 [microbatches, layers]: 0 for a dropped layer, else 1 / its probability.
+    """Draws which layers run: float32 [microbatches, layers], 0 for a dropped layer, otherwise 1 /
+    p.
 
-    Layer i of L, from 1, is kept with probability 1 - (i / L)(1 - theta). The draw depends on the
-    key, the microbatch and the layer, not on the number of microbatches.
+    Layer i of L (from 1) is kept with probability p = 1 - (i / L)(1 - theta). The draw depends on
+    the key, the microbatch and the layer, not on the number of microbatches.
 
     Args:
-      key: typed key, the same on every device.
+      key: typed random key, the same on every device.
       theta: float32 [], probability of keeping the last layer.
-      microbatches, layers: numbers of them.
+      microbatches, layers: number of microbatches and number of layers.
     """
     kept = 1 - jnp.arange(1, layers + 1, dtype=jnp.float32) / layers * (1 - theta)
 
@@ -56,13 +59,14 @@ def draw_scales(key: jax.Array, theta: jax.Array, microbatches: int, layers: int
 def drop_layers(
     function: Callable[..., Any], constants: Sequence[Any], share: float
 ) -> Callable[..., Any]:
-    """Returns `function(parameters, *others)` with a further argument: the scale of each layer.
+    """Returns `function(parameters, *others)` with a further last argument: the scale of each
+    layer.
 
     Args:
-      function: takes the parameters first; its program has a loop over layers that `find_layers`
-        accepts.
+      function: function whose first argument holds the parameters, with a loop over layers that
+        `find_layers` accepts.
       constants: arrays in the closure of `function` that are parameters as well.
-      share: expected fraction of kept layers, by which the operations of a layer are counted.
+      share: expected fraction of layers that run; FLOPs of a layer are counted with this factor.
     """
 
     def dropping(parameters: Any, *others: Any) -> Any:
@@ -80,15 +84,15 @@ def drop_layers(
 
 
 def find_layers(closed: ClosedJaxpr, num_parameters: int) -> LayerScan:
-    """Returns the loop over layers of a loss, after checking that its layers can be left out.
+    """Returns the loop over layers of a loss, after checking that its layers can be dropped.
 
     Args:
-      closed: the loss of one microbatch; its first inputs are parameters.
-      num_parameters: number of parameters.
+      closed: traced loss of one microbatch; its first inputs are parameters.
+      num_parameters: number of inputs that are parameters.
 
     Raises:
-      ValueError: there is not exactly one such loop, it starts from constants, or a layer does more
-        than adding to the values that go from layer to layer; with the remedy.
+      ValueError: there is not exactly one loop over layers, the loop starts from constants, or a
+        layer has other results than the floating-point values that go from layer to layer.
     """
     closed = _needed(closed)
     scan = _the_only(loops_of_trace(closed, num_parameters, ()))
@@ -96,18 +100,20 @@ def find_layers(closed: ClosedJaxpr, num_parameters: int) -> LayerScan:
     starts.outputs(closed.jaxpr, [1] * len(closed.jaxpr.invars))
     if not any(starts.marks[place] for place in _sort(scan).skipped):
         raise ValueError(
-            f"the loop over {scan.num_layers} rows of a stacked parameter starts from constants, "
-            "so that it is no loop over layers, such as one over chunks of the output weights: use "
-            f"a model whose layers run in a loop that starts from activations, {_REMEDY}"
+            f"layer drop: the loop over {scan.num_layers} rows of a stacked parameter starts from "
+            "constants, so it is no loop over layers (it may be a loop over chunks of the output "
+            "weights); use a model whose layers run in a loop that starts from activations, "
+            f"{_REMEDY}"
         )
     return scan
 
 
 class _Starts(Follow):
-    """Walk that records which carried values of a loop depend on program inputs at its start.
+    """Traversal that records which initial carried values of a loop depend on inputs of the
+    program.
 
     Attributes:
-      marks: of each carried value; 0 if it starts as a constant.
+      marks: marks of each carried value; 0 if its initial value is a constant.
     """
 
     def __init__(self, scan: LayerScan) -> None:
@@ -125,7 +131,9 @@ class _Starts(Follow):
 
 
 def _needed(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the program without dead code, such as state that layers return and nobody reads."""
+    """Returns the program without dead code, such as state that layers return but the loss does not
+    use.
+    """
     return ClosedJaxpr(without_waste(closed), closed.consts)
 
 
@@ -134,26 +142,27 @@ def _the_only(scans: Sequence[LayerScan]) -> LayerScan:
         loops = ", ".join(f"one of {scan.num_layers} layers" for scan in scans) or "none"
         raise ValueError(
             "layer drop needs a model whose layers run in one jax.lax.scan over stacked "
-            f"parameters, and the loss has {len(scans)} such loops ({loops}): use "
+            f"parameters, but the loss has {len(scans)} such loops ({loops}); use "
             "zerojax.Stages(embed, block, head), flax.linen.scan, or stack the layers with "
             f"nnx.vmap and scan them; {_REMEDY}"
         )
     (scan,) = scans
     if scan.inside:
         raise ValueError(
-            f"the loop of {scan.num_layers} layers is inside of a `{scan.inside}`, where layers "
-            "cannot be left out: run it in the loss itself (put jax.checkpoint around the layer), "
-            f"{_REMEDY}"
+            f"layer drop: the loop of {scan.num_layers} layers is inside of a `{scan.inside}`, "
+            "where layers cannot be skipped; run the loop at the top level of the loss (put "
+            f"jax.checkpoint around the layer, not around the loop), {_REMEDY}"
         )
     return scan
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """Outputs of a layer, grouped by what happens to each if the layer is dropped.
+    """Outputs of a layer, grouped by their value if the layer is dropped.
 
     Attributes:
-      skipped: positions of carried values that the layer changes: the input is passed on.
+      skipped: positions of carried values that the layer changes; a dropped layer returns its
+        input.
       always: positions of outputs that depend on no parameter of the layer and no skipped value,
         such as a split key; they are computed in every layer.
     """
@@ -163,7 +172,7 @@ class _Layer:
 
 
 def _sort(scan: LayerScan) -> _Layer:
-    """Sorts the outputs of a layer.
+    """Groups the outputs of a layer, and checks that a dropped layer can return each of them.
 
     Raises:
       ValueError: a dropped layer would leave an output undefined.
@@ -172,9 +181,9 @@ def _sort(scan: LayerScan) -> _Layer:
     body, (num_consts, num_carry) = equation.params["jaxpr"].jaxpr, split_scan(equation)
     if any(hasattr(variable.aval, "inner_aval") for variable in body.invars):
         raise ValueError(
-            f"the {scan.num_layers} layers read or write a reference (jax.new_ref) that was made "
-            "before their loop, which a branch that drops a layer cannot do: carry its value from "
-            f"layer to layer, {_REMEDY}"
+            f"layer drop: the {scan.num_layers} layers read or write a reference (jax.new_ref) "
+            "made before their loop, which a layer inside a `cond` cannot do; carry its value "
+            f"from layer to layer, {_REMEDY}"
         )
     carry, rows = [0] * num_carry, [int(is_row) for is_row in scan.parameters]
     while True:
@@ -189,22 +198,22 @@ def _sort(scan: LayerScan) -> _Layer:
         text = f"{value.dtype.name}{list(value.shape)}"
         if place >= num_carry:
             raise ValueError(
-                f"each of the {scan.num_layers} layers returns {text} beside the carried values, "
-                "such as state that it changes (running averages, counts of tokens per expert), "
-                "which a dropped layer does not compute: use a model without such state, "
-                f"{_REMEDY}"
+                f"layer drop: each of the {scan.num_layers} layers returns {text} in addition to "
+                "the carried values (for example running averages, or counts of tokens per "
+                "expert), which a dropped layer would not compute; use a model without such "
+                f"state, {_REMEDY}"
             )
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(
-                f"the {scan.num_layers} layers change {text}, a carried value that is no "
-                "floating-point number, to which a layer cannot add a scaled result: carry "
-                f"floating-point activations, {_REMEDY}"
+                f"layer drop: the {scan.num_layers} layers change {text}, a carried value that is "
+                "not floating-point and so cannot be scaled; carry only floating-point "
+                f"activations, {_REMEDY}"
             )
     return _Layer(skipped, tuple(p for p in range(len(marks)) if p not in skipped))
 
 
 def _run(scan: LayerScan, operands: Sequence[Any], scales: jax.Array, share: float) -> list[Any]:
-    """Runs a loop whose layers may be left out; `scales` is float32 [layers]."""
+    """Runs the loop and skips each layer whose entry in `scales` (float32 [layers]) is 0."""
     params, (num_consts, num_carry) = scan.equation.params, split_scan(scan.equation)
     layer = _sort(scan)
     run_always, run_kept = (
@@ -252,7 +261,7 @@ def _part(closed: ClosedJaxpr, places: Sequence[int]) -> Callable[[Sequence[Any]
 
 
 def _scaled(before: jax.Array, after: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns the input of a layer plus its scaled change, computed in float32 at least."""
+    """Returns `before + (after - before) * scale`, computed in float32 at least."""
     dtype = jnp.promote_types(before.dtype, jnp.float32)
     start = before.astype(dtype)
     return (start + (after.astype(dtype) - start) * scale.astype(dtype)).astype(after.dtype)

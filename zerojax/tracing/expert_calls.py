@@ -1,8 +1,9 @@
-"""Calls of `zerojax.experts` in a traced loss: the parameters of their weights, and bytes sent.
+"""Finds calls of `zerojax.experts` in a traced loss, the parameters of their weights, and bytes
+sent.
 
-If experts are split over devices, each device has a part of their parameters. This is known to be
-correct only for the weights of `zerojax.experts`: the norm of all experts, for example, would be
-computed from a part of them.
+If experts are split over devices, each device has only a part of the parameters of the experts.
+This is known to be correct only for the weights of `zerojax.experts`. The norm of all experts, for
+example, would be computed from a part of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from zerojax.operators.routed_experts import PARTS, slots_of_further_rounds
 from zerojax.tracing.jaxpr import is_checkpoint, split_scan
 
 Name = str | None
-"""Parameter whose values a variable holds, all or those of one layer; None: no parameter."""
+"""Name of the parameter (or of the stack of which it is one layer) that a variable holds, or None.
+"""
 
 _SAME = frozenset({"name", "convert_element_type", "optimization_barrier", "copy", "copy_p"})
 
@@ -30,11 +32,11 @@ class ExpertCalls:
     """Uses of parameters in a program with calls of `zerojax.experts`.
 
     Attributes:
-      dims: {parameter that is a call's weights: its dimension of experts, negative}.
-      elsewhere: {parameter: description of another use}.
-      computed: shapes of weights that are computed, and not a parameter as it is stored.
-      conditional: "cond" or "while" around a call, if there is one.
-      count: number of arrays of weights of all calls.
+      dims: {parameter that a call takes as weights: dimension that counts experts, negative}.
+      elsewhere: {parameter: description of a use outside of the calls}.
+      computed: shapes of weights that are computed and are not stored parameters.
+      conditional: "cond" or "while" if a call is inside of it; otherwise None.
+      count: number of weight arrays, summed over all calls.
     """
 
     dims: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -49,7 +51,7 @@ def find_expert_calls(program: Jaxpr, names: Sequence[str]) -> ExpertCalls:
 
     Args:
       program: traced loss; its first inputs are the parameters `names`, in this order.
-      names: of the parameters.
+      names: names of the parameters.
     """
     follow = _Follow()
     rest = len(program.invars) - len(names)
@@ -59,7 +61,7 @@ def find_expert_calls(program: Jaxpr, names: Sequence[str]) -> ExpertCalls:
 
 
 class _Follow:
-    """Walk that tracks which variables hold a stored parameter, or one layer of it, in any
+    """Traversal that tracks which variables hold a stored parameter or one layer of it, in any
     dtype.
     """
 
@@ -71,7 +73,9 @@ class _Follow:
             self.calls.elsewhere.setdefault(name, where)
 
     def outputs(self, program: Jaxpr, inputs: Sequence[Name], around: str | None) -> list[Name]:
-        """Returns the parameter that each output of a program holds."""
+        """Returns, for each output of a program, the name of the parameter that it holds,
+        or None.
+        """
         held: dict[Any, Name] = dict(zip(program.invars, inputs, strict=True))
 
         def name_of(atom: Any) -> Name:
@@ -176,12 +180,13 @@ class RowsOfCall:
     """Token rows that one call of `zerojax.experts` exchanges between devices.
 
     Attributes:
-      choices: number of choices of one device's tokens, k for each token.
-      num_experts, capacity: E and C.
-      products: argument of the call.
+      choices: number of (token, expert) choices of one device, k for each token.
+      num_experts, capacity: number of experts, and number of token slots per expert.
+      products: argument `products` of the call, the method of multiplication.
       row_bytes, result_bytes, gate_bytes: bytes of an expert's input row, of its result, and of the
         gate.
-      times: number of runs in one forward pass of a microbatch; in loops one for each iteration.
+      times: number of times that the call runs in one forward pass of a microbatch, counting
+        iterations of loops.
       again: whether a checkpoint recomputes the call in the backward pass.
     """
 
@@ -196,7 +201,8 @@ class RowsOfCall:
     again: bool
 
     def computed(self, products: Products, devices: int) -> int:
-        """Returns the rows that the first round multiplies: all slots, or at most those of tiles.
+        """Returns how many rows the first round multiplies: all slots, or at most the rows of all
+        tiles.
 
         Args:
           products: method of multiplication.
@@ -209,9 +215,10 @@ class RowsOfCall:
 
     @property
     def first_round(self) -> int:
-        """Bytes of all slots that the first round sends in a step, before the factor (n - 1) / n.
+        """Bytes of all slots in the first round of a step, without the factor (n - 1) / n for sent
+        bytes.
 
-        On n devices, each keeps 1 / n of the slots. Rows, gates and results are sent in the forward
+        Each of n devices keeps 1 / n of the slots. Rows, gates and results are sent in the forward
         pass, and their gradients in the backward pass; a recomputation sends rows and gates once
         more.
         """
@@ -221,7 +228,9 @@ class RowsOfCall:
 
     @property
     def further_round(self) -> int:
-        """Bytes that one round after the first sends in a step; it always recomputes."""
+        """Bytes that each round after the first sends in a step; such a round is always
+        recomputed.
+        """
         slots = self.num_experts * slots_of_further_rounds(self.capacity)
         sent = 3 * (self.row_bytes + self.gate_bytes) + 2 * self.result_bytes
         return self.times * slots * sent
@@ -232,14 +241,14 @@ def find_rows(program: Jaxpr, times: int = 1, again: bool = False) -> Iterator[R
 
     Args:
       program: traced loss.
-      times, again: of the program itself, see `RowsOfCall`.
+      times, again: `RowsOfCall.times` and `RowsOfCall.again` of the program itself.
     """
     for equation in program.eqns:
         numbers = expert_call(equation)
         if numbers is not None:
             gates, num_experts, capacity, row_bytes, result_bytes, kind = numbers
             products: Products = get_args(Products)[kind]
-            if products != "batched":  # a plan's trace has no axis
+            if products != "batched":  # the trace of a plan has no mesh axis
                 capacity = whole_slots(capacity, num_experts, PARTS)
             array: Any = equation.invars[0].aval
             yield RowsOfCall(

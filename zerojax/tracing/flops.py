@@ -22,13 +22,13 @@ def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
     expensive branch, or the mean over layers if the kind of a layer decides. The body of a
     `shard_map` counts once per device: the result is a sum over all devices. Rounds of
     `zerojax.experts` after the first count 0, since equal loads do not need them. Element-wise
-    operations are not counted, as in every published MFU, and neither is dead code. Recomputation
-    by remat is counted if `fn` contains its backward pass; for MFU (model FLOPs) use the forward
-    pass times `TRAINING_FACTOR`.
+    operations are not counted, as is usual for MFU, and neither is dead code. Recomputation by
+    remat is counted if `fn` contains its backward pass; for MFU (model FLOPs) use the forward pass
+    times `TRAINING_FACTOR`.
 
     Args:
-      fn: any function that JAX can trace.
-      *abstract_args: arrays or ShapeDtypeStructs, as `fn` takes them.
+      fn: function that JAX can trace.
+      *abstract_args: arguments of `fn`, as arrays or `ShapeDtypeStruct`s.
 
     Warns:
       UserWarning: a `while` loop whose trip count is not a constant; its body is counted once.
@@ -37,7 +37,7 @@ def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
 
 
 def count_program_flops(program: core.ClosedJaxpr) -> float:
-    """Returns `count_flops` of a program that is already traced, without dead code."""
+    """Counts the FLOPs of a traced program, like `count_flops`."""
     return float(_jaxpr_flops(without_waste(program)))
 
 
@@ -58,7 +58,9 @@ def _further_flops(jaxpr: core.Jaxpr) -> int:
 
 
 def computed_bytes(jaxpr: core.Jaxpr) -> int:
-    """Returns the bytes of all values that a program computes, of loops in every iteration."""
+    """Returns the bytes of all values that a program computes, counting every iteration of
+    loops.
+    """
     total = 0
     for equation in jaxpr.eqns:
         inner = list(_inner_jaxprs(equation.params))
@@ -96,8 +98,9 @@ def without_waste(program: core.ClosedJaxpr) -> core.Jaxpr:
 
 
 TRAINING_FACTOR = 3
-"""FLOPs of forward and backward pass, divided by those of the forward pass: a product y = x w has
-two more, dx and dw."""
+"""FLOPs of forward and backward pass, divided by FLOPs of the forward pass. A product y = x w has
+two more products in the backward pass, for dx and dw.
+"""
 
 
 def _jaxpr_flops(jaxpr: core.Jaxpr) -> int:
@@ -113,7 +116,7 @@ def equation_flops(equation: core.JaxprEqn) -> int:
         return _convolution_flops(equation)
     if name == "ffi_call":
         return _library_flops(equation)
-    if (cost := equation.params.get("cost_estimate")) is not None:  # declared by the kernel
+    if (cost := equation.params.get("cost_estimate")) is not None:  # number declared by the kernel
         return cost.flops
     inner = [_jaxpr_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
     if name == "cond":
@@ -122,8 +125,8 @@ def equation_flops(equation: core.JaxprEqn) -> int:
 
 
 def _share(branch: core.Jaxpr) -> float | None:
-    """Returns the fraction of layers that take a branch; None if its scope does not record the
-    fraction.
+    """Returns the fraction of layers that run a branch; None if its name scope does not
+    record it.
     """
     return share_of_branch(str(equation.source_info.name_stack) for equation in branch.eqns)
 
@@ -133,10 +136,11 @@ PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dil
 
 
 def products(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, int]]:
-    """Yields (equation, FLOPs in all of its runs) of each product of a program, also nested ones.
+    """Yields (equation, FLOPs of all its runs) of each matrix product or convolution, also nested
+    ones.
 
     Warns:
-      UserWarning: see `count_flops`; for a loop that contains a product.
+      UserWarning: a `while` loop that contains a product has a trip count that is not a constant.
     """
     for equation in program.eqns:
         if equation.primitive.name in PRODUCTS:
@@ -149,14 +153,14 @@ def products(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, int]]:
 
 
 def flops_without_gradient(program: core.ClosedJaxpr, is_trained: Sequence[bool]) -> float:
-    """Returns the FLOPs of gradients that a backward pass leaves out: those of untrained operands.
+    """Returns the FLOPs of gradients that a backward pass omits because an operand is not trained.
 
-    A product y = x w has two more in a backward pass, one for the gradient of each operand. An
-    operand that depends on no trained parameter has no gradient.
+    A product y = x w needs two more products in a backward pass, one for the gradient of each
+    operand. An operand that depends on no trained parameter has no gradient.
 
     Args:
       program: traced forward pass.
-      is_trained: of each input, whether it is a trained parameter.
+      is_trained: for each input, whether it is a trained parameter.
     """
     needed = without_waste(program)
     operands = _Operands()
@@ -166,7 +170,7 @@ def flops_without_gradient(program: core.ClosedJaxpr, is_trained: Sequence[bool]
 
 
 class _Operands(Follow):
-    """Walk that records the marks (input labels) of the two operands of each product.
+    """Traversal that records whether each operand of a product depends on a trained parameter.
 
     Attributes:
       found: {id of the equation: marks of its operands, 1 for a trained parameter}.
@@ -179,19 +183,20 @@ class _Operands(Follow):
     def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
         if equation.primitive.name in PRODUCTS:
             earlier = self.found.get(id(equation), [0, 0])
-            # A loop's body is visited until its carry gains no more marks.
+            # The body of a loop is traversed until its carry gains no more marks.
             self.found[id(equation)] = [a | b for a, b in zip(earlier, operands[:2], strict=True)]
         return union(operands)
 
 
 def ragged_groups(program: core.Jaxpr) -> dict[int, int]:
-    """Returns {number of groups: FLOPs} of products of rows with the matrix of their group.
+    """Returns {number of groups: FLOPs} of ragged products, which multiply rows by their group's
+    matrix.
 
-    These are `jax.lax.ragged_dot` and related primitives with more than one group, also nested
-    ones.
+    Ragged products are `jax.lax.ragged_dot` and related primitives with more than one group, also
+    nested ones.
 
     Warns:
-      UserWarning: see `count_flops`; for a loop that contains a product.
+      UserWarning: a `while` loop that contains a product has a trip count that is not a constant.
     """
     flops_by_groups: dict[int, int] = {}
     for equation, flops in products(program):
@@ -203,7 +208,7 @@ def ragged_groups(program: core.Jaxpr) -> dict[int, int]:
 
 
 def times_run(equation: core.JaxprEqn) -> int:
-    """Returns the number of runs of the program inside an equation, over all devices."""
+    """Returns how often an equation runs the program inside it, summed over all devices."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return params["length"]
@@ -217,7 +222,9 @@ def times_run(equation: core.JaxprEqn) -> int:
 
 
 def _is_further(equation: core.JaxprEqn) -> bool:
-    """Returns whether an equation is the loop of expert rounds after the first round."""
+    """Returns whether an equation is the loop of `zerojax.experts` over the rounds after
+    the first.
+    """
     is_loop = equation.primitive.name == "while"
     return is_loop and FURTHER_ROUNDS in str(equation.source_info.name_stack)
 
@@ -249,12 +256,12 @@ def _convolution_flops(equation: core.JaxprEqn) -> int:
     kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
     out_channels = kernel[params["dimension_numbers"].rhs_spec[0]]
     per_output = math.prod(kernel) // out_channels
-    # The zeros between the inputs of a transposed convolution do not count.
+    # Products with the zeros between the inputs of a transposed convolution are not counted.
     return 2 * math.prod(out) * per_output // math.prod(params["lhs_dilation"])
 
 
 def _library_flops(equation: core.JaxprEqn) -> int:
-    """Returns the FLOPs of cuDNN's attention; 0 for any other library call."""
+    """Returns the FLOPs of a call of cuDNN's attention; 0 for other library calls."""
     target, config = equation.params["target_name"], equation.params["legacy_backend_config"]
     if target not in (FORWARD, BACKWARD):
         return 0
@@ -266,9 +273,9 @@ def _shape(var: Any) -> tuple[int, ...]:
 
 
 def _trip_count(equation: core.JaxprEqn) -> int:
-    """Returns the iterations of `while i < n: i += c` with constants.
+    """Returns the number of iterations of a loop `while i < n: i += c` with constants.
 
-    Other loops give 1 and a warning.
+    For other loops it returns 1 and warns.
     """
     params = equation.params
     cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
@@ -286,9 +293,9 @@ def _trip_count(equation: core.JaxprEqn) -> int:
                 start, stop, by = limits
                 return max(0, -(-(stop - start) // by))  # type: ignore[operator]
     warn_user(
-        "the reported and forecast FLOPs are too low: the trip count of a while loop is not known "
-        "before it runs, so its products count once. Nothing else is affected. Use jax.lax.scan, "
-        "or a fori_loop with constant bounds, to count every iteration"
+        "the reported and forecast FLOPs are too low: the loss has a while loop whose trip count "
+        "is not known before it runs, so its matrix products are counted once. Training is not "
+        "affected. Use jax.lax.scan, or a fori_loop with constant bounds, to count every iteration"
     )
     return 1
 

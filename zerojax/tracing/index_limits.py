@@ -1,8 +1,8 @@
-"""Limits of the integers in a batch that index rows of a parameter, from the traced model.
+"""Finds limits of the integers in a batch that index rows of a parameter, from the traced model.
 
-JAX does not raise an error for an index outside of a table: `jnp.take` and `Embed` give NaN, and
-`table[ids]` gives the nearest row. A limit is known only if an array of the batch reaches the table
-unchanged; indices that the model computes, clips or masks have no limit here.
+JAX raises no error for an index outside of a table: `jnp.take` and `Embed` return NaN, and
+`table[ids]` returns the nearest row. A limit is known only if an array of the batch reaches the
+table unchanged. Indices that the model computes, clips or masks have no limit here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class IndexLimit:
     """Range [low, high) for the values of an array of the batch.
 
     Attributes:
-      low, high: the range; low is negative if the model lets indices count from the end.
+      low, high: limits of the values; `low` is negative if negative indices count from the end.
       parameter: parameter whose rows the values index.
-      window: part of the array to which the range applies, a slice for each dimension.
+      window: part of the array to which the limits apply, a slice for each dimension.
     """
 
     low: int
@@ -43,10 +43,11 @@ class _Index:
     """Array of the batch, or a part of it, whose values are unchanged.
 
     Attributes:
-      leaf: its name.
-      window: (start, limit, stride) of each of its dimensions.
-      is_whole: whether its dimensions are those of the leaf, so that it can be sliced further.
-      added: number that was added to all values, as JAX does for indices from the end.
+      leaf: name of the leaf of the batch.
+      window: (start, limit, stride) of each dimension of the leaf.
+      is_whole: whether the value still has the dimensions of the leaf, so that slices can be
+        followed.
+      added: number that was added to all values, as JAX does for negative indices.
       wraps: whether negative values count from the end.
     """
 
@@ -67,8 +68,10 @@ def find_index_limits(
     """Finds the valid indices in a batch: {name of a leaf of the batch: limits of its values}.
 
     Args:
-      program: traced with a mark at every read of a parameter (`operators.marks.mark_read`).
-      batch: for each input of the program, name and shape of a leaf of integers, or None.
+      program: traced program with a mark at every read of a parameter
+        (`operators.marks.mark_read`).
+      batch: for each input of the program, (name, shape) if it is an integer leaf of the batch,
+        else None.
     """
     limits_by_leaf: dict[str, list[IndexLimit]] = {}
     inputs = [
@@ -138,7 +141,7 @@ def _cut(index: _Index, params: Mapping[str, Any]) -> _Index | None:
 
 
 def _wrapped(first: Any, second: Any) -> _Index | None:
-    """Returns the index of `where(index < 0, index + size, index)`: JAX's negative indices."""
+    """Recognizes JAX's wrapping of negative indices, `where(index < 0, index + size, index)`."""
     if not (isinstance(first, _Index) and isinstance(second, _Index)):
         return None
     plain, raised = sorted((first, second), key=lambda index: index.added)
@@ -159,7 +162,7 @@ def _note(
     if params["slice_sizes"][dim] != 1:
         return
     high = equation.invars[0].aval.shape[dim]
-    # Rows are split over devices and microbatches outside of the trace: dimension 0 must be whole.
+    # Dimension 0 must not be sliced: outside of the trace, rows are split over devices.
     rows, *rest = index.window
     if rows[0] != 0 or rows[2] != 1:
         return

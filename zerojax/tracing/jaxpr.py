@@ -1,4 +1,4 @@
-"""Walks over traced programs (jaxprs), and extracts parts of them.
+"""Traverses traced programs (jaxprs), and extracts parts of them.
 
 The module supports each JAX version that zerojax supports.
 """
@@ -20,8 +20,7 @@ from zerojax.operators.marks import LINEAR_RULE, batch_call, inner_programs
 def has_side_effects(effects: Iterable[Any]) -> bool:
     """Returns whether any effect is a callback, such as `jax.debug.print`.
 
-    An operation that reads a mesh axis, such as a sum over the batch, has an effect only inside
-    JAX.
+    Effects of operations over a mesh axis, such as a sum over the batch, do not count.
     """
     return any(not isinstance(effect, _of_axes()) for effect in effects)
 
@@ -34,7 +33,9 @@ def _of_axes() -> type:
 
 
 def has_own_rules(program: Jaxpr) -> bool:
-    """Returns whether a program has custom derivatives that may not be linear, at any depth."""
+    """Returns whether a program contains, at any depth, custom derivatives that may not be
+    linear.
+    """
     return any(
         is_own_rule(equation) or any(map(has_own_rules, inner_programs(equation.params)))
         for equation in program.eqns
@@ -60,7 +61,8 @@ def is_checkpoint(equation: Any) -> bool:
 def program_of(equation: Any) -> ClosedJaxpr:
     """Returns the program of a call or a checkpoint.
 
-    A checkpoint holds an open jaxpr, a call a closed one; JAX 0.12 has only one kind.
+    The parameters of a checkpoint contain an open jaxpr, those of a call a closed one; JAX 0.12 has
+    only one kind.
     """
     inner = equation.params["jaxpr"]
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
@@ -88,8 +90,9 @@ class Piece:
     """Part of a program between given variables, without dead code.
 
     Attributes:
-      closed: takes the values of the variables at the cut, then the inputs of the program it needs.
-      inputs: positions of these inputs among all inputs of the program.
+      closed: program of the part. Its inputs are first the variables at the cut, then those inputs
+        of the whole program that it needs.
+      inputs: positions of the needed inputs among all inputs of the whole program.
     """
 
     closed: ClosedJaxpr
@@ -105,8 +108,8 @@ def cut_piece(closed: ClosedJaxpr, outputs: Sequence[Any], boundary: Sequence[An
 
     Args:
       closed: the whole program.
-      outputs: variables or literals of it.
-      boundary: variables of it whose values are inputs of the piece.
+      outputs: variables or literals of the program.
+      boundary: variables of the program whose values are inputs of the piece.
     """
     program, known = closed.jaxpr, set(boundary)
     needed = set(variables(outputs))
@@ -134,14 +137,16 @@ def cut_piece(closed: ClosedJaxpr, outputs: Sequence[Any], boundary: Sequence[An
 
 
 RunPiece = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Sequence[Any]], Callable[..., Any]]
-"""(program, equations of a piece, variables it takes, needed results) -> the piece as a function of
-these variables that returns these results."""
+"""Builds a function for a part of a program: `(program, equations, taken, needed) -> function`.
+
+`taken` are the variables that the function takes, and `needed` are the variables that it returns.
+"""
 
 
 def piece_function(
     program: Jaxpr, equations: Sequence[Any], taken: Sequence[Any], needed: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Returns a part of a program as a function, unchanged: the default `RunPiece`."""
+    """Returns a part of a program as a function, without changes; the default `RunPiece`."""
     piece = program.replace(
         constvars=[],
         invars=list(taken),
@@ -163,12 +168,13 @@ def evaluate_in_pieces(
     """Evaluates a program in parts, with another implementation for some of its equations.
 
     Args:
-      closed: the program.
-      inputs: its inputs.
-      is_apart: whether an equation has another implementation. The equations between two such
-        equations form one piece.
-      run_apart: (equation, its inputs) -> its outputs, for these equations.
-      run_piece: runs a piece.
+      closed: program to evaluate.
+      inputs: values of the inputs of the program.
+      is_apart: function that returns whether an equation has another implementation. The equations
+        between two such equations form one piece.
+      run_apart: `(equation, values of its inputs) -> values of its outputs`, the other
+        implementation.
+      run_piece: builds the function that runs a piece.
 
     Returns:
       The outputs of the program.
@@ -198,8 +204,8 @@ def _pieces(
     """Splits a program at the equations that have another implementation.
 
     Yields:
-      (equations of a piece, its results that later pieces need, whether the piece is a single
-      equation with another implementation).
+      (equations of a piece, results of the piece that later pieces need, whether the piece is a
+      single equation with another implementation).
     """
     pieces: list[tuple[list[Any], bool]] = []
     for equation in program.eqns:
@@ -219,7 +225,9 @@ def _pieces(
 
 
 def constant_bytes(program: ClosedJaxpr) -> int:
-    """Returns the bytes of the arrays in a function's closure, at any depth, each once."""
+    """Returns the bytes of all distinct arrays in a traced function's closure, also in nested
+    programs.
+    """
     arrays = {id(array): array for array in _constants([program])}
     return sum(getattr(array, "nbytes", 0) for array in arrays.values())
 
@@ -241,8 +249,8 @@ def split_scan(equation: Any) -> tuple[int, int]:
     """Returns (number of constants, number of carried values) of a `scan` equation.
 
     Its inputs are constants, carried values and stacks; its outputs are carried values and stacks.
-    Stacks have one dimension less inside the loop, in every version of JAX; the equation's
-    parameters differ between versions.
+    Stacks are recognized by their shape: they have one dimension less inside the loop. The
+    parameters of the equation are not used, because they differ between versions of JAX.
     """
     body = equation.params["jaxpr"].jaxpr
     num_carry = _count_whole(equation.outvars, body.outvars)
@@ -250,8 +258,8 @@ def split_scan(equation: Any) -> tuple[int, int]:
 
 
 def _count_whole(outside: Any, inside: Any) -> int:
-    """Counts the values that have the same number of dimensions outside and inside of a loop (not
-    sliced).
+    """Counts the values that a loop does not slice: they have equal dimensions outside and
+    inside.
     """
     pairs = zip(outside, inside, strict=True)
     return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)
@@ -269,11 +277,14 @@ COLLECTIVES = (
     "reduce_scatter",
     "unreduced_",
 )
-"""Prefixes of the names of JAX's collectives, also `psum_invariant` and `all_gather_reduced`."""
+"""Prefixes of the names of JAX's collectives; they also match `psum_invariant` and
+`all_gather_reduced`.
+"""
 
 
 def holds_collectives(program: ClosedJaxpr | Jaxpr) -> bool:
-    """Returns whether a program has a collective over manual axes, or will have one in a step.
+    """Returns whether a program contains a collective over manual axes, or will contain one in a
+    step.
 
     Nested programs are included.
     """

@@ -1,7 +1,8 @@
-"""Uses of parameters as matrices in a traced loss: products, experts, routers, tables, heads.
+"""Finds how a traced loss uses each parameter as a matrix: products, experts, routers, tables,
+heads.
 
-Follows each stored parameter, all or one layer of it, to its products. Knows programs and shapes;
-never an optimizer or a mesh.
+The module follows each stored parameter, or one layer of it, to the products that read it. It
+depends only on programs and shapes, not on an optimizer or a mesh.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _NOBODY: frozenset[str] = frozenset()
 
 
 class MatrixDims(NamedTuple):
-    """Dimensions of a stored parameter in a product; the others count matrices.
+    """Dimensions of a stored parameter that act as rows and columns in a matrix product.
+
+    All remaining dimensions count matrices (layers or experts, for example).
 
     Attributes:
       rows: dimensions that the product sums over, ascending.
@@ -49,15 +52,17 @@ class ParameterUse:
     """Uses of one parameter in a traced loss.
 
     Attributes:
-      shape: of the parameter as it is stored.
-      products: different products that it enters.
-      expert_dim: dimension that counts experts, if it is passed to `zerojax.experts` as weights.
-      expert_ndim: dimensions of the weights of one expert.
-      is_router: whether the gates of a call of `zerojax.experts` follow from its product, without
-        another product in between.
-      is_table: whether rows of it are looked up.
-      is_head: whether the loss follows from its product, without another product in between.
-      others: names of other primitives that it enters.
+      shape: shape of the stored parameter.
+      products: different products that read the parameter.
+      expert_dim: dimension that counts experts, if the parameter is a weight of `zerojax.experts`;
+        otherwise None.
+      expert_ndim: number of dimensions of the weights of one expert.
+      is_router: whether the gates of a call of `zerojax.experts` are computed from the parameter's
+        product, without another product in between.
+      is_table: whether rows of the parameter are looked up.
+      is_head: whether the loss is computed from the parameter's product, without another product in
+        between.
+      others: names of other primitives that read the parameter.
     """
 
     shape: tuple[int, ...]
@@ -86,7 +91,7 @@ class ParameterUse:
     def product(self) -> MatrixDims | None:
         """Dimensions of the parameter's matrices in its single product; None if they are ambiguous.
 
-        Vectors, and arrays of which one side has a single element, have none.
+        It is also None for vectors, and for matrices with a single row or column.
         """
         if len(self.products) != 1 or self.others:
             return None
@@ -98,12 +103,12 @@ class ParameterUse:
 def find_matrix_uses(
     program: Jaxpr, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, ParameterUse]:
-    """Finds how a traced loss uses each parameter as matrices: {name: its uses}.
+    """Finds how a traced loss uses each parameter as matrices: {name: uses of the parameter}.
 
     Args:
-      program: traced loss; its first inputs are the parameters, sorted by name, and its first
-        output is the loss or its sum.
-      shapes: {name: shape} of the parameters as they are stored.
+      program: traced loss. Its first inputs are the parameters, sorted by name; its first output is
+        the loss or the sum of losses.
+      shapes: {name: shape} of the stored parameters.
     """
     walk = _Walk({name: ParameterUse(tuple(shape)) for name, shape in shapes.items()})
     names = sorted(shapes)
@@ -122,8 +127,9 @@ class _Held(NamedTuple):
     """The parameter whose values a variable contains.
 
     Attributes:
-      name: of the parameter.
-      dims: for each dimension of the variable the dimensions of the parameter in it, outer first.
+      name: name of the parameter.
+      dims: for each dimension of the variable, the parameter's dimensions that it joins, outermost
+        first.
     """
 
     name: str
@@ -131,11 +137,12 @@ class _Held(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A variable of the program.
+    """Facts about one variable of the program.
 
     Attributes:
-      held: parameter whose values it holds, all or some of them; None: another value.
-      made_by: parameters whose product or row it follows from, without another product in between.
+      held: parameter whose values the variable holds, all or some of them; None: another value.
+      made_by: parameters from whose product or row the variable is computed, without another
+        product in between.
     """
 
     held: _Held | None
@@ -146,7 +153,7 @@ _NOTHING = _Value(None, _NOBODY)
 
 
 class _Walk:
-    """Walk through a program that collects the uses of parameters."""
+    """Traverses a program and collects the uses of parameters."""
 
     def __init__(self, uses: dict[str, ParameterUse]) -> None:
         self.uses = uses
@@ -194,7 +201,7 @@ class _Walk:
         return [_Value(None, made_by)] * outputs
 
     def _mark(self, equation: Any, value: _Value) -> None:
-        """Processes the marks of `zerojax.experts` in the program."""
+        """Records the uses that a mark of `zerojax.experts` shows."""
         ndim = expert_weights_ndim(equation)
         if ndim is not None and value.held is not None:
             name, dims = value.held
@@ -204,7 +211,7 @@ class _Walk:
         numbers = expert_call(equation)
         for name in value.made_by if numbers is not None else ():
             use = self.uses[name]
-            # A product with another number of columns is of the stream that the gates scale.
+            # A product with another number of columns belongs to the values that the gates scale.
             sizes = {math.prod(use.shape[dim] for dim in one.columns) for one in use.products}
             use.is_router |= numbers is not None and numbers[1] in sizes
 
@@ -243,7 +250,9 @@ class _Walk:
     def _repeated(
         self, body: Jaxpr, consts: list[_Value], carry: list[_Value], rows: list[_Value]
     ) -> list[_Value]:
-        """Returns the outputs of a loop's body once iterations no longer change its carry."""
+        """Follows the body of a loop until its carry no longer changes; returns the outputs of the
+        body.
+        """
         while True:
             outputs = self.outputs(body, [*consts, *carry, *rows])
             after = _joined([carry, outputs[: len(carry)]])
@@ -255,7 +264,7 @@ class _Walk:
             carry = after
 
     def _moved(self, equation: Any, held: _Held) -> _Held | None:
-        """Returns the parameter after an operation that only rearranges elements; None for other
+        """Returns the `_Held` after an operation that only rearranges elements; None for other
         operations.
         """
         name, dims = held
@@ -277,14 +286,14 @@ class _Walk:
 
 
 def _row(value: _Value) -> _Value:
-    """Returns what is known about one iteration's slice of a scanned array."""
+    """Returns the facts about one iteration's slice of a scanned array."""
     if value.held is None:
         return value
     return _Value(_Held(value.held.name, value.held.dims[1:]), value.made_by)
 
 
 def _joined(alternatives: Sequence[Sequence[_Value]]) -> list[_Value]:
-    """Returns what is true of several alternative values."""
+    """Merges the facts about alternative values, such as the results of branches."""
     joined = []
     for values in zip(*alternatives, strict=True):
         held = {value.held for value in values}
@@ -306,7 +315,9 @@ def _takes_one_layer(equation: Any) -> bool:
 
 
 def _broadcast(equation: Any, held: _Held) -> _Held | None:
-    """Returns the parameter with new dimensions of size 1; None if elements are repeated."""
+    """Returns the `_Held` after a broadcast that adds dimensions of size 1; None if elements are
+    repeated.
+    """
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     if math.prod(before) != math.prod(after):
         return None
@@ -318,11 +329,13 @@ def _broadcast(equation: Any, held: _Held) -> _Held | None:
 
 
 def _reshaped(equation: Any, held: _Held, shape: Sequence[int]) -> _Held | None:
-    """Returns the parameter after a reshape that joins or separates whole dimensions; else None."""
+    """Returns the `_Held` after a reshape that joins or separates complete dimensions; else
+    None.
+    """
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     parts = [(dim, shape[dim]) for dims in held.dims for dim in dims]
     if equation.params.get("dimensions") is not None or any(
-        # A slice of a joined dimension has no single elements of its parts.
+        # The parts of a joined dimension are not known any more after it was sliced.
         size != math.prod(shape[dim] for dim in dims)
         for size, dims in zip(before, held.dims, strict=True)
         if len(dims) > 1

@@ -1,4 +1,6 @@
-"""Defines the protocol `Model`: named arrays, and calls of the model with other arrays."""
+"""Defines `Model`, the protocol of models in every library: named arrays, and calls with other
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import numpy as np
 Arrays = dict[str, Any]
 """{name: array}, abstract or concrete."""
 OnRead = Mapping[str, Callable[[Any], jax.Array]]
-"""{name of a parameter: function of its stored form, called wherever the model reads it}."""
+"""{parameter: function that is called at each read with its stored form and returns its value}."""
 Loss = Callable[[Any, Any], Any]
-"""`loss(model, batch)`; `zerojax.train` says what it may return."""
+"""`loss(model, batch)`; the docstring of `zerojax.train` lists the allowed results."""
 ModelLike = Any
 """An `nnx.Module`, a factory `rngs -> nnx.Module`, a `linen.Module`, or a pair `(init, apply)`."""
 Rule = Callable[[jax.Array, jax.Array], jax.Array]
@@ -24,9 +26,10 @@ class StepRule(NamedTuple):
     """Update of an extra (state of the model) from a count, once per optimizer step.
 
     Attributes:
-      target: name of the extra that is updated.
-      rule: see `zerojax.models.StepCount`.
-      ndim: dimensions of the count in its module; additional ones in the state are those of stacks.
+      target: name of the extra (non-parameter array) that is updated.
+      rule: update rule, defined at `zerojax.models.StepCount`.
+      ndim: number of dimensions of the count in its module; in stacked layers the state has
+        additional leading dimensions.
     """
 
     target: str
@@ -34,7 +37,7 @@ class StepRule(NamedTuple):
     ndim: int
 
     def apply(self, value: Any, counts: Any) -> Any:
-        """Returns the next value of the target from `counts`; dimensions of stacks come first."""
+        """Returns the next value of the target, computed from `counts`."""
         rule = self.rule
         for _ in range(np.ndim(counts) - self.ndim):
             rule = jax.vmap(rule)
@@ -46,10 +49,10 @@ NO_RULES: Mapping[str, StepRule] = types.MappingProxyType({})
 
 @runtime_checkable
 class LazyArray(Protocol):
-    """Array in files, which are read on demand.
+    """Array in files that are read on demand.
 
     Attributes:
-      shape, dtype: of the whole array.
+      shape, dtype: shape and dtype of the complete array.
       is_stacked: whether dimension 0 counts layers that are stored separately, so that reading one
         at a time has no extra cost.
     """
@@ -69,12 +72,13 @@ class Model(Protocol):
     Attributes:
       kind: kind of the user's model, for messages: "nnx module", "nnx factory", "pretrained model",
         "linen module", "functions".
-      source: the user's own object.
+      source: object that the user passed.
       reads_lazily: whether `on_read` runs where the model uses a parameter (True), or for all
         parameters before the model starts (False: a pair of functions has no point of use).
-      overwritten: names of the extras whose gradient is their new value, as in Flax's collection
-        `_overwrite_with_gradient` (scales of 8-bit products); known after `init`.
-      step_rules: {name of an extra that counts in a step: its update once per step}.
+      overwritten: names of the extras (non-parameter arrays) that are replaced by their gradient,
+        as in Flax's collection `_overwrite_with_gradient` (scales of 8-bit products); known after
+        `init`.
+      step_rules: {name of an extra that counts during a step: update that runs once per step}.
     """
 
     kind: str
@@ -88,24 +92,24 @@ class Model(Protocol):
     def step_rules(self) -> Mapping[str, StepRule]: ...
 
     def parameter_names(self) -> Any:
-        """Returns the user's tree of the parameters, with names for leaves; after `init`.
+        """Returns the user's pytree of parameters with names as leaves; call it after `init`.
 
-        In the user's own training loop, an optax optimizer would get a tree of this structure.
+        It has the structure that an optax optimizer gets in the user's own training loop.
         """
         ...
 
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
-        """Returns new arrays, `({name: parameter}, {name: extra})`; can be traced.
+        """Returns new initial arrays, `({name: parameter}, {name: extra})`; can be traced.
 
-        Extras hold PRNG keys as key data.
+        PRNG keys in extras (non-parameter arrays) are represented by their key data.
         """
         ...
 
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
         """Returns the arrays of the user's model object; None if `init` must create them.
 
-        Every name is present. A parameter may be a `LazyArray`; a `ShapeDtypeStruct` stands for an
-        array that `init` has to create.
+        The result contains every name. A parameter may be a `LazyArray`; a `ShapeDtypeStruct` marks
+        an array that `init` has to create.
         """
         ...
 
@@ -125,12 +129,14 @@ class Model(Protocol):
           params: {name: array, or the pytree that `on_read[name]` takes}.
           extras: {name: array}.
           key: typed PRNG key of this call; every random stream of the model is folded with it.
-          function: usually a loss; gets an object to call like the user's model.
-          train: False switches dropout off and uses running averages, as the model itself defines.
+          function: usually the loss; its argument is an object that can be called like the user's
+            model.
+          train: whether to run in training mode; False switches dropout off and uses running
+            averages, as the model defines it.
           on_read: {name: function of the stored value that returns the value the model reads}.
 
         Returns:
-          (result of `function`, the new extras).
+          (result of `function`, the new extras (non-parameter arrays)).
         """
         ...
 

@@ -1,9 +1,9 @@
 """Finds how a traced model reads each parameter, and uses of stored values that bypass a read.
 
-A parameter may be gathered at its reads only if every device reaches them, and only if nothing
-else uses the stored value: `nnx.state(model)` returns the stored value, which at stage 3 is a
-shard. Both are determined from the program of one abstract forward pass, in which every read is
-marked (`operators.marks`).
+A parameter may be gathered at its reads only under two conditions: every device reaches the reads,
+and nothing else uses the stored value. (`nnx.state(model)`, for example, returns the stored value,
+which is a shard at stage 3.) Both conditions are checked in the program of one abstract forward
+pass, in which every read is marked (`operators.marks`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class EightBits:
     """Read of a kernel that a model uses only as 8-bit floats.
 
     Attributes:
-      history: float32 [3, length], from which the scale follows (`zerojax.zoo.fp8`).
-      largest: None if the read gives the value itself. Otherwise the read gives the 8-bit value in
-        units of the scale (`zerojax.zoo.fp8.from_bits`) and sets this to float32 [], the maximum
-        magnitude of the value on this device.
+      history: largest magnitudes of earlier steps, float32 [3, length], from which the scale is
+        computed (`zerojax.zoo.fp8`).
+      largest: None if the read returns the value itself. Otherwise the read returns the 8-bit value
+        in units of the scale (`zerojax.zoo.fp8.from_bits`), and sets this attribute to the maximum
+        magnitude of the value on this device, float32 [].
     """
 
     history: jax.Array
@@ -51,7 +52,9 @@ _ASKED: contextvars.ContextVar[EightBits | None] = contextvars.ContextVar("eight
 
 @contextlib.contextmanager
 def in_eight_bits(history: jax.Array) -> Iterator[EightBits]:
-    """Declares that reads inside this context may give 8-bit values, and set `largest`."""
+    """Declares that reads inside this context may return 8-bit values; such a read sets
+    `largest`.
+    """
     read = EightBits(history)
     token = _ASKED.set(read)
     try:
@@ -72,8 +75,8 @@ class MarkRead:
     """Read that returns the stored value, marked in the traced program (`operators.marks`).
 
     Attributes:
-      name: of the parameter.
-      handed: set to which the name is added if a model accesses the placeholder of the parameter.
+      name: name of the parameter.
+      handed: set to which the name is added when a model accesses the placeholder of the parameter.
     """
 
     name: str
@@ -88,12 +91,13 @@ class Reads:
     """Uses of the stored values of parameters in a program.
 
     Attributes:
-      shapes: name -> the shapes it is read with.
-      mapped_dims: name -> maximum number of leading dimensions that `jax.vmap` maps at a read.
-      barriers: name -> the reason why it cannot be gathered at its reads.
-      in_full: names of which some read needs more than 8 bits.
-      in_branches: names that are read in a branch that all devices take alike.
-      uniform: `id` of the equations of these branches (`tracing.uniform`).
+      shapes: {name: shapes with which the parameter is read}.
+      mapped_dims: {name: maximum number of leading dimensions that `jax.vmap` maps at a read}.
+      barriers: {name: reason why the parameter cannot be gathered at its reads}.
+      in_full: names of parameters with a read that needs more than 8 bits.
+      in_branches: names of parameters that are read in a branch that is the same on all devices.
+      uniform: `id` of each `cond` equation whose branch is the same on all devices
+        (`tracing.uniform`).
     """
 
     shapes: dict[str, set[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
@@ -105,19 +109,21 @@ class Reads:
 
 
 Branch = str | None
-"""The branch around an equation: None outside of any, "" if all devices take it alike, else its
-primitive."""
+"""The `cond` or loop around an equation that not every device may enter, as a primitive name.
+
+None: the equation is outside of any branch; "": it is in a branch that is the same on all devices.
+"""
 
 
 def find_reads(
     jaxpr: Jaxpr, inputs: Sequence[str | None], uniform: frozenset[int] = frozenset()
 ) -> Reads:
-    """Finds how a traced program reads each parameter: shapes, obstacles, precision.
+    """Finds how a traced program reads each parameter: shapes, obstacles to gathering, precision.
 
     Args:
-      jaxpr: traced with `MarkRead` at every read.
-      inputs: for each input, name of the parameter whose stored value it is, or None.
-      uniform: `id` of each `cond` equation that all devices take alike.
+      jaxpr: program traced with `MarkRead` at every read.
+      inputs: for each input, the name of the parameter whose stored value it is, or None.
+      uniform: `id` of each `cond` equation whose branch is the same on all devices.
     """
     reads = Reads(uniform=uniform)
     start = [_NOTHING if name is None else frozenset([name]) for name in inputs]
@@ -199,7 +205,7 @@ def _note_read(equation: Any, names: Names, branch: Branch, reads: Reads) -> Non
 
 
 def _leaving(shape: tuple[int, ...], rest: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the sets of dimensions of `shape` whose removal leaves the shape `rest`."""
+    """Yields each tuple of dimensions whose removal from `shape` leaves the shape `rest`."""
     for dims in itertools.combinations(range(len(shape)), len(shape) - len(rest)):
         if tuple(size for dim, size in enumerate(shape) if dim not in dims) == rest:
             yield dims

@@ -1,9 +1,9 @@
-"""Kinds of dependence of a traced value on the rows of a batch.
+"""Defines the kinds of dependence of a traced value on the rows of a batch.
 
-A value is one of: independent of the batch (fixed); **rows**, whose each row depends on one row of
-the batch; a **total**, the sum over all rows of a value computed row by row; a **count**, an input
-plus a total; **raised**, an input plus a value that is other; or **other**. `batch_rows` determines
-the kind.
+A value has one of these kinds. **Fixed**: independent of the batch. **Rows**: each row of the value
+depends on one row of the batch. **Total**: the sum over all rows of a value computed row by row.
+**Count**: an input plus a total. **Raised**: an input plus a value of the kind other. **Other**:
+any other dependence. `batch_rows` determines the kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Fixed:
     """Value that does not depend on the batch.
 
     Attributes:
-      input: position of the input of the program that it equals, or None.
+      input: position of the program input that the value equals; None if it equals no input.
     """
 
     input: int | None = None
@@ -28,7 +28,7 @@ class Fixed:
 class Rows:
     """Value with the rows of the batch, in order, along dimension `dim`.
 
-    Each row has equally many places.
+    Every row has the same size.
     """
 
     dim: int
@@ -39,12 +39,12 @@ class Total:
     """Sum over the rows of the batch, times `scale`.
 
     Attributes:
-      scale: constant factor; None if it is not a constant of the program.
-      is_scaled: whether it was multiplied or divided by anything.
-      divisors: the numbers that it was divided by, and the products of any of them. A mean with a
-        factor, as in `2 * jnp.mean(x)`, is recognised by them.
-      num_added: number of elements in the sum of each element; None if not known.
-      scales: scales of its terms, if it has no single scale; None if not known.
+      scale: constant factor of the sum; None if the factor is not a constant of the program.
+      is_scaled: whether the sum was multiplied or divided by any value.
+      divisors: numbers by which the sum was divided, and all products of them. They allow to
+        recognise a mean with a factor, such as `2 * jnp.mean(x)`.
+      num_added: number of elements that were added to get one element; None if unknown.
+      scales: scales of the terms, if there is no single scale; None if unknown.
     """
 
     scale: float | None = 1.0
@@ -59,8 +59,8 @@ class Total:
         A mean over rows and any other dimensions divides by a multiple of the number of rows.
 
         Args:
-          num_rows: of the batch.
-          weight: divisor of the value later on, if known.
+          num_rows: number of rows of the batch.
+          weight: number by which the value is divided later; None if unknown.
         """
         if self.scale is None or self.scale == 0:
             return False
@@ -72,11 +72,11 @@ class Total:
         return not any(_counts_rows(number, num_rows) for number in divisors)
 
     def is_plain_mean(self, num_rows: int, weight: float = 1.0) -> bool:
-        """Returns whether its only divisor is the number of rows, or of elements, that it sums.
+        """Returns whether the only divisor of the sum is its number of rows, or of added elements.
 
         Args:
-          num_rows: of the batch.
-          weight: divisor of the value later on.
+          num_rows: number of rows of the batch.
+          weight: number by which the value is divided later.
         """
         if not self.scale:
             return False
@@ -91,7 +91,9 @@ def _counts_rows(number: float, num_rows: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Program input plus a `Total`, as in a counter."""
+    """Program input plus a `Total` (sum over all rows of the batch), such as a counter of
+    tokens.
+    """
 
     input: int
     total: Total
@@ -99,7 +101,13 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """Program input plus an `Other` value; for `is_affine` see `Other`."""
+    """Program input plus an `Other` value (one that depends on the batch in another way than as a
+    sum).
+
+    Attributes:
+      input: position of the program input.
+      is_affine: whether the added value is affine (see `Other.is_affine`).
+    """
 
     input: int
     is_affine: bool = False
@@ -107,15 +115,15 @@ class Raised:
 
 @dataclasses.dataclass(frozen=True)
 class Other:
-    """Value with any other dependence.
+    """Value whose dependence on the rows of the batch has no other kind.
 
     Attributes:
-      is_ratio: whether it is a total divided by a total.
-      is_product: whether it is a sum in which a term is a product of totals, times anything but
-        rows.
-      is_affine: whether it is a sum of totals and of values that are independent of the batch, such
-        as a mean plus a penalty on parameters.
-      scales: scales of the totals in such a sum; None if not known.
+      is_ratio: whether the value is a total (sum over all rows of the batch) divided by a total.
+      is_product: whether the value is a sum in which a term is a product of totals (times any value
+        without rows).
+      is_affine: whether the value is a sum of totals and of values that are independent of the
+        batch, such as a mean plus a penalty on parameters.
+      scales: scales of the totals in such a sum; None if unknown.
     """
 
     is_ratio: bool = False
@@ -130,7 +138,7 @@ FIXED, OTHER, AFFINE = Fixed(), Other(), Other(is_affine=True)
 
 
 def scales_of(value: Dependence) -> tuple[float, ...] | None:
-    """Returns the scale of each total in a sum; None if not known."""
+    """Returns the scale of each total in a sum; None if unknown."""
     if isinstance(value, Fixed):
         return ()
     if isinstance(value, Total) and value.scale is not None:
@@ -141,7 +149,8 @@ def scales_of(value: Dependence) -> tuple[float, ...] | None:
 def is_affine(value: Dependence) -> bool:
     """Returns whether a value is a sum of totals and of values that are independent of the batch.
 
-    The mean of such values over pieces with equally many rows is the value of the whole batch.
+    If a batch is divided into parts with equal numbers of rows, the mean of such a value over the
+    parts is its value for the whole batch.
     """
     return isinstance(value, Fixed | Total | Count) or getattr(value, "is_affine", False)
 
@@ -159,7 +168,9 @@ def join(several: Sequence[Dependence]) -> Dependence:
 
 
 def plain(value: Dependence) -> Dependence:
-    """Drops `input` and `scales` of a dependence, which may differ between loop iterations."""
+    """Removes `input` and `scales` from a dependence, because they may differ between loop
+    iterations.
+    """
     if isinstance(value, Raised):
         return AFFINE if value.is_affine else OTHER
     if isinstance(value, Total | Other):

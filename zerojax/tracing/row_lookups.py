@@ -1,7 +1,7 @@
-"""Tables in a traced loss that are read only by gathers of whole rows.
+"""Finds tables in a traced loss that are read only by gathers of whole rows.
 
-No device needs the whole of such a table, only the gathered rows. Any other use of a parameter,
-such as a product with it, needs all of it.
+A device needs only the gathered rows of such a table. Any other use of a parameter, such as a
+matrix product, needs the complete parameter.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import is_checkpoint, split_scan
 
 Name = str | None
-"""Parameter whose values a variable holds, in any dtype; None: no parameter."""
+"""Name of the parameter whose values a variable holds, in any dtype; None: no parameter."""
 
 SAME = frozenset({"name", "convert_element_type", "copy", "copy_p"})
-"""Primitives that return their operand, up to the dtype."""
+"""Primitives that return their operand, perhaps in another dtype."""
 CALLS = ("jit", "pjit")
 
 _MODES = (
@@ -36,8 +36,9 @@ class Asked:
     """Number of rows that a forward pass gathers from a table; repeated rows count each time.
 
     Attributes:
-      rows: rows in the forward pass, and gradients of rows in the backward pass.
-      again: rows that the backward pass gathers again, because they are inside a `jax.checkpoint`.
+      rows: number of rows gathered in the forward pass; the backward pass sends as many gradients.
+      again: number of rows that the backward pass gathers again, because they are read inside a
+        `jax.checkpoint`.
     """
 
     rows: int = 0
@@ -49,8 +50,8 @@ class RowLookups:
     """Gathers of whole rows from parameters in a program, and their other uses.
 
     Attributes:
-      asked: {parameter with a gather of rows: number of rows}.
-      elsewhere: {parameter: description of another use}.
+      asked: {parameter from which rows are gathered: number of rows}.
+      elsewhere: {parameter: description of a use other than a gather of rows}.
     """
 
     asked: dict[str, Asked] = dataclasses.field(default_factory=dict)
@@ -58,7 +59,9 @@ class RowLookups:
 
 
 def takes_rows(equation: Any) -> bool:
-    """Returns whether an equation gathers whole rows of an array [rows, width] by integers."""
+    """Returns whether an equation gathers whole rows of an array [rows, width] by integer
+    indices.
+    """
     if equation.primitive.name != "gather":
         return False
     params, shape = equation.params, equation.invars[0].aval.shape
@@ -78,7 +81,7 @@ def find_row_lookups(program: Jaxpr, names: Sequence[str]) -> RowLookups:
 
     Args:
       program: traced loss; its first inputs are the parameters `names`, in this order.
-      names: of the parameters.
+      names: names of the parameters.
     """
     follow = _Follow()
     rest = len(program.invars) - len(names)
@@ -88,7 +91,7 @@ def find_row_lookups(program: Jaxpr, names: Sequence[str]) -> RowLookups:
 
 
 class _Follow:
-    """Walk that tracks which variables hold a stored parameter, in any dtype."""
+    """Traversal that tracks which variables hold a stored parameter, in any dtype."""
 
     def __init__(self) -> None:
         self.lookups = RowLookups()
@@ -100,13 +103,13 @@ class _Follow:
     def outputs(
         self, program: Jaxpr, inputs: Sequence[Name], times: int, *, again: bool
     ) -> list[Name]:
-        """Returns the parameter that each output of a program holds.
+        """Returns, for each output of a program, the name of the parameter that it holds, or None.
 
         Args:
-          program: the program.
-          inputs: parameter that each input holds.
-          times: number of runs of the program.
-          again: whether the backward pass runs it once more.
+          program: program to traverse.
+          inputs: name of the parameter that each input holds, or None.
+          times: number of times that the program runs.
+          again: whether the backward pass runs the program once more.
         """
         held: dict[Any, Name] = dict(zip(program.invars, inputs, strict=True))
 
@@ -139,7 +142,7 @@ class _Follow:
             self._branch(equation, operands, times, again)
         else:
             for name in operands:
-                self.note(name, f"goes into `{kind}`, which needs all of it, as a tied head does")
+                self.note(name, f"goes into `{kind}`, which needs all rows, as a tied head does")
         return [None] * len(equation.outvars)
 
     def _gather(self, equation: Any, name: Name, times: int, again: bool) -> None:
@@ -149,7 +152,8 @@ class _Follow:
         self.lookups.asked[name] = Asked(before.rows + number, before.again + number * again)
 
     def _branch(self, equation: Any, operands: list[Name], times: int, again: bool) -> None:
-        """Excludes tables that are read inside a branch, where devices would wait for each other.
+        """Records that tables are read inside a branch, where a lookup would wait for other
+        devices.
 
         Gathers inside the branch still show that the parameter is a table.
         """

@@ -1,6 +1,6 @@
-"""Rules by primitive for the dependence of an equation's result on rows, for `batch_rows`.
+"""Rules for `batch_rows`: how the result of a primitive depends on the rows of a batch.
 
-A primitive without a rule gives other.
+The result of a primitive without a rule is `Other`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum 
 _MATRIX_NAMES = "cholesky eigh lu qr svd triangular_solve"
 _SCATTER_NAMES = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub"
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
-"""Primitives with one output, computed element by element from inputs of its shape."""
+"""Primitives with one output, computed element by element from inputs of the same shape."""
 REDUCTIONS = frozenset(_REDUCTION_NAMES.split())
 """Primitives that reduce the dimensions `axes` of their only input."""
 _WINDOWS = frozenset(f"reduce_window{kind}" for kind in ("", "_max", "_min", "_sum"))
 _SCATTERS = frozenset(_SCATTER_NAMES.split())
-# The last two dimensions are matrices; those before are batch dimensions.
+# The last two dimensions are the matrix; all earlier dimensions are batch dimensions.
 _OF_MATRICES = frozenset(_MATRIX_NAMES.split())
 SEVERAL_OUTPUTS = frozenset(["sort", "split", "top_k", "unstack"]) | _OF_MATRICES
-"""Primitives with several outputs, all of the same kind of dependence."""
+"""Primitives with several outputs, which all have the same dependence."""
 _ALONG_A_DIM = {
     "concatenate": "dimension",
     "cumlogsumexp": "axis",
@@ -50,9 +50,9 @@ def rows_after(equation: Any, operands: list[Dependence], num_rows: int) -> Depe
     """Returns the dependence of each output of an equation without a nested program.
 
     Args:
-      equation: of a traced program.
-      operands: dependence of its operands; at least one is rows, and none is a total.
-      num_rows: of the batch.
+      equation: equation of a traced program.
+      operands: dependence of each operand; at least one is `Rows`, and none is `Total`.
+      num_rows: number of rows of the batch.
     """
     kind = equation.primitive.name
     if kind in ELEMENTWISE:
@@ -98,9 +98,10 @@ def _along_a_dim(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Dependence:
-    """Returns `Rows` if the reshape keeps each row as one block, else `Other`.
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a reshape.
 
-    The sizes of the dimensions before the rows must keep their product.
+    The result is `Rows` if the reshape keeps each row as one block. For this, the sizes of the
+    dimensions before the rows must keep their product.
     """
     (rows, *_) = operands
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -115,7 +116,11 @@ def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Depend
 
 
 def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if a reduction with a custom function stays within each row, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a custom
+    reduction.
+
+    The result is `Rows` if the reduction stays within each row.
+    """
     rows, *rest = operands
     removed = equation.params["dimensions"]
     fixed = all(isinstance(operand, Fixed) for operand in rest)
@@ -125,7 +130,10 @@ def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _window(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if windows stay within each row, as in pooling, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for windows.
+
+    The result is `Rows` if windows stay within each row, as in pooling.
+    """
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -162,7 +170,10 @@ def _fft(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if each row of the updates is written to the same row, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a scatter.
+
+    The result is `Rows` if each row of the updates is written to the same row.
+    """
     (array, index, updates), numbers = operands, equation.params["dimension_numbers"]
     rows = array if isinstance(array, Rows) else None
     own = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
@@ -171,7 +182,7 @@ def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
         dim for dim in range(len(shapes[0])) if dim not in (*numbers.inserted_window_dims, *own[0])
     ]
     batch = [dim for dim in range(len(shapes[2])) if dim not in numbers.update_window_dims]
-    fits: list[tuple[int, Dependence, Dependence]] = [  # for array, index and updates
+    fits: list[tuple[int, Dependence, Dependence]] = [  # for array, index, updates
         (a, Rows(b), Rows(batch[b])) for a, b in zip(*own, strict=True)
     ]
     for dim, place in zip(windows, numbers.update_window_dims, strict=True):
@@ -230,7 +241,10 @@ def _top_k(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if the operation preserves the size of the row dimension, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for an operation.
+
+    The result is `Rows` if the operation keeps the size of the row dimension.
+    """
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -239,7 +253,10 @@ def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _dynamic_update_slice(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if the update covers all rows, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for an update.
+
+    The result is `Rows` if the update covers all rows.
+    """
     rows, *places = (
         join([operand for operand in operands[:2] if not isinstance(operand, Fixed)]),
         *operands[2:],
@@ -283,7 +300,10 @@ def _conv_general_dilated(equation: Any, operands: list[Dependence]) -> Dependen
 
 
 def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` for a lookup by the indices of each row; for other gathers see `_take`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a gather.
+
+    The result is `Rows` for a lookup by the indices of each row; other gathers are left to `_take`.
+    """
     numbers = equation.params["dimension_numbers"]
     table, index = operands
     if not isinstance(index, Rows):
@@ -298,7 +318,10 @@ def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _take(equation: Any, table: Dependence) -> Dependence:
-    """Returns `Rows` if a gather takes the same positions of every row, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a gather.
+
+    The result is `Rows` if the gather takes the same positions of every row.
+    """
     numbers, shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [dim for dim in range(len(shape)) if dim not in gone]

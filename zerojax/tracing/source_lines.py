@@ -1,4 +1,4 @@
-"""Lines of the user's code from which a traced program comes."""
+"""Finds the lines of the user's code from which a traced program comes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LIBRARIES = tuple(
 )
 _STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
 _WRITTEN_BY_USERS_TOO = (str(_OURS / "models") + os.sep, str(_OURS / "losses.py"))
-"""Parts of zerojax that count as user code if no frame is of the user."""
+"""Parts of zerojax that count as user code if no stack frame is in the user's code."""
 
 
 def line_of_equation(equation: Any) -> str | None:
-    """Returns the innermost line of user code of an equation, as "file:line: source"."""
+    """Returns the innermost line of user code that created an equation, as "file:line: source"."""
     trace = getattr(getattr(equation, "source_info", None), "traceback", None)
     if trace is None:
         return None
@@ -42,10 +42,10 @@ def is_of_users(filename: str) -> bool:
 
 
 def innermost_line(frames: Iterable[tuple[str, int]]) -> str | None:
-    """Returns the first line of user code, else of zerojax's models.
+    """Returns the first frame in user code, or else in zerojax's models, as "file:line: source".
 
     Args:
-      frames: (file name, line number), the innermost first.
+      frames: (file name, line number) of the stack frames, innermost first.
     """
     innermost_first = list(frames)
     for belongs in (is_of_users, lambda name: name.startswith(_WRITTEN_BY_USERS_TOO)):

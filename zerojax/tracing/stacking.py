@@ -1,4 +1,4 @@
-"""Stacked layers: equal layers as one module, applied by a scan."""
+"""Stacks equal layers to one module, and applies it by a scan."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zerojax.operators.chunked_attention import KEPT
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 
-# Values of a layer that are saved for the backward pass; the rest is recomputed. All policies but
-# "none" discard gathered weights, which are not outputs of a dot product.
+# Policies for the values of a layer that are saved for the backward pass; the rest is recomputed.
+# All policies except "none" discard gathered weights, which are not outputs of a dot product.
 REMAT_POLICIES: Mapping[str, Callable[..., bool] | None] = {
     "full": None,
     "attention": jax.checkpoint_policies.save_only_these_names(KEPT),
@@ -34,13 +34,13 @@ def check_remat(remat: str) -> None:
 def stack_blocks(build: Callable[[nnx.Rngs], Layer], num_layers: int, *, rngs: nnx.Rngs) -> Layer:
     """Builds `num_layers` layers as one module whose arrays have a leading dimension of that size.
 
-    Each layer gets its own random keys, for its initial values and for its dropout.
+    Each layer gets separate random keys for its initial values and its dropout.
     """
     return nnx.vmap(build, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
 def stack_modules(layers: Sequence[Layer]) -> Layer:
-    """Stacks existing layers to one module whose arrays have a leading dimension.
+    """Stacks existing layers to one module whose arrays have a leading dimension [layers, ...].
 
     Raises:
       ValueError: there are no layers, or they differ in more than the contents of their arrays.
@@ -52,9 +52,9 @@ def stack_modules(layers: Sequence[Layer]) -> Layer:
     for index, (other, state) in enumerate(parts):
         if other != graphdef or _shapes(state) != _shapes(first):
             raise ValueError(
-                f"layers 0 and {index} differ: {_difference(first, state)}. Layers of one loop "
-                "need the same structure, shapes and settings; build a block with one layer of "
-                "each kind, and stack such blocks"
+                f"layers 0 and {index} differ: {_difference(first, state)}. Stacked layers must "
+                "have the same structure, shapes and settings; build a block that contains one "
+                "layer of each kind, and stack such blocks"
             )
     stacked = jax.tree.map(lambda *values: jnp.stack(values), *(state for _, state in parts))
     return nnx.merge(graphdef, stacked)
@@ -68,12 +68,12 @@ def _shapes(state: nnx.State) -> dict[str, str]:
 
 
 def _difference(first: nnx.State, second: nnx.State) -> str:
-    """Returns a description of the first array in which two layers differ."""
+    """Describes the first array in which two layers differ."""
     ours, theirs = _shapes(first), _shapes(second)
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             return f"{name} is {ours.get(name, 'missing')} and {theirs.get(name, 'missing')}"
-    return "they have the same arrays, but are modules of other classes or settings"
+    return "they have the same arrays, but their modules differ in class or settings"
 
 
 def scan_blocks(
@@ -86,17 +86,18 @@ def scan_blocks(
 ) -> Any:
     """Applies stacked layers in sequence; the size of the program does not grow with depth.
 
-    A layer is merged from its slice inside the loop, and inside the checkpoint. So a read of a
-    parameter (a gather) runs there, for each layer, and again in the backward pass.
+    A layer is built from its slice (`nnx.merge`) inside the loop and inside the checkpoint. So a
+    parameter is read (and gathered) inside the loop, for each layer, and again in the backward
+    pass.
 
     Args:
-      blocks: stacked by `stack_blocks`; random counts advance in place.
-      x: an array, such as [batch, seq, embed], or a tree of arrays.
+      blocks: layers stacked by `stack_blocks`; their random counts advance in place.
+      x: input of the first layer: an array, such as [batch, seq, embed], or a pytree of arrays.
       remat: "none" saves every residual; "full" saves only `x` of each layer; "attention" also
         saves the output of chunked attention, which is then not recomputed; "dots" saves `x` and
         the outputs of matrix products of activations with weights.
       kind_of_layer: one integer per layer, passed to the layer as its second argument; None: layers
-        are called without it. The loop slices it like parameters.
+        are called without this argument. The loop slices it like parameters.
       shared: further arguments of every layer, such as an encoded source; stored once, not for
         each layer.
 
@@ -130,7 +131,7 @@ def _check_unchanged(before: Any, after: Any, layer: str) -> None:
     if forms[0] != forms[1]:
         raise ValueError(
             f"{layer} changes {forms[0]} to {forms[1]}, but its output is the input of the next "
-            "layer: keep the shape and the dtype (for the dtype, end the layer with "
+            "layer; keep shape and dtype of the input (for the dtype, end the layer with "
             ".astype(x.dtype))"
         )
 

@@ -1,10 +1,11 @@
-"""Computes a product with a weight tile by tile, in place of the product in a traced program.
+"""Computes a matrix product with a weight tile by tile, in place of the product in a traced
+program.
 
-A weight whose only reader is one product is never whole in memory: a loop gathers one tile of it,
-multiplies, and gathers the next one meanwhile. The backward pass gathers the tiles once more, and
-sends the gradient of each tile to its shards before it computes the next one. Source: ZeRO-Infinity
-(arXiv:2104.07857), section 5.1.3, memory-centric tiling. Knows programs; how shards are gathered is
-a function that the caller gives.
+A weight that only one product reads is never gathered completely. A loop gathers one tile of the
+weight, multiplies, and gathers the next tile meanwhile. The backward pass gathers the tiles once
+more, and reduce-scatters the gradient of each tile before it computes the next one. Source:
+ZeRO-Infinity (arXiv:2104.07857), section 5.1.3, memory-centric tiling. The caller passes the
+functions that gather and scatter shards.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ _LAYOUT = frozenset(["broadcast_in_dim", "expand_dims", "reshape", "squeeze", "t
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightProduct:
-    """The only reader of a weight: one product, perhaps behind casts and changes of layout.
+    """The matrix product that alone reads a weight, perhaps after casts and changes of layout.
 
     Attributes:
-      equation: the `dot_general`.
-      side: which of its operands is the weight.
-      dims: for each dimension of that operand the weight's dimension, None for one of size 1.
-      casts: dtypes to which the weight is cast, in order.
+      equation: `dot_general` equation of the product.
+      side: position of the weight among the operands, 0 or 1.
+      dims: for each dimension of the weight operand, the dimension of the stored weight; None for a
+        dimension of size 1.
+      casts: dtypes to which the weight is cast before the product, in order.
     """
 
     equation: Any
@@ -57,12 +59,12 @@ class WeightProduct:
 
     @property
     def other(self) -> Any:
-        """The abstract value of the other operand."""
+        """Shape and dtype of the operand that is not the weight."""
         return self.equation.invars[1 - self.side].aval
 
     @property
     def result(self) -> Any:
-        """The abstract value of the product."""
+        """Shape and dtype of the result."""
         return self.equation.outvars[0].aval
 
     @property
@@ -78,18 +80,22 @@ class WeightProduct:
         return [at for at in range(self.equation.invars[side].aval.ndim) if at not in taken]
 
     def dim_of_other(self, dim: int) -> int:
-        """Returns the other operand's dimension that is summed with the weight's `dim`."""
+        """Returns the dimension of the other operand that is contracted with dimension `dim` of the
+        weight.
+        """
         contracting = self._numbers[0]
         at = list(contracting[self.side]).index(self.dims.index(dim))
         return contracting[1 - self.side][at]
 
     def dim_of_result(self, dim: int) -> int:
-        """Returns the result's dimension that is the weight's `dim`."""
+        """Returns the dimension of the result that comes from dimension `dim` of the weight."""
         before = len(self.free_of(0)) if self.side == 1 else 0
         return before + self.free_of(self.side).index(self.dims.index(dim))
 
     def operand(self, weight: jax.Array) -> jax.Array:
-        """Casts and lays out a weight, or a tile of it, as the product takes it."""
+        """Casts, transposes and reshapes a weight, or a tile of it, to the operand of the
+        product.
+        """
         kept = [dim for dim in self.dims if dim is not None]
         dropped = [dim for dim in range(weight.ndim) if dim not in kept]
         for dtype in self.casts:
@@ -102,8 +108,8 @@ class WeightProduct:
 
         Args:
           weight: result of `operand`.
-          other: the other operand.
-          dtype: of the sums and the result; None takes those of the program.
+          other: operand that is not the weight.
+          dtype: dtype of the sums and the result; None uses the dtypes of the traced program.
         """
         operands = (weight, other) if self.side == 0 else (other, weight)
         params = dict(self.equation.params)
@@ -112,7 +118,7 @@ class WeightProduct:
         return self.equation.primitive.bind(*operands, **params)
 
     def pull_back(self, weight: jax.Array, cotangent: jax.Array, dtype: Any) -> jax.Array:
-        """Returns the gradient of the other operand, summed and returned in `dtype`."""
+        """Returns the gradient of the other operand, with sums and result in `dtype`."""
         (contracting, _), mine = self._numbers, self.free_of(self.side)
         first = 0 if self.side == 0 else len(self.free_of(0))
         of_result = tuple(range(first, first + len(mine)))
@@ -130,14 +136,14 @@ class WeightProduct:
 
 
 def find_product(program: Jaxpr, variable: Any) -> WeightProduct | str:
-    """Finds the product that is the only reader of a weight, also inside of calls.
+    """Finds the product that alone reads a weight, also inside of calls.
 
     Args:
-      program: the program.
-      variable: the weight, one of its variables.
+      program: program that reads the weight.
+      variable: variable of the weight.
 
     Returns:
-      The product; or a clause that says why there is none.
+      The product, or a clause such as "it has 2 readers" that says why there is none.
     """
     start = tuple(range(variable.aval.ndim))
     return _follow(program, variable, start, ())
@@ -155,7 +161,7 @@ def _follow(
     kind = equation.primitive.name
     if kind == "dot_general":
         if equation.params["dimension_numbers"][1][place]:
-            return "its product is a batch of products"
+            return "its product is a batched product"
         return WeightProduct(equation, place, dims, casts)
     if _calls(equation):
         inner = program_of(equation).jaxpr
@@ -180,7 +186,10 @@ def _is_step(equation: Any) -> bool:
 
 
 def _moved(equation: Any, dims: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
-    """Returns the weight's dimension for each dimension of a step's result; None: not separate."""
+    """Returns the weight's dimension for each dimension of the result of a cast or layout change.
+
+    Returns None if the dimensions of the weight do not stay separate.
+    """
     kind, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
     if kind in _SAME or kind == "convert_element_type":
         return dims if len(equation.invars) == 1 else None
@@ -207,13 +216,13 @@ class TiledProduct:
     """A product whose weight is gathered in tiles.
 
     Attributes:
-      product: the product.
-      gather: this device's part of a tile -> the tile.
-      scatter: gradient of a tile -> this device's part of the sum over all devices.
+      product: product to compute.
+      gather: function `this device's part of a tile -> tile`.
+      scatter: function `gradient of a tile -> this device's part of the sum over all devices`.
       dim: dimension of the weight along which tiles are cut.
       count: number of tiles, at least 2.
-      groups: number of devices whose shards lie along `dim`; 1 where another dimension is sharded.
-        A tile has an equal run of each.
+      groups: number of shards along `dim`; 1 if another dimension is sharded. A tile contains an
+        equally long run of each shard.
     """
 
     product: WeightProduct
@@ -225,11 +234,11 @@ class TiledProduct:
 
     @property
     def sums(self) -> bool:
-        """Whether the products of the tiles are added up; if not, they are put side by side."""
+        """Whether the products of the tiles are added up; if not, they are concatenated."""
         return self.dim in self.product.contracted
 
     def forward(self, shard: jax.Array, other: jax.Array) -> jax.Array:
-        """Computes the product; sums of tiles in at least float32."""
+        """Computes the product; adds tiles in at least float32."""
         product, result = self.product, self.product.result
         if self.sums:
             at, dtype = product.dim_of_other(self.dim), _wide(result.dtype)
@@ -251,7 +260,7 @@ class TiledProduct:
     def backward(
         self, shard: jax.Array, other: jax.Array, cotangent: jax.Array, dtype: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (gradient of the shard in `dtype`, summed over devices, that of `other`)."""
+        """Returns (gradient of the shard in `dtype`, summed over devices; gradient of `other`)."""
         product, sums = self.product, self.sums
         at = product.dim_of_other(self.dim) if sums else product.dim_of_result(self.dim)
         size = shard.shape[self.dim] // self.count
@@ -274,7 +283,7 @@ class TiledProduct:
         return grads, of_other.reshape(other.shape).astype(other.dtype)
 
     def _loop(self, shard: jax.Array, step: Callable[..., Any], state: Any) -> Any:
-        """Runs `step(index, tile, state)` for all tiles; gathers the next tile beside each."""
+        """Runs `step(index, tile, state)` for all tiles; gathers the next tile at the same time."""
         size = shard.shape[self.dim] // self.count
 
         def tile(index: Any) -> jax.Array:
@@ -300,13 +309,13 @@ class TiledProduct:
         return part.reshape(*whole.shape[:at], -1, *whole.shape[at + 1 :])
 
     def _put(self, parts: jax.Array, at: int, index: Any, part: jax.Array) -> jax.Array:
-        """Inverts `_take`, into an array of shape `_cut_shape`."""
+        """Writes the part of a tile into an array of shape `_cut_shape`, the inverse of `_take`."""
         part = part.reshape(*parts.shape[: at + 1], *parts.shape[at + 2 :])
         return lax.dynamic_update_index_in_dim(parts, part.astype(parts.dtype), index, at + 1)
 
 
 def _wide(dtype: Any) -> Any:
-    """Returns the dtype in which tiles are added up: at least float32."""
+    """Returns the dtype in which products of tiles are added up: at least float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -314,22 +323,23 @@ def _wide(dtype: Any) -> Any:
 def _multiply(
     tiled: TiledProduct, shard: jax.Array, sink: jax.Array | None, other: jax.Array
 ) -> jax.Array:
-    """Computes the product; the gradient of the weight is that of `sink`, in its dtype.
+    """Computes a product in tiles; the weight's gradient is returned as the gradient of `sink`, in
+    its dtype.
 
-    Without a sink it is that of the shard.
+    If `sink` is None, the weight's gradient is the gradient of `shard`.
     """
     return checkpoint_name(tiled.forward(shard, other), _TILED)
 
 
 def _multiply_forward(tiled: TiledProduct, shard: jax.Array, sink: Any, other: jax.Array) -> Any:
-    # As a call, so that a checkpoint policy sees one product (`_asks_about_products`).
+    # A call, so that a checkpoint policy sees one product (`_asks_about_products`).
     return _multiply(tiled, shard, sink, other), (shard, sink, other)
 
 
 def _multiply_backward(tiled: TiledProduct, given: Any, cotangent: jax.Array) -> Any:
     shard, sink, other = given
     dtype = shard.dtype if sink is None else sink.dtype
-    # Else the compiler would keep the first tile of a product that is computed again until here.
+    # Without the barrier the compiler would keep the first tile of a recomputed product until here.
     shard, cotangent = lax.optimization_barrier((shard, cotangent))
     grads, of_other = tiled.backward(shard, other, cotangent, dtype)
     if sink is None:
@@ -343,13 +353,13 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedWeight:
-    """An input of a program that is this device's shard of a weight.
+    """Input of a program that is this device's shard of a weight, to be gathered in tiles.
 
     Attributes:
-      shard: the shard, in the dtype in which it is gathered.
-      sink: zeros like the shard, whose gradient is that of the weight, in another dtype; None: the
-        gradient is that of the shard.
-      tiled: the only reader.
+      shard: this device's shard, in the dtype in which it is gathered.
+      sink: zeros with the shape of the shard, perhaps in another dtype; the gradient of the weight
+        is returned as the gradient of `sink`. None: it is returned as the gradient of `shard`.
+      tiled: product that alone reads the weight.
     """
 
     shard: Any
@@ -378,7 +388,7 @@ def run_with_tiles(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _run_apart(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates an equation that reads `ShardedWeight`s: a step, a call or a product."""
+    """Evaluates an equation that reads `ShardedWeight`s: a cast, layout change, call or product."""
     if equation.primitive.name == "dot_general":
         side = 0 if isinstance(inputs[0], ShardedWeight) else 1
         weight = inputs[side]

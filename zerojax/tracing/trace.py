@@ -1,4 +1,4 @@
-"""Trace of a model's forward pass with abstract arrays."""
+"""Traces a model's forward pass with abstract arrays, and determines how each parameter is read."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ class ModelTrace:
     """Results of one abstract forward pass.
 
     Attributes:
-      read_shapes: name -> the shapes it was read with; a missing name is never read. A stack of
-        layers in a scan is read one slice at a time, so its shape is shorter than the stored one,
-        as is that of an ensemble under `jax.vmap`.
-      mapped_dims: name -> number of leading dimensions that `jax.vmap` maps at a read.
-      barriers: name -> the reason why the parameter cannot be gathered where the model reads it.
-      in_branches: names of the parameters that are read in a branch that all devices take alike.
+      read_shapes: {name: shapes with which the parameter is read}; a missing name is never read. A
+        stack of layers in a scan is read one slice at a time, so these shapes have fewer dimensions
+        than the stored shape. The same holds for an ensemble under `jax.vmap`.
+      mapped_dims: {name: number of leading dimensions that `jax.vmap` maps at a read}.
+      barriers: {name: reason why the parameter cannot be gathered where the model reads it}.
+      in_branches: names of the parameters that are read in a branch that is the same on all
+        devices.
       eight_bits: names of the parameters that the model uses only as 8-bit floats.
       result: abstract value of the loss.
-      jaxpr: traced forward pass, for counting. Its inputs are parameters, extras and batch, in the
-        order of sorted names; its outputs are the leaves of `result`.
-      index_limits: {leaf of the batch: limits of its integers}, see `index_limits`.
+      jaxpr: traced forward pass, for counting. Its inputs are parameters, extras (non-parameter
+        arrays) and batch, in the order of sorted names; its outputs are the leaves of `result`.
+      index_limits: {leaf of the batch: limits of its integers} (see module `index_limits`).
       attention: a sentence for each kind of call of `zerojax.attention`, in order.
-      attention_calls: these calls, each kind once.
+      attention_calls: one call of `zerojax.attention` of each kind, in the order of `attention`.
       program: the same equations with the new extras as further outputs, by sorted names.
     """
 
@@ -64,9 +65,10 @@ def trace_model(
     """Traces the loss once, without computing it, and determines how each parameter is read.
 
     Args:
-      params, extras, batch: trees of `ShapeDtypeStruct`, as the model will see them.
-      loss: any `function(model, batch)`.
-      train: the mode in which the model runs.
+      params, extras, batch: trees of `ShapeDtypeStruct` with the shapes and dtypes that the model
+        will get.
+      loss: loss function, `function(model, batch)`.
+      train: whether the model runs in training mode.
 
     Raises:
       ValueError: the model names an axis of `jax.pmap` or `jax.vmap`.
@@ -138,7 +140,7 @@ def has_random_numbers(program: Any) -> bool:
 def is_random(
     model: Model, params: Arrays, extras: Arrays, batch: Any, loss: Loss, *, train: bool
 ) -> bool:
-    """Returns whether the loss depends on the key of the call; for arguments see `trace_model`."""
+    """Returns whether the loss depends on the random key; arguments are those of `trace_model`."""
 
     def run(params: Arrays, extras: Arrays, batch: Any, key: jax.Array) -> Any:
         function = lambda bound: loss(bound, batch)  # noqa: E731
@@ -151,12 +153,14 @@ def is_random(
 
 
 def _about_an_axis(error: NameError) -> Exception:
-    """Returns an error with a remedy if a model uses an axis name of another training method."""
+    """Returns a ValueError with a remedy if a model uses an unknown axis name; else returns
+    `error`.
+    """
     match = re.search(r"unbound axis name: (\w+)", str(error))
     if match is None:
         return error
     return ValueError(
         f"the model sums over an axis named {match[1]!r}, as under jax.pmap (for example BatchNorm "
-        "with axis_name=); zerojax has no such axis: remove the name, so that each device "
+        "with axis_name=); zerojax has no such axis; remove the name, so that each device "
         "normalises by its own rows, or use zerojax.batch_mean for means over the whole batch"
     )

@@ -1,4 +1,4 @@
-"""Names and sizes of arrays in trees: one name per parameter everywhere."""
+"""Names and sizes of the arrays in pytrees; every module uses the same name for a parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENDS_IN_NUMBER = re.compile(r"\d+$")
 
 @dataclasses.dataclass(frozen=True)
 class Unnamed:
-    """Key in a JAX tree path that is not included in the leaf's name.
+    """Key in a JAX tree path that is not included in the name of a leaf.
 
     Attributes:
       place: description of the place in the tree, for messages.
@@ -55,8 +55,9 @@ def path_name(path: Sequence[Any]) -> str:
 def layer_of(name: str) -> str | None:
     """Returns the part of a parameter's name that identifies its layer; None if it has no number.
 
-    It ends with the first number that is a whole word ("encoder/layers/3/attn/q" is in
-    "encoder/layers/3"), else with the first word that ends in a number ("h_3/mlp/up" is in "h_3").
+    The part ends with the first path component that is a number ("encoder/layers/3/attn/q" is in
+    "encoder/layers/3"). If there is none, it ends with the first component that ends in a number
+    ("h_3/mlp/up" is in "h_3").
     """
     words = name.split(SEPARATOR)
     alone = (at for at, word in enumerate(words) if word.isdecimal())
@@ -67,7 +68,7 @@ def layer_of(name: str) -> str | None:
 
 
 def flatten_names(tree: PyTree) -> dict[str, Any]:
-    """Returns `{name: leaf}` of any tree, in the tree's own leaf order.
+    """Returns `{name: leaf}` of a pytree, in the order of its leaves.
 
     Raises:
       ValueError: two leaves have the same name (a key that itself contains "/").
@@ -78,7 +79,7 @@ def flatten_names(tree: PyTree) -> dict[str, Any]:
         if name in flat:
             raise ValueError(
                 f"two leaves are named {name!r}: a key of the tree contains {SEPARATOR!r}; "
-                "rename it"
+                "rename this key"
             )
         flat[name] = leaf
     return flat
@@ -90,7 +91,9 @@ def names_like(template: PyTree) -> PyTree:
 
 
 def unflatten_like(template: PyTree, flat: Mapping[str, Any]) -> PyTree:
-    """Reverses `flatten_names` for a tree of `template`'s structure."""
+    """Builds a pytree of `template`'s structure from `{name: leaf}`, the inverse of
+    `flatten_names`.
+    """
     paths, treedef = jax.tree_util.tree_flatten_with_path(template)
     return jax.tree_util.tree_unflatten(treedef, [flat[path_name(path)] for path, _ in paths])
 
@@ -109,9 +112,9 @@ def match_names(names: Iterable[str], patterns: Sequence[str], *, option: str) -
     """Returns the names that match any of the regular expressions (`re.search`).
 
     Args:
-      names: all parameter names.
+      names: names of all parameters.
       patterns: regular expressions.
-      option: the user's option that holds the patterns, for the error text.
+      option: name of the option that contains the patterns, for error messages.
 
     Raises:
       ValueError: a pattern is not a regular expression, or matches no name at all.

@@ -1,12 +1,12 @@
-"""Finds the branches of a traced loss that all devices take in the same way, proven from the
-program.
+"""Finds branches (`lax.cond`) of a traced loss that are provably the same on all devices.
 
-A `lax.cond` is uniform if its predicate depends on no value that differs between devices: not on
-the batch, parameters (a device may hold a shard), random numbers (each device has its own key), the
-position of the device or callbacks. State of the model counts as equal on all devices if its next
-value depends on such state alone, as a counter of calls does. Steps, layers and constants remain.
-What a program does not show counts as different: values read from a reference (`jax.new_ref`), and
-results of custom derivatives, whose forward rules replace the traced functions.
+A `lax.cond` is uniform if its predicate depends on no value that differs between devices. Values
+that differ are: the batch, parameters (a device may hold a shard), random numbers (each device has
+its own key), the position of the device, and results of callbacks. State of the model counts as
+equal on all devices if its next value depends only on such state, for example a counter of calls.
+Predicates may also depend on steps, layers and constants. If the program does not show that a value
+is equal, it counts as different: values read from a reference (`jax.new_ref`), and results of
+custom derivatives, whose forward rules replace the traced functions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def find_uniform_branches(
     """Returns the `id` of each `cond` equation, at any depth, whose predicate is uniform.
 
     Args:
-      program: a traced loss. Its inputs are parameters, extras and the batch; its outputs are
-        results and the extras afterwards.
-      num_params, num_extras: number of these inputs.
-      num_results: number of outputs before the extras.
+      program: traced loss. Its inputs are parameters, extras (non-parameter arrays) and the batch;
+        its outputs are results and the new extras.
+      num_params, num_extras: number of inputs that are parameters, and number of inputs that are
+        extras.
+      num_results: number of outputs before the new extras.
     """
     rest = len(program.invars) - num_params - num_extras
     extras: list[Marks] = [0] * num_extras
@@ -49,7 +50,7 @@ def find_uniform_branches(
 
 
 class _Predicates(Follow):
-    """Walk that records the marks (input labels) of each branch predicate.
+    """Traversal that records on which inputs the predicate of each `cond` depends.
 
     Attributes:
       predicates: {`id` of a `cond` equation: marks of its predicate}.
@@ -64,7 +65,7 @@ class _Predicates(Follow):
 
     def _equation(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
         if equation.primitive.name == "cond":
-            # A loop's body is followed more than once, with more marks each time.
+            # The body of a loop is traversed more than once, with more marks each time.
             before = self.predicates.get(id(equation), 0)
             self.predicates[id(equation)] = before | operands[0]
         followed = super()._equation(equation, operands)

@@ -1,8 +1,8 @@
 """Unrolls loops over layers, so that the step stacks no values for the backward pass.
 
-In a `jax.lax.scan` over stacked parameters each layer writes the values that its backward pass
-needs into arrays [layers, ...], and the backward pass reads copies from them. Unrolled layers keep
-the values themselves. Each layer is then compiled by itself, which takes longer.
+In a `jax.lax.scan` over stacked parameters, each layer writes the values for its backward pass into
+arrays [layers, ...], and the backward pass reads copies from them. In unrolled layers the backward
+pass uses the values directly. But each layer is compiled separately, which takes longer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def unroll_layers(
 ) -> Callable[..., Any]:
     """Returns `function(parameters, *others)` with unrolled loops over layers.
 
-    Values and derivatives stay the same. Loops whose layers have checkpoints stay loops: in
-    unrolled layers the compiler would merge a recomputation with the first computation.
+    Values and derivatives stay the same. Loops whose layers have checkpoints are not unrolled,
+    because in unrolled layers the compiler would merge the recomputation with the first
+    computation.
 
     Args:
-      function: takes the parameters first.
+      function: function whose first argument holds the parameters.
       constants: arrays in the closure of `function` that are parameters as well.
     """
 
@@ -55,9 +56,9 @@ def describe_unrolled(
     """Returns the lines of a plan about unrolled loops, one for each loop; () without `unroll`.
 
     Args:
-      settings: the mesh options.
-      forward: the loss of one microbatch on one data shard; its first inputs are parameters.
-      num_parameters: number of parameters.
+      settings: mesh options of the plan.
+      forward: traced loss of one microbatch on one data shard; its first inputs are parameters.
+      num_parameters: number of inputs that are parameters.
 
     Raises:
       ValueError: the settings or the model need the loop; the message says what to change.
@@ -70,7 +71,7 @@ def describe_unrolled(
     scans = find_loops_over_layers(forward, [place < num_parameters for place in places])
     reasons = [
         f"layers: the loop over {scan.num_layers} layers "
-        + ("runs as straight code" if (why := _why_not(scan)) is None else f"stays: {why}")
+        + ("is unrolled" if (why := _why_not(scan)) is None else f"is not unrolled: {why}")
         for scan in scans
     ]
     if all(_why_not(scan) for scan in scans):
@@ -80,7 +81,9 @@ def describe_unrolled(
 
 
 def why_never_unrolled(settings: MeshConfig) -> str | None:
-    """Returns why no loop of any model may be unrolled with these settings; None if one may."""
+    """Returns the reason why no loop may be unrolled with these settings; None if loops may be
+    unrolled.
+    """
     if settings.stage > 1:
         return f"stage={settings.stage}: a pipeline gives each stage iterations of the loop"
     if settings.zero == 3:
@@ -96,7 +99,7 @@ def why_never_unrolled(settings: MeshConfig) -> str | None:
 
 
 def _why_not(scan: LayerScan) -> str | None:
-    """Returns why a loop is not unrolled; None if it is."""
+    """Returns the reason why a loop is not unrolled; None if it is unrolled."""
     if scan.inside:
         return f"it is inside of a `{scan.inside}`"
     layer = scan.equation.params["jaxpr"].jaxpr

@@ -1,9 +1,9 @@
-"""Products of a traced program with float32 operands, while the plan computes in 16 bits.
+"""Finds products with float32 operands in a traced program whose plan computes in 16 bits.
 
-A step passes weights to the model in bfloat16 or float16. The model may still cast them: an
-embedding that returns float32 (as `flax.nnx.Embed` without `dtype`) makes all later results
-float32, because a product of float32 and bfloat16 is float32. The numbers are correct, but each
-product runs at the rate of float32 and stores twice the bytes for the backward pass.
+A step passes weights to the model in bfloat16 or float16. The model may still cast them: after an
+embedding that returns float32 (as `flax.nnx.Embed` without `dtype`), all later results are float32,
+because a product of float32 and bfloat16 is float32. The numbers are correct, but each product runs
+at the rate of float32 and stores twice the bytes for the backward pass.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from zerojax.tracing.source_lines import line_of_equation
 
 @dataclasses.dataclass(frozen=True)
 class WideProducts:
-    """Products with float32 operands.
+    """Share and cause of the products with float32 operands in a program.
 
     Attributes:
-      share: fraction of the FLOPs of all products and convolutions of the program.
-      cause: first reason why the operands are float32, for most of these FLOPs; None if unknown.
+      share: FLOPs of these products, as a fraction of the FLOPs of all products and convolutions.
+      cause: the reason why the operands are float32 that explains most of these FLOPs; None if
+        unknown.
     """
 
     share: float
@@ -36,13 +37,14 @@ class WideProducts:
 
 
 def find_wide_products(program: ClosedJaxpr) -> WideProducts | None:
-    """Returns the products of a program whose operands are both float32 or wider.
+    """Finds the products of a program whose operands are both float32 or wider.
 
     Args:
-      program: traced with reads of parameters marked (`operators.marks.mark_read`).
+      program: traced program with a mark at every read of a parameter
+        (`operators.marks.mark_read`).
 
     Returns:
-      None if no product has such operands.
+      Share and cause of these products; None if there are none.
     """
     needed = without_waste(program)
     follow = _Widened()
@@ -60,12 +62,12 @@ def find_wide_products(program: ClosedJaxpr) -> WideProducts | None:
 
 
 class _Widened(Follow):
-    """Walk that marks float32 values with the cause of their dtype, and 16-bit parameters."""
+    """Traversal that records for float32 values why they are float32."""
 
     def __init__(self) -> None:
         super().__init__(frozenset())
         self.wide: dict[int, Marks] = {}
-        """id of each product with float32 operands -> the marks of its operands."""
+        """{id of each product with float32 operands: marks of its operands}."""
         self._bits: dict[Any, int] = {}
         self._causes: list[str | None] = []
 

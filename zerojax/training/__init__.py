@@ -1,6 +1,7 @@
-"""The training loop: `train`, run files, reports, evaluation, checkpoints of runs and export.
+"""The training loop: `train`, run files, reports, evaluation, checkpoints of runs, and exports.
 
-Knows everything below; decides nothing that a plan decides. Sub-packages: `metrics`, `tuning`.
+This package carries out a run as its plan describes it, and makes no decision that belongs to a
+plan. Sub-packages: `metrics` (logs and reports) and `tuning` (measured choices of kernels).
 """
 
 from __future__ import annotations

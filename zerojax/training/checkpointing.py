@@ -1,4 +1,4 @@
-"""Saves and restores training state in checkpoints, also state that is larger than memory."""
+"""Saves and restores the training state of a run, including state that is larger than memory."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ from zerojax.tracing.trees import flatten_names, format_bytes, num_bytes
 from zerojax.zoo.hugging_face import Pretrained
 
 AVERAGE_COUNT = f"opt_state/{COUNT}"
-"""Name of the EMA's step count; present in checkpoints that have an EMA."""
+"""Name of the EMA's step count in a checkpoint; only checkpoints with an EMA have it."""
 
 
 def base_of(
     plan: Plan, frozen: Literal["auto", "source", "saved"] = "auto"
 ) -> tuple[BaseWeights | None, str | None]:
-    """Returns the frozen weights that checkpoints leave out, and a sentence for the log.
-
-    Frozen weights that come from a pretrained folder need not be saved again. The first element is
-    None if checkpoints hold all weights, the second if nothing is frozen.
+    """Decides which frozen weights checkpoints leave out, because a pretrained folder holds them.
 
     Args:
-      plan: of a run that has not begun.
-      frozen: `CheckpointConfig.frozen`.
+      plan: plan of a run that has not begun.
+      frozen: value of `CheckpointConfig.frozen`.
+
+    Returns:
+      (frozen weights that are not saved, sentence for the log). The first is None if checkpoints
+      hold all weights; the second is None if no parameter is frozen.
 
     Raises:
       ValueError: `frozen` is "source", but the weights do not come from a folder.
@@ -80,8 +81,8 @@ def base_of(
     assert isinstance(model, Pretrained)
     left = format_bytes(num_bytes({name: leaves[name] for name in read}))
     return base_weights(model.folder, read), (
-        f"checkpoints leave {left} of frozen weights in {model.folder.path}, which must not "
-        "change (checkpoint.frozen=saved: checkpoints hold all weights)"
+        f"checkpoints do not store {left} of frozen weights, which are in {model.folder.path}; do "
+        "not change that folder (checkpoint.frozen=saved: checkpoints hold all weights)"
     )
 
 
@@ -89,16 +90,16 @@ def as_begun(base: BaseWeights, plan: Plan, state: TrainState) -> BaseWeights | 
     """Returns `base` with fingerprints of its weights, computed from the state of a new run.
 
     Args:
-      base: from `base_of`.
-      plan: the plan of `state`.
-      state: a new state, whose frozen weights come from the folder.
+      base: frozen weights that are not saved, from `base_of`.
+      plan: plan of `state`.
+      state: a new state, whose frozen weights were read from the folder.
     """
     named = flatten_names({"frozen": frozen_part(plan, state)})
     return base.as_read(fingerprints_of({name: named[name] for name in base.arrays}))
 
 
 def folder_of(plan: Plan) -> Path | None:
-    """Returns the Hugging Face folder that a plan's model comes from; None for other models."""
+    """Returns the Hugging Face folder of a plan's model; None for a model from elsewhere."""
     model = plan.users_model
     return model.folder.path if isinstance(model, Pretrained) else None
 
@@ -115,18 +116,19 @@ def save_state(
 ) -> None:
     """Saves a state; parameters with slices on the host or on disk are copied slice by slice.
 
-    Stacked layers are joined on the host instead, and each layer is written under its own name.
+    If the plan stacks layers, the state is joined in host memory instead, and each layer is written
+    under its own name.
 
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
-      plan: the plan of `state`.
-      state: may be donated when this returns.
-      step: batches consumed.
-      about: "data_state", "config" and "plan" as in `Checkpointer.save`.
-      base: frozen weights that are not saved, from `as_begun` or a restore.
+      plan: plan of `state`.
+      state: train state; it may be donated when this function returns.
+      step: number of batches consumed.
+      about: {"data_state", "config", "plan": arguments of `Checkpointer.save` of these names}.
+      base: frozen weights that are not saved, from `as_begun` or from a restore.
 
     Raises:
-      CheckpointError: as in `Checkpointer.save`.
+      CheckpointError: this or the previous save failed.
     """
     apart = plan.offload is not None and bool(plan.offload.off_device) and not plan.stacks
     sums = checkpointer.fingerprints
@@ -149,15 +151,15 @@ def restore_state(
 ) -> tuple[Any, Any]:
     """Returns (the result of `Checkpointer.restore`, the state as `plan` stores it).
 
-    An EMA that the checkpoint lacks starts as the checkpoint's weights. An EMA that the run does
-    not keep is not read.
+    If the checkpoint has no EMA but the run keeps one, the EMA starts as a copy of the weights. An
+    EMA that the run does not keep is not read.
 
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
-      plan: of the run.
-      step: a saved step; None: the newest complete one.
-      at_start: whether the run is starting. Then its durable files are used if they hold a later
-        step than the newest undamaged checkpoint.
+      plan: plan of the run.
+      step: number of a saved step; None: the newest complete step.
+      at_start: True if the run is starting. Durable offload files are then used if they hold a
+        later step than the newest undamaged checkpoint.
     """
     unread = []
     if plan.offload is not None and plan.offload.off_device and not plan.stacks:
@@ -188,10 +190,9 @@ def restore_state(
 
 
 def _optional_groups(abstract: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the names of optional arrays, in groups that a checkpoint has completely or not at
-    all.
+    """Returns groups of names of optional arrays; a checkpoint has all arrays of a group or none.
 
-    Optional are the error feedback of 1-bit optimizers and the copies of weights.
+    Optional arrays are the error feedback of 1-bit optimizers and the copies of weights.
     """
     return [
         list(flatten_names({kind: {name: part}}))
@@ -212,18 +213,18 @@ def read_parts(
     weights: Weights,
     pretrained: str | Path | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Reads a model without its optimizer state from a checkpoint: weights, own state, key.
+    """Reads a model without optimizer state from a checkpoint: weights, other state, random key.
 
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
-      plan: of the model, with float32 parameters if the average is read.
-      step: a saved step; None: the newest complete one.
-      weights: "ema" reads the averaged weights instead of the parameters.
+      plan: plan of the model; its parameters must be float32 if the EMA is read.
+      step: number of a saved step; None: the newest complete step.
+      weights: "ema" reads the averaged weights instead of the trained ones.
       pretrained: folder of frozen weights that the step does not hold; None: the folder that the
         run used.
 
     Returns:
-      (the result of `Checkpointer.restore`, the argument of `reshard.from_model_parts`).
+      (result of `Checkpointer.restore`, argument for `reshard.from_model_parts`).
 
     Raises:
       CheckpointError: the step does not exist, belongs to another model, or has no EMA.
@@ -245,14 +246,14 @@ def read_parts(
 
 
 def what_differs(plan: Plan, restored: Any) -> list[str]:
-    """Returns one line for each change between the saved and the resumed run that may matter.
+    """Returns one line for each difference between the saved and the resumed run that may matter.
 
-    Compares the average of the weights, the error feedback of 1-bit optimizers, copies of weights,
-    and kernels.
+    Compares the EMA of the weights, the error feedback of 1-bit optimizers, copies of weights, and
+    kernels.
 
     Args:
-      plan: of the resumed run.
-      restored: from `restore_state`.
+      plan: plan of the resumed run.
+      restored: result of `restore_state`.
     """
     return [
         *_average_that_differs(plan, restored),
@@ -263,14 +264,14 @@ def what_differs(plan: Plan, restored: Any) -> list[str]:
 
 
 def _average_that_differs(plan: Plan, restored: Any) -> list[str]:
-    """Returns a line if only one of the run and the checkpoint has an EMA."""
+    """Returns a line if only the run or only the checkpoint has an EMA."""
     is_kept = isinstance(plan.abstract_portable["opt_state"], EmaState)
     if is_kept == (AVERAGE_COUNT in restored.arrays):
         return []
     step = f"step {restored.step} was saved"
     if is_kept:
-        return [f"{step} without an ema, which starts as its weights"]
-    return [f"{step} with an ema, which this run does not keep"]
+        return [f"{step} without an ema; the ema starts as a copy of the weights"]
+    return [f"{step} with an ema; this run does not keep it"]
 
 
 def _errors_that_differ(plan: Plan, restored: Any) -> list[str]:
@@ -282,7 +283,7 @@ def _errors_that_differ(plan: Plan, restored: Any) -> list[str]:
         )
     if coefficients_begin_anew(state, restored.arrays):
         lines.append(
-            f"step {restored.step} was saved with average norm ratios of layers that lie in "
+            f"step {restored.step} was saved with average norm ratios of layers that are in "
             "other arrays here; they start as the ratios of the next step"
         )
     return lines
@@ -302,7 +303,7 @@ def _with_new_average(portable: Any) -> EmaState:
     """Returns the optimizer state with an EMA that starts as a copy of the parameters.
 
     Args:
-      portable: a restored state with `ShapeDtypeStruct`s in place of the EMA.
+      portable: restored state in which `ShapeDtypeStruct`s replace the EMA.
     """
     state = portable["opt_state"]
 
@@ -318,13 +319,13 @@ def _with_new_average(portable: Any) -> EmaState:
 def choices_that_differ(plan: Plan, saved: Mapping[str, Any], step: int) -> list[str]:
     """Returns one line for each kernel that differs between the resumed run and a checkpoint.
 
-    Other kernels may change the last digits. Other slice sizes compute the same bits and are not
-    reported.
+    Other kernels may change the last digits of losses. Other slice sizes compute the same bits and
+    are not reported.
 
     Args:
-      plan: of the resumed run.
-      saved: the plan in the checkpoint, from `plan_dict`.
-      step: of the checkpoint.
+      plan: plan of the resumed run.
+      saved: plan stored in the checkpoint, from `plan_dict`.
+      step: step of the checkpoint.
     """
     now = {what: one.implementation for what, one in plan.program.kernels.items()}
     lines = []
@@ -343,12 +344,12 @@ def choices_that_differ(plan: Plan, saved: Mapping[str, Any], step: int) -> list
 def first_state(
     plan: Plan, seed: int, latest_step: int | None
 ) -> tuple[TrainState, dict[str, Any] | None] | None:
-    """Returns (state, data position) of a new run; None if a checkpoint is to be restored.
+    """Returns (state, position in the data) of a new run; None if a checkpoint must be restored.
 
     Args:
-      plan: of the run.
-      seed: for new parameters.
-      latest_step: of the newest checkpoint that seems complete, or None.
+      plan: plan of the run.
+      seed: seed of new parameters.
+      latest_step: step of the newest checkpoint that looks complete; None if there is none.
     """
     durable = resume_step(plan)
     if durable is not None and (latest_step is None or durable >= latest_step):
@@ -371,9 +372,9 @@ def model_of(plan: Plan, state: TrainState, weights: Weights = "trained") -> Any
     Every process gets unsharded arrays, so the model must fit on one device.
 
     Args:
-      plan: the plan of `state`.
-      state: stays valid.
-      weights: as in `zerojax.parallel.reshard.model_parts`.
+      plan: plan of `state`.
+      state: train state; it stays valid.
+      weights: "trained", or "ema" for the averaged weights.
     """
     named = model_parts(plan, state, weights=weights)
     replicated = NamedSharding(plan.mesh, P())
@@ -387,24 +388,24 @@ def model_of(plan: Plan, state: TrainState, weights: Weights = "trained") -> Any
 
 @allocating_for("handing over the optimizer's state")
 def optimizer_state_of(plan: Plan, state: TrainState) -> Any:
-    """Returns the optimizer state in optax's form: the user's tree, shapes without padding.
+    """Returns the optimizer state in optax's form: as a tree like the user's, without padding.
 
     Args:
-      plan: the plan of `state`.
-      state: stays valid.
+      plan: plan of `state`.
+      state: train state; it stays valid.
     """
     portable = to_portable_state(plan, state)["opt_state"]
     return ParameterTree(plan.users_model.parameter_names()).nest_state(portable)
 
 
 def in_param_dtype(plan: Plan, frozen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Decodes frozen parameters, and widens those in fewer bits to the trained ones' dtype.
+    """Decodes frozen parameters, and converts narrower floats to the dtype of trained parameters.
 
-    Then a sum of both, such as of a weight and its adapter, is not rounded.
+    The sum of a frozen and a trained array, such as a weight and its adapter, is then not rounded.
 
     Args:
-      plan: of the run.
-      frozen: {name: parameter}, as stored.
+      plan: plan of the run.
+      frozen: {name: parameter in its stored form}.
     """
     dtype, leaves = np.dtype(plan.precision.param_dtype), plan.users_placement.leaves
 
@@ -422,6 +423,6 @@ def _is_float(value: Any) -> bool:
 
 
 def end_state(state: TrainState | None) -> None:
-    """Closes the files of a state that is partly in files."""
+    """Closes the files of a state that is partly offloaded to disk."""
     if state is not None and (disk := state.get("disk")):
         disk.close()

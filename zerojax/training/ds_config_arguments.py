@@ -1,4 +1,4 @@
-"""Fills arguments of `zerojax.train` from a DeepSpeed configuration that replaces the mesh."""
+"""Fills arguments of `zerojax.train` from a DeepSpeed configuration passed instead of a mesh."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from zerojax.training.train_arguments import Arguments
 
 @dataclasses.dataclass(frozen=True)
 class DsConfigArguments:
-    """A ds_config that was passed to `train`, together with the call's own values.
+    """A ds_config that was passed to `train`, together with the other arguments of the call.
 
     Attributes:
-      config: the file and the call's values.
-      translation: its settings, before the rows of a batch are known.
+      config: the ds_config and the values of the call.
+      translation: the resulting settings, before the rows of a batch are known.
     """
 
     config: deepspeed_config.DsConfig
@@ -31,16 +31,16 @@ class DsConfigArguments:
     def of(
         cls, arguments: Arguments, *, default_steps: int | None, num_devices: int
     ) -> DsConfigArguments | None:
-        """Translates the ds_config of a call; returns None if there is none.
+        """Translates the ds_config of a call of `train`; returns None if no ds_config was passed.
 
         Args:
-          arguments: checked, with the model as a `tracing.Model`.
-          default_steps: of the run if neither the call nor the file sets a number.
-          num_devices: of the run.
+          arguments: checked arguments, with the model as a `tracing.Model`.
+          default_steps: number of steps if neither the call nor the file sets one.
+          num_devices: number of devices of the run.
 
         Raises:
-          ConfigError: as `deepspeed.translate`.
-          TypeError: the optimizer is not an optimizer.
+          ConfigError: the ds_config has a setting that is not supported.
+          TypeError: `optimizer` is not an optimizer.
         """
         source = _source_of(arguments.mesh_config)
         if source is None:
@@ -62,7 +62,7 @@ class DsConfigArguments:
         return cls(config, config.translate())
 
     def fill(self, arguments: Arguments) -> Arguments:
-        """Returns the arguments with the settings of the file, before the batches are known.
+        """Returns the arguments with the settings of the ds_config, before batches are known.
 
         Raises:
           ConfigError: the call has another curriculum or layer drop than the file.
@@ -83,14 +83,14 @@ class DsConfigArguments:
             changes[name] = value
         changes |= {"mesh_config": says.mesh, "global_batch_size": says.train_batch_size}
         if arguments.steps is None and says.total_steps is not None:
-            reason = f"steps={says.total_steps}: the schedule of {says.source} is made for so many"
+            reason = f"steps={says.total_steps}, the length of the schedule in {says.source}"
             changes |= {"steps": says.total_steps, "reasons": (*arguments.reasons, reason)}
         if arguments.run_dir == "auto" and arguments.checkpoint is None:
             changes["run_dir"] = says.run_dir or arguments.run_dir
         return dataclasses.replace(arguments, **changes)
 
     def with_layout(self, model: tracing.Model, loss: tracing.Loss | None) -> tracing.Loss | None:
-        """Returns the loss with the file's attention layout; None: the model's own loss.
+        """Returns the loss with the attention layout of the ds_config; None: the model's own loss.
 
         Raises:
           ConfigError: the model's layout or router differs from the file's.
@@ -99,11 +99,11 @@ class DsConfigArguments:
         return with_layout(model, loss, self.translation.attention_layout)
 
     def with_rows(self, arguments: Arguments, rows: int | None) -> Arguments:
-        """Returns the arguments for batches with `rows` rows; emits the file's warnings.
+        """Returns the arguments for batches with `rows` rows; issues the ds_config's warnings.
 
         Args:
-          arguments: from `fill`.
-          rows: of the global batch; None if the batches have no rows.
+          arguments: result of `fill`.
+          rows: number of rows of the global batch; None if the batches have no rows.
 
         Raises:
           ConfigError: `rows` differs from train_batch_size.
@@ -115,7 +115,7 @@ class DsConfigArguments:
 
 
 def batch_size_of(mesh_config: Any, *, num_devices: int) -> int | None:
-    """Returns train_batch_size of a ds_config; None if it has none, or there is no ds_config."""
+    """Returns train_batch_size of a ds_config; None if it is not set or no ds_config was passed."""
     source = _source_of(mesh_config)
     if source is None:
         return None
@@ -123,16 +123,16 @@ def batch_size_of(mesh_config: Any, *, num_devices: int) -> int | None:
 
 
 def _source_of(mesh_config: Any) -> deepspeed_config.Source | None:
-    """Returns the second argument of `train` if it is a DeepSpeed configuration, else None."""
+    """Returns the second argument of `train` if it is a ds_config, else None."""
     if isinstance(mesh_config, Mapping):
         return mesh_config if is_deepspeed(mesh_config) else None
     return mesh_config if isinstance(mesh_config, (str, Path)) else None
 
 
 def _settings_of(says: deepspeed_config.Translation) -> dict[str, Any]:
-    """Returns {argument of `train`: value} that a ds_config sets.
+    """Returns {argument of `train`: value} for the settings of a ds_config.
 
-    The two accumulation dtypes are None, because its `precision` contains them.
+    reduce_dtype and accumulate_dtype are None, because the returned `precision` contains them.
     """
     return {
         "optimizer": says.optimizer,

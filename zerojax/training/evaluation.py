@@ -1,12 +1,13 @@
-"""Computes the mean loss of an evaluation; has the callbacks `EarlyStopping` and `KeepBest`.
+"""Computes the mean loss of an evaluation; defines the callbacks `EarlyStopping` and `KeepBest`.
 
-A callback is a function `(trainer, metrics)`, called at every report. If it returns True, the run
-ends and `train` returns its trainer. A callback object may have further methods:
+A callback is a function `(trainer, metrics)` that is called at every report. If it returns True,
+the run ends and `train` returns its trainer. A callback object may have these methods as well:
 
 - `on_start(trainer)`: called before the first step;
 - `on_evaluation(trainer, metrics)`: called after every evaluation on the run's validation data;
-  True ends the run;
-- `state()` and `load_state(state)`: save and restore its state, as JSON, in a checkpoint.
+  the run ends if it returns True;
+- `state()` and `load_state(state)`: return the callback's state as JSON for a checkpoint, and
+  restore it.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from zerojax.tracing.trace import has_random_numbers, is_random
 from zerojax.training.validation import Filler, LeftOutError, each_batch, in_batches
 
 VALIDATION = "validation/"
-"""Prefix of evaluation metrics; names without it are metrics of training reports."""
+"""Prefix of names of evaluation metrics; a name without it is a metric of training reports."""
 _SWITCH = (
-    "let the mode decide: an nnx module follows model.eval(); a linen module needs an argument "
-    "train, training, deterministic or use_running_average, which the loss does not pass"
+    "let the evaluation mode decide: an nnx module follows model.eval(); a linen module needs an "
+    "argument train, training, deterministic or use_running_average, which the loss must not pass"
 )
 
 
 def check_evaluation_mode(plan: Plan) -> None:
-    """Traces the loss in evaluation mode and warns if it is still random.
+    """Traces the loss in evaluation mode, and warns if it is still random.
 
-    Models without random numbers and without state besides parameters are not traced.
+    Skips models without random numbers and without state besides parameters.
 
     Raises:
       ValueError: the loss fails in evaluation mode.
@@ -79,34 +80,35 @@ class _Watching:
         """Raises if the run does not measure the watched metric.
 
         Raises:
-          ValueError: no validation data, no EMA or no metric of that name; says what to pass.
+          ValueError: the run has no validation data, no EMA or no metric of that name; the message
+            says what to pass.
         """
         if self.metric.startswith(VALIDATION) and not trainer.has_validation:
             raise ValueError(
-                f"{type(self).__name__} watches {self.metric!r}, and the run has no validation "
+                f"{type(self).__name__} watches {self.metric!r}, but the run has no validation "
                 "data; pass validation=BATCHES and eval_every=STEPS, or watch metric='loss'"
             )
         name = self.metric.removeprefix(VALIDATION)
         own = trainer.plan.traced.metric_names
         if name.startswith(f"{EMA}_") and not trainer.has_ema and name not in own:
             raise ValueError(
-                f"{type(self).__name__} watches {self.metric!r}, and the run keeps no average of "
-                "its weights; set optimizer.ema_decay or give optimizer=zerojax.with_ema(...)"
+                f"{type(self).__name__} watches {self.metric!r}, but the run keeps no average of "
+                "its weights; set optimizer.ema_decay, or pass optimizer=zerojax.with_ema(...)"
             )
         measured = trainer.evaluation_names
         if self.metric.startswith(VALIDATION) and measured and name not in measured:
             names = ", ".join(sorted(f"{VALIDATION}{one}" for one in measured))
             raise ValueError(
-                f"{type(self).__name__} watches {self.metric!r}, and an evaluation has {names}; "
-                "name one of them"
+                f"{type(self).__name__} watches {self.metric!r}, but an evaluation has the metrics "
+                f"{names}; name one of them"
             )
 
     def __call__(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
-        """Handles a training report; returns whether the run should end."""
+        """Handles a training report; returns True if the run should end."""
         return not self.metric.startswith(VALIDATION) and self._see(trainer, metrics)
 
     def on_evaluation(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
-        """Handles an evaluation; returns whether the run should end."""
+        """Handles an evaluation; returns True if the run should end."""
         return self.metric.startswith(VALIDATION) and self._see(trainer, metrics)
 
     def _see(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
@@ -116,8 +118,8 @@ class _Watching:
             prefix, where = (VALIDATION, "an evaluation") if is_evaluation else ("", "a report")
             names = ", ".join(sorted(f"{prefix}{one}" for one in set(metrics) - {"step"}))
             raise ValueError(
-                f"{type(self).__name__} watches {self.metric!r}, and {where} has {names}; name one "
-                f"of them ({VALIDATION}NAME is a metric of evaluations, NAME one of training)"
+                f"{type(self).__name__} watches {self.metric!r}, but {where} has {names}; name one "
+                f"of them ({VALIDATION}NAME is a metric of evaluations, NAME a metric of training)"
             )
         value, step = float(metrics[name]), int(metrics["step"])
         if self._is_better(value):
@@ -140,31 +142,33 @@ class _Watching:
         return False
 
     def state(self) -> dict[str, Any]:
-        """Returns the state to save in a checkpoint."""
+        """Returns the state of this callback for a checkpoint."""
         return {"metric": self.metric, "best": self.best, "best_step": self.best_step}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the state from a checkpoint; ignores the state of another metric."""
+        """Restores the state from a checkpoint; ignores a state that belongs to another metric."""
         if state.get("metric") == self.metric:
             self.best, self.best_step = state.get("best"), state.get("best_step")
 
 
 @names_keywords()
 class EarlyStopping(_Watching):
-    """A callback that ends a run whose metric has stopped improving.
+    """Callback that ends a run whose metric has stopped improving.
 
-    The count of evaluations without improvement is saved, so a resumed run continues it.
+    A checkpoint stores the number of evaluations without improvement, so a resumed run continues
+    the count.
 
     Args:
-      metric: "validation/NAME" for evaluations, or "NAME" for training reports: "loss", or a
+      metric: "validation/NAME" for evaluations, or "NAME" for training reports. NAME is "loss" or a
         metric of your own loss; "validation/ema_loss" is the loss of the averaged weights (EMA).
-      patience: the run ends after this many evaluations (or reports) in a row without improvement.
-      mode: "min" if smaller is better, "max" if larger is better.
+      patience: number of evaluations (or reports) in a row without improvement that ends the run.
+      mode: "min" if smaller values are better, "max" if larger values are better.
       min_delta: a change counts as an improvement only if it is larger than this.
 
     Attributes:
-      best, best_step: the best value so far, and its step.
-      stopped: whether it has ended the run.
+      best: best value so far.
+      best_step: step of the best value.
+      stopped: True if this callback has ended the run.
     """
 
     def __init__(
@@ -188,7 +192,7 @@ class EarlyStopping(_Watching):
         super().on_start(trainer)
         if self.metric.startswith(VALIDATION) and trainer.loop_settings.eval_every is None:
             raise ValueError(
-                f"EarlyStopping watches {self.metric!r}, and the run evaluates only at its end; "
+                f"EarlyStopping watches {self.metric!r}, but the run evaluates only at its end; "
                 "pass eval_every=STEPS"
             )
 
@@ -211,7 +215,7 @@ class EarlyStopping(_Watching):
         return True
 
     def state(self) -> dict[str, Any]:
-        """Returns the state to save in a checkpoint."""
+        """Returns the state of this callback for a checkpoint."""
         return {**super().state(), "waited": self._waited}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -223,18 +227,21 @@ class EarlyStopping(_Watching):
 
 @names_keywords()
 class KeepBest(_Watching):
-    """A callback that saves the step with the best metric and protects it from deletion.
+    """Callback that saves the step with the best metric, and protects it from deletion.
 
-    The step is one of the run's checkpoints; neither `checkpoint.keep` nor `zerojax checkpoint
-    prune` deletes it. Read it with `zerojax.load_run(RUN, step="best")`, or go back to it with
+    The step is one of the run's checkpoints. Neither `checkpoint.keep` nor `zerojax checkpoint
+    prune` deletes it. Load it with `zerojax.load_run(RUN, step="best")`, or continue from it with
     `trainer.restore("best")`. Saving blocks until the step is on disk; only then may the previous
     best step be deleted.
 
     Args:
-      metric, mode, min_delta: as in `EarlyStopping`.
+      metric: "validation/NAME" for evaluations, or "NAME" for training reports.
+      mode: "min" if smaller values are better, "max" if larger values are better.
+      min_delta: a change counts as an improvement only if it is larger than this.
 
     Attributes:
-      best, best_step: the best value, and the step that is kept.
+      best: best value so far.
+      best_step: number of the protected step.
     """
 
     NAME = "best"
@@ -249,7 +256,7 @@ class KeepBest(_Watching):
         super().__init__(metric, mode, min_delta)
 
     def on_start(self, trainer: Any) -> None:
-        """Reads the best value and step that an earlier process has saved.
+        """Reads the best value and step stored by an earlier process of this run.
 
         Raises:
           ValueError: the run has no checkpoints.
@@ -268,11 +275,11 @@ class KeepBest(_Watching):
         return False
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Does nothing: `on_start` reads the folder, which may have a later best step."""
+        """Does nothing, because `on_start` reads the best step from the checkpoint folder."""
 
 
 class NoWeightError(ValueError):
-    """Raised when the evaluation batches have no rows with a nonzero weight."""
+    """The evaluation batches have no row with a nonzero weight."""
 
 
 @allocating_for("an evaluation")
@@ -287,24 +294,26 @@ def mean_loss(
     filler: Filler | None = None,
     leave_out: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
-    """Returns the weighted means of the loss and the user's metrics over batches.
+    """Returns the weighted means of the loss and the user's metrics over evaluation batches.
 
-    The result has "loss", the mean, "weight", the sum of weights, and one mean per metric. The
-    weight of a loss that returns none is the number of rows. A metric whose weights are all 0 is
-    NaN. A smaller batch counts with the rows it has.
+    The result has "loss" (the mean), "weight" (the sum of weights), and the mean of each metric. If
+    the loss returns no weight, the weight is the number of rows. A metric whose weights are all 0
+    is NaN. A batch with fewer rows counts with the rows that it has.
 
     Args:
-      evaluate: from `build_evaluation`.
-      plan: the plan of `state`.
-      state: not donated.
-      batches: as in `each_batch`; None if the run has none.
-      num_batches, default: as in `each_batch`.
-      filler: of the plan; reuses what earlier evaluations found out about the loss.
-      leave_out: called with a sentence for each short batch that is skipped because the loss does
-        not allow it; None: such a batch is an error.
+      evaluate: evaluation function, from `build_evaluation`.
+      plan: plan of `state`.
+      state: train state; it is not donated.
+      batches: a source, a function of the batch's number, one batch, or an iterable of batches;
+        None if the run has no validation data.
+      num_batches: maximum number of batches; None: all of an iterable, `default` otherwise.
+      default: maximum number of batches of a source or a function.
+      filler: fills short batches and caches its analysis of the loss between evaluations.
+      leave_out: function called with a sentence for each short batch that is skipped because the
+        loss does not allow filling it; None: such a batch raises an error.
 
     Raises:
-      NoWeightError: there is nothing to evaluate on.
+      NoWeightError: there is no batch, or no row with a nonzero weight.
       ValueError: `batches` is None.
     """
     if batches is None:
@@ -342,5 +351,5 @@ def mean_loss(
 
 
 def of_ema(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames metrics of an evaluation of averaged weights (EMA): "loss" to "ema_loss"."""
+    """Renames the metrics of an evaluation of averaged weights (EMA): "loss" -> "ema_loss"."""
     return {f"{EMA}_{name}": value for name, value in found.items() if name != "weight"}

@@ -1,7 +1,7 @@
-"""Writes the run file for fine-tuning a pretrained model on chats.
+"""Writes the run file for fine-tuning a pretrained model on chats; trains nothing.
 
-Chooses settings that the user did not set (adapters, rows, batch, steps) and writes a reason beside
-each. Checks weights, chats and sizes before any array is on a device; trains nothing.
+Chooses settings that the user did not set (adapters, rows, batch, steps), and writes the reason
+beside each. Checks weights, chats and sizes before any array is on a device.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ RANK, ALPHA = 16, 32.0
 ADAPTER_RATE, WHOLE_RATE = 2e-4, 2e-5
 BATCH_ROWS = 16
 LONG_ROW = 2048
-"""Maximum chosen row length in tokens. Longer rows leave less space unused at the row end."""
+"""Maximum row length in tokens that is chosen. Longer rows leave less unused space at their end."""
 EPOCH_ROWS = 20 * BATCH_ROWS
-"""Minimum rows per epoch for choosing longer rows: with fewer, an epoch has too few steps."""
+"""Minimum rows per epoch for which longer rows are chosen, so that an epoch has enough steps."""
 _UNIT = 64
 _MANY_STEPS = 10**9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChosenSetting:
-    """A default for a setting: key such as "model.lora.rank", value, and reason."""
+    """Default for a setting: its key (such as "model.lora.rank"), value, and reason."""
 
     key: str
     value: Any
@@ -62,12 +62,14 @@ class FineTuning:
     """Options of a fine-tuning run: model, data and overrides.
 
     Attributes:
-      folder: a Hugging Face folder with config.json, safetensors and tokenizer.json.
-      data: chats as in `prepare_chats`, or a folder that it has written.
-      run_dir: of the run; the run file and the prepared chats are written there, too.
-      overrides: KEY=VALUE settings of a run; they take precedence over chosen settings.
-      epochs: passes over the chats, unless `steps` is among the overrides.
-      template, bad, answers: as in `prepare_chats`.
+      folder: Hugging Face folder with config.json, safetensors and tokenizer.json.
+      data: file or folder of chats as for `prepare_chats`, or a folder that `prepare_chats` wrote.
+      run_dir: folder of the run; the run file and the prepared chats are written into it.
+      overrides: settings KEY=VALUE of the run, which replace chosen settings.
+      epochs: number of passes over the chats, unless `overrides` sets `steps`.
+      template: chat template, as in `prepare_chats`; None: that of the tokenizer.
+      bad: what to do with invalid chats, as in `prepare_chats`.
+      answers: which answers are trained on, as in `prepare_chats`.
     """
 
     folder: str
@@ -85,9 +87,7 @@ class FineTuning:
         return user_path(self.run_dir).absolute() / RUN_FILE
 
     def is_given(self, name: str) -> bool:
-        """Returns whether an override sets the key `name`, either directly or inside its
-        section.
-        """
+        """Returns True if an override sets the key `name`, or a key inside the section `name`."""
         for word in self.overrides:
             key, _, value = word.partition("=")
             is_section = value.lstrip().startswith("{")
@@ -103,9 +103,9 @@ class WrittenRun:
     """A written run file, ready to train.
 
     Attributes:
-      file: the run file.
-      config: the settings in it.
-      prepared: the prepared chats; None if they were prepared already.
+      file: path of the run file.
+      config: settings in the run file.
+      prepared: the prepared chats; None if the chats were prepared before.
       notes: sentences about the chats for the user.
     """
 
@@ -122,19 +122,19 @@ def write_run(
     """Checks weights and chats, prepares the chats, chooses sizes, and writes the run file.
 
     Args:
-      asked: the options.
-      count_devices: returns the number of devices; called after the checks of weights and chats. A
-        batch is divided evenly over the devices.
-      is_planned: whether to check, by a plan without arrays, that the run fits these devices.
+      asked: options of the fine-tuning run.
+      count_devices: function that returns the number of devices, over which a batch is divided
+        evenly. It is called after weights and chats were checked.
+      is_planned: True: check with a plan, without arrays, that the run fits the devices.
 
     Raises:
-      FileNotFoundError: the folder or data do not exist, or weights or tokenizer are missing.
+      FileNotFoundError: the folder or the data do not exist, or weights or tokenizer are missing.
       ValueError: the run exists already, the model is not a decoder, the chats cannot be trained
-        on, sizes do not fit, or as in `plan_from_config`.
-      ConfigError: an invalid override.
+        on, or sizes do not fit.
+      ConfigError: an override is invalid.
     """
     if not asked.epochs > 0 or not math.isfinite(asked.epochs):
-        raise ValueError(f"epochs={asked.epochs:g}: it must be above 0, such as 1 or 3")
+        raise ValueError(f"epochs={asked.epochs:g} is not above 0; use a number such as 1 or 3")
     file = asked.run_file
     _check_new(file)
     pretrained = _open_decoder(asked.folder)
@@ -169,10 +169,10 @@ def write_run(
 
 
 def _check_new(file: Path) -> None:
-    """Raises if the folder already has a run.
+    """Raises if the folder of the run file already has a run.
 
     Raises:
-      ValueError: says how to continue that run.
+      ValueError: the message says how to continue that run.
     """
     if file.exists():
         raise ValueError(
@@ -184,7 +184,7 @@ def _check_new(file: Path) -> None:
 
 
 def _open_decoder(folder: str) -> Pretrained:
-    """Opens the pretrained folder without reading the weights.
+    """Opens the folder of a pretrained decoder without reading its weights.
 
     Raises:
       ValueError: the model is not a decoder.
@@ -192,18 +192,19 @@ def _open_decoder(folder: str) -> Pretrained:
     pretrained = from_hugging_face(folder)
     if not isinstance(pretrained.config, DecoderConfig | LlamaConfig | GPT2Config):
         raise ValueError(
-            f"{folder} is a {pretrained.row.model_type}, which is not a decoder; fine-tuning on "
-            "chats needs one: give the folder of a decoder, such as a llama or a qwen3"
+            f"{folder} has a model of type {pretrained.row.model_type}, which is not a decoder; "
+            "use the folder of a decoder, such as llama or qwen3, to fine-tune on chats"
         )
     return pretrained
 
 
 def _is_prepared(asked: FineTuning) -> bool:
-    """Returns whether `asked.data` is a folder written by `zerojax data prepare`.
+    """Returns True if `asked.data` is a folder that `zerojax data prepare` wrote.
 
     Raises:
       FileNotFoundError: the path does not exist.
-      ValueError: tokens without an answer mask, or preparation options for prepared chats.
+      ValueError: the data are tokens without an answer mask, or the chats are already prepared and
+        options for preparing them were passed.
     """
     path = existing_path(asked.data)
     if is_text_set(path):
@@ -211,14 +212,14 @@ def _is_prepared(asked: FineTuning) -> bool:
             if getattr(asked, name) != getattr(FineTuning, name):
                 raise ValueError(
                     f"--{name} {getattr(asked, name)} is an option for preparing chats, but "
-                    f"{asked.data} is already prepared; leave the option out, or pass the "
+                    f"{asked.data} is already prepared; omit the option, or pass the "
                     "original chats"
                 )
         return True
     if is_token_path(path):
         raise ValueError(
             f"{asked.data} holds tokens of plain text, without marked answers; "
-            "give chats (.jsonl, .parquet, or what `zerojax data prepare --format chat` wrote), or "
+            "pass chats (.jsonl, .parquet, or what `zerojax data prepare --format chat` wrote), or "
             f"train on all tokens with `zerojax train model.pretrained={asked.folder} "
             f"data.path={asked.data}`"
         )
@@ -226,7 +227,7 @@ def _is_prepared(asked: FineTuning) -> bool:
 
 
 def _first_choices(asked: FineTuning, pretrained: Pretrained, chats: Path) -> list[ChosenSetting]:
-    """Returns the choices that do not depend on the chats."""
+    """Returns the chosen settings that do not depend on the chats."""
     choices = [
         ChosenSetting(key="run_dir", value=str(asked.run_file.parent)),
         ChosenSetting(key="model.pretrained", value=str(pretrained.folder.path)),
@@ -234,7 +235,7 @@ def _first_choices(asked: FineTuning, pretrained: Pretrained, chats: Path) -> li
         ChosenSetting(
             key="model.remat",
             value="full",
-            why="activations of one layer at a time; none is faster where they fit",
+            why="stores activations of one layer at a time; none is faster if memory allows",
         ),
         ChosenSetting(
             key="mesh.zero",
@@ -282,10 +283,10 @@ def _settings(choices: Sequence[ChosenSetting], asked: FineTuning) -> RunConfig:
 
 
 def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> None:
-    """Raises if a KEY=VALUE override contradicts an option of `zerojax finetune`.
+    """Raises if an override KEY=VALUE contradicts an option of `zerojax finetune`.
 
     Raises:
-      ValueError: names the key.
+      ValueError: the message names the key.
     """
     said = {choice.key: choice.value for choice in choices}
     for key, found, by in (
@@ -295,16 +296,16 @@ def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> No
     ):
         if found != said[key]:
             raise ValueError(
-                f"{key}={found} conflicts with {by}, which sets {key}={said[key]}; leave the "
-                f"override {key} out"
+                f"{key}={found} conflicts with {by}, which sets {key}={said[key]}; omit the "
+                f"override {key}"
             )
 
 
 @contextlib.contextmanager
 def _removed_after_an_error(run_dir: Path, chats: Path) -> Iterator[None]:
-    """Deletes the prepared chats after an error in the block, so the command can be repeated.
+    """Deletes the prepared chats after an error in a `with` block, so the command can be repeated.
 
-    Folders that existed before stay.
+    Folders that existed before are not deleted.
     """
     had_run, had_chats = run_dir.exists(), chats.exists()
     try:
@@ -324,7 +325,7 @@ def _choose_sizes(
     chats: Path,
     count_devices: Callable[[], int],
 ) -> list[ChosenSetting]:
-    """Chooses row length, rows of a batch, and steps."""
+    """Chooses row length, batch size and number of steps from the lengths of the chats."""
     parts = [part for part in open_texts(chats) if part is not None]
     context = pretrained.config.max_seq_len
     longest = _longest_row(parts, config, asked, context)
@@ -350,7 +351,7 @@ def _choose_sizes(
         batch = choose_batch(train.num_rows, num_devices * (config.num_microbatches or 1))
         why = f"rows, of {train.num_rows} in an epoch"
         choices.append(ChosenSetting(key="global_batch_size", value=batch, why=why))
-    dataclasses.replace(train, global_batch_size=batch)  # refuses chats that fill no batch
+    dataclasses.replace(train, global_batch_size=batch)  # raises if the chats fill no batch
     epoch = train.num_rows / batch
     if not asked.is_given("steps"):
         steps = math.ceil(asked.epochs * epoch)
@@ -364,10 +365,10 @@ def _choose_sizes(
 def _longest_row(
     parts: Sequence[TextSet], config: RunConfig, asked: FineTuning, context: int
 ) -> int:
-    """Returns the tokens of the longest chat, at most the model's context.
+    """Returns the number of tokens of the longest chat, at most the model's context.
 
     Raises:
-      ValueError: a row or a chat is longer than the model's context.
+      ValueError: `seq_len` or a chat is longer than the model's context.
     """
     if asked.is_given("seq_len") and config.data.seq_len > context:
         raise ValueError(
@@ -388,12 +389,14 @@ def _longest_row(
 
 @names_keywords()
 def choose_row_length(longest: int, num_tokens: int, context: int) -> int:
-    """Returns the tokens of a row: enough for the longest text, doubled while an epoch is long.
+    """Returns a row length in tokens that is enough for the longest text.
+
+    The length is doubled, up to `LONG_ROW`, as long as an epoch still has `EPOCH_ROWS` rows.
 
     Args:
-      longest: tokens of the longest text, at most `context`.
-      num_tokens: of all texts.
-      context: maximum tokens of the model.
+      longest: number of tokens of the longest text, at most `context`.
+      num_tokens: number of tokens of all texts.
+      context: maximum number of tokens of the model.
     """
     size = min(-(-longest // _UNIT) * _UNIT, context)
     while 2 * size <= min(context, LONG_ROW) and num_tokens >= 2 * size * EPOCH_ROWS:
@@ -403,13 +406,14 @@ def choose_row_length(longest: int, num_tokens: int, context: int) -> int:
 
 @names_keywords()
 def choose_batch(num_rows: int, unit: int) -> int:
-    """Returns the rows of a batch: the smallest multiple of `unit` of at least 16.
+    """Returns the rows of a batch: the smallest multiple of `unit` that is at least 16.
 
-    If an epoch has fewer rows, the largest multiple of `unit` that it fills, at least one.
+    If an epoch has fewer rows than that, returns the largest multiple of `unit` that an epoch
+    fills, but at least `unit`.
 
     Args:
-      num_rows: in one epoch.
-      unit: rows that all devices process at once.
+      num_rows: number of rows in one epoch.
+      unit: number of rows that all devices process at once.
     """
     wanted = -(-BATCH_ROWS // unit) * unit
     return min(wanted, max(num_rows // unit * unit, unit))
@@ -417,7 +421,7 @@ def choose_batch(num_rows: int, unit: int) -> int:
 
 @names_keywords()
 def run_file_text(config: RunConfig, choices: Sequence[ChosenSetting], asked: FineTuning) -> str:
-    """Returns YAML of settings that were chosen or differ from the defaults, with reasons."""
+    """Returns YAML with the settings that were chosen or differ from defaults, and reasons."""
     reasons = {}
     values = to_dict(config)
     for choice in choices:

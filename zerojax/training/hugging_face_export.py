@@ -1,4 +1,4 @@
-"""Exports a trained model or its adapters as Hugging Face files."""
+"""Exports a trained model, or its adapters, as Hugging Face files."""
 
 from __future__ import annotations
 
@@ -66,21 +66,21 @@ _TOKENIZER_FILES = (
 
 
 class Trained(Protocol):
-    """A run in memory: a `Trainer`, or an `Engine` that has had a batch."""
+    """A run in memory: a `Trainer`, or an `Engine` that has had its first batch."""
 
     @property
     def plan(self) -> Any:
-        """The `Plan` of the state."""
+        """Plan of the state."""
         ...
 
     @property
     def state(self) -> Any:
-        """The `TrainState`."""
+        """Current `TrainState`."""
         ...
 
     @property
     def num_steps(self) -> int:
-        """Batches consumed."""
+        """Number of batches consumed."""
         ...
 
 
@@ -96,32 +96,37 @@ def to_hugging_face(
     pretrained: str | Path | None = None,
     quantize: str | None = None,
 ) -> Exported:
-    """Writes a model for transformers: config.json, safetensors, the tokenizer if one is known.
+    """Writes a model for transformers: config.json, safetensors, and the tokenizer if it is known.
 
-    One tensor is in host memory at a time, besides the arrays it is computed from. For a checkpoint
-    with small layers, or from before 2026-11-22, it is one stack of the layers' tensors. Adapters
-    are merged into their kernels.
+    Host memory holds one output tensor at a time and the arrays from which it is computed. For
+    checkpoints with small layers, or from before 2026-11-22, it holds the stacked tensors of all
+    layers. Adapters are merged into their kernels.
 
-    With several processes all of them must call it; process 0 writes. If it fails, the other
+    With several processes all of them must call it; process 0 writes. If process 0 fails, the other
     processes raise CheckpointError, and all of them may continue.
 
     Args:
       trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
-      folder: new, or empty; it is renamed into place once it is complete.
-      step: of a run's folder, or the name of a kept step, such as "best"; None: the newest.
-      dtype: of all tensors, such as "bfloat16"; None: the dtype of trained parameters (float32,
-        unless param_dtype is set), also for frozen parameters stored in fewer bits.
-      shard_bytes: maximum bytes of a file, unless a single tensor is larger.
+      folder: new or empty folder; it gets this name once it is complete.
+      step: number of a saved step of a run's folder, or the name of a protected step, such as
+        "best"; None: the newest.
+      dtype: dtype of all tensors, such as "bfloat16". None: the dtype of trained parameters
+        (float32 unless param_dtype is set), also for frozen parameters stored in fewer bits.
+      shard_bytes: maximum number of bytes of a file, unless a single tensor is larger.
       weights: "ema" exports the averaged weights (`zerojax.with_ema`), in float32.
-      pretrained: as in `zerojax.load_run`.
-      quantize: "int8", "int4" or "fp8" writes kernels of linear layers as codes, in the format of
-        compressed-tensors, which vLLM and transformers load. zerojax does not load such a folder.
-        None: no codes.
+      pretrained: Hugging Face folder of frozen weights that the checkpoint does not store; None:
+        the folder recorded in the run.
+      quantize: "int8", "int4" or "fp8" writes kernels of linear layers as quantization codes, in
+        the format of compressed-tensors, which vLLM and transformers load. zerojax does not load
+        such a folder. None: no quantization.
+
+    Returns:
+      The folder, and names and sizes of its files.
 
     Raises:
       UnsupportedError: a ValueError: the architecture has no Hugging Face format, or `quantize`
         does not support it.
-      ValueError: the run keeps no EMA; `quantize` is unknown, or weights are not finite.
+      ValueError: the run keeps no EMA, `quantize` is unknown, or weights are not finite.
       FileExistsError: `folder` exists and is not empty.
       CheckpointError: the step does not exist or is damaged.
       OSError: writing fails.
@@ -151,12 +156,13 @@ def to_peft(
 
     Args:
       trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
-      folder: new, or empty.
-      step: of a run's folder, or the name of a kept step, such as "best"; None: the newest.
-      weights: as in `to_hugging_face`.
+      folder: new or empty folder.
+      step: number of a saved step of a run's folder, or the name of a protected step, such as
+        "best"; None: the newest.
+      weights: "ema" exports the averaged adapters instead of the trained ones.
 
     Returns:
-      The folder, with adapter_model.safetensors and adapter_config.json in it.
+      The folder; it contains adapter_model.safetensors and adapter_config.json.
 
     Raises:
       UnsupportedError: a ValueError: there are no adapters, or the architecture has no Hugging
@@ -184,7 +190,8 @@ def _check_there(
     for name, value in (("step", step), ("pretrained", pretrained)):
         if value is not None:
             raise ValueError(
-                f"{name}={value} is not possible for a trainer; give the run's folder instead"
+                f"{name}={value} is not possible with a trainer or engine; pass the run's folder "
+                "instead"
             )
     if trained.state is None:
         raise ValueError(
@@ -195,7 +202,14 @@ def _check_there(
 def export_adapters(
     saved: SavedStep, folders: Sequence[Path], out: Path, *, weights: Weights = "trained"
 ) -> Path:
-    """Writes the adapters of a saved step; arguments as in `export_step`."""
+    """Writes the adapters of a saved step in PEFT's format; returns the folder.
+
+    Args:
+      saved: the saved step.
+      folders: folders that may hold the run's description.
+      out: new or empty folder to write.
+      weights: "ema" exports the averaged adapters instead of the trained ones.
+    """
     metadata = saved.whole_metadata()
     description = _description_in(folders)
     names = _arrays_of_model(saved, weights)
@@ -209,7 +223,7 @@ def export_adapters(
 
 
 def _arrays_of_model(saved: SavedStep, weights: Weights) -> dict[str, str]:
-    """Returns {parameter: its name in a step}, without the model's non-parameter state."""
+    """Returns {parameter: its name in the step}, without non-parameter state of the model."""
     found = model_arrays(saved, weights)
     return {name: full for full, name in found.items() if not full.startswith("extras/")}
 
@@ -227,7 +241,7 @@ def _write_adapters(
 
 
 def run_folders(run: str | Path, saved: SavedStep) -> Sequence[Path]:
-    """Returns folders that may hold a run's files other than checkpoints."""
+    """Returns the folders that may hold a run's files other than checkpoints."""
     return user_path(run), saved.folder.parent, saved.folder.parent.parent
 
 
@@ -241,12 +255,16 @@ def export_step(
     weights: Weights = "trained",
     quantize: str | None = None,
 ) -> Exported:
-    """Writes a saved step as a Hugging Face folder; other arguments as in `to_hugging_face`.
+    """Writes a saved step as a Hugging Face folder.
 
     Args:
-      saved: the step.
-      folders: searched for the run's description and tokenizer.
-      out: the folder to write.
+      saved: the saved step.
+      folders: folders that are searched for the run's description and tokenizer.
+      out: new or empty folder to write.
+      dtype: dtype of all tensors; None: the dtype of trained parameters.
+      shard_bytes: maximum number of bytes of a file, unless a single tensor is larger.
+      weights: "ema" exports the averaged weights instead of the trained ones.
+      quantize: "int8", "int4" or "fp8": quantization of linear layers; None: none.
     """
     metadata = saved.whole_metadata()
     description = _description_in(folders)
@@ -286,7 +304,7 @@ def export_step(
 
 
 def _belongs(name: str, kernels: set[str]) -> bool:
-    """Returns whether an array is one of these kernels or a part of its adapter."""
+    """Returns True if an array is one of `kernels` or a part of the adapter of one of them."""
     return any(name == kernel or name.startswith(f"{kernel[:-7]}/lora/") for kernel in kernels)
 
 
@@ -322,8 +340,8 @@ def _from_trainer(
 def _decoded(
     params: Mapping[str, Any], read: Read, codes: Mapping[str, WeightCodes]
 ) -> tuple[dict[str, Any], Read]:
-    """Returns (structs of the parameters, function that reads one), with quantized weights decoded
-    to float32.
+    """Returns parameters with quantized weights decoded to float32: (structs of all parameters,
+    function that reads a parameter).
     """
 
     def decoded(name: str, layer: int | None) -> np.ndarray:
@@ -334,8 +352,8 @@ def _decoded(
 
 
 def _raised(params: Mapping[str, Any], read: Read) -> tuple[Read, dict[str, Any]]:
-    """Returns (function that reads a parameter, structs), with all floats in the widest dtype of
-    the model.
+    """Converts all floats to the widest dtype of the model: (function that reads a parameter,
+    structs of all parameters).
 
     Frozen parameters may be stored in fewer bits than the adapters that are added to them.
     """
@@ -356,9 +374,9 @@ def _raised(params: Mapping[str, Any], read: Read) -> tuple[Read, dict[str, Any]
 
 
 def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:
-    """Returns a function that reads a parameter, or a layer of a stacked one, to the host.
+    """Returns a function that copies a parameter, or one layer of a stacked one, to the host.
 
-    A single process fetches each shard; several processes gather the array on devices first.
+    A single process fetches each shard. Several processes gather the array on the devices first.
     """
     gathered = whole if jax.process_count() > 1 else None
 
@@ -376,7 +394,7 @@ def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:
 def _take(gathered: NamedSharding | None, is_layer: bool) -> Callable[..., jax.Array]:
     """Builds a jitted function that copies an array, or one layer of it, on the devices.
 
-    Without it, the state's own array would keep the values that were read to the host.
+    The copy is fetched instead of the state's own array, which would cache its values on the host.
     """
 
     def take(array: jax.Array, layer: jax.Array) -> jax.Array:
@@ -398,7 +416,7 @@ def _write(
     step: int,
     quantize: str | None,
 ) -> Exported:
-    """Writes the folder; all processes compute the tensors together, one by one."""
+    """Writes the folder; all processes compute the tensors together, one after the other."""
     found: Sequence[Outgoing | CodedPart] = whole
     if quantize is not None:
         found = with_codes(description.row.class_name, whole, quantize)
@@ -422,7 +440,7 @@ def _write(
                 quantization=about,
             )
         for tensor in found:
-            agreed(tensor)  # takes part in the collective gather
+            agreed(tensor)  # this process takes part in the all-gather
     total = sum(one.tensor.num_bytes for one in found)
     return Exported(folder=out, files=(), num_arrays=len(found), num_bytes=total)
 
@@ -461,10 +479,10 @@ def _write_alone(
 
 
 def _copy_tokenizer(draft: Path, description: Description, tokenizer: Path | None) -> None:
-    """Copies the tokenizer files of the pretrained folder, or else the run's own.
+    """Copies the tokenizer files of the pretrained folder, or else those of the run.
 
-    A chat template that the run was trained with replaces that of the folder. The settings of
-    generation are copied, too.
+    A chat template with which the run was trained replaces the folder's template. The generation
+    settings are copied too.
     """
     source = None if description.source is None else Path(description.source)
     if source is not None and (source / GENERATION_CONFIG).is_file():
@@ -489,7 +507,7 @@ def _description_in(folders: Sequence[Path]) -> Description:
         if (folder / DESCRIPTION_FILE).is_file():
             return Description.from_dict(read_json(folder / DESCRIPTION_FILE))
     raise CheckpointError(
-        f"there is no {DESCRIPTION_FILE} in {folders[0]}, which a run writes only for models with "
-        "a Hugging Face format; `zerojax checkpoint export` without --format writes any model's "
-        "parameters under their own names"
+        f"{folders[0]} has no {DESCRIPTION_FILE}, which a run writes only for models with "
+        "a Hugging Face format; use `zerojax checkpoint export` without --format to write the "
+        "parameters of any model under their own names"
     )

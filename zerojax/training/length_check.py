@@ -1,7 +1,8 @@
-"""Checks on the run's own model that weights of 0 at the end of rows equal shorter rows.
+"""Checks on the run's model that weights of 0 at the end of rows have the effect of shorter rows.
 
-That holds where a token's loss depends on no later token, and where the loss reads the weights.
-Both are checked once, in evaluation mode, with the first batch and the state before the first step.
+A curriculum may replace shorter rows by full rows whose last tokens have weight 0. That is correct
+if the loss of a token does not depend on later tokens, and if the loss uses the weights. Both are
+checked once, in evaluation mode, with the first batch and the state before the first step.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from zerojax.plan.make import Plan
 from zerojax.plan.rungs import WEIGHTS
 
 _SUM_TOLERANCE = 1e-4
-"""Relative difference of a sum of weights that rounding of float32 sums may cause."""
+"""Relative difference of two sums of weights that rounding of float32 sums may cause."""
 
 
 class LengthCheck:
-    """The check of one plan.
+    """The length check of one run.
 
     Args:
-      plan: with a ladder.
+      plan: plan with a curriculum of row lengths.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -35,21 +36,21 @@ class LengthCheck:
     def passes(self, state: Any, batch: Any, plan: Plan, step: int) -> bool:
         """Compares the losses of two batches that differ only in tokens of weight 0.
 
-        The two losses must be bit-equal: a masked score adds exactly 0 to a sum. The weight of
-        the loss must fall with the weights of the batch.
+        The two losses must be bit-equal, because a masked attention score adds exactly 0 to a sum.
+        The weight of the loss must decrease with the weights of the batch.
 
         Args:
-          state: before the step; not donated.
-          batch: of the step, on the devices.
-          plan: of the step's compiled length.
-          step: from 1.
+          state: train state before the step; it is not donated.
+          batch: batch of the step, on the devices.
+          plan: plan of the row length for which the step is compiled.
+          step: number of the step, from 1.
 
         Returns:
-          Whether the check is done; False if this batch cannot show anything: all its tokens are
-          equal, or there is one token in a row.
+          True if the check is done. False if this batch cannot show a difference, because all its
+          tokens are equal or its rows have one token.
 
         Raises:
-          ValueError: the loss of early tokens depends on later ones, or does not read the weights.
+          ValueError: the loss of early tokens depends on later ones, or does not use the weights.
         """
         ladder = self._ladder
         if not ladder.is_weighted:
@@ -58,7 +59,7 @@ class LengthCheck:
         cut = length // 2
         if cut < 1:
             return False
-        # Weights of the batch may be 0 where the check needs a loss.
+        # The weights of the batch may be 0 at tokens whose loss the check needs.
         batch = {**batch, WEIGHTS: _on(batch[WEIGHTS], _ones, cut)}
         early = {**batch, WEIGHTS: _on(batch[WEIGHTS], without_end, cut)}
         names = [name for name in ladder.keys if name != WEIGHTS]
@@ -79,7 +80,7 @@ class LengthCheck:
         if not all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other))):
             raise ValueError(
                 f"curriculum: the loss of the first {cut} tokens of a row is {one['loss']:.9g} or "
-                f"{other['loss']:.9g}, depending on later tokens of weight 0, so that weights do "
+                f"{other['loss']:.9g}, depending on later tokens of weight 0, so weights of 0 do "
                 f"not replace shorter rows. {self._remedy()}"
             )
         sums = [float(jax.device_get(_sum(each[WEIGHTS]))) for each in (early, batch)]
@@ -88,7 +89,7 @@ class LengthCheck:
             raise ValueError(
                 f"curriculum: with weights of 0 after token {cut} of each row, the sum of "
                 f"batch['weights'] falls to {share:.3g} of its value, but the loss divides by "
-                f"{one['weight']:.6g} in place of {share * whole['weight']:.6g}, so its weight is "
+                f"{one['weight']:.6g} instead of {share * whole['weight']:.6g}, so its weight is "
                 f"not the sum of batch['weights'] over all tokens of a row. {self._remedy()}"
             )
         return True
@@ -102,9 +103,7 @@ class LengthCheck:
 
 
 def _on(array: jax.Array, change: Any, cut: int) -> jax.Array:
-    """Returns a changed copy of an array, with the same sharding; `change` is called with (array,
-    cut).
-    """
+    """Returns `change(array, cut)`, computed on the devices with the sharding of `array`."""
     return jax.jit(lambda x: change(x, cut), out_shardings=array.sharding)(array)
 
 
@@ -113,7 +112,7 @@ def _ones(array: jax.Array, _: int) -> jax.Array:
 
 
 def _with_other_end(array: jax.Array, cut: int) -> jax.Array:
-    """Returns rows whose tokens from `cut` on are replaced by the row's first token."""
+    """Returns rows in which the tokens from `cut` on are replaced by the row's first token."""
     return array.at[:, cut:].set(array[:, :1])
 
 

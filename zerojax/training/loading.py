@@ -48,21 +48,21 @@ from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.text_generation import BATCH_SIZE, Continuation
 
 _EXAMPLE_TOKENS = 8
-"""Tokens per row of the example batch for a model that is only used to generate."""
+"""Tokens per row of the example batch for a model that is loaded only to generate text."""
 
 
 class LoadedRun:
     """A finished or interrupted run, loaded from its folder. Created by `zerojax.load_run`.
 
     Attributes:
-      plan: placement of its arrays on this machine's devices, in the run's precision.
-      state: parameters and the model's own state, without optimizer state.
+      plan: plan that places the run's arrays on this machine's devices, in the run's precision.
+      state: parameters and non-parameter state of the model, without optimizer state.
       weights: "trained", or "ema" if the parameters are the averaged weights, in float32.
-      step: of the checkpoint; also `num_steps`, as in a `Trainer`.
-      tokenizer: None for runs that were not trained on text.
-      config: the `RunConfig` of `zerojax train`; None for a run of `zerojax.train` in Python.
-      record: the content of the run's run.json.
-      plan_dict: the plan under which the step was saved.
+      step: step of the checkpoint; `num_steps` is the same, as in a `Trainer`.
+      tokenizer: tokenizer of the run; None if the run was not trained on text.
+      config: `RunConfig` of a run of `zerojax train`; None for a run of `zerojax.train` in Python.
+      record: content of the run's run.json.
+      plan_dict: plan with which the step was saved.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LoadedRun:
 
     @property
     def num_steps(self) -> int:
-        """Number of batches trained on."""
+        """Number of batches on which the model was trained."""
         return self.step
 
     def __repr__(self) -> str:
@@ -100,10 +100,10 @@ class LoadedRun:
         )
 
     def validation(self) -> RowSource:
-        """Returns the validation part of the run's text.
+        """Returns the part of the run's text that was held out for validation.
 
         Raises:
-          ValueError: there is none, or the run's batches came from Python.
+          ValueError: no part was held out, or the run's batches came from Python.
         """
         data = self.record.data
         if data is None:
@@ -129,22 +129,22 @@ class LoadedRun:
         return validation
 
     def evaluate(self, batches: Any = None, num_batches: int | None = None) -> dict[str, float]:
-        """Returns the mean loss in evaluation mode, as `Trainer.evaluate` computes it.
+        """Returns the mean loss and metrics in evaluation mode, as `Trainer.evaluate` does.
 
         Args:
-          batches: as `validation` of `zerojax.train`, but the first batch must be full; None: the
-            validation part of the run's text.
-          num_batches: maximum number of batches; None: `eval_batches` of the run for a source or
-            a function, all otherwise.
+          batches: validation data in any form that `zerojax.train` takes, but the first batch must
+            be full; None: the validation part of the run's text.
+          num_batches: maximum number of batches; None: the run's `eval_batches` for a source or a
+            function, all batches otherwise.
 
         Raises:
-          ValueError: there is nothing to evaluate on, or the run had its own loss function, which
-            was not passed to `load_run`.
+          ValueError: there is nothing to evaluate on, or the run had a loss function of its own
+            that was not passed to `load_run`.
         """
         if not self._has_loss:
             raise ValueError(
                 f"{self._folder} was trained with a loss function of your own, which its folder "
-                f"does not hold; give it: zerojax.load_run({str(self._folder)!r}, loss=LOSS)"
+                f"does not hold; pass it: zerojax.load_run({str(self._folder)!r}, loss=LOSS)"
             )
         batches = self.validation() if batches is None else batches
         batches = in_batches(batches, self.plan.global_batch_size)
@@ -167,7 +167,7 @@ class LoadedRun:
         return mean_loss(evaluate, plan, state, batches, num_batches, default)
 
     def _evaluation(self, batch: Any) -> tuple[Plan, Any]:
-        """Returns the plan and the evaluation for batches of this shape; cached per shape."""
+        """Returns the plan and the evaluation function for batches of this shape; cached."""
         example = abstract_global(batch, self.plan.mesh)
         leaves, structure = jax.tree.flatten(example)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -178,20 +178,20 @@ class LoadedRun:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The model in the user's form, with sharded arrays in the run's compute dtype.
+        """Model in the user's form, with sharded arrays in the run's compute dtype.
 
-        No device holds more than its shards; XLA partitions computations under `jax.jit`.
-        `to_model` returns unsharded arrays in the dtype in which they are stored.
+        No device holds more than its shards, and XLA partitions computations under `jax.jit`.
+        `to_model` returns unsharded arrays in their stored dtype instead.
         """
         return ModelReader(self.plan).read(self.state)
 
     def to_model(self) -> Any:
-        """Returns the model with unsharded arrays on one device, as `Trainer.to_model`."""
+        """Returns the model with unsharded arrays on one device, like `Trainer.to_model`."""
         return model_of(self.plan, self.state)
 
     @functools.cached_property
     def generator(self) -> RunGenerator:
-        """The sharded model with its tokenizer and end tokens, to generate with."""
+        """Generator that holds the sharded model, its tokenizer and its end tokens."""
         vocab_size = getattr(getattr(self.model, "config", None), "vocab_size", 0)
         ends = end_tokens_of(self.plan, self.tokenizer, self._folder, vocab_size=vocab_size)
         return RunGenerator(
@@ -209,11 +209,13 @@ class LoadedRun:
         """Returns the continuations of texts, with their numbers of tokens.
 
         Args:
-          prompts, num_tokens, batch_size: as in `generate`.
+          prompts: the texts to continue.
+          num_tokens: maximum number of new tokens; None: 200, or as many as fit the context.
+          batch_size: number of texts that are continued together.
           **options: further options of `generate`.
 
         Raises:
-          ValueError, TypeError: as `generate`.
+          ValueError, TypeError: an argument is invalid, as in `generate`.
         """
         sampling = self.generator.sampling(**options)
         return self.generator.continuations(prompts, num_tokens, sampling, batch_size)
@@ -239,24 +241,24 @@ class LoadedRun:
 
         Args:
           prompts: a text, a sequence of texts, or rows of token ids; each of at least one token.
-          num_tokens: tokens to add; None: 200, or as many as fit the model's context.
+          num_tokens: number of tokens to add; None: 200, or as many as fit the model's context.
           temperature: 0 takes the most likely token, 1 samples from the model's distribution.
-          top_k: samples among this many most likely tokens; None: among all.
-          top_p: samples among the most likely tokens whose probabilities sum to `top_p`; None:
-            among all.
-          repetition_penalty: above 1: tokens that the text already has become less likely.
-          end_tokens: ids of which each ends its text; None: those of the Hugging Face folder that
-            the run started from, or the tokenizer's end-of-text id; (): none.
-          seed: of the sampling.
+          top_k: number of most likely tokens to sample from; None: all tokens.
+          top_p: sample from the most likely tokens whose probabilities sum to `top_p`; None: all
+            tokens.
+          repetition_penalty: a value above 1 makes tokens that the text already has less likely.
+          end_tokens: token ids that each end their text. None: the ids in the Hugging Face folder
+            that the run started from, or the tokenizer's end-of-text id. (): no token ends a text.
+          seed: seed of the sampling.
           batch_size: number of prompts that are continued together.
 
         Returns:
-          For a text, a text; for texts, a list of texts; for rows, a list of int32 arrays, each the
-          prompt and the new tokens, up to its end token.
+          A text for a text, a list of texts for texts, and a list of int32 arrays for rows. Each is
+          the prompt and the new tokens, up to its end token.
 
         Raises:
-          ValueError: no tokenizer, an empty prompt, one that fills the context, or an option out of
-            range.
+          ValueError: the run has no tokenizer, a prompt is empty or fills the context, or an option
+            is out of range.
           TypeError: the model is not a decoder of zerojax.
         """
         return self.generator.generate(
@@ -286,29 +288,31 @@ def load_run(
 ) -> LoadedRun:
     """Loads a run's model from its folder, sharded over this machine's devices.
 
-    Works for every run with checkpoints, of `zerojax train` and of `zerojax.train`. The folder
-    describes GPT-2, Llama and BERT of zerojax, also with Hugging Face weights or adapters; any
-    other model must be passed.
+    Works for every run with checkpoints, made by `zerojax train` or `zerojax.train`. The run's
+    folder describes GPT-2, Llama and BERT models of zerojax, also with Hugging Face weights or
+    adapters. Any other model must be passed as `model`.
 
     Nothing is offloaded. Master weights and optimizer moments on the host or on disk are not read.
-    Parameters that the run kept in host memory are read onto the devices, with a warning that says
-    how many bytes each device holds, since only a training step streams layers from the host.
+    Parameters that the run kept in host memory are read onto the devices, because only a training
+    step streams layers from the host; a warning says how many bytes each device holds.
 
     Args:
       run_dir: folder of the run.
-      step: a saved step, or the name of a kept step, such as "best"; None: the newest.
-      model: as in `zerojax.train`; its values are replaced by those of the checkpoint. None: as
-        the folder describes it.
-      loss: as in `zerojax.train`; needed to evaluate a run that had its own loss function.
+      step: number of a saved step, or the name of a protected step, such as "best"; None: the
+        newest.
+      model: model as for `zerojax.train`; the checkpoint replaces its values. None: the model that
+        the folder describes.
+      loss: loss function as for `zerojax.train`; needed to evaluate a run that had a loss function
+        of its own.
       mesh: a `MeshConfig`, its fields as a dict, or a `Mesh`; a mesh of fewer devices uses the
-        first ones. None: the run's own. If this machine has another number of devices, `data` is
-        the largest size that divides the batch, and `expert` the largest divisor of the run's
-        degree that divides these devices.
-      example_batch: arrays or `ShapeDtypeStruct`s; needed if the run's batch was not a dict, list
-        or tuple.
+        first ones. None: the mesh of the run. If this machine has another number of devices, `data`
+        is then the largest size that divides the batch, and `expert` the largest divisor of the
+        run's degree that divides the devices.
+      example_batch: arrays or `ShapeDtypeStruct`s of a batch; needed if the run's batch was not a
+        dict, list or tuple.
       weights: "ema" loads the averaged weights that the run kept (`zerojax.with_ema`).
-      pretrained: the Hugging Face folder that the run started from; needed if its checkpoints do
-        not hold the frozen weights and the folder has moved. None: its old path, or the folder of
+      pretrained: Hugging Face folder that the run started from; needed if its checkpoints do not
+        hold the frozen weights and the folder has moved. None: its recorded path, or the folder of
         `model`.
 
     Raises:
@@ -324,7 +328,7 @@ def load_run(
         function = "" if record.loss != "own" else ", loss=LOSS"
         raise ValueError(
             f"{folder} was trained on a model of your own ({record.model_name}), which its folder "
-            f"cannot describe; in Python: zerojax.load_run({str(folder)!r}, "
+            f"cannot describe; pass the model: zerojax.load_run({str(folder)!r}, "
             f"model=MODEL{function}) with the same values as in `zerojax.train`"
         )
     checkpoints = record.checkpoints or str(folder / CHECKPOINT_FOLDER)
@@ -338,13 +342,13 @@ def load_run(
     if not has_loss:
         if not isinstance(getattr(internal, "template", None), Decoder):
             raise ValueError(
-                f"{folder} was trained with a loss function of your own; give it: "
+                f"{folder} was trained with a loss function of your own; pass it: "
                 f"zerojax.load_run({str(folder)!r}, loss=LOSS)"
             )
-        example = None  # the loss and its batch are unknown; the model itself takes tokens
+        example = None  # loss and batch are unknown; the model itself takes tokens
     elif example is None:
         raise ValueError(
-            f"the batches of {folder} are a tree that its folder cannot describe; pass one: "
+            f"the batches of {folder} are a tree that its folder cannot describe; pass one batch: "
             f"zerojax.load_run({str(folder)!r}, example_batch=BATCH)"
         )
     settings, devices = _mesh(record, mesh, example)
@@ -388,7 +392,7 @@ def load_run(
 
 
 def _precision(record: RunRecord, weights: optim.Weights) -> Precision:
-    """Returns the dtypes of the run; averaged weights are always float32."""
+    """Returns the dtypes of the run; parameters are float32 if averaged weights are loaded."""
     precision = record.as_precision()
     if weights == "ema":
         return dataclasses.replace(precision, param_dtype=jnp.float32)
@@ -418,17 +422,18 @@ def _read_record(folder: Path) -> RunRecord:
         return record
     if (folder / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{folder} has no {RECORD_FILE}: the run is older than this file; continue training "
-            "in it, with the command or the call that made it, to write it"
+            f"{folder} has no {RECORD_FILE}: an older version wrote the run; continue training "
+            "in it, with the same command or call, to write the file"
         )
     raise FileNotFoundError(
-        f"{folder} holds no run: there is no {RECORD_FILE} in it; give the run folder that "
+        f"{folder} holds no run: there is no {RECORD_FILE} in it; pass the run folder that "
         "training printed"
     )
 
 
 def _run_config(folder: Path) -> RunConfig | None:
-    """Returns the settings of a run of `zerojax train`; None for runs of `zerojax.train`."""
+    """Returns the settings of a run made by the command `zerojax train`; None for a run made by the
+    Python function `zerojax.train`."""
     path = folder / CONFIG_FILE
     values = bounded_json.load(path) if path.exists() else None
     if not isinstance(values, dict) or "run_dir" not in values:
@@ -442,12 +447,12 @@ def _run_config(folder: Path) -> RunConfig | None:
 def _loss(
     model: tracing.Model, record: RunRecord, loss: tracing.Loss | None, *, given_model: bool
 ) -> tuple[tracing.Loss, bool]:
-    """Returns (a loss with which the model is traced, whether it is the run's own loss)."""
+    """Returns (a loss with which the model is traced, True if it is the run's own loss)."""
     if loss is not None:
         return loss, True
     if record.loss == "own" and given_model:
         raise ValueError(
-            "the run was trained with a loss function of your own; give it too: "
+            "the run was trained with a loss function of your own; pass it too: "
             "zerojax.load_run(..., model=MODEL, loss=LOSS)"
         )
     if record.loss == "model":
@@ -460,9 +465,9 @@ def _escaped(name: str) -> str:
 
 
 def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]:
-    """Returns (mesh options, mesh) on which a run is loaded, see `mesh` of `load_run`."""
+    """Returns (mesh options, mesh) on which a run is loaded, from the argument of `load_run`."""
     # Secondary shards do not change the values read, and these devices may not form nodes. Weights
-    # whose copies a run keeps are read exactly.
+    # of which the run keeps copies are read exactly.
     wire = dataclasses.replace(record.mesh.wire, secondary=False)
     if wire.weights in DELTA_BITS:
         wire = dataclasses.replace(wire, weights="compute")
@@ -484,7 +489,7 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
             settings = dataclasses.replace(settings, expert=degree)
     else:
         settings = as_mesh_config(mesh)
-        if not isinstance(mesh, MeshConfig):  # options that a dict leaves out are the run's
+        if not isinstance(mesh, MeshConfig):  # options that the dict omits are those of the run
             ones = dataclasses.replace(own, expert=1, context=1, model=1, stage=1, replica=1)
             base = dataclasses.replace(ones, data=-1)
             settings = dataclasses.replace(base, **{name: getattr(settings, name) for name in mesh})
@@ -496,15 +501,15 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
 
 
 def _usable(count: int, axes: int, example: Any, pieces: int) -> int:
-    """Returns the largest number of devices for which the data shards divide the batch's rows.
+    """Returns the largest number of devices whose data shards divide the batch's rows evenly.
 
     Several processes must use all of their devices.
 
     Args:
-      count: devices that exist.
-      axes: devices per data shard.
+      count: number of devices that exist.
+      axes: number of devices of one data shard.
       example: the global batch; None if there is none.
-      pieces: virtual shards of a deterministic run, else 0.
+      pieces: number of virtual shards of a deterministic run; 0 for other runs.
     """
     if example is None or jax.process_count() > 1:
         return count

@@ -1,4 +1,4 @@
-"""Writes notes of the training loop to the log, such as that nothing is saved, and why."""
+"""Writes notes of the training loop to the log, such as that and why nothing is saved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zerojax.training.metrics import RunLog
 
 
 def say_if_done(log: RunLog | None, step: int, steps: int | None) -> None:
-    """Logs that there is nothing to train if the run has already taken all of its steps."""
+    """Logs that there is nothing to train if the run already took all of its steps before."""
     if log is not None and steps is not None and step >= steps:
         log.message(
             f"nothing to train: the run is at step {step} of {steps}; raise steps= to continue, or "
@@ -18,11 +18,11 @@ def say_if_done(log: RunLog | None, step: int, steps: int | None) -> None:
 
 
 def say_if_short(log: RunLog | None, step: int, steps: int | None) -> None:
-    """Logs that the batches ended before the run's last step."""
+    """Logs that the batches ended before the run's last step, if they did."""
     if log is not None and steps is not None and step < steps:
         log.message(
-            f"the batches ended after {step} of {steps} steps; pass a list or another re-iterable "
-            "to have them repeated"
+            f"the batches ended after {step} of {steps} steps; pass a list, or another object "
+            "that can be iterated again, to repeat them"
         )
 
 
@@ -32,8 +32,10 @@ def say_epochs(
     """Logs which parts of the data begin another epoch; the first call logs all parts.
 
     Args:
-      known: {part: its epoch, from 1} as last logged; updated in place.
-      epochs: the current epochs.
+      log: log of the run, if it has one.
+      step: number of the step.
+      known: {part: epoch from 1 that was logged last}; updated in place.
+      epochs: {part: current epoch}.
     """
     changed = {part: number for part, number in epochs.items() if known.get(part) != number}
     known.update(changed)
@@ -51,12 +53,12 @@ def say_unsaved(log: RunLog) -> None:
 
 
 def describe_loss_of_stop(doing: str, checkpointer: Checkpointer | None, resume_hint: str) -> str:
-    """Describes what is lost if the process ends in the middle of a step.
+    """Returns a sentence that says what is lost if the process ends in the middle of a step.
 
     Args:
-      doing: the current activity, such as "in a step".
-      checkpointer: of the run.
-      resume_hint: how to resume the run.
+      doing: current activity, such as "in a step".
+      checkpointer: checkpointer of the run; None if the run has no checkpoints.
+      resume_hint: sentence part that says how to resume the run.
     """
     if checkpointer is None:
         return f"it was {doing}, and the run has no checkpoints"
@@ -68,7 +70,7 @@ def describe_loss_of_stop(doing: str, checkpointer: Checkpointer | None, resume_
 
 
 def note_if_donated(error: Exception) -> None:
-    """Adds a note on buffer donation to an error about a deleted array."""
+    """Adds a note about buffer donation to an error that says that an array was deleted."""
     if isinstance(error, RuntimeError) and "has been deleted" in str(error):
         error.add_note(
             "The state is donated to each step: arrays of trainer.state are deleted by the next "

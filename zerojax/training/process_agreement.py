@@ -1,8 +1,8 @@
 """Checks that all processes of a group are about to start the same run.
 
 A process with another learning rate, seed or number of steps would train another model, or wait
-forever in a collective. So each process describes its run before any array exists, and at the
-first difference every process raises. A single process sends nothing.
+forever in a collective. So each process sends a description of its run before any array exists, and
+every process raises at the first difference. A single process sends nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from zerojax.plan.make import Plan
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _TEXT_BYTES = 200
 _OWN_PATHS = ("folder",)
-"""Settings that may differ between hosts: paths of local disks."""
+"""Settings that may differ between hosts, because they are paths on local disks."""
 
 
 def check_same_run(described: Mapping[str, str]) -> None:
     """Raises ValueError on every process if two processes describe different runs.
 
-    Collective: every process calls it, with the same keys.
+    Every process must call it, with the same keys.
 
     Args:
-      described: {readable name of a setting: its value as text}, in the order of comparison.
+      described: {readable name of a setting: its value as text}; compared in this order.
     """
     if jax.process_count() == 1:
         return
@@ -52,22 +52,22 @@ def check_same_run(described: Mapping[str, str]) -> None:
 
 
 def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[str, ...]]:
-    """Makes a feed return this process's rows; its batches may be global or per process.
+    """Makes a feed return this process's rows, whether its batches are global or per process.
 
-    Collective, with several processes. If all of them have the same first batch, it is the global
-    batch, and each process takes its rows. If processes with the same part of the rows (stages of
-    one pipeline) have the same first batch, and others another one, these are their own rows.
+    Every process must call it. If all processes have the same first batch, it is the global batch,
+    and each process takes its rows from it. Otherwise each process passes its own rows; processes
+    that hold different stages of one pipeline must then have the same first batch.
 
     Args:
-      feed: its first batch is read and put back.
-      mesh: of the run.
+      feed: feed of the run; its first batch is read and put back.
+      mesh: mesh of the run.
 
     Returns:
-      (shapes and dtypes of the global batch, sentences about this choice for the log).
+      (shapes and dtypes of the global batch, sentences for the log about the kind of batches).
 
     Raises:
-      ValueError: there is no batch, or the first batches are neither the global batch in every
-        process nor each process's own rows.
+      ValueError: there is no batch, or the first batches are neither the same global batch in
+        every process nor each process's own rows.
     """
     before = feed.state()
     try:
@@ -90,17 +90,17 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
     feed.take_rows(low, high)
     (sliced, _), *_ = feed.peek()
     return abstract_global(sliced, mesh), (
-        f"batches: all processes have the same {size} rows, the global batch; each takes its own",
+        f"batches: all processes have the same {size} rows, the global batch; each takes its part",
     )
 
 
 def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether all processes have the same (global) batch rather than their own rows.
+    """Returns True if all processes have the same global batch, False if they have their own rows.
 
-    Processes of one pipeline, whose devices hold the same rows, have equal batches in either case.
+    Processes of one pipeline whose devices hold the same rows have equal batches in both cases.
 
     Raises:
-      ValueError: neither is the case.
+      ValueError: the batches fit neither case.
     """
     arrays = [np.asarray(x) for x in jax.tree.leaves(batch)]
     content = b"".join(str((x.shape, x.dtype)).encode() + x.tobytes() for x in arrays)
@@ -125,13 +125,14 @@ def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
 def describe_run(
     plan: Plan, feed: Feed, *, seed: int, steps: int | None, loop: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns the description of a run that `check_same_run` compares.
+    """Returns the description of a run that `check_same_run` compares between processes.
 
     Args:
-      plan: of the run.
-      feed: its batches; a `RowSource` is compared, since each process reads its rows of the same
-        data.
-      seed, steps: of the run.
+      plan: plan of the run.
+      feed: batches of the run; a `RowSource` is compared, because each process reads its rows of
+        the same data.
+      seed: seed of the run.
+      steps: number of steps of the run.
       loop: {name: value} of settings that decide when all processes act together.
     """
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
@@ -181,9 +182,9 @@ def _without_paths(settings: Any) -> Any:
 
 
 def _update_of(plan: Plan) -> str:
-    """Returns a digest of the traced optimizer update (its primitives and constants).
+    """Returns a digest of the traced optimizer update: its primitives and constants.
 
-    Parameters of jaxpr equations are left out, since their text may contain memory addresses.
+    Parameters of jaxpr equations are not included, because their text may contain memory addresses.
     """
     params = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype)

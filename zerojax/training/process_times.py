@@ -1,4 +1,4 @@
-"""Measures the step times of each process and gathers them without blocking the loop."""
+"""Measures each process's step times, and gathers them without blocking the training loop."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _AXIS = "device"
 class LoopClock:
     """The clock of one process's training loop.
 
-    Host work is free as long as the devices are busy: a step dispatched before the previous one
-    has finished loses no time. Host work since the last dispatch counts as late only from the
+    Host work costs no time while the devices are busy, for example if a step is dispatched before
+    the previous step has finished. Host work since the last dispatch counts as late only from the
     moment when the devices became idle. With several processes, a thread waits for that moment.
 
     Attributes:
-      watch: the stopwatch that counts the seconds.
+      watch: stopwatch that sums the seconds by activity.
     """
 
     def __init__(self, watch: Stopwatch | None = None) -> None:
@@ -48,12 +48,12 @@ class LoopClock:
         self._sent: tuple[int, _Rows] | None = None
 
     def during(self, activity: str) -> contextlib.AbstractContextManager[None]:
-        """Counts the time in the block as `activity`, one of `stopwatch.ACTIVITIES`."""
+        """Counts the time of a `with` block as `activity`, one of `stragglers.ACTIVITIES`."""
         return self.watch.during(activity)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Measures the dispatch of a step in the block."""
+        """Measures the dispatch of a step in a `with` block."""
         now = self.watch.read()
         if self._devices is not None and (idle_at := self._devices.idle_at()) is not None:
             for activity in self._late:
@@ -76,9 +76,7 @@ class LoopClock:
         self._devices.follow(result)
 
     def take(self) -> tuple[dict[str, float], ProcessTimes]:
-        """Returns the seconds by activity since the last call, and the times to send to the other
-        processes.
-        """
+        """Returns ({activity: seconds} since the last call, times to send to other processes)."""
         now = self.watch.read()
         spent, self._at_report = difference(now, self._at_report), now
         times = ProcessTimes(
@@ -96,11 +94,10 @@ class LoopClock:
     def gather(
         self, mesh: Mesh | AbstractMesh, step: int, times: ProcessTimes
     ) -> tuple[int, list[ProcessTimes]] | None:
-        """Starts sending this process's times; every process must call it after the same step.
+        """Starts sending this process's times. Every process must call it after the same step.
 
         Returns:
-          The step of the previous call and the times that all processes sent then; None at the
-          first call.
+          (step of the previous call, times that all processes sent then); None at the first call.
         """
         assert isinstance(mesh, Mesh), "a run has devices"
         before = self.last_gathered()
@@ -108,16 +105,17 @@ class LoopClock:
         return before
 
     def last_gathered(self) -> tuple[int, list[ProcessTimes]] | None:
-        """Returns the step and times of the last `gather`, once; None if nothing is pending."""
+        """Returns (step, times of all processes) of the last `gather` once; None if nothing is
+        pending."""
         if self._sent is None:
             return None
         (step, rows), self._sent = self._sent, None
-        with self.watch.during(STEP):  # the times have arrived, or the devices are still busy
+        with self.watch.during(STEP):  # waits only while the devices are busy
             return step, [ProcessTimes.from_bytes(row) for row in rows.read()]
 
 
 class _Devices:
-    """Waits in a thread for each dispatched step, and records when the last one had finished."""
+    """Waits in a thread for each dispatched step, and records when the last step had finished."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._given = 0
@@ -130,12 +128,12 @@ class _Devices:
         weakref.finalize(self, self._results.put, None)
 
     def follow(self, result: jax.Array) -> None:
-        """Adds the output array of the next step, and keeps it until the step has finished."""
+        """Adds the output array of the next step, and holds it until the step has finished."""
         self._given += 1
         self._results.put((self._given, result))
 
     def idle_at(self) -> dict[str, float] | None:
-        """Returns the stopwatch reading at which the last dispatched step finished; None if a step
+        """Returns the stopwatch reading when the last dispatched step finished; None while a step
         is running.
         """
         given, reading = self._idle[0] if self._idle else (0, None)
@@ -153,11 +151,11 @@ def _wait_for_each(
 
 
 class _Rows:
-    """One row of bytes per process, gathered by the devices after the steps dispatched before."""
+    """Rows of bytes, one from each process, that the devices gather after the dispatched steps."""
 
     def __init__(self, mesh: Mesh, row: bytes) -> None:
         devices = mesh.devices.reshape(-1)
-        # All devices of one process hold the same row, so the first device's row is enough.
+        # All devices of one process hold the same row, so the row of the first device is enough.
         first = {d.process_index: at for at, d in reversed(list(enumerate(devices)))}
         self._first = [first[process] for process in sorted(first)]
         flat = Mesh(devices, (_AXIS,))
@@ -168,6 +166,6 @@ class _Rows:
         self._gathered = jax.device_put(sent, NamedSharding(flat, P()))
 
     def read(self) -> Sequence[bytes]:
-        """Waits for the gathered rows of all processes; returns them in process order."""
+        """Waits for the rows of all processes; returns them in process order."""
         values = np.asarray(self._gathered)
         return [values[index].tobytes() for index in self._first]

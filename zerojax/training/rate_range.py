@@ -1,8 +1,8 @@
-"""Learning-rate range test: trains some steps at a growing rate, and keeps nothing.
+"""Learning-rate range test: trains some steps at a growing learning rate, and saves nothing.
 
-Smith 2015 (arXiv:1506.01186): where the loss stops falling is the largest usable rate. The rate
-grows by the same factor at each step. The run itself is not changed: its newest checkpoint is read,
-and nothing is saved.
+The rate grows by the same factor at each step. The largest usable rate is where the loss stops
+falling (Smith 2015, arXiv:1506.01186). The run itself does not change: its newest checkpoint is
+read, and nothing is written.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from zerojax.training.train_arguments import LoopSettings
 LOWEST_RATE, HIGHEST_RATE, STEPS = 1e-6, 1.0, 200
 LEAST_STEPS = 20
 DIVERGED = 4.0
-"""The test ends where the loss is this many times its lowest value."""
+"""Factor over the lowest loss at which the test ends."""
 MARGIN = 10.0
-"""The suggested rate is that of the lowest loss divided by this: the loss is lowest just before
-training becomes unstable."""
+"""Factor by which the suggested rate is below the rate of the lowest loss, because the loss is
+lowest just before training becomes unstable."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RateTest:
-    """Losses at growing learning rates.
+    """Losses of a test at growing learning rates.
 
     Attributes:
-      first_step: batches that the run had consumed before.
-      rates: of each step, ascending.
-      losses: of each step, before its update; None where it was not finite.
+      first_step: number of batches that the run had consumed before the test.
+      rates: learning rate of each step, ascending.
+      losses: loss of each step before its update; None where it was not finite.
       smoothed: means of the losses over a window centred on each step.
     """
 
@@ -62,13 +62,13 @@ class RateTest:
 
     @property
     def lowest(self) -> int | None:
-        """Index of the lowest smoothed loss; None without a finite one."""
+        """Index of the lowest smoothed loss; None if no loss is finite."""
         found = [(loss, index) for index, loss in enumerate(self.smoothed) if loss is not None]
         return min(found)[1] if found else None
 
     @property
     def steepest(self) -> int | None:
-        """Index at which the smoothed loss falls fastest, before the lowest one."""
+        """Index at which the smoothed loss falls fastest, before its lowest value."""
         falls = [
             (after - before, index)
             for index, (before, after) in enumerate(
@@ -80,20 +80,20 @@ class RateTest:
 
     @property
     def suggestion(self) -> float | None:
-        """Rate to train with, to two digits; None if the range shows none."""
+        """Learning rate to train with, rounded to two digits; None if the test shows none."""
         if self.lowest is None or self.steepest is None or self.lowest == len(self.rates) - 1:
             return None
         return float(f"{self.rates[self.lowest] / MARGIN:.1e}")
 
     def describe(self) -> str:
-        """Returns the suggestion with its reason in two or three lines."""
+        """Returns the suggested rate with its reason, in two or three lines of text."""
         if self.lowest is None:
-            return "no loss was finite; begin with a lower rate (--low)"
+            return "no loss was finite; start at a lower rate (--low)"
         low, high = self.rates[0], self.rates[-1]
         loss = self.smoothed[self.lowest]
         best = f"lowest loss {loss:.4g} at rate {self.rates[self.lowest]:.2g}"
         if self.steepest is None:
-            return f"{best}; the loss never fell between {low:.2g} and {high:.2g}: use --low"
+            return f"{best}; the loss never fell from {low:.2g} to {high:.2g}: use a lower --low"
         fastest = f"fastest fall at rate {self.rates[self.steepest]:.2g}"
         if self.suggestion is None:
             return (
@@ -116,22 +116,23 @@ def find_rate(
 ) -> RateTest:
     """Trains at rates from `low` to `high`, from the run's newest checkpoint if it has one.
 
-    Schedule, warm-up and `optimizer.learning_rate` of the run are not used; groups keep their
-    factors of the rate. Everything else is the run's: batches, clipping, precision, mesh.
+    Schedule, warm-up and `optimizer.learning_rate` of the run are not used; parameter groups keep
+    their factors of the rate. Batches, clipping, precision and mesh are those of the run.
 
     Args:
-      config: of the run.
-      low, high: rate of the first and of the last step.
-      steps: number of updates; it stops earlier where the loss diverges.
-      progress: called with a few words after each step.
+      config: settings of the run.
+      low: learning rate of the first step.
+      high: learning rate of the last step.
+      steps: number of updates; the test stops earlier if the loss diverges.
+      progress: function called with a short text after each step.
 
     Raises:
-      ValueError: a bad range, or state in files, which training would change.
+      ValueError: the range is invalid, or the run has state in files, which training would change.
     """
     check_range(low, high, steps)
     if config.mesh.offload.on_disk:
         raise ValueError(
-            "mesh.offload keeps state in files, which a test would train on; set "
+            "mesh.offload keeps state in files, which this test would change; set "
             "mesh.offload.opt_state=host and mesh.offload.params=host for the test"
         )
     join_processes()
@@ -143,7 +144,7 @@ def find_rate(
     found: list[tuple[float, float | None]] = []
 
     def collect(_: Any, metrics: dict[str, float]) -> bool:
-        """Keeps one step; returns whether the loss has diverged."""
+        """Records one step; returns True if the loss has diverged."""
         loss = metrics["loss"]
         is_finite = math.isfinite(loss)
         found.append((metrics["learning_rate"], loss if is_finite else None))
@@ -185,11 +186,11 @@ def _test_of(
     steps: int,
     collect: Callable[[Any, dict[str, float]], bool],
 ) -> RunSpec:
-    """Returns the run that tests: `steps` more steps at growing rates, and nothing is written."""
+    """Returns the run of the test: `steps` more steps at growing rates, without any output."""
     low, high = ends
 
     def rate(count: Any) -> jax.Array:
-        # A run that has skipped steps has fewer updates than steps; it stays at `low` for these.
+        # A run that skipped steps has fewer updates than steps; the rate stays `low` for these.
         passed = jnp.clip(count - first, 0, steps - 1) / (steps - 1)
         return low * jnp.exp(passed * math.log(high / low))
 
@@ -209,7 +210,7 @@ def _test_of(
 
 
 def _open(spec: RunSpec, *, saved: bool) -> Run:
-    """Plans and checks the test; opens the checkpoints of the run to read them."""
+    """Plans and checks the test run; opens the checkpoints of the tested run for reading."""
     plan = plan_run(spec)
     run = open_run(dataclasses.replace(spec, checkpoint=None), plan)
     if not saved:
@@ -220,12 +221,12 @@ def _open(spec: RunSpec, *, saved: bool) -> Run:
 
 
 def write_rate_page(test: RateTest, path: str | Path, name: str) -> Path:
-    """Writes a page with the losses over the rates, and returns its path.
+    """Writes an HTML page with the losses over the learning rates, and returns its path.
 
     Args:
-      test: the losses.
-      path: of the HTML page.
-      name: of the run.
+      test: result of the test.
+      path: path of the HTML page.
+      name: name of the run.
     """
     places = [math.log10(rate) for rate in test.rates]
     series = [

@@ -1,4 +1,4 @@
-"""Reads metrics one step late, reports and checks them, and writes profiler traces."""
+"""Reads step metrics one step late, reports and checks them, and writes profiler traces."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from zerojax.training.metrics.stragglers import STEP
 from zerojax.training.process_times import LoopClock
 
 Metrics = dict[str, Any]
-"""Numbers, except "bad_leaf" and "largest_leaf", which are names of parameters."""
+"""Metrics of a report. All are numbers, except "bad_leaf" and "largest_leaf", which are names of
+parameters."""
 
 MAX_STEPS_UNDER_WAY = 16
-"""Maximum number of dispatched but unfinished steps. Enough to hide the host's work. Without a
-limit, a host that is much faster than its devices queues steps without end, and XLA on CPU hangs
-after some hundred steps (seen with JAX 0.10.2 on 8 virtual devices)."""
+"""Maximum number of steps that are dispatched and not finished. It is enough to hide the host's
+work. Without a limit, a host that is much faster than its devices queues steps without end, and XLA
+on CPU hangs after some hundred steps (seen with JAX 0.10.2 on 8 virtual devices)."""
 
 _SPIKE_HINT = (
     "Look at this step's batch; if the loss stays there, go back to the checkpoint before it and "
@@ -38,20 +39,20 @@ _SPIKE_HINT = (
 )
 
 SHOWN = ("loss", "grad_norm", "learning_rate", "loss_scale")
-"""Step metrics that are logged if present, besides the loss's own metrics."""
+"""Step metrics that are logged if present, in addition to the loss's own metrics."""
 
 TRACE_FOLDER = "trace"
 
 
 class Reports:
-    """Reports step metrics; reads them only when a later step is running, to wait less.
+    """Reports step metrics. Metrics are read only while a later step is running, to avoid waiting.
 
     Args:
-      max_skipped: the run ends after this many reports in a row with a non-finite step. Not with a
-        dynamic loss scale, which ends such a run at its minimum.
-      skipped: steps skipped before a resume.
-      clock: the clock of the loop.
-      finished: called with the number of each finished step.
+      max_skipped: the run ends after this number of consecutive reports with a non-finite step. A
+        dynamic loss scale is exempt, because it ends such a run at its minimum.
+      skipped: number of steps skipped before a resume.
+      clock: clock of the training loop.
+      finished: function called with the number of each finished step.
     """
 
     def __init__(
@@ -75,20 +76,20 @@ class Reports:
         self._under_way: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._unseen: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
 
-    @allocating_for(TRAINING_STEP)  # errors of a step are raised where its result is awaited
+    @allocating_for(TRAINING_STEP)  # waiting for a step's result raises the errors of the step
     def follow(
         self, plan: Plan, step: int, metrics: Mapping[str, Any], log: RunLog | None = None
     ) -> None:
         """Registers a dispatched step; must be called for every step.
 
-        Waits for the step `MAX_STEPS_UNDER_WAY` before it. Logs finished steps that were not
-        finite or whose loss has jumped, whether they are reported or not.
+        Waits for the step `MAX_STEPS_UNDER_WAY` steps earlier. Logs finished steps that were not
+        finite or whose loss jumped, even if they are not reported.
 
         Raises:
           FloatingPointError: a step overflowed at the smallest loss scale.
         """
         while self._unseen and self._unseen[0][1]["loss"].is_ready():
-            self._look(plan, log)  # before this step, when it is known which steps are reported
+            self._look(plan, log)  # earlier, it is not known which steps are reported
         self._clock.dispatched(metrics["loss"])
         self._under_way.append((step, metrics))
         if log is not None and log.is_enabled:
@@ -102,7 +103,7 @@ class Reports:
             return
         first, last = log.traced_steps
         if step in (first - 1, last):
-            with self._clock.during(STEP):  # a trace starts and stops when this step is over
+            with self._clock.during(STEP):  # a trace starts and stops between two steps
                 loss.block_until_ready()
         written = self._trace.follow(step, loss, log.traced_steps, log.run_dir)
         if written is not None:
@@ -110,7 +111,7 @@ class Reports:
 
     @allocating_for(TRAINING_STEP)
     def settle(self, plan: Plan, log: RunLog | None = None) -> None:
-        """Waits for all steps registered by `follow` and for the gathered times of processes.
+        """Waits for all steps registered by `follow`, and for the gathered process times.
 
         Raises:
           FloatingPointError: a step overflowed at the smallest loss scale.
@@ -137,16 +138,14 @@ class Reports:
         with self._clock.during(STEP):
             metrics["loss"].block_until_ready()
         self._finished(step)
-        # Reads one scalar, only in float16: the scale may reach its minimum between two reports.
+        # Only in float16, reads one scalar: the scale may reach its minimum between two reports.
         if "at_floor" in metrics and bool(metrics["at_floor"]):
             self._under_way.clear()
             self._held = None
             raise _floor_error(plan, _read(step, metrics))
 
     def _look(self, plan: Plan, log: RunLog | None) -> None:
-        """Checks a finished step: reads two scalars, and further metrics only if these are
-        unusual.
-        """
+        """Checks a finished step. Reads two scalars, and more metrics only if these are unusual."""
         step, metrics = self._unseen.popleft()
         assert log is not None
         loss, skipped = jax.device_get((metrics["loss"], metrics["skipped"]))
@@ -154,8 +153,8 @@ class Reports:
             values = _read(step, metrics)
             found, leaf = _what_was_not_finite(plan, values), _leaf(plan, values, "bad_leaf")
             text = f"step {step}: {found}: not finite, the update was skipped"
-            # Not printed here: a step that has its own report, skips of a dynamic loss scale, and
-            # all but the first of several in a row (reports count the rest).
+            # Not printed: steps with a report of their own, skips by a dynamic loss scale, and in a
+            # series of skipped steps all but the first (reports have their number).
             say = step not in (self._reported, self._held and self._held[0])
             say = say and not _scale_is_dynamic(plan) and not self._was_skipped
             self._was_skipped = True
@@ -185,12 +184,11 @@ class Reports:
             log.write_processes(*gathered)
 
     def hold(self, plan: Plan, step: int, metrics: Mapping[str, Any]) -> None:
-        """Stores the metrics of a step and starts computing its learning rate; everything stays on
-        the devices.
+        """Stores the metrics of a step, and starts computing its learning rate on the devices.
 
         Does not block. If the learning rate were computed when the report is read, it would wait
         for the step that is running then, and no further step could start meanwhile. A schedule
-        that needs no device is called when the report is read, and its number is not converted.
+        that returns a host number is called when the report is read.
         """
         schedule, self._host_schedule = plan.learning_rate, None
         if schedule is not None:
@@ -204,9 +202,9 @@ class Reports:
         self._held = step, metrics
 
     def _rate_of(self, schedule: Schedule) -> Callable[..., jax.Array] | None:
-        """Returns `(steps before, skipped in all, skipped now) -> learning rate`, compiled once.
+        """Returns `(steps before, skipped in all, skipped now) -> learning rate`, jitted.
 
-        None for a schedule that makes Python numbers of Python numbers.
+        Returns None for a schedule that computes Python numbers from Python numbers.
         """
         if self._rate is None or self._rate[0] is not schedule:
 
@@ -220,15 +218,17 @@ class Reports:
     def read(
         self, plan: Plan, log: RunLog | None, params: Mapping[str, jax.Array] | None = None
     ) -> Metrics | None:
-        """Returns the held metrics on the host and writes them to the log; None if none are held.
+        """Reads the metrics stored by `hold`, logs and returns them; None if nothing is stored.
 
         Args:
-          params: the newest parameters of the state. If the loss is not finite they are searched
-            for values that are not, in every process alike.
+          plan: plan of the step.
+          log: log of the run, if it has one.
+          params: newest parameters of the state. If the loss is not finite, every process searches
+            them for values that are not finite.
 
         Raises:
-          FloatingPointError: too many reports in a row were not finite, or this step overflowed at
-            the smallest loss scale.
+          FloatingPointError: too many consecutive reports were not finite, or this step overflowed
+            at the smallest loss scale.
         """
         if self._held is None:
             return None
@@ -256,10 +256,11 @@ class Reports:
     def nothing_trained(self, plan: Plan, steps: int, log: RunLog | None) -> None:
         """Raises if all steps of a run were skipped, unless its loss scale is dynamic.
 
-        A dynamic scale takes a few steps to find; then a line is logged.
+        A dynamic loss scale needs a few steps to reach a usable value; in that case a line is
+        logged.
 
         Raises:
-          FloatingPointError: the loss scale is not dynamic.
+          FloatingPointError: all steps were skipped, and the loss scale is not dynamic.
         """
         text = f"all {steps} steps were skipped, so nothing was trained"
         if not _scale_is_dynamic(plan):
@@ -284,7 +285,7 @@ class Reports:
         if (self._in_a_row == 1 or ends) and not math.isfinite(values["loss"]):
             weight = _first_bad_weight(plan, params)
         step, found = int(values["step"]), _what_was_not_finite(plan, values, weight)
-        if log is not None and self._in_a_row == 1:  # reports have the count of the others
+        if log is not None and self._in_a_row == 1:  # reports have the number of further steps
             log.message(
                 f"step {step}: {found}: not finite, the update was skipped "
                 f"({newly} skipped since the last report, {self._skipped} in all)"
@@ -295,14 +296,14 @@ class Reports:
         if ends:
             raise FloatingPointError(
                 f"{found} at step {step}: not finite at {self._in_a_row} reports in a row, "
-                f"{self._skipped} updates skipped. The parameters are those before the first of "
-                f"them. {_remedy(plan)}"
+                f"{self._skipped} updates skipped. The parameters are those before the first "
+                f"skipped update. {_remedy(plan)}"
             )
 
 
 def _needs_no_device(schedule: Schedule) -> bool:
-    """Returns whether a learning-rate schedule returns a host number rather than a JAX array."""
-    is_array: list[bool] = []  # no value of the trace leaves it
+    """Returns True if a learning-rate schedule returns a host number instead of a JAX array."""
+    is_array: list[bool] = []  # set inside the trace; no traced value escapes
     jax.eval_shape(lambda: is_array.append(isinstance(schedule(0), jax.Array)))
     return not is_array[0]
 
@@ -312,9 +313,7 @@ def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
 
 
 def with_names(plan: Plan, values: Metrics) -> Metrics:
-    """Replaces parameter numbers in metrics by parameter names; drops numbers that name no
-    parameter.
-    """
+    """Replaces numbers of parameters in metrics by the parameters' names; drops other numbers."""
     named = {name: _leaf(plan, values, name) for name in ("bad_leaf", "largest_leaf")}
     rest = {name: value for name, value in values.items() if name not in named}
     return rest | {name: leaf for name, leaf in named.items() if leaf is not None}
@@ -326,7 +325,7 @@ def _scale_is_dynamic(plan: Plan) -> bool:
 
 
 def _leaf(plan: Plan, values: Metrics, number: str) -> str | None:
-    """Returns the name of the parameter with number `values[number]`; None if the number is -1 or
+    """Returns the name of the parameter whose number is `values[number]`; None if that is -1 or
     missing.
     """
     index = int(values.get(number, -1))
@@ -334,9 +333,9 @@ def _leaf(plan: Plan, values: Metrics, number: str) -> str | None:
 
 
 def _first_bad_weight(plan: Plan, params: Mapping[str, jax.Array]) -> str | None:
-    """Returns the first parameter that holds NaN or an infinity, under the user's name, if any.
+    """Returns the name of the first parameter that has NaN or infinite values, or None.
 
-    A skipped step leaves parameters unchanged, so that they are those of the step that failed.
+    A skipped step leaves parameters unchanged, so they are still those of the failed step.
     Parameters on the host are not searched.
     """
     on_device = {n: x for n, x in params.items() if x.sharding.memory_kind != "pinned_host"}
@@ -364,7 +363,9 @@ def _what_was_not_finite(plan: Plan, values: Metrics, weight: str | None = None)
     """Describes a skipped step: its metrics and, if known, the first non-finite weight or gradient.
 
     Args:
-      weight: parameter whose own values are not finite.
+      plan: plan of the step.
+      values: metrics of the step.
+      weight: name of a parameter that has non-finite values, if known.
     """
     found = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
     leaf = _leaf(plan, values, "bad_leaf")
@@ -378,18 +379,18 @@ def _what_was_not_finite(plan: Plan, values: Metrics, weight: str | None = None)
 
 
 def _floor_error(plan: Plan, values: Metrics) -> FloatingPointError:
-    """Returns the error for a loss scale that is at its minimum and overflowed."""
+    """Returns the error for a step that overflowed at the minimum loss scale."""
     layer = _leaf(plan, values, "bad_leaf")
     if not math.isfinite(values["loss"]):
         reason = "the loss itself is not finite, and no loss scale changes that"
         remedy = "Look at the data and at the largest activations"
     else:
-        reason = "that is the smallest allowed, and a smaller one is needed"
+        reason = "this loss scale is the smallest allowed, but a smaller one is needed"
         remedy = "Lower the learning rate"
     look = f", or look at '{layer}' and what it is multiplied with" if layer else ""
     return FloatingPointError(
         f"step {int(values['step'])} overflowed: {_what_was_not_finite(plan, values)}: {reason}. "
-        f"{int(values['num_skipped'])} updates skipped, this one too. {remedy}, use "
+        f"{int(values['num_skipped'])} updates were skipped, including this one. {remedy}, use "
         f"precision='bf16', which has the range of float32{look}"
     )
 
@@ -405,17 +406,18 @@ def _remedy(plan: Plan) -> str:
 def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None:
     """Compares a device's measured peak memory with the prediction for the compiled step.
 
-    The prediction is the compiler's memory analysis of this step (not compiled again: JAX caches
-    it), as `zerojax.forecast` gives it for absent GPUs. The measured peak is that of the whole
-    process, including prefetched batches and the evaluation.
+    The prediction is the compiler's memory analysis of this step, as `zerojax.forecast` returns it
+    for absent GPUs. The step is not compiled again, because JAX caches it. The measured peak is
+    that of the whole process, including prefetched batches and the evaluation.
 
     Args:
-      step: from `build_step(plan)`; must have been called before.
-      memory: from `hardware.devices.device_memory`.
+      step: compiled step from `build_step(plan)`, which must have been called before.
+      plan: plan of the step.
+      memory: result of `hardware.devices.device_memory`.
 
     Returns:
-      One line; None if devices do not report their memory (virtual CPU devices), or if the step is
-      several programs (`offload.params: nvme`).
+      One line of text. None if devices do not report their memory (virtual CPU devices), or if the
+      step consists of several programs (`offload.params: nvme`).
     """
     if memory["source"] != "device" or (plan.offload is not None and plan.offload.paged):
         return None
@@ -428,7 +430,7 @@ def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None
 
 
 class Trace:
-    """A profiler trace that starts before the first requested step and stops after the last."""
+    """A profiler trace of some steps: starts before the first one and stops after the last one."""
 
     def __init__(self) -> None:
         self._is_on = False
@@ -439,11 +441,11 @@ class Trace:
         Args:
           step: number of the step.
           result: an output array of the step, on the devices.
-          wanted: (first, last) step to trace; empty: none.
-          folder: of the run.
+          wanted: (first, last) step to trace; empty: no trace.
+          folder: folder of the run.
 
         Returns:
-          The folder of the trace if it was just written; else None.
+          The folder of the trace if it was written just now; else None.
         """
         if wanted and not self._is_on and step == wanted[0] - 1:
             result.block_until_ready()

@@ -1,7 +1,7 @@
 """Compares optimizer settings of a resumed run with those in its checkpoint.
 
-Hyperparameters of `optax.inject_hyperparams` are part of the state, so the saved values are used.
-A schedule comes from the current call, so it may continue at another value than the saved run.
+Hyperparameters of `optax.inject_hyperparams` are part of the state, so their saved values are used.
+A schedule comes from the current call, so its learning rate may differ from that of the saved run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from zerojax.plan.make import Plan
 
 NEXT_RATE = "next_learning_rate"
-"""Key in a checkpoint's configuration: the learning rate of the step after the checkpoint."""
-_TOLERANCE = 1e-5  # relative; a schedule's float32 results differ between kinds of devices
+"""Key in a checkpoint's configuration for the learning rate of the step after the checkpoint."""
+_TOLERANCE = 1e-5  # relative; float32 results of a schedule differ between kinds of devices
 
 
 @jax.transfer_guard("allow")
 def next_rate(plan: Plan, updates: int) -> float | None:
-    """Returns the learning rate after `updates` updates; None if the optimizer does not say."""
+    """Returns the learning rate after `updates` updates; None if the optimizer hides it."""
     return None if plan.learning_rate is None else float(plan.learning_rate(updates))
 
 
@@ -30,11 +30,11 @@ def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -
     """Returns one line per optimizer setting that differs between the saved run and this call.
 
     Args:
-      plan: of the resumed run.
-      restored: from `checkpointing.restore_state`; its `config` is that of the saved run.
-      config: of the resumed run.
+      plan: plan of the resumed run.
+      restored: result of `checkpointing.restore_state`; its `config` is that of the saved run.
+      config: configuration of the resumed run.
     """
-    if restored.state is None:  # the state lives in durable files
+    if restored.state is None:  # the state is in durable offload files
         return []
     return [
         *_kept(plan, restored),
@@ -45,8 +45,8 @@ def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -
 
 
 def _kept(plan: Plan, restored: Any) -> list[str]:
-    """Returns lines for hyperparameters whose saved value (in the optimizer state) is used, not the
-    call's value.
+    """Returns a line for each hyperparameter whose saved value (in the optimizer state) is used
+    instead of the value of this call.
     """
     if not _settings_of(plan.abstract_stored["opt_state"]):
         return []
@@ -68,7 +68,7 @@ def _kept(plan: Plan, restored: Any) -> list[str]:
 
 
 def _settings_of(opt_state: Any) -> dict[str, Any]:
-    """Returns {name: value} of `optax.inject_hyperparams`, except values from a schedule."""
+    """Returns {name: value} in `optax.inject_hyperparams` states, except values from schedules."""
     found: dict[str, Any] = {}
     is_injected = lambda node: hasattr(node, "hyperparams_states")  # noqa: E731
     for node in jax.tree.leaves(opt_state, is_leaf=is_injected):
@@ -80,14 +80,14 @@ def _settings_of(opt_state: Any) -> dict[str, Any]:
 
 
 def _other_curriculum(restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """Returns a line if the schedule of row lengths differs from that of the saved run."""
+    """Returns a line if the curriculum of row lengths differs from that of the saved run."""
     both = [settings.get("curriculum") or {} for settings in (restored.config, config)]
     old, new = (found if found.get("type") else {} for found in both)
     if old == new:
         return []
     return [
         f"the curriculum of this call is used from step {restored.step + 1} on, and differs from "
-        "that of the saved run; tokens_seen counts the earlier steps by it, too"
+        "that of the saved run; tokens_seen counts earlier steps by this curriculum, too"
     ]
 
 
@@ -99,7 +99,7 @@ def _other_layer_drop(restored: Any, config: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"the layer_drop of this call, {new or 'none'}, is used from step {restored.step + 1} on; "
-        f"that of the saved run is {old or 'none'}"
+        f"the saved run had {old or 'none'}"
     ]
 
 
@@ -110,7 +110,7 @@ def _jumped(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:
     if old is None or new is None or math.isclose(new, old, rel_tol=_TOLERANCE):
         return []
     steps = [f"steps={settings.get('steps')}" for settings in (restored.config, config)]
-    lengths = "" if steps[0] == steps[1] else f" ({steps[0]} there, {steps[1]} here)"
+    lengths = "" if steps[0] == steps[1] else f" (saved run: {steps[0]}, this call: {steps[1]})"
     return [
         f"the learning rate of step {restored.step + 1} is {new:.4g}; in the saved run it would "
         f"have been {old:.4g}{lengths}: the schedule of this call is used"

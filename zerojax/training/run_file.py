@@ -1,4 +1,4 @@
-"""Defines `run_from_config`, which trains as a run file says, and `plan_from_config`."""
+"""Defines `run_from_config`, which runs the training of a run file, and `plan_from_config`."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ RESUME_HINT = "run the same command again to resume"
 @names_keywords()
 @not_for_everybody()
 def run_from_config(config: RunConfig, *, resume_hint: str = RESUME_HINT) -> Trainer:
-    """Trains as a run file says, and writes everything to `config.run_dir`.
+    """Runs the training that a run file describes; writes everything to `config.run_dir`.
 
     Args:
-      config: the settings.
-      resume_hint: tells a user whose run was interrupted how to resume it.
+      config: settings of the run file.
+      resume_hint: sentence part that says how to resume an interrupted run.
 
     Raises:
-      ValueError, TypeError: bad input.
+      ValueError, TypeError: a setting is invalid.
       CheckpointError: the folder holds checkpoints of another model.
     """
     if not isinstance(config, RunConfig):
@@ -88,9 +88,9 @@ def spec_from_config(
     """Opens the data of a run file and returns the resolved description of the run.
 
     Args:
-      config: with the mesh of the devices of this machine.
-      why_mesh: log lines about a mesh that differs from the file's.
-      resume_hint: as in `run_from_config`.
+      config: settings of the run file, with a mesh that fits the devices of this machine.
+      why_mesh: log lines about a mesh that differs from the mesh of the file.
+      resume_hint: sentence part that says how to resume an interrupted run.
     """
     folder = Path(config.run_dir)
     with phase("data"):
@@ -163,10 +163,10 @@ def _check_devices(config: RunConfig) -> None:
     """Raises if the run needs more devices or memory than are available; opens no data.
 
     The size of the state is checked only if JAX fell back to CPUs. A GPU with too little memory
-    raises its own error later.
+    raises an error of its own later.
 
     Raises:
-      ValueError: the mesh needs more devices, or the state needs more memory.
+      ValueError: the mesh needs more devices, or the state needs more memory, than available.
     """
     kinds = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     is_cpu = jax.devices()[0].platform == "cpu"
@@ -210,20 +210,20 @@ def _vocab_size_of_data(config: RunConfig, source: RowSource) -> int:
 
 
 def _make_folder(folder: Path) -> None:
-    """Creates the run folder, on process 0."""
+    """Creates the run folder; does nothing in processes other than 0."""
     if jax.process_index() != 0:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise type(error)(
-            f"cannot make the run folder '{folder}' ({error.strerror}); choose another with "
-            "run_dir="
+            f"cannot create the run folder '{folder}' ({error.strerror}); choose another folder "
+            "with run_dir="
         ) from None
 
 
 def _pretrained_reasons(config: RunConfig, model: Any) -> list[str]:
-    """Returns log lines about pretrained weights, if the run starts from such."""
+    """Returns log lines about pretrained weights, if the run starts from pretrained weights."""
     if not isinstance(model, Pretrained):
         return []
     spec = tokenizer_spec(config)
@@ -232,7 +232,7 @@ def _pretrained_reasons(config: RunConfig, model: Any) -> list[str]:
 
 
 def tokenizer_spec(config: RunConfig) -> str:
-    """Returns `data.tokenizer`; if it is the default, the Hugging Face folder with a tokenizer."""
+    """Returns `data.tokenizer`, or if that is the default, a pretrained folder with a tokenizer."""
     folder = config.model.sizes_file
     if folder is None or config.data.tokenizer != DataConfig.tokenizer:
         return config.data.tokenizer
@@ -242,11 +242,11 @@ def tokenizer_spec(config: RunConfig) -> str:
 
 
 def _model_of(config: ModelConfig, vocab_size: int) -> Any:
-    """Returns the model that a run trains: a factory, or pretrained weights.
+    """Returns the model that a run trains: a model factory, or pretrained weights.
 
     Raises:
-      ValueError: the data have more tokens than the model's embedding has rows, or as in
-        `from_hugging_face`.
+      ValueError: the data have more tokens than the model's embedding has rows, or the pretrained
+        folder cannot be used.
     """
     if config.sizes_file is None:
         return build_model(config, vocab_size)
@@ -269,9 +269,7 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
 
 
 def _changes(config: ModelConfig, sizes: Any) -> dict[str, Any]:
-    """Returns {field: value} of the run's model settings that replace those of a Hugging Face
-    config.
-    """
+    """Returns {field: value} of the model settings of a run that override a Hugging Face config."""
     fields = {field.name for field in dataclasses.fields(sizes)}
     may_change = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "attention")
     changes = {name: getattr(config, name) for name in may_change if name in fields}
@@ -279,7 +277,7 @@ def _changes(config: ModelConfig, sizes: Any) -> dict[str, Any]:
 
 
 def _elastic_reasons(config: RunConfig) -> list[str]:
-    """Returns a log line about the batch of an elastic run."""
+    """Returns a log line about the batch size of an elastic run; none for other runs."""
     if not config.elasticity.enabled:
         return []
     counts = config.elasticity.choose_batch(config.mesh.devices_per_shard).device_counts
@@ -293,7 +291,7 @@ def _elastic_reasons(config: RunConfig) -> list[str]:
 def _why_other_mesh(asked: MeshConfig, mesh: MeshConfig) -> list[str]:
     """Returns log lines if an elastic run uses fewer expert shards or no secondary shards.
 
-    That is the case if the available devices do not divide as the settings require.
+    An elastic run does so if the available devices cannot be divided as the settings require.
     """
     lines = []
     if mesh.wire.secondary != asked.wire.secondary:
@@ -305,9 +303,9 @@ def _why_other_mesh(asked: MeshConfig, mesh: MeshConfig) -> list[str]:
         return lines
     return [
         *lines,
-        f"elasticity: expert={mesh.expert} in place of {asked.expert}, which does not divide the "
-        f"part of {jax.device_count()} devices that the other axes leave; this is the largest "
-        "divisor that does",
+        f"elasticity: expert={mesh.expert} instead of {asked.expert}, which does not divide the "
+        f"part of {jax.device_count()} devices that the other axes leave; the value used is the "
+        "largest divisor that does",
     ]
 
 
@@ -315,9 +313,9 @@ def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | N
     """Returns the `PlanInputs` of a run file.
 
     Args:
-      config: the settings.
-      batch: a global batch, as structs.
-      vocab_size: of the data.
+      config: settings of the run file.
+      batch: a global batch, as `ShapeDtypeStruct`s.
+      vocab_size: vocabulary size of the data.
       platform: JAX platform of the devices; None if the devices are not on this machine.
     """
     precision, why_precision = _precision(config, platform)
@@ -336,7 +334,7 @@ def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | N
 
 
 def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list[str]]:
-    """Returns (dtypes of a run, reasons for the dtypes that its file does not set)."""
+    """Returns (dtypes of a run, reasons for dtypes that its file does not set)."""
     name, reasons = config.precision, []
     if name is None:
         name, why = default_precision(platform)
@@ -357,19 +355,19 @@ def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list
 def plan_from_config(
     config: RunConfig, num_devices: int, *, gpu: Gpu | None = None, is_here: bool = False
 ) -> Plan:
-    """Returns the plan of `run_from_config` for `num_devices` devices, which may be elsewhere.
+    """Returns the plan of `run_from_config` for `num_devices` devices, which may be absent.
 
-    Reads only the headers of data files. A batch is `global_batch_size` rows of `seq_len` tokens
-    and as many targets; for chats also weights, segments and positions.
+    Reads only the headers of data files. A batch has `global_batch_size` rows of `seq_len` tokens
+    and targets; for chats also weights, segments and positions.
 
     Args:
-      config: the settings; without `precision`, the default of accelerators is used.
+      config: settings of the run file; if `precision` is not set, the default of GPUs is used.
       num_devices: number of devices.
-      gpu: kind of the devices, as in `make_abstract_mesh`.
-      is_here: whether the devices are those that JAX has on this machine.
+      gpu: kind of GPU to plan for; None: not specified.
+      is_here: True: plan for the devices that JAX has on this machine.
 
     Raises:
-      ValueError: sizes that do not fit together, or a vocabulary size that only the data have.
+      ValueError: sizes do not fit together, or only the data have the vocabulary size.
     """
     config = config.on_devices(num_devices)
     mesh: Any = meshes.make_mesh(config.mesh) if is_here else None
@@ -388,7 +386,7 @@ def plan_from_config(
 
 
 def _check_pieces(config: RunConfig, shards: int) -> None:
-    """Raises ValueError if the batch is not divisible by shards times microbatches."""
+    """Raises ValueError if the batch is not divisible by data shards times microbatches."""
     parts = config.num_microbatches or 1
     batch, pieces = config.global_batch_size, shards * parts
     if batch % pieces == 0:
@@ -403,12 +401,12 @@ def _check_pieces(config: RunConfig, shards: int) -> None:
 
 
 def vocab_size_of(config: RunConfig) -> int:
-    """Returns the vocabulary size of a run from its settings or the header of a file.
+    """Returns the vocabulary size of a run from its settings or the header of a data file.
 
-    A "bpe:SIZE" counts as SIZE, although a small corpus may give fewer merges.
+    A tokenizer "bpe:SIZE" counts as SIZE, although a small corpus may give fewer merges.
 
     Raises:
-      ValueError: only reading the data would give it.
+      ValueError: the data would have to be read to find the vocabulary size.
       FileNotFoundError: the tokenizer file does not exist.
     """
     if config.model.vocab_size is not None:
@@ -423,13 +421,13 @@ def vocab_size_of(config: RunConfig) -> int:
 
 
 def _vocab_size_of_path(config: RunConfig, path: str | None) -> int:
-    """Returns the vocabulary size of one dataset; path None is the text inside the package."""
+    """Returns the vocabulary size of one dataset; path None means the text inside the package."""
     spec = config.data.tokenizer
     file = None if path is None else user_path(path)
     size = None
     if file is not None and is_text_set(file):
         size = read_text_sidecar(file).get("vocab_size")
-    elif file is not None and file.exists() and is_token_path(file):  # brings its own tokenizer
+    elif file is not None and file.exists() and is_token_path(file):  # has a tokenizer of its own
         parts = [part for part in open_tokens([file]) if part is not None]
         size = parts[0].vocab_size if parts else None
     elif bpe_size(spec) is not None:
@@ -437,7 +435,11 @@ def _vocab_size_of_path(config: RunConfig, path: str | None) -> int:
     elif spec != "bytes" or file is None or file.exists():
         size = as_tokenizer(spec).vocab_size
     if size is None:
-        known = "does not say" if file is not None and file.exists() else "does not exist to say"
+        known = (
+            "does not say"
+            if file is not None and file.exists()
+            else "does not exist, so it does not say"
+        )
         raise ValueError(
             f"data.path={path} {known} how many different tokens there are (the vocabulary size); "
             "set model.vocab_size to that number"

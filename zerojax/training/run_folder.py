@@ -1,4 +1,4 @@
-"""Opens a run's log, and writes the files of its folder that describe the run."""
+"""Opens the log of a run, and writes files into the run folder that describe the run."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from zerojax.zoo.hugging_face import UnsupportedError, describe_model
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 DESCRIPTION_FILE = "hugging_face.json"
-"""Model description for exporting to Hugging Face; written for architectures known there."""
+"""File that describes the model for an export to Hugging Face; written if that format has it."""
 
 
 def open_log(spec: RunSpec, plan: Plan, start_step: int, steps: int | None = None) -> RunLog | None:
     """Opens the log of a run that continues after `start_step`, and logs the plan.
 
     Args:
-      spec: of the run.
-      plan: the current plan.
-      start_step: batches consumed.
-      steps: of the whole run; None: as in `spec`.
+      spec: description of the run.
+      plan: current plan of the run.
+      start_step: number of batches consumed.
+      steps: number of steps of the whole run; None: the number in `spec`.
 
     Returns:
-      The log; None if the run has none.
+      The log; None if the run has no log.
     """
     if spec.log is None:
         return None
@@ -75,7 +75,7 @@ def _write_description(folder: Path, plan: Plan) -> None:
 
 
 def _write_notes(spec: RunSpec, plan: Plan, folder: Path) -> None:
-    """Writes what `zerojax.load_run` reads: the record, the tokenizer and the chat template."""
+    """Writes the files that `zerojax.load_run` reads: record, tokenizer and chat template."""
     notes = spec.notes
     if notes is None:
         return

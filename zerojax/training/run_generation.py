@@ -1,4 +1,4 @@
-"""Generates text and tokens with the weights of a run, in shards on the run's own mesh."""
+"""Generates text and tokens with the weights of a run, sharded on the run's own mesh."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _DEVICE = "device"
 
 
 class ModelReader:
-    """Reads the model out of the states of a plan, sharded, in the run's compute dtype.
+    """Converts states of a plan to the sharded model, in the run's compute dtype.
 
     No device holds more than its shards.
 
     Args:
-      plan: of the states.
+      plan: plan of the states.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -51,14 +51,14 @@ class ModelReader:
         """Returns the model in the user's form.
 
         Args:
-          state: stays valid.
-          weights: "ema": the averaged weights.
+          state: train state; it stays valid.
+          weights: "ema" reads the averaged weights instead of the trained ones.
 
         Raises:
           ValueError: the run keeps no EMA.
         """
         parts = model_parts(self._plan, state, weights=weights)
-        # Offloaded parameters are in host memory, where nothing is computed.
+        # Offloaded parameters are in host memory, so they are first copied to the device.
         stored = {
             name: x if x.sharding.memory_kind in (None, _DEVICE) else _on_device(x)
             for name, x in {**parts["params"], **parts["frozen"]}.items()
@@ -85,13 +85,13 @@ def _on_device(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunGenerator:
-    """Generates with the model of a run.
+    """Generates text or tokens with the model of a run.
 
     Attributes:
-      plan: placement of the model; prompts are divided over its data axes.
-      model: in the user's form, sharded over `plan.mesh`.
-      tokenizer: of texts; None: there is none.
-      end_tokens: ids that end a text, by default.
+      plan: plan that places the model; prompts are divided over its data axes.
+      model: model in the user's form, sharded over `plan.mesh`.
+      tokenizer: tokenizer for texts; None if there is none.
+      end_tokens: token ids that end a text unless the caller passes others.
     """
 
     plan: Plan
@@ -114,14 +114,14 @@ class RunGenerator:
         Args:
           prompts: a text, a sequence of texts, or rows of token ids.
           num_tokens: number of new tokens; None: 200, or as many as fit the context.
-          end_tokens: None: the default ones.
+          end_tokens: token ids that each end their text; None: `self.end_tokens`.
           batch_size: number of prompts that are continued together.
-          seed: of the sampling.
+          seed: seed of the sampling.
           **options: further fields of `Sampling`.
 
         Returns:
-          For a text, a text; for texts, a list of texts; for rows, a list of int32 arrays, each the
-          prompt and the new tokens, up to its end token.
+          A text for a text, a list of texts for texts, and a list of int32 arrays for rows. Each is
+          the prompt and the new tokens, up to its end token.
         """
         sampling = self.sampling(end_tokens=end_tokens, seed=seed, **options)
         if isinstance(prompts, str):
@@ -136,7 +136,7 @@ class RunGenerator:
     def sampling(
         self, *, end_tokens: Sequence[int] | None = None, seed: int = 0, **options: Any
     ) -> Sampling:
-        """Returns options of the sampling; for the arguments see `generate`."""
+        """Returns the options of the sampling; arguments as in `generate`."""
         ends = self.end_tokens if end_tokens is None else tuple(end_tokens)
         return Sampling(**options, end_tokens=ends, seed=as_seed(seed))
 
@@ -147,7 +147,14 @@ class RunGenerator:
         sampling: Sampling,
         batch_size: int = BATCH_SIZE,
     ) -> list[Continuation]:
-        """Continues texts; see `zoo.text_generation.continue_texts`."""
+        """Continues texts, and returns each continuation with its number of tokens.
+
+        Args:
+          prompts: texts to continue.
+          num_tokens: maximum number of new tokens; None: 200, or as many as fit the context.
+          sampling: options of the sampling.
+          batch_size: number of texts that are continued together.
+        """
         try:
             return continue_texts(
                 self.model,
@@ -161,7 +168,7 @@ class RunGenerator:
         except UnicodeEncodeError as error:
             prompt = quoted(error.object)
             raise ValueError(
-                f"prompt={prompt} has half a character (an unpaired surrogate) at index "
+                f"prompt={prompt} has an unpaired surrogate (half a character) at index "
                 f"{error.start}; remove it"
             ) from error
 
@@ -193,16 +200,16 @@ class RunGenerator:
 def end_tokens_of(
     plan: Plan, tokenizer: Any, folder: Path | None = None, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """Returns the ids that end a text of a run's model, as far as its files state them.
+    """Returns the token ids that end a text of a run's model, as far as its files state them.
 
-    They are those of the Hugging Face folder that the run started from, or else the tokenizer's
-    end-of-text id.
+    They come from the Hugging Face folder that the run started from; otherwise the only id is the
+    tokenizer's end-of-text id.
 
     Args:
-      plan: of the run.
-      tokenizer: of the run, or None.
-      folder: of the run, or None.
-      vocab_size: ids from this number on are left out.
+      plan: plan of the run.
+      tokenizer: tokenizer of the run, or None.
+      folder: folder of the run, or None.
+      vocab_size: size of the model's vocabulary; ids from this number on are left out.
     """
     model, ids = plan.users_model, ()
     if isinstance(model, Pretrained):

@@ -1,4 +1,4 @@
-"""Opens a planned run's checkpoints, resumes it, trains it and closes it."""
+"""Opens the checkpoints of a planned run, resumes the run, trains it and closes it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from zerojax.training.trainer import Trainer
 from zerojax.training.validation import check_before_run, describe_limit
 
 ALONE_SECONDS = 20.0
-"""Maximum wait for a save in flight when one of several processes fails. The process's own part
-takes no longer than that; waiting for the part of a process that has ended is pointless."""
+"""Maximum seconds to wait for a save in progress when one of several processes fails. The process's
+own part takes no longer. Waiting for the part of a process that has ended is useless."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,10 @@ class Run:
     """A planned run with open checkpoints; no arrays exist yet.
 
     Attributes:
-      checkpointer: None if the run has no checkpoints.
-      base: frozen weights that the checkpoints leave out.
+      spec: description of the run.
+      plan: plan of the run.
+      checkpointer: checkpointer of the run; None if the run has no checkpoints.
+      base: frozen weights that the checkpoints do not store.
     """
 
     spec: RunSpec
@@ -52,11 +54,11 @@ class Run:
 
 @not_for_everybody()
 def open_run(spec: RunSpec, plan: Plan) -> Run:
-    """Checks offload and validation data, and opens the checkpoints; call `fit` next.
+    """Checks offload and validation data, and opens the checkpoints; the caller calls `fit` next.
 
     Raises:
-      ValueError, CheckpointError: before any array is on a device; also if the processes of a
-        group are about to start different runs.
+      ValueError, CheckpointError: a check failed, or the processes of a group are about to start
+        different runs. Raised before any array is on a device.
     """
     reasons = [*spec.reasons]
     if (cache := keep_programs()) is not None:
@@ -88,7 +90,7 @@ def open_run(spec: RunSpec, plan: Plan) -> Run:
 
 
 def _common_settings(spec: RunSpec) -> dict[str, Any]:
-    """Returns the loop settings that must be equal in all processes."""
+    """Returns {name: value} of the loop settings that must be equal in all processes."""
     return {
         "log_every": spec.loop.log_every,
         "eval_every": spec.loop.eval_every,
@@ -102,7 +104,7 @@ def _common_settings(spec: RunSpec) -> dict[str, Any]:
 
 @not_for_everybody()
 def fit(run: Run) -> Trainer:
-    """Creates or restores the state, trains to the end, and closes the run after an error."""
+    """Creates or restores the state, trains to the end, and closes the run if an error occurs."""
     spec, checkpointer, trainer = run.spec, run.checkpointer, None
     watchdog = Watchdog(
         spec.watch or WatchConfig(),
@@ -129,15 +131,15 @@ def fit(run: Run) -> Trainer:
         except BaseException as error:
             if checkpointer is not None and (failure := _close_after(checkpointer)):
                 error.add_note(f"Also: {failure}")
-            if trainer is not None:  # after the save in flight, which may read the state's files
+            if trainer is not None:  # after the save in progress, which may read the state's files
                 end_state(trainer.state)
             raise
     return trainer
 
 
 def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any]:
-    """Returns (plan, state, batches consumed, jitted step) of a run, for the page about
-    out-of-memory errors.
+    """Returns (plan, state, batches consumed, jitted step) for the report about out-of-memory
+    errors.
 
     State and step are None if there is no trainer yet.
     """
@@ -147,9 +149,9 @@ def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any
 
 
 def _close_after(checkpointer: Checkpointer) -> str | None:
-    """Closes the checkpoints after an error and returns what failed in the last save, if any.
+    """Closes the checkpoints after an error; returns what failed in the last save, or None.
 
-    With several processes, it does not wait for the others, which may not know of the error.
+    With several processes, it does not wait for other processes, which may not know of the error.
     """
     if jax.process_count() > 1:
         return checkpointer.finish_alone(ALONE_SECONDS)
@@ -178,10 +180,10 @@ def _open_checkpoints(spec: RunSpec, plan: Plan, base: BaseWeights | None) -> Ch
 
 
 def _check_is_no_run_folder(path: Path) -> None:
-    """Raises if `path` is the folder of a run that would start again instead of resuming."""
+    """Raises if `path` is the folder of a run, because the run would start anew there."""
     inside = path / CHECKPOINT_FOLDER
     if inside.is_dir() and list_steps(inside) and not list_steps(path):
         raise ValueError(
             f"checkpoint.path={quoted(str(path))} is the folder of a run; set checkpoint.path to "
-            f"{CHECKPOINT_FOLDER!r} in it, or leave it out and set run_dir to the run's folder"
+            f"{CHECKPOINT_FOLDER!r} in it, or omit it and set run_dir to the run's folder"
         )

@@ -1,6 +1,6 @@
-"""Writes and reads run.json, the record from which `zerojax.load_run` rebuilds a run.
+"""Writes and reads run.json, the record from which `zerojax.load_run` rebuilds a run's model.
 
-Written when training starts. It holds values only: no code, and no class to import.
+It is written when training starts. It contains only values: no code, and no class to import.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ _DTYPE_NAMES = (
 )
 
 LossKind = Literal["model", "next_token", "own"]
-"""Kind of a loss: the model's method `loss`, next-token cross-entropy of `model(tokens)`, or the
-user's own function, which is not recorded."""
+"""Kind of a loss: "model" is the model's method `loss`, "next_token" is the cross-entropy of
+`model(tokens)`, "own" is the user's own function, which is not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    """The text data of a run."""
+    """Description of the text data of a run."""
 
     path: str | None = None
-    """A file or folder; None: the text inside the package."""
+    """Path of a file or folder; None: the text inside the package."""
     seq_len: int = 128
-    """Tokens of a row."""
+    """Number of tokens of a row."""
     validation_fraction: float = 0.05
-    """Part of the text, from its end, that was held out for validation."""
+    """Fraction of the text, at its end, that was held out for validation."""
     pack: bool = False
-    """Whether attention was restricted to each text of a packed row."""
+    """True if attention was restricted to each text of a packed row."""
     mixture: tuple[MixturePart, ...] = ()
-    """Several datasets with weights, in place of `path`."""
+    """Several datasets with weights, which replace `path`."""
     long_texts: Literal["refuse", "split", "drop"] = "refuse"
-    """How chats longer than a row were handled."""
+    """How texts that are longer than a row were handled."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -74,20 +74,20 @@ class TextData:
 
     @property
     def data(self) -> Any:
-        """The data argument of `as_source`."""
+        """Value of the argument `data` of `as_source`."""
         return self.mixture or self.path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """LoRA adapters of a model that share rank, scale and dropout."""
+    """LoRA adapters of a model that have the same rank, scale and dropout."""
 
     rank: int
-    """Rank of both matrices."""
+    """Rank of both matrices of an adapter."""
     scale: float
-    """Factor of their product."""
+    """Factor by which the product of the matrices is multiplied."""
     dropout: float
-    """Dropout probability on their input."""
+    """Dropout probability of the adapter's input."""
     names: tuple[str, ...]
     """Names of the projections that have these adapters."""
 
@@ -97,7 +97,7 @@ class Adapters:
 
 @dataclass(frozen=True, kw_only=True)
 class RunNotes:
-    """Entries of the record that only the caller of a run knows, such as loss and text."""
+    """Entries of the record that only the caller of a run knows, such as loss and text data."""
 
     loss: LossKind
     data: TextData | None = None
@@ -116,15 +116,16 @@ class RunRecord:
       model_name: name of the model's class, for display.
       sizes: fields of the architecture's configuration.
       adapters: LoRA adapters of the model, grouped by equal settings.
-      loss: see `LossKind`.
+      loss: kind of the loss: "model", "next_token" or "own".
       precision: {field of `Precision`: name of a dtype or of a weight code}.
       frozen: names of parameters that were not trained.
-      mesh: mesh options, with every size resolved.
-      platform, num_devices: of the devices that the run used.
-      batch: the global batch as JSON, see `abstract_of`; None: not expressible.
-      data: the text, or None if batches came from Python.
-      eval_batches: batches per evaluation, as set by the user; None: not set.
-      checkpoints: folder of the checkpoints if it is not inside the run folder.
+      mesh: mesh options with all sizes resolved.
+      platform: JAX platform of the devices of the run.
+      num_devices: number of devices of the run.
+      batch: the global batch as JSON (`abstract_of` reads it); None if it has no JSON form.
+      data: the text data; None if batches came from Python.
+      eval_batches: number of batches per evaluation that the user set; None: not set.
+      checkpoints: folder of the checkpoints if it is not inside the run folder, else None.
     """
 
     architecture: str
@@ -143,27 +144,27 @@ class RunRecord:
     checkpoints: str | None
 
     def as_precision(self) -> Precision:
-        """Returns the run's dtypes, without a loss scale, which evaluation does not need."""
+        """Returns the run's dtypes, without the loss scale, which an evaluation does not need."""
         dtypes: dict[str, Any] = {
             name: value if name == _FREEZE_CODES else _dtype_of(name, value)
             for name, value in self.precision.items()
         }
-        # Records from before 2026-11-25 lack it: frozen parameters were stored in param_dtype.
+        # Records from before 2026-11-25 lack this key: frozen parameters were in param_dtype.
         dtypes.setdefault(_FREEZE_DTYPE, dtypes.get("param_dtype", np.dtype(np.float32)))
         return Precision(**dtypes)
 
     def factory(self) -> Callable[[nnx.Rngs], nnx.Module]:
-        """Returns a factory of the model; only for one of the known architectures."""
+        """Returns a factory of the model; only for architectures in `zoo.MODELS`."""
         return _factory(self.architecture, self.sizes, self.adapters)
 
 
 def record_of(plan: Plan, notes: RunNotes) -> RunRecord:
-    """Returns the record of a run with this plan."""
+    """Returns the record of a run with this plan and these notes."""
     template = getattr(plan.model, "template", None) or plan.model.source
     architecture, sizes, adapters = _describe(template)
     devices = plan.mesh.devices
     settings = plan.settings
-    if not isinstance(settings.pipeline_schedule, str):  # layers are placed anew when read back
+    if not isinstance(settings.pipeline_schedule, str):  # reading the run places layers anew
         settings = dataclasses.replace(
             settings,
             pipeline_schedule=MeshConfig.pipeline_schedule,
@@ -202,20 +203,20 @@ def _dtype_names(precision: Precision) -> dict[str, str]:
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
-    """Writes run.json to the run folder. `read_record` reads every field back."""
+    """Writes run.json to the run folder."""
     text = json.dumps(to_dict(record), indent=1)
     replace_text(folder / RECORD_FILE, text + "\n")
 
 
 def read_record(values: Any, where: str) -> RunRecord:
-    """Returns the record in a run.json.
+    """Converts the content of a run.json to a record.
 
     Args:
       values: the parsed JSON.
       where: name of the file for error messages.
 
     Raises:
-      ConfigError: an unknown or missing key, or a value of a wrong type.
+      ConfigError: a key is unknown or missing, or a value has a wrong type.
     """
     try:
         return _record_in(values, where)
@@ -227,7 +228,7 @@ def check_record(record: RunRecord, where: str) -> None:
     """Raises if sizes, adapters, dtypes or the batch are not valid; allocates no array.
 
     Raises:
-      ConfigError: names `where` and the value.
+      ConfigError: the message names `where` and the value.
     """
     try:
         record.as_precision()
@@ -242,7 +243,7 @@ def check_record(record: RunRecord, where: str) -> None:
 
 def _record_in(values: Any, where: str) -> RunRecord:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"holds a {type(values).__name__} in place of an object", (), where)
+        raise ConfigError(f"holds a {type(values).__name__}, not an object", (), where)
     known = [field.name for field in dataclasses.fields(RunRecord)]
     unknown, missing = sorted(values.keys() - set(known)), sorted(set(known) - values.keys())
     if unknown or missing:
@@ -253,7 +254,7 @@ def _record_in(values: Any, where: str) -> RunRecord:
     architecture = checked.architecture
     if architecture and architecture not in MODELS:
         raise ConfigError(
-            f"unknown architecture; known are {', '.join(MODELS)}", ("architecture",), where
+            f"unknown architecture; use one of {', '.join(MODELS)}", ("architecture",), where
         )
     sizes, precision = values["sizes"], values["precision"]
     fields = _hints_of(MODELS[architecture][0]) if architecture else ()
@@ -281,7 +282,7 @@ def _listed(value: Any, where: str) -> list[Any]:
 
 
 def abstract_of(batch: Any) -> Any:
-    """Returns the batch of a record as `ShapeDtypeStruct`s; None if the record has none.
+    """Converts the batch of a record to `ShapeDtypeStruct`s; None if the record has no batch.
 
     Raises:
       ConfigError: the JSON does not describe a batch.
@@ -298,7 +299,7 @@ def abstract_of(batch: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
-    """The fields of a record whose types the configuration loader checks."""
+    """Fields of a record whose types are checked by the configuration loader."""
 
     architecture: str
     model_name: str
@@ -320,10 +321,10 @@ def _hints_of(cls: type) -> tuple[str, ...]:
 
 
 def _describe(template: Any) -> tuple[str, dict[str, Any], tuple[Adapters, ...]]:
-    """Returns (architecture, sizes, adapters) of a model in `zoo`; ("", {}, ()) of any other.
+    """Returns (architecture, sizes, adapters) of a model in `zoo`; ("", {}, ()) of any other model.
 
     A subclass, or a module that was changed after its creation, may compute something else, so it
-    counts as the user's own.
+    counts as a model of the user's own.
     """
     name = next((name for name, (_, cls) in MODELS.items() if type(template) is cls), None)
     if name is None:
@@ -358,7 +359,7 @@ def _called(config_class: type) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def _structure(module: nnx.Module) -> dict[str, Any]:
-    """Returns {path: (class, static attributes)} of the submodules of a module."""
+    """Returns {path: (class, static attributes)} of the submodules of `module`."""
     found = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):
@@ -368,7 +369,8 @@ def _structure(module: nnx.Module) -> dict[str, Any]:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    # Random state is created anew: evaluations do not read it. The caller sets train or eval mode.
+    # Random state is created anew, because evaluations do not read it. The caller sets train or
+    # eval mode.
     if name.startswith("_") or name in ("rngs", "deterministic", "use_running_average"):
         return False
     return not isinstance(value, nnx.Module | nnx.Variable | nnx.RngStream) and not hasattr(
@@ -402,7 +404,7 @@ def _with_adapters(
         module = add_lora(make, config)(rngs)
         for path, node in nnx.iter_graph(module):
             if path_name(path) in adapters.names:
-                node.lora.scale = adapters.scale  # alpha / rank may be off in the last place
+                node.lora.scale = adapters.scale  # alpha / rank may differ in the last digit
         return module
 
     return factory

@@ -1,7 +1,7 @@
-"""Defines `RunSpec`, the resolved description of a run, and plans the run that it describes.
+"""Defines `RunSpec`, the resolved description of a run, and makes the plan for a `RunSpec`.
 
-`train`, run files and `initialize` translate their arguments into a `RunSpec`; planning, the log,
-checkpoints and the loop take nothing else, and do not know where it came from.
+`train`, run files and `initialize` translate their arguments into a `RunSpec`. Planning, the log,
+checkpoints and the loop use only the `RunSpec`, and do not know which of the three made it.
 """
 
 from __future__ import annotations
@@ -41,29 +41,30 @@ from zerojax.training.tuning import tune
 
 CHECKPOINT_FOLDER, OFFLOAD_FOLDER = "checkpoints", "offload"
 SLOW_SECONDS = 5.0
-"""Time after which a slow phase of a run prints what it is doing."""
+"""Seconds after which a slow phase of a run prints its name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """Resolved description of a run: every default is filled in, nothing is open yet.
+    """Resolved description of a run: every default is set, but no file is open and no array exists.
 
     Attributes:
-      inputs: the model, its loss and optimizer, and a global batch as shapes.
+      inputs: model, loss, optimizer, and a global batch as shapes.
       mesh: mesh options, or the user's own mesh.
-      mesh_options: options that apply to every mesh of the run, besides those of `mesh`.
-      feed: the batches, of which none is consumed yet; None: the caller passes each batch.
-      validation: as in `zerojax.train`.
-      seed: of parameters, dropout and shuffling.
+      mesh_options: options that apply to every mesh of the run, in addition to those in `mesh`.
+      feed: batches of the run, none of which is consumed yet; None: the caller passes each batch.
+      validation: validation data in any form that `zerojax.train` takes.
+      seed: seed of parameters, dropout and shuffling.
       loop: settings of the training loop.
-      folder: of metrics, plan and events; None: nothing is written.
-      offload_folder: of state offloaded to disk; None: `offload.folder` must be set.
+      folder: folder for metrics, plan and events; None: nothing is written.
+      offload_folder: folder for state offloaded to disk; None: `offload.folder` must be set.
       log: settings of the log; None: the run has no log.
       watch: settings of the watchdog; None: the defaults.
-      checkpoint: None: the run saves no checkpoints.
-      settings_of: (plan) -> the settings in the run folder and in checkpoints, JSON-serialisable.
+      checkpoint: settings of checkpoints; None: the run saves no checkpoints.
+      settings_of: function from a plan to the settings, as JSON values, that are written to the run
+        folder and to checkpoints.
       reasons: one sentence for each default that was chosen before planning.
-      notes: content of the record that `zerojax.load_run` needs; None: no record is written.
+      notes: values for the record that `zerojax.load_run` reads; None: no record is written.
     """
 
     inputs: PlanInputs
@@ -84,7 +85,7 @@ class RunSpec:
 
     @property
     def steps(self) -> int | None:
-        """Batches of the whole run; None: until the batches end."""
+        """Number of batches of the whole run; None: until the batches end."""
         return self.inputs.steps
 
     @property
@@ -94,13 +95,14 @@ class RunSpec:
 
 
 def plan_run(spec: RunSpec, mesh: Any = None) -> Plan:
-    """Returns the plan of a run, with measured choices if the options ask for them.
+    """Returns the plan of a run; implementations are measured if the options request it.
 
     Args:
-      mesh: mesh options, or a mesh, in place of the run's own; None: `spec.mesh`.
+      spec: description of the run.
+      mesh: mesh options or a mesh that replaces `spec.mesh`; None: `spec.mesh`.
 
     Raises:
-      ValueError, TypeError: as in `make_plan`.
+      ValueError, TypeError: the run cannot be planned, as in `make_plan`.
     """
     mesh = with_disk_folder(spec.mesh if mesh is None else mesh, spec.offload_folder)
     planning = "planning: tracing the model and its loss ..."
@@ -141,14 +143,14 @@ def plan_elsewhere(
     gpu: Gpu | None = None,
     **mesh_options: Any,
 ) -> Plan:
-    """Returns the plan of a run on a mesh, which may be of devices that are not here.
+    """Returns the plan of a run on a mesh whose devices may be absent.
 
     Args:
-      inputs: of the run.
-      settings: mesh options of the run; the sizes are those of `mesh`.
-      mesh: from `make_abstract_mesh`, or of devices.
-      gpu: the card for which `offload.auto` chooses; None offloads nothing.
-      **mesh_options: override fields of `settings`.
+      inputs: model, loss, optimizer and batch of the run.
+      settings: mesh options of the run; sizes of axes are taken from `mesh`.
+      mesh: abstract mesh from `make_abstract_mesh`, or a mesh of devices.
+      gpu: GPU for which `offload.auto` chooses; None: nothing is offloaded.
+      **mesh_options: values that override fields of `settings`.
     """
     options = {**plan_options(settings), **mesh_options}
 
@@ -161,13 +163,13 @@ def plan_elsewhere(
 
 @contextlib.contextmanager
 def print_if_slow(log: LogConfig | None, text: str) -> Iterator[None]:
-    """Prints `text` if the block takes longer than `SLOW_SECONDS`, before the log is open.
+    """Prints `text` if a `with` block takes longer than `SLOW_SECONDS`, before the log is open.
 
-    Prints on process 0 only, and nothing if the console is quiet.
+    Prints only on process 0, and nothing if the console is quiet.
 
     Args:
-      log: settings of the run's log; None means the defaults.
-      text: such as "planning ...".
+      log: settings of the run's log; None: the defaults.
+      text: name of the phase, such as "planning ...".
     """
     is_quiet = log is not None and log.console == "quiet"
     if is_quiet or jax.process_index() != 0:
@@ -183,11 +185,11 @@ def print_if_slow(log: LogConfig | None, text: str) -> Iterator[None]:
 
 
 def with_disk_folder(mesh: Any, folder: Path | None) -> Any:
-    """Returns mesh options in which offload to disk has a folder: their own, or the run's.
+    """Returns mesh options in which offload to disk has a folder: the user's, or the run's.
 
     Args:
-      mesh: as in `zerojax.train`.
-      folder: of the run; None if it has none.
+      mesh: mesh options in any form that `zerojax.train` takes.
+      folder: folder of the run; None if it has none.
     """
     if folder is None or not isinstance(mesh, MeshConfig | Mapping):
         return mesh
@@ -200,7 +202,7 @@ def with_disk_folder(mesh: Any, folder: Path | None) -> Any:
 
 
 def absolute(path: str | Path | None) -> str | None:
-    """Returns the absolute path, valid in any working directory; None stays None."""
+    """Returns the absolute form of a path, valid in any working directory; None stays None."""
     return None if path is None else str(user_path(path).absolute())
 
 
@@ -210,7 +212,7 @@ def absolute_parts(parts: Sequence[MixturePart]) -> tuple[MixturePart, ...]:
 
 
 def external_checkpoints(checkpoints: str | None, folder: Path | None) -> str | None:
-    """Returns the absolute path of a run's checkpoints; None if they are in its folder."""
+    """Returns the absolute path of a run's checkpoints; None if they are in the run folder."""
     if checkpoints is None or folder is None:
         return None
     path = Path(checkpoints).absolute()
@@ -218,7 +220,7 @@ def external_checkpoints(checkpoints: str | None, folder: Path | None) -> str | 
 
 
 def rows_of_process(batches: Any, mesh: Mesh | AbstractMesh) -> tuple[int, int] | None:
-    """Returns the range of rows of a text batch that this process reads; None for others.
+    """Returns the range of rows of a text batch that this process reads; None for other batches.
 
     Processes that hold different stages of one pipeline read the same rows.
     """

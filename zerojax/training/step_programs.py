@@ -1,7 +1,8 @@
-"""Holds the compiled steps of a plan: one, or one for each compiled length of a curriculum.
+"""Compiled steps of a plan: one step, or one for each compiled row length of a curriculum.
 
-While a step of one length runs, the next length is compiled in a thread. JAX keeps the compiled
-program, so that the first call with the next length only runs it.
+A curriculum trains on shorter rows first. While a step of one row length runs, the step of the next
+length is compiled in a thread. JAX caches the compiled program, so the first call with the next
+length only runs it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class StepProgram:
     """The compiled step for one row length.
 
     Attributes:
-      plan: of the step; its `abstract_batch` has the length's shapes.
-      jitted: from `build_step`.
-      was_called: whether it has taken a step.
-      compiling: thread that compiles it; None: it compiles at its first call.
+      plan: plan of the step; its `abstract_batch` has rows of this length.
+      jitted: jitted step from `build_step`.
+      was_called: True if it has taken a step.
+      compiling: thread that compiles the step; None: the first call compiles it.
     """
 
     plan: Plan
@@ -41,16 +42,16 @@ class StepProgram:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the next call has to compile, or to wait for a compilation in progress."""
+        """True if the next call has to compile, or to wait for a compilation in progress."""
         return not self.was_called and (self.compiling is None or self.compiling.is_alive())
 
     def compile_ahead(self) -> None:
-        """Starts to compile in a thread; does nothing if that was started before."""
+        """Starts to compile in a thread; does nothing if a thread was started before."""
         if self.compiling is not None or self.was_called:
             return
         plan = self.plan
         try:
-            # In this thread, whose settings of JAX are part of what is compiled.
+            # Lowered in this thread, because JAX's thread-local settings affect the program.
             lowered = self.jitted.lower(plan.abstract_state, plan.abstract_batch)
         except Exception:  # the first call compiles again, and raises the error
             logger.debug("lowering a step ahead failed", exc_info=True)
@@ -67,7 +68,7 @@ class StepProgram:
             logger.debug("compiling a step ahead failed", exc_info=True)
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        """Takes a step, after waiting for the compilation."""
+        """Takes a step, after waiting for a compilation in progress."""
         if self.compiling is not None:
             self.compiling.join()
         result = self.jitted(state, batch)
@@ -76,10 +77,10 @@ class StepProgram:
 
 
 class StepPrograms:
-    """The compiled steps of a plan.
+    """All compiled steps of a plan, one for each compiled row length.
 
     Args:
-      plan: of whole rows, with or without a ladder.
+      plan: plan for full rows, with or without a curriculum.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -90,35 +91,37 @@ class StepPrograms:
         }
 
     def length(self, step: int) -> int | None:
-        """Returns the tokens of a row in a step, from 1; None without a curriculum."""
+        """Returns the row length in tokens of step `step` (from 1); None without a curriculum."""
         return None if self._ladder is None else self._ladder.config.length(step)
 
     def rung(self, step: int) -> int | None:
-        """Returns the compiled length of a step, from 1; None without a curriculum."""
+        """Returns the row length for which step `step` (from 1) is compiled; None without a
+        curriculum."""
         length = self.length(step)
         return None if length is None else self._ladder.config.rung(length)
 
     def of(self, step: int) -> StepProgram:
-        """Returns the program of a step, from 1."""
+        """Returns the program of step `step` (from 1)."""
         return self._programs[self.rung(step) or 0]
 
     def place(self, step: int, batch: Any) -> Any:
-        """Returns the host batch of a step, from 1, on the devices, shortened for the step."""
+        """Places a host batch on the devices, with rows shortened for step `step` (from 1)."""
         if self._ladder is not None:
             batch = shorten(batch, self._ladder, step)
         return shard_batch(self.of(step).plan, batch, vocab_size=self._plan.vocab_size)
 
     def placing(self, after: int) -> Callable[[Any], Any]:
-        """Returns a function that places the batches after step `after`, one after the other."""
+        """Returns a function that places batches after step `after` on the devices, in order."""
         steps = itertools.count(after + 1)
         return lambda batch: self.place(next(steps), batch)
 
     def compile_next(self, step: int, until: int | None) -> None:
-        """Starts to compile the length that follows that of `step`.
+        """Starts to compile the row length that follows that of `step`.
 
         Args:
-          until: last step of the run; None: not known. A length that only later steps have is not
-            compiled.
+          step: number of the current step.
+          until: last step of the run; None if it is not known. A length that only later steps would
+            use is not compiled.
         """
         if self._ladder is None:
             return
@@ -135,11 +138,12 @@ class StepPrograms:
                 program.compiling.join()
 
     def describe(self, step: int, *, always: bool = False) -> str | None:
-        """Returns a line about the length of a step, from 1.
+        """Returns a line for the log about the row length of step `step` (from 1).
 
         Args:
-          always: also if the step before has the same length; None is returned then otherwise, and
-            without a curriculum.
+          step: number of the step.
+          always: True: return a line even if the previous step has the same length; False: return
+            None then. Without a curriculum, None is returned in either case.
         """
         length = self.length(step)
         is_same = step > 1 and length == self.length(step - 1)
@@ -152,10 +156,10 @@ class StepPrograms:
 
 @dataclasses.dataclass(frozen=True)
 class CountedWork:
-    """Tokens and FLOPs of steps whose rows have different lengths.
+    """Numbers of tokens and FLOPs of steps whose rows have different lengths.
 
     Attributes:
-      plan: with a ladder.
+      plan: plan with a curriculum.
     """
 
     plan: Plan
@@ -165,9 +169,9 @@ class CountedWork:
         return {rung: model_flops(plan) for rung, plan in self.plan.ladder.plans.items()}
 
     def tokens(self, after: int, until: int) -> int | None:
-        """Returns the tokens with weight of the steps `after` + 1 to `until`, over all devices.
+        """Returns the tokens with nonzero weight of steps `after` + 1 to `until`, over all devices.
 
-        None if batches have no "tokens".
+        Returns None if batches have no "tokens".
         """
         ladder = self.plan.ladder
         whole = tokens_per_step(self.plan)
@@ -179,7 +183,7 @@ class CountedWork:
     def flops(self, after: int, until: int) -> float:
         """Returns the FLOPs of steps `after` + 1 to `until` over all devices.
 
-        Each step counts with the row length that it is compiled for.
+        Each step is counted with the row length for which it is compiled.
         """
         config = self.plan.ladder.config
         spans = config.spans(after, until)

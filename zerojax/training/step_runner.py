@@ -1,4 +1,4 @@
-"""Defines `StepRunner`: single steps of a planned run, with its state, reports and log."""
+"""Defines `StepRunner`, which runs single steps of a planned run, with state, reports and log."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from zerojax.training.step_programs import StepProgram, StepPrograms
 class StepRunner:
     """Runs single steps and evaluations of a planned run, and reports them.
 
-    It has no state at first: call `begin` or `restore_from`. The loops around it are `Trainer` and
-    the engine of DeepSpeed's interface.
+    It has no state until `begin` or `restore_from` is called. `Trainer` and the engine of
+    DeepSpeed's interface are loops around it.
 
     Args:
-      plan: of the run, on devices of this machine.
-      spec: description of the run that `plan` was made from; None: the inputs of the plan, without
-        a log.
-      watchdog: supervises the run; None: no limits.
+      plan: plan of the run, on devices of this machine.
+      spec: description of the run from which `plan` was made; None: inputs of the plan, no log.
+      watchdog: watchdog that supervises the run; None: no time limits.
 
     Attributes:
-      plan: the current plan (changes with `reshard`).
-      state: the current state; donated to each step, so do not keep references to its arrays.
-      num_steps: batches consumed.
-      metrics: the last report, on the host.
-      history: every report, oldest first.
-      clock: the clock of the loop.
-      jitted_step: the compiled step of the current plan; with a curriculum that of the last length.
-      step_plan: the plan of `jitted_step`: `plan`, or that of a compiled length of the curriculum.
+      plan: current plan; `reshard` replaces it.
+      state: current train state. It is donated to each step, so do not keep references to its
+        arrays.
+      num_steps: number of batches consumed.
+      metrics: metrics of the last report, on the host.
+      history: metrics of every report, oldest first.
+      clock: clock of the training loop.
+      jitted_step: compiled step of the current plan; with a curriculum, of the last row length.
+      step_plan: plan of `jitted_step`; with a curriculum, of the last row length.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class StepRunner:
         """Makes a new state, or resumes from durable files of offloaded state.
 
         Args:
-          latest: newest step in the run's checkpoints, or None.
+          latest: number of the newest step in the run's checkpoints, or None.
 
         Returns:
-          False if the checkpoint is to be restored instead; then there is no state yet.
+          False if the checkpoint must be restored instead; then there is no state yet.
         """
         first = first_state(self.plan, self._spec.seed, latest)
         if first is None:
@@ -111,7 +111,7 @@ class StepRunner:
     # --- stepping ---------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> dict[str, jax.Array]:
-        """Takes one step on a host batch; returns metrics on the devices (`float(...)` waits)."""
+        """Takes one step on a host batch; returns metrics on the devices (`float` waits)."""
         return self._step_on_devices(self._programs.place(self.num_steps + 1, batch))
 
     def _place(self, plan: Plan, batch: Any) -> Any:
@@ -150,32 +150,32 @@ class StepRunner:
             self._log.event("sequence_length", step, text, length=self._programs.length(step))
 
     def _check_lengths(self, step: int, batch: Any) -> None:
-        """Checks once that rows which end in weights of 0 are the same as shorter rows."""
+        """Checks once that weights of 0 at the end of rows have the effect of shorter rows."""
         check = self._check_of_lengths
         if check is not None and check.passes(self.state, batch, self.step_plan, step):
             self._check_of_lengths = None
 
     def follow(self, metrics: Mapping[str, jax.Array], *, is_reported: bool) -> bool:
-        """Registers a step taken by `step`, and reads the report of an earlier one.
+        """Registers a step taken by `step`, and reads the report of an earlier step.
 
-        A loop that calls it must call it after every step. Waits only if too many steps are
-        running.
+        A loop that uses this method must call it after every step. It waits only if too many steps
+        are running.
 
         Args:
-          metrics: from `step`.
-          is_reported: whether this step is reported, which happens while later steps run.
+          metrics: metrics that `step` returned.
+          is_reported: True: report this step. The report is written while later steps run.
 
         Returns:
-          Whether a callback ends the run.
+          True if a callback ends the run.
 
         Raises:
-          FloatingPointError: loss or gradients stayed non-finite.
+          FloatingPointError: loss or gradients were not finite in too many reports.
         """
         plan = self.plan
         self._reports.follow(plan, self.num_steps, metrics, self._log)
         try:
             return self._report()
-        finally:  # also after an error in a callback, since this step has been taken
+        finally:  # also after an error in a callback, because the step has been taken
             if is_reported:
                 self._reports.hold(plan, self.num_steps, metrics)
 
@@ -203,7 +203,7 @@ class StepRunner:
             return self._evaluate_one(self.state, self._place(self.plan, batch))
 
     def _evaluate_one(self, state: Any, batch: Any) -> Any:
-        self._watchdog.alive()  # the batch before this one was read back
+        self._watchdog.alive()  # the result of the previous batch was read
         first, self._evaluate_was_called = not self._evaluate_was_called, True
         with self._compiling("the evaluation") if first else contextlib.nullcontext():
             return self._evaluate(state, batch)
@@ -230,10 +230,10 @@ class StepRunner:
             return True in [callback(self, values) for callback in self._spec.loop.callbacks]
 
     def open_log(self, steps: int | None = None) -> None:
-        """Opens the run's log, if it has one; `fit` does so itself.
+        """Opens the run's log, if the run has one; `fit` calls it.
 
         Args:
-          steps: of the whole run; None: not known.
+          steps: number of steps of the whole run; None if it is not known.
         """
         self._log = open_log(self._spec, self.plan, self.num_steps, steps)
         if self._log is not None:
@@ -242,32 +242,32 @@ class StepRunner:
 
     @property
     def has_log(self) -> bool:
-        """Whether the run's log is open."""
+        """True if the run's log is open."""
         return self._log is not None
 
     def take_notes(self) -> list[str]:
-        """Returns lines about the restored checkpoint that were not logged yet, and drops them."""
+        """Returns lines about the restored checkpoint that were not logged yet, and clears them."""
         notes, self._notes = self._notes, []
         return notes
 
     def close_log(self) -> None:
-        """Ends and closes the run's log; does nothing if none is open."""
+        """Ends and closes the run's log; does nothing if no log is open."""
         log, self._log = self._log, None
         if log is not None:
             log.end(self.num_steps, self.clock.take()[0])
             log.close()
 
     def finish_reports(self) -> None:
-        """Reads the pending report, waits for all steps, and logs those that were not finite.
+        """Reads the pending report, waits for all steps, and logs steps that were not finite.
 
         Raises:
-          FloatingPointError: as in `follow`.
+          FloatingPointError: loss or gradients were not finite in too many reports.
         """
         self._report()
         self._reports.settle(self.plan, self._log)
 
     def wait_for_compilation(self) -> None:
-        """Waits for the compilation of a later length in a thread, if one is in progress."""
+        """Waits for the compilation of a later row length, if a thread is compiling one."""
         self._programs.wait()
 
     def _untimed(self) -> contextlib.AbstractContextManager[None]:
@@ -283,13 +283,13 @@ class StepRunner:
     def restore_from(
         self, checkpointer: Checkpointer, step: int | None = None, *, may_be_durable: bool = True
     ) -> Any:
-        """Restores a checkpoint of any folder; ZeRO stage, mesh and number of devices may differ.
+        """Restores a checkpoint from any folder. ZeRO stage, mesh and number of devices may differ.
 
         Args:
-          checkpointer: of the folder.
-          step: a saved step; None: the newest.
-          may_be_durable: whether a run without a state uses its durable files instead, if these
-            hold a later step.
+          checkpointer: checkpointer of the folder.
+          step: number of a saved step; None: the newest.
+          may_be_durable: True: a run without a state uses its durable offload files instead, if
+            they hold a later step.
 
         Returns:
           The result of `Checkpointer.restore`.
@@ -297,7 +297,7 @@ class StepRunner:
         Raises:
           CheckpointError: the step does not exist, or belongs to another model.
         """
-        # Raises before the current state is dropped.
+        # Raises before the current state is deleted.
         checkpointer.check_step(step, pretrained=folder_of(self.plan))
         at_start = may_be_durable and self.state is None
         end_state(self.state)
@@ -312,10 +312,10 @@ class StepRunner:
         return restored
 
     def reshard(self, mesh_config: Any) -> Self:
-        """Changes the ZeRO stage or mesh between two steps, without a restart.
+        """Changes the ZeRO stage or the mesh between two steps, without a restart.
 
         Args:
-          mesh_config: as in `zerojax.train`; the batch stays the same.
+          mesh_config: mesh options in any form that `zerojax.train` takes. The batch is unchanged.
         """
         self._report()
         self.wait()
@@ -329,9 +329,7 @@ class StepRunner:
         return self
 
     def _release_files(self) -> None:
-        """Hook that is called before the files of a durable state are replaced; does nothing
-        here.
-        """
+        """Called before the files of a durable state are replaced; subclasses may override it."""
 
     def to_model(self, *, weights: Weights = "trained") -> Any:
         """Returns the trained model in the user's form: `nnx.Module`, linen variables or a tree.
@@ -339,7 +337,7 @@ class StepRunner:
         Every process gets unsharded arrays, so the model must fit on one device.
 
         Args:
-          weights: "ema" returns the averaged weights, in float32.
+          weights: "ema" returns the averaged weights in float32, "trained" the current weights.
 
         Raises:
           ValueError: the run keeps no EMA.
@@ -347,8 +345,8 @@ class StepRunner:
         return model_of(self.plan, self.state, weights)
 
     def optimizer_state(self) -> Any:
-        """Returns the optimizer state in optax's form, with the model's own tree, not padded.
+        """Returns the optimizer state in optax's form: as the model's own tree, without padding.
 
-        For example, to read an average that your own optax transformation keeps.
+        Use it, for example, to read an average that your own optax transformation computes.
         """
         return optimizer_state_of(self.plan, self.state)

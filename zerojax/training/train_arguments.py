@@ -1,6 +1,6 @@
-"""Holds the arguments of `zerojax.train` in one frozen object, and checks types and limits.
+"""Holds the arguments of `zerojax.train` in a frozen object, and checks their types and limits.
 
-Reads neither batches nor devices. `LoopSettings` is the part that the training loop needs.
+Does not read batches or devices. `LoopSettings` has the settings that the training loop needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Arguments:
     """The arguments of `train`, under the same names.
 
     Attributes:
-      model: as passed by the user; later a `tracing.Model`.
+      model: model that the user passed; later a `tracing.Model`.
       reasons: one sentence for each default that was chosen.
     """
 
@@ -98,7 +98,7 @@ _METHODS = {
     "state": "",
     "load_state": "state",
 }
-"""Optional methods of a callback: {name: arguments that it is called with}."""
+"""{optional method of a callback: names of the arguments with which it is called}."""
 
 
 def _as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
@@ -121,7 +121,7 @@ def _check_call(name: str, function: Callable[..., Any], taken: str) -> None:
     except TypeError as error:
         made = f", or an instance, {function.__name__}(...)" if isinstance(function, type) else ""
         raise TypeError(
-            f"{name} is called with ({taken}) and cannot be ({error}); give a function "
+            f"{name} is called with ({taken}) and cannot be ({error}); pass a function "
             f"({taken}){made}"
         ) from None
     except ValueError:  # functions written in C may have no signature
@@ -133,17 +133,17 @@ class LoopSettings:
     """Settings of the training loop: reports, evaluations, checkpoints and callbacks.
 
     Attributes:
-      log_every: steps between reports.
-      eval_every: steps between evaluations; None evaluates at the end only.
+      log_every: number of steps between reports.
+      eval_every: number of steps between evaluations; None: evaluate only at the end.
       eval_batches: maximum number of batches per evaluation; None: all of a dataset, 8 of a text
         or a function.
-      save_every: steps between checkpoints.
-      save_on_exit: also save at the end and when interrupted.
-      max_skipped: the run stops after this many consecutive reports whose step was skipped as
-        non-finite.
-      callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
-        run.
-      resume_hint: tells a user whose run was interrupted how to resume it.
+      save_every: number of steps between checkpoints.
+      save_on_exit: True: also save at the end and when interrupted.
+      max_skipped: the run stops after this number of consecutive reports whose step was skipped
+        because it was not finite.
+      callbacks: functions called with `(trainer, metrics)` at every report; a function that returns
+        True ends the run.
+      resume_hint: sentence part that says how to resume an interrupted run.
     """
 
     log_every: int = 10

@@ -1,7 +1,7 @@
 """Defines `Trainer`: the training loop with its state, batches, log and checkpoints.
 
-Uses the same five public functions as a user's own loop: `make_mesh` and `make_plan` (through
-`replan`), `init_state`, `build_step`, `shard_batch`.
+It uses the same five public functions as a training loop that a user writes: `make_mesh`,
+`make_plan` (through `replan`), `init_state`, `build_step` and `shard_batch`.
 """
 
 from __future__ import annotations
@@ -50,31 +50,33 @@ from zerojax.zoo.text_generation import BATCH_SIZE
 
 Callback = Callable[["Trainer", Metrics], Any]
 CALLBACKS = "callbacks"
-"""Key of the callbacks' states in a checkpoint's configuration."""
+"""Key for the states of callbacks in a checkpoint's configuration."""
 
 
 class Trainer(StepRunner):
     """A training run with its state. Created by `zerojax.train`.
 
     Args:
-      plan: of the run, on devices of this machine.
-      spec: description of the run that `plan` was made from; None: the inputs of the plan, without
-        log and validation data.
-      checkpointer: of the run's checkpoints; the newest is restored if there is one.
-      watchdog: supervises the run; None: no limits.
-      base: frozen weights that checkpoints leave out.
+      plan: plan of the run, on devices of this machine.
+      spec: description of the run from which `plan` was made; None: inputs of the plan, without log
+        and validation data.
+      checkpointer: checkpointer of the run; its newest checkpoint is restored if there is one.
+      watchdog: watchdog that supervises the run; None: no time limits.
+      base: frozen weights that checkpoints do not store.
 
     Attributes:
-      plan: the current plan (changes with `reshard`).
-      state: the current state; donated to each step, so do not keep references to its arrays.
-      num_steps: batches consumed.
-      metrics: the last report, on the host.
-      history: every report, oldest first.
-      evaluations: every evaluation on the run's validation data, oldest first, each with its
-        "step".
-      evaluation_names: names of the evaluation metrics, known from the first step on; empty
-        without validation.
-      jitted_step, step_plan: see `StepRunner`.
+      plan: current plan; `reshard` replaces it.
+      state: current train state. It is donated to each step, so do not keep references to its
+        arrays.
+      num_steps: number of batches consumed.
+      metrics: metrics of the last report, on the host.
+      history: metrics of every report, oldest first.
+      evaluations: metrics of every evaluation on the run's validation data, oldest first, each with
+        its "step".
+      evaluation_names: names of the evaluation metrics, known from the first step on; empty without
+        validation data.
+      jitted_step: compiled step of the current plan; with a curriculum, of the last row length.
+      step_plan: plan of `jitted_step`.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Trainer(StepRunner):
         self._saved_step: int | None = None
         self._base = base
         self._base_of_state: BaseWeights | None = None
-        """The frozen weights of this state that come from the pretrained folder."""
+        """Frozen weights of this state that come from the pretrained folder."""
         self._said_unsaved = False
         self._stop: StopRequest | None = None
         latest = None if checkpointer is None else checkpointer.usable_step()
@@ -105,7 +107,7 @@ class Trainer(StepRunner):
             self._base_of_state = None if base is None else as_begun(base, plan, self.state)
             self._saved_step = latest if self.num_steps == latest else None
         else:
-            self.restore()  # instead of a new state, so that two states never live together
+            self.restore()  # no new state is made, so two states never exist at the same time
 
     def _build(self) -> None:
         super()._build()
@@ -121,17 +123,17 @@ class Trainer(StepRunner):
     # --- stepping ---------------------------------------------------------------------------------
 
     def fit(self, batches: Any, steps: int | None = None) -> Self:
-        """Trains until the whole run has consumed `steps` batches, or the batches end.
+        """Trains until the run has consumed `steps` batches in total, or the batches end.
 
         Args:
-          batches: as in `zerojax.data.as_feed`.
-          steps: total of the run, including steps before a resume; None: until the batches end. A
-            list ends after one pass; text and functions never end (a callback that returns True
-            ends the run).
+          batches: batches in any form that `zerojax.data.as_feed` takes.
+          steps: total number of steps of the run, including steps before a resume; None: until the
+            batches end. A list ends after one pass. Text and functions never end; a callback can
+            end the run by returning True.
 
         Raises:
           Interrupted: Ctrl-C or SIGTERM; the state was saved first if the run has checkpoints.
-          FloatingPointError: loss or gradients stayed non-finite.
+          FloatingPointError: loss or gradients were not finite in too many reports.
         """
         if steps is None:
             batches, count = one_pass(batches)
@@ -166,7 +168,7 @@ class Trainer(StepRunner):
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[StopRequest]:
-        """Converts a signal in the block into a request to end the run after the current step."""
+        """Converts a signal in a `with` block into a request to stop after the current step."""
 
         def describe() -> str:
             hint = self.loop_settings.resume_hint
@@ -180,12 +182,12 @@ class Trainer(StepRunner):
                 self._stop = None
 
     def _unhurried(self) -> contextlib.AbstractContextManager[None]:
-        """Defers signals until the write in the block completes."""
+        """Suspends the time limit after a signal in a `with` block, so that a write completes."""
         return contextlib.nullcontext() if self._stop is None else self._stop.unhurried()
 
     @contextlib.contextmanager
     def _logging(self, steps: int | None) -> Iterator[None]:
-        """Opens the run's log for the block."""
+        """Opens the run's log for a `with` block."""
         if self._checkpointer is not None:
             self._notes = [*self._checkpointer.take_notes(), *self._notes]
         self.open_log(steps)
@@ -202,10 +204,10 @@ class Trainer(StepRunner):
 
     @contextlib.contextmanager
     def _failing_well(self) -> Iterator[None]:
-        """Saves the state if data or a callback raise an error in the block; single process only.
+        """Saves the state if data or a callback raise an error in a `with` block.
 
-        With several processes nothing is saved: a save needs all of them, and the others do not
-        know of the error. If another process has ended, raises `PeerLostError` instead.
+        With several processes nothing is saved, because a save needs all of them, and the others do
+        not know of the error. If another process has ended, raises `PeerLostError` instead.
         """
         try:
             yield
@@ -223,7 +225,7 @@ class Trainer(StepRunner):
             is_lost = is_lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
             if not (is_ours or is_lost):
                 try:
-                    self._read_report()  # of the step that began before the error
+                    self._read_report()  # report of the step that began before the error
                     if self.loop_settings.save_on_exit:
                         self.save()
                 except (CheckpointError, FloatingPointError) as failure:
@@ -236,16 +238,16 @@ class Trainer(StepRunner):
             say_unsaved(self._log)
 
     def _check_trained(self, steps_before: int, skipped_before: int) -> None:
-        """Reports a run that skipped all of its steps, which may be an error."""
+        """Raises or logs that a run has skipped all of its steps, depending on its loss scale."""
         steps, skipped = self.num_steps - steps_before, int(self.state["skipped"]) - skipped_before
         if steps and steps == skipped:
             self._reports.nothing_trained(self.plan, steps, self._log)
 
     def _as_feed(self, batches: Any) -> Feed:
-        """Returns a feed of `batches` positioned after the last consumed batch.
+        """Returns a feed of `batches`, positioned after the last consumed batch.
 
-        If the same object is passed again, the earlier feed continues, since a generator keeps its
-        position.
+        If the same object is passed again, the earlier feed continues, because a generator has a
+        position of its own.
         """
         if isinstance(batches, Feed):
             feed = batches
@@ -262,7 +264,7 @@ class Trainer(StepRunner):
         return feed
 
     def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
-        """Trains under one plan; returns True if the plan changed before the run was done."""
+        """Trains until the run is done or its plan changes; returns True if the plan changed."""
         plan, expected = self.plan, self.num_steps
         with prefetch(feed, put=self._programs.placing(self.num_steps)) as incoming:
             while (steps is None or self.num_steps < steps) and not stop.due():
@@ -284,11 +286,11 @@ class Trainer(StepRunner):
                 if done:
                     return False
                 if self.plan is not plan or self.num_steps != expected:
-                    return True  # batches were placed for another plan, or for other steps
+                    return True  # batches were placed for the old plan, or for other steps
         return False
 
     def _compare_peak(self) -> None:
-        # Do not compile a step that was never called just for this line.
+        # A step that was never called is not compiled only for this line.
         if self._log is None or not self._step_was_called:
             return
         line = compare_peak(self.jitted_step, self.step_plan, device_memory())
@@ -296,7 +298,7 @@ class Trainer(StepRunner):
             self._log.message(line)
 
     def _evaluate_and_save_if_due(self, last: bool) -> bool:
-        """Evaluates and saves if due; returns True if a callback ends the run."""
+        """Evaluates and saves if this step is due; returns True if a callback ends the run."""
         done = False
         if last:
             return False
@@ -310,7 +312,7 @@ class Trainer(StepRunner):
         return done
 
     def _is_due(self, setting: str) -> bool:
-        """Returns whether this step is a multiple of the setting's interval."""
+        """Returns True if this step is a multiple of the interval in the loop setting `setting`."""
         every = getattr(self.loop_settings, setting)
         return every is not None and self.num_steps > 0 and self.num_steps % every == 0
 
@@ -340,7 +342,7 @@ class Trainer(StepRunner):
             self.evaluation_names = frozenset([*names, *averages])
 
     def _evaluate_at_end(self) -> None:
-        """Evaluates after the last step without losing the trained weights if that fails."""
+        """Evaluates after the last step; a failure does not lose the trained weights."""
         if self.loop_settings.save_on_exit and jax.process_count() > 1:
             self.save()  # before the evaluation: after an error, processes cannot save together
         try:
@@ -356,12 +358,12 @@ class Trainer(StepRunner):
             )
 
     def _is_evaluated(self) -> bool:
-        """Returns whether the current state was already evaluated, or no step was taken."""
+        """Returns True if the current state was already evaluated, or no step was taken."""
         last = self.evaluations[-1]["step"] if self.evaluations else 0
         return self.num_steps == last
 
     def _methods(self, name: str) -> list[Any]:
-        """Returns the bound methods called `name` of all callbacks that have one."""
+        """Returns the bound method `name` of each callback that has such a method."""
         found = (getattr(callback, name, None) for callback in self.loop_settings.callbacks)
         return [method for method in found if callable(method)]
 
@@ -380,9 +382,10 @@ class Trainer(StepRunner):
         returns no weight) and the loss's own metrics.
 
         Args:
-          batches: as `validation` of `zerojax.train`; None: the run's validation data.
-          num_batches: maximum number of batches; None: `eval_batches` of the run for a source or
-            a function, all otherwise.
+          batches: validation data in any form that `zerojax.train` takes; None: the run's
+            validation data.
+          num_batches: maximum number of batches; None: the run's `eval_batches` for a source or a
+            function, all batches otherwise.
           weights: "ema" evaluates the averaged weights (`zerojax.with_ema`) instead of the trained
             ones; their metrics are logged as "ema_loss" and so on.
 
@@ -429,20 +432,30 @@ class Trainer(StepRunner):
     ) -> Any:
         """Returns prompts and their continuations by the current weights, on the run's own mesh.
 
-        The weights stay in their shards, at every ZeRO stage; a copy in the compute dtype is made
-        in the same shards and dropped afterwards. With several processes, each passes the same
+        The weights stay sharded at every ZeRO stage. A copy in the compute dtype, sharded in the
+        same way, is made and deleted afterwards. With several processes, each passes the same
         prompts and gets all results.
 
         Args:
-          prompts, num_tokens, temperature, top_k, top_p: as in `LoadedRun.generate`.
-          repetition_penalty, end_tokens, seed, batch_size: as in `LoadedRun.generate`.
+          prompts: a text, a sequence of texts, or rows of token ids; each of at least one token.
+          num_tokens: number of tokens to add; None: 200, or as many as fit the model's context.
+          temperature: 0 takes the most likely token, 1 samples from the model's distribution.
+          top_k: number of most likely tokens to sample from; None: all tokens.
+          top_p: sample from the most likely tokens whose probabilities sum to `top_p`; None: all
+            tokens.
+          repetition_penalty: a value above 1 makes tokens that the text already has less likely.
+          end_tokens: token ids that each end their text; None: the run's own; (): no token does.
+          seed: seed of the sampling.
+          batch_size: number of prompts that are continued together.
           weights: "ema" generates with the averaged weights (`zerojax.with_ema`).
 
         Returns:
-          As `LoadedRun.generate`.
+          A text for a text, a list of texts for texts, and a list of int32 arrays for rows. Each is
+          the prompt and the new tokens, up to its end token.
 
         Raises:
-          ValueError: as `LoadedRun.generate`, or the run keeps no EMA.
+          ValueError: the run has no tokenizer or no EMA, a prompt is empty or fills the context, or
+            an option is out of range.
           TypeError: the model is not a decoder of zerojax.
         """
         self.wait()
@@ -504,35 +517,36 @@ class Trainer(StepRunner):
 
     @property
     def has_validation(self) -> bool:
-        """Whether the run has validation data."""
+        """True if the run has validation data."""
         return self._validation is not None
 
     @property
     def has_ema(self) -> bool:
-        """Whether the run keeps an exponential moving average (EMA) of its weights."""
+        """True if the run keeps an exponential moving average (EMA) of its weights."""
         return isinstance(self.plan.abstract_state["opt_state"], EmaState)
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether the run saves checkpoints."""
+        """True if the run saves checkpoints."""
         return self._checkpointer is not None
 
     def kept_steps(self) -> dict[str, dict[str, Any]]:
-        """Returns {name: {"step": number, ...}} of the saved steps that are kept by name."""
+        """Returns {name: {"step": number, ...}} of the saved steps that are protected by a name."""
         return {} if self._checkpointer is None else self._checkpointer.kept_steps()
 
     def keep(self, name: str, about: Mapping[str, Any] | None = None) -> int:
         """Saves the current state, if it is not saved yet, and protects it under a name.
 
-        Blocks until the step is on disk. A step that had the name before loses its protection and
+        Blocks until the step is on disk. A step that had the name before loses its protection, and
         is deleted when it is too old.
 
         Args:
-          name: such as "best"; `restore` and `zerojax.load_run` accept it in place of a step.
-          about: JSON-serialisable data that `kept_steps` returns with the step.
+          name: name under which the step is protected, such as "best". `restore` and
+            `zerojax.load_run` accept it instead of a step number.
+          about: JSON values that `kept_steps` returns with the step.
 
         Returns:
-          The step.
+          The number of the protected step.
 
         Raises:
           ValueError: the run has no checkpoints.
@@ -546,7 +560,7 @@ class Trainer(StepRunner):
         return self.num_steps
 
     def _stateful(self) -> dict[str, Any]:
-        """Returns {name in a checkpoint: callback} for callbacks with a state."""
+        """Returns {name in a checkpoint: callback} of the callbacks that have a state."""
         found: dict[str, Any] = {}
         for callback in self.loop_settings.callbacks:
             if callable(getattr(callback, "state", None)) and hasattr(callback, "load_state"):
@@ -559,7 +573,8 @@ class Trainer(StepRunner):
         """Restores a checkpoint, saved with any ZeRO stage, mesh and number of devices.
 
         Args:
-          step: a saved step, or the name of a kept step, such as "best"; None: the newest.
+          step: number of a saved step, or the name of a protected step, such as "best"; None: the
+            newest.
 
         Raises:
           ValueError: the run has no checkpoints.
@@ -569,7 +584,7 @@ class Trainer(StepRunner):
             raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
         if isinstance(step, str):
             step = named_step(self._checkpointer.kept_steps(), step)
-        self._checkpointer.wait()  # the save in flight may still read the files of this state
+        self._checkpointer.wait()  # the save in progress may still read the files of this state
         restored = self.restore_from(self._checkpointer, step)
         self._base_of_state = None if self._base is None else self._base.as_read(restored.base)
         if self._base is not None and self._base_of_state is None:
@@ -595,7 +610,7 @@ class Trainer(StepRunner):
         try:
             if self._checkpointer is not None:
                 self._checkpointer.close()
-        finally:  # after the save in flight, which may read the state's files
+        finally:  # after the save in progress, which may read the state's files
             end_state(self.state)
             self.wait_for_compilation()
 
@@ -609,11 +624,11 @@ class Trainer(StepRunner):
         if self._checkpointer is None:
             return stop.interrupted(
                 self.num_steps,
-                "not saved, since the run has no checkpoints; "
+                "not saved, because the run has no checkpoints; "
                 "the exception's attribute `trainer` still holds the state",
             )
         if not self.loop_settings.save_on_exit and self._saved_step != self.num_steps:
-            text = "not saved, since checkpoint.save_on_exit is off"
+            text = "not saved, because checkpoint.save_on_exit is off"
             return stop.interrupted(self.num_steps, text)
         saving = self._watchdog.during(f"saving step {self.num_steps}", is_long=True)
         with saving, self._unhurried():

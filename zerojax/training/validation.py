@@ -1,6 +1,6 @@
 """Checks validation data before a run, iterates over it, and handles batches with missing rows.
 
-Knows plans and host batches; the callbacks of evaluations are in `evaluation`.
+This module knows plans and host batches. The callbacks of evaluations are in `evaluation`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from zerojax.tracing import trace_model
 
 Sums = Mapping[str, Any]
 DEFAULT_BATCHES = 8
-"""Batches per evaluation of a text or a function, unless the user sets their number."""
+"""Number of batches per evaluation of a text or a function, unless the user sets it."""
 
 
 class LeftOutError(ValueError):
-    """Raised for a batch with too few rows if missing rows cannot be excluded from the loss."""
+    """A batch has too few rows, and missing rows cannot be excluded from the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FilledBatch:
-    """A batch in which copies of one row take the place of missing rows.
+    """A batch in which copies of one row replace missing rows.
 
     Attributes:
-      batch: rows of this process on the host, with the copies.
-      copies: as `batch`, but every row is the copied one; None if there are no copies.
+      batch: rows of this process on the host, including the copies.
+      copies: batch of the same shape in which every row is the copied row; None if nothing was
+        copied.
       missing: number of copies in the global batch.
     """
 
@@ -62,8 +63,8 @@ def check_validation(validation: Any) -> None:
     """Raises if `validation` is not data that can be read again at every evaluation.
 
     Raises:
-      TypeError: an iterator, a path, or an object that is no data.
-      ValueError: an empty list.
+      TypeError: `validation` is an iterator, a path, or an object that is no data.
+      ValueError: `validation` is an empty list or dict.
     """
     if isinstance(validation, Iterator | Feed):
         raise TypeError(
@@ -93,8 +94,8 @@ def in_batches(data: Any, global_batch_size: int) -> Any:
     """Converts a dataset of rows to a source of batches; returns other data unchanged.
 
     Args:
-      data: as `validation` of `zerojax.train`, or None.
-      global_batch_size: rows of the plan's batch.
+      data: validation data in any form that `zerojax.train` takes, or None.
+      global_batch_size: number of rows of a global batch of the plan.
     """
     if isinstance(data, DatasetSource):
         return dataclasses.replace(data, global_batch_size=global_batch_size)
@@ -107,15 +108,14 @@ def each_batch(
     default: int | None,
     rows: Callable[[], tuple[int, int]],
 ) -> Iterable[Any]:
-    """Returns the host batches of an evaluation; a short one of a dataset is a `FilledBatch`.
+    """Returns the host batches of an evaluation; a short batch of a dataset is a `FilledBatch`.
 
     Args:
       batches: a source, a function of the batch's number, one batch, or an iterable of batches.
-      num_batches: maximum number of batches; None: all of an iterable, `default` of a source or a
-        function.
+      num_batches: maximum number of batches; None: all of an iterable, `default` otherwise.
       default: maximum number of batches of a source or a function; None: all of a dataset,
         `DEFAULT_BATCHES` of another source or a function.
-      rows: returns the range of rows of a source's batches that this process reads.
+      rows: function that returns the range of rows of a source's batches that this process reads.
     """
     limit = default if num_batches is None else num_batches
     if isinstance(batches, RowSource):
@@ -130,7 +130,7 @@ def each_batch(
 
 
 def _num_batches(source: RowSource, limit: int | None) -> int:
-    """Returns the number of batches of an evaluation; a text gives whole batches only."""
+    """Returns the number of batches of an evaluation; of a text only full batches are counted."""
     if isinstance(source, DatasetSource):
         count = math.ceil(source.steps_per_epoch)
         return count if limit is None else min(limit, count)
@@ -142,18 +142,18 @@ def _batch_of(source: RowSource, index: int, low: int, high: int) -> Any:
     missing = (index + 1) * size - source.num_rows
     if missing <= 0 or not isinstance(source, DatasetSource):
         return as_arrays(source.batch(index, low, high))
-    last = source.num_rows - 1  # all processes read it, so they all add the same copies
+    last = source.num_rows - 1  # all processes read this row, so they all add the same copies
     numbers = np.minimum(index * size + np.arange(low, high), last)
     filled, copies = source.rows_at(numbers), source.rows_at(np.full_like(numbers, last))
     return FilledBatch(as_arrays(filled), as_arrays(copies), missing)
 
 
 def describe_limit(validation: Any, eval_batches: int | None) -> str | None:
-    """Returns how many rows of a source are evaluated; None if all are, or if it is no source.
+    """Returns a log line about the evaluated share of a source; None if all rows are evaluated.
 
     Args:
-      validation: data of the run.
-      eval_batches: as set by the user; None: not set.
+      validation: validation data of the run.
+      eval_batches: number of batches per evaluation that the user set; None: not set.
     """
     if not isinstance(validation, RowSource):
         return None
@@ -171,12 +171,12 @@ def check_before_run(plan: Plan, validation: Any, eval_batches: int | None) -> N
     """Raises if the plan's evaluation cannot use the validation data.
 
     Checks all batches of a list, the first and the last batch of another sequence, the number of
-    rows of a dataset, and the first batch of anything else that is no source.
+    rows of a dataset, and the first batch of other data. A source of text is not checked.
 
     Args:
-      plan: of the run.
-      validation: data of the run, or None.
-      eval_batches: as set by the user; None: not set.
+      plan: plan of the run.
+      validation: validation data of the run, or None.
+      eval_batches: number of batches per evaluation that the user set; None: not set.
 
     Raises:
       ValueError: names or shapes differ from the plan's batch, there is no batch, or a batch is
@@ -210,7 +210,7 @@ def check_before_run(plan: Plan, validation: Any, eval_batches: int | None) -> N
 
 
 def _check_rows(plan: Plan, source: DatasetSource, eval_batches: int | None) -> None:
-    """Raises LeftOutError if the last batch is short, and the loss mixes rows."""
+    """Raises LeftOutError if the last batch of a dataset is short and the loss mixes rows."""
     rows, size = source.num_rows, source.global_batch_size
     whole = rows // size
     if _num_batches(source, eval_batches) <= whole or (why := why_not_filled(plan)) is None:
@@ -229,9 +229,7 @@ def _is_short(rows: int, missing: int) -> str:
 
 
 def _why_refused(plan: Plan, *, of_dataset: bool = False) -> str | None:
-    """Returns why batches with missing rows are refused, with a remedy; None if they are
-    accepted.
-    """
+    """Returns why batches with missing rows are refused, with a remedy; None if accepted."""
     if jax.process_count() > 1 and not of_dataset:
         return (
             "with several processes every batch needs all of its rows; drop them, or fill the "
@@ -248,11 +246,11 @@ def why_not_filled(plan: Plan) -> str | None:
     """Returns why missing rows of a batch cannot be replaced by copies; None if they can.
 
     They can if everything that the loss returns is a sum over rows, or a mean over a fixed number
-    of rows. Then missing rows are filled with copies of one row, and the contribution of the
-    copies is subtracted.
+    of rows. Then missing rows are filled with copies of one row, and the copies' contribution is
+    subtracted.
     """
     pieces = num_data_shards(plan.mesh) * plan.num_microbatches
-    if pieces == plan.global_batch_size:  # one row shows no dimension of rows
+    if pieces == plan.global_batch_size:  # with one row, the row dimension cannot be found
         pieces = 1
     piece = slice_batch(plan.abstract_batch, pieces, plan.precision)
     with attention_planned_for(plan.mesh, COMPILER_AXES):
@@ -264,18 +262,18 @@ def why_not_filled(plan: Plan) -> str | None:
     if part is None:
         return None
     return (
-        f"rows cannot be left out, since {part} is not known to be a sum or a mean of values that "
-        "are computed row by row"
+        f"missing rows cannot be excluded, because {part} is not known to be a sum or a mean of "
+        "values that are computed row by row"
     )
 
 
 class Filler:
     """Computes loss sums of batches, including batches with missing rows.
 
-    Missing rows are filled with copies, and the contribution of the copies is subtracted.
+    Missing rows are filled with copies, and the copies' contribution is subtracted.
 
     Args:
-      plan: of the evaluation.
+      plan: plan of the evaluation.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -286,11 +284,11 @@ class Filler:
         """Fills missing rows of a short host batch with copies of one row.
 
         Args:
-          batch: one of `each_batch`.
+          batch: a batch from `each_batch`.
 
         Raises:
           LeftOutError: the batch is short, and the loss mixes rows.
-          ValueError: names or shapes differ from the plan's in another way.
+          ValueError: names or shapes differ from the plan's batch in another way.
         """
         if isinstance(batch, FilledBatch):
             if (why := self._why(of_dataset=True)) is not None:
@@ -311,16 +309,16 @@ class Filler:
         )
 
     def sums(self, evaluate: Callable[[Any], Sums], filled: FilledBatch) -> Sums:
-        """Returns the sums of a filled batch over its own rows, without the copies.
+        """Returns the sums over a filled batch's own rows, without the copies.
 
         Args:
-          evaluate: returns sums over the rows of a full host batch.
-          filled: from `fill`.
+          evaluate: function that returns sums over the rows of a full host batch.
+          filled: result of `fill`.
         """
         if not filled.missing:
             return evaluate(filled.batch)
         share = filled.missing / self._plan.global_batch_size
-        # Python floats are float64, so the subtraction of float32 sums adds no rounding error.
+        # Python floats are float64, so subtracting float32 sums adds no rounding error.
         return jax.tree.map(
             lambda both, copy: float(both) - share * float(copy),
             evaluate(filled.batch),

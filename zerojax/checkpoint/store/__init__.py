@@ -1,4 +1,4 @@
-"""Bucket store: numbered buckets of bytes in files, swept in constant memory.
+"""Bucket store: numbered buckets of bytes in files, read and written in order in constant memory.
 
 with BucketStore.create("runs/mine/offload", num_buckets=24, bucket_bytes=48 << 20) as store:
     for bucket in store.sweep(dtype=np.float32):

@@ -1,4 +1,4 @@
-"""Runs of elements in an array, as boxes of its dimensions."""
+"""Boxes: rectangular parts of an array, and conversions from runs of consecutive elements."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Box = tuple[Shape, Shape]
 
 
 def boxes_of_run(shape: Shape, first: int, count: int) -> Iterator[Box]:
-    """Yields the boxes that cover elements `first` to `first + count` of an array in C order, in
-    order.
+    """Yields, in order, the boxes that cover elements `first` to `first + count` of an array.
 
-    At most two for each dimension but the last, and one.
+    Elements are counted in C order. There are at most two boxes for each dimension but the last,
+    plus one box.
 
     >>> list(boxes_of_run((4, 10), 5, 20))
     [((0, 5), (1, 5)), ((1, 0), (1, 10)), ((2, 0), (1, 5))]
@@ -55,7 +55,7 @@ def overlap(box: Box, other: Box) -> Box | None:
 
 
 def box_of(index: tuple[slice, ...], shape: Shape) -> Box:
-    """Converts an index, a tuple of slices, of an array of this shape to a box.
+    """Converts an index (a tuple of slices) into an array of shape `shape` to a box.
 
     >>> box_of((slice(2, 4), slice(None)), (4, 10))
     ((2, 0), (2, 10))
@@ -65,7 +65,7 @@ def box_of(index: tuple[slice, ...], shape: Shape) -> Box:
 
 
 def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
-    """Returns the index of a box in an array that starts at `origin`."""
+    """Returns the slices that select a box from a part of the array that starts at `origin`."""
     return tuple(
         slice(at - zero, at - zero + size)
         for at, size, zero in zip(box[0], box[1], origin, strict=True)
@@ -75,17 +75,21 @@ def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
 def parts_of_run(
     block: Box, run: tuple[int, int], rows: tuple[int, ...] | None, wanted: Box
 ) -> Iterator[tuple[int, Shape, tuple[slice, ...], Box]]:
-    """Yields the parts of the box `wanted` whose values are in a run of a block's elements.
+    """Yields the parts of the box `wanted` whose values are in one run of a block's elements.
+
+    A block is a stored rectangular part of an array. A run is a sequence of its elements in C
+    order.
 
     Args:
-      block: start of the block in the stored array, and its shape.
-      run: index of the first element in the block, in C order, and the number of elements.
-      rows: the array's row of each stored row, -1 for padding; None if they are the same.
-      wanted: the part of the array.
+      block: (index of the block's first element in the stored array, shape of the block).
+      run: (index of the run's first element in the block, number of elements).
+      rows: row in the array for each stored row, -1 for padding; None if rows were stored in the
+        order of the array.
+      wanted: requested part of the array.
 
     Yields:
-      (elements of the run before one of its boxes, shape of the box, an index in the box, the box
-      of the array with these values).
+      (number of run elements before a box, shape of the box, index of the values inside the box,
+      box of the array with these values).
     """
     (start, shape), before = block, 0
     if not run[1]:
@@ -103,8 +107,8 @@ def parts_of_run(
 
 
 def _rows_of_array(box: Box, rows: tuple[int, ...] | None) -> Iterator[tuple[Box, Box]]:
-    """Yields (part of the stored box, the same part's box in the array) for stretches of rows,
-    without padding."""
+    """Yields (rows of the stored box, the same rows as a box of the array) for each stretch of
+    consecutive rows, without padding."""
     if rows is None:
         yield box, box
         return

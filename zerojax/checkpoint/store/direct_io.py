@@ -1,12 +1,12 @@
 """Durable direct I/O: complete, ordered transfers that bypass the page cache.
 
-`O_DIRECT` moves data between the disk and memory of this process without a copy in the page cache;
-in exchange the address, the length and the offset must be multiples of the disk's block (open(2)).
+`O_DIRECT` moves data between the disk and the memory of this process without a copy in the page
+cache. The address, the length and the offset must be multiples of the disk's block size (open(2)).
 
-`StreamFile` appends: data is copied into aligned buffers, which threads write while the next ones
-are filled. On a machine with two cores 522 MB took 0.28 s including a CRC-32, and `write` and
-`fsync` of the same bytes 0.35 s without one (medians of 6, alternating); and no page cache is taken
-from other processes.
+`StreamFile` appends data to a file: data is copied into aligned buffers, and threads write full
+buffers while the next ones are filled. On a machine with two cores it wrote 522 MB in 0.28 s
+including a CRC-32; `write` and `fsync` took 0.35 s without a CRC-32 (medians of 6, alternating).
+It also takes no page cache from other processes.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 BUFFER_BYTES = 4 * 2**20
 NUM_BUFFERS = 6
 NUM_THREADS = 3
-_RESERVE = 64 * 2**20  # bytes by which the file grows ahead of what is written
+_RESERVE = 64 * 2**20  # bytes by which the file is extended ahead of the written data
 
 
 class StoreError(RuntimeError):
-    """A store that cannot be used as requested; the text says why and what to do.
+    """A store cannot be used as requested; the message gives the reason and the remedy.
 
-    Failures of the operating system (a full disk, a broken one) are `OSError`s with their number.
+    Failures of the operating system (a full disk, a broken disk) are `OSError`s with their number.
     """
 
 
 class StoreFailedError(StoreError):
-    """A store whose disk failed in the middle of a run; a restart continues from an earlier
+    """The disk of a store failed in the middle of a run; a restart continues from an earlier
     state."""
 
     is_bad_input = False
 
 
 def pad_to_block(num_bytes: int) -> int:
-    """Rounds up to a multiple of `BLOCK`.
+    """Rounds a number of bytes up to a multiple of `BLOCK`.
 
     >>> pad_to_block(1), pad_to_block(4096)
     (4096, 4096)
@@ -55,7 +55,7 @@ def pad_to_block(num_bytes: int) -> int:
 
 
 def aligned_buffer(num_bytes: int) -> np.ndarray:
-    """Allocates `num_bytes` (a multiple of `BLOCK`) of zeros as uint8, aligned to a memory page."""
+    """Allocates `num_bytes` zeros (a multiple of `BLOCK`) as uint8, aligned to a memory page."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
@@ -63,7 +63,7 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> None:
     """Fills `buffer` with the file's bytes from `offset`.
 
     Raises:
-      OSError: EIO if the file ends before that, or from the operating system.
+      OSError: EIO if the file ends before `buffer` is full, or another error of the system.
     """
     done = 0
     while done < len(buffer):
@@ -77,7 +77,7 @@ def write_from(descriptor: int, buffer: memoryview, offset: int) -> None:
     """Writes all of `buffer` to byte `offset` of the file.
 
     Raises:
-      OSError: from the operating system, such as ENOSPC.
+      OSError: the operating system reports an error, such as ENOSPC.
     """
     done = 0
     while done < len(buffer):
@@ -88,8 +88,8 @@ def write_from(descriptor: int, buffer: memoryview, offset: int) -> None:
 
 
 def _whole_blocks(done: int, length: int) -> int:
-    """Rounds `done` bytes down to whole blocks, from where a transfer that stopped inside a block
-    continues."""
+    """Rounds `done` bytes down to whole blocks: a transfer that stopped inside a block continues
+    from there."""
     return done if done == length else done // BLOCK * BLOCK
 
 
@@ -97,8 +97,8 @@ def open_direct(path: Path) -> tuple[int, bool]:
     """Opens an allocated file for reading and writing, bypassing the page cache if possible.
 
     Returns:
-      The descriptor, and whether it bypasses the page cache. tmpfs and some network and overlay
-      file systems do not support that; some fail at open, some at the first transfer.
+      The file descriptor, and True if it bypasses the page cache. tmpfs and some network and
+      overlay file systems do not support that; some fail at open, some at the first transfer.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
@@ -122,11 +122,12 @@ def check_space(folder: Path, needed: int, *, remedy: str | None) -> None:
 
     Args:
       folder: an existing folder.
-      needed: bytes that will be written in addition to what is there.
-      remedy: a further remedy, a clause that begins with "or"; None: none.
+      needed: number of bytes that will be written in addition to the present files.
+      remedy: additional remedy for the message, a clause that begins with "or"; None: no additional
+        remedy.
 
     Raises:
-      OSError: ENOSPC, with the bytes needed and the bytes that this user may still write.
+      OSError: ENOSPC; the message has the bytes needed and the bytes that this user may write.
     """
     disk = os.statvfs(folder)
     there = disk.f_bavail * disk.f_frsize
@@ -142,8 +143,8 @@ def check_space(folder: Path, needed: int, *, remedy: str | None) -> None:
 
 
 def allocate(path: Path, num_bytes: int) -> None:
-    """Creates or extends the file to `num_bytes` and reserves its blocks, so that no later write
-    runs out of space."""
+    """Creates a file of `num_bytes`, or extends it, and reserves its disk blocks, so that no later
+    write runs out of space."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -156,10 +157,10 @@ def reserve(descriptor: int, num_bytes: int) -> None:
     """Extends a file that is being written, and reserves its blocks if the file system supports it.
 
     Does not use `posix_fallocate`: on a file system without support, such as NFS before 4.2, the C
-    library writes to every block itself, concurrently with the threads that write those blocks.
+    library itself writes to every block, at the same time as the threads that write data to them.
 
     Raises:
-      OSError: from the operating system, such as ENOSPC.
+      OSError: the operating system reports an error, such as ENOSPC.
     """
     fallocate = getattr(_LIBC, "fallocate64", None) or getattr(_LIBC, "fallocate", None)
     if fallocate is not None:
@@ -173,13 +174,13 @@ def reserve(descriptor: int, num_bytes: int) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replaces `path` by `content` atomically: after a crash the old or the new file is there,
-    complete.
+    """Replaces a file by `content` atomically: after a crash, either the old or the new file exists
+    and is complete.
 
-    write + fsync of a new file, rename, fsync of the folder (rename(2), fsync(2)).
+    Steps: write and fsync a new file, rename it, fsync the folder (rename(2), fsync(2)).
     """
     new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # left by a crash; only this process uses the store
+    new.unlink(missing_ok=True)  # remains of a crash; only this process uses the store
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         done = 0
@@ -193,8 +194,8 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs the list of names in `folder` to disk, so that new and renamed files survive
-    a crash."""
+    """Syncs the list of names in `folder` to the disk, so that new and renamed files survive a
+    crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -203,14 +204,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock_folder(folder: Path) -> Hold:
-    """Locks `folder` for this process, until it is released or the process has ended.
+    """Locks `folder` for this process, until the lock is released or the process has ended.
 
-    The operating system keeps the lock until the last write in flight of a killed process is done,
-    so the next process that opens the folder finds no writes in progress.
+    The operating system holds the lock of a killed process until its last write in flight is done.
+    So the next process that opens the folder finds no writes in progress.
 
     Raises:
-      StoreError: another store, of this or another process, has locked it.
-      OSError: from the operating system.
+      StoreError: another store, of this or another process, has locked the folder.
+      OSError: the operating system reports an error.
     """
     try:
         return hold(folder, twice="refuse")
@@ -219,18 +220,18 @@ def lock_folder(folder: Path) -> Hold:
 
 
 class StreamFile:
-    """File that is written once, from start to end.
+    """A file that is written once, from start to end, with direct I/O.
 
     Attributes:
-      path: of the file.
-      num_bytes: appended so far.
+      path: path of the file.
+      num_bytes: number of bytes appended so far.
     """
 
     def __init__(self, path: Path) -> None:
         """Creates the file, which must not exist yet.
 
         Raises:
-          OSError: from the operating system.
+          OSError: the operating system reports an error.
         """
         self.path = path
         self.num_bytes = 0
@@ -245,7 +246,7 @@ class StreamFile:
         """Appends the bytes of a contiguous array, which may change after this returns.
 
         Raises:
-          OSError: from the operating system, for this or an earlier append.
+          OSError: the operating system reports an error, for this or an earlier append.
         """
         left = values.reshape(-1).view(np.uint8)
         while left.size:
@@ -259,10 +260,10 @@ class StreamFile:
                 self._flush()
 
     def close(self) -> None:
-        """Finishes the file; when this returns, all of it is on the disk.
+        """Finishes the file. When this returns, the whole file is on the disk.
 
         Raises:
-          OSError: from the operating system.
+          OSError: the operating system reports an error.
         """
         try:
             if self._filled:
@@ -276,14 +277,14 @@ class StreamFile:
             self.abandon()
 
     def abandon(self) -> None:
-        """Closes file and threads without finishing the file. May be called twice."""
+        """Closes the file and ends its threads without finishing the file. May be called twice."""
         self._pool.shutdown(wait=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._buffers, self._writes = -1, [], []
 
     def _free_buffer(self) -> np.ndarray:
-        """Returns the next buffer of the ring, after its last write has ended."""
+        """Returns the next buffer of the ring, after waiting until its last write has ended."""
         if self._turn == len(self._buffers):
             self._buffers.append(aligned_buffer(BUFFER_BYTES))
             self._writes.append(None)
@@ -293,7 +294,7 @@ class StreamFile:
         return self._buffers[self._turn]
 
     def _flush(self) -> None:
-        """Starts to write the current buffer, padded to a whole block."""
+        """Starts to write the current buffer to the file, padded to a whole block."""
         length = pad_to_block(self._filled)
         buffer = self._buffers[self._turn]
         buffer[self._filled : length] = 0
@@ -305,7 +306,7 @@ class StreamFile:
         self._filled, self._turn = 0, (self._turn + 1) % NUM_BUFFERS
 
     def _reserve(self, num_bytes: int) -> None:
-        """Extends the file ahead of writes, because writes that extend it would wait for each
+        """Extends the file ahead of the writes, because writes that extend a file wait for each
         other."""
         if not self._is_direct or num_bytes <= self._reserved:
             return

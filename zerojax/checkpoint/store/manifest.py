@@ -1,4 +1,4 @@
-"""Manifest of a store (the complete generation, its buckets and checksums), and its files."""
+"""Manifest of a bucket store: its complete generation, bucket sizes and checksums; its files."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Manifest:
     """Description of a store's contents.
 
     Attributes:
-      sizes: bytes of each bucket, as the caller passed them, before padding.
-      piece_bytes: bytes moved at once; checksums are computed over pieces.
-      durable: whether each bucket has two slots.
+      sizes: number of bytes of each bucket as the caller passed them, before padding.
+      piece_bytes: number of bytes moved at once; a checksum is computed for each piece.
+      durable: True if each bucket has two slots, so that a sweep never overwrites valid data.
       generation: number of finished sweeps that wrote something; `slots` and `checksums` describe
         this generation.
-      begun: the generation that a sweep started to write over this one; equal to `generation` if
-        none did. A durable store never overwrites its current generation, so there they are always
-        equal.
-      slots: of each bucket, the file (0 or 1) that holds it.
-      checksums: of each bucket, `BucketTransfer.wait`; None if it was never written: zeros.
+      begun: number of the generation that an unfinished sweep was writing; equal to `generation` if
+        no sweep is unfinished, and always in a durable store.
+      slots: for each bucket, the number (0 or 1) of the file that holds it.
+      checksums: for each bucket, its checksum (`BucketTransfer.wait`); None if the bucket was never
+        written and contains zeros.
     """
 
     sizes: tuple[int, ...]
@@ -54,22 +54,22 @@ class Manifest:
 
     @property
     def num_buckets(self) -> int:
-        """Number of buckets."""
+        """Number of buckets in the store."""
         return len(self.sizes)
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of the largest bucket, without padding."""
+        """Number of bytes of the largest bucket, without padding."""
         return max(self.sizes)
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Start of each bucket in a file of buckets, and the end of the last one."""
+        """Byte offset of each bucket in a bucket file, and the end of the last bucket."""
         return tuple(itertools.accumulate(map(pad_to_block, self.sizes), initial=0))
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of one bucket file."""
+        """Number of bytes of one bucket file."""
         return self.offsets[-1]
 
     @property
@@ -81,10 +81,16 @@ class Manifest:
 def first_manifest(
     num_buckets: int, bucket_bytes: int | Sequence[int], piece_bytes: int, *, durable: bool
 ) -> Manifest:
-    """Returns the manifest of a store of zeros; the arguments are those of `BucketStore.create`.
+    """Returns the manifest of a new store of zeros.
+
+    Args:
+      num_buckets: number of buckets.
+      bucket_bytes: bytes of every bucket, or a sequence with the bytes of each bucket.
+      piece_bytes: number of bytes moved at once.
+      durable: True: each bucket has two slots.
 
     Raises:
-      ValueError: a number that is too small, or a number of sizes that differs from `num_buckets`.
+      ValueError: a number is too small, or `bucket_bytes` does not have `num_buckets` sizes.
     """
     check_at_least("num_buckets", num_buckets, 1)
     sizes = (bucket_bytes,) * num_buckets if isinstance(bucket_bytes, int) else tuple(bucket_bytes)
@@ -109,18 +115,18 @@ def check_at_least(name: str, value: int, least: int) -> None:
     """Raises if the number `value` is below `least`.
 
     Raises:
-      ValueError: naming it and the limit.
+      ValueError: the message names the value and the limit.
     """
     if value < least:
-        raise ValueError(f"{name}={value}; at least {least} is needed")
+        raise ValueError(f"{name}={value} is below the minimum; use at least {least}")
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
     """Replaces the manifest of `folder`, atomically and durably.
 
     Raises:
-      OSError: from the disk, such as ENOSPC; the previous manifest is still there, unless the
-        folder could not be synced after the rename.
+      OSError: the disk reports an error, such as ENOSPC. The previous manifest still exists, unless
+        syncing the folder failed after the rename.
     """
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(manifest)})
     checksum = zlib.crc32(text.encode())
@@ -137,7 +143,7 @@ def load_manifest(folder: Path) -> Manifest:
     """Reads the manifest of `folder`.
 
     Raises:
-      StoreError: there is none, or it was not written by this version.
+      StoreError: the manifest is missing, or was not written by this version.
     """
     path = folder / NAME
     try:
@@ -197,12 +203,12 @@ def _is_possible(manifest: Manifest) -> bool:
 
 
 def slot_path(folder: Path, slot: int) -> Path:
-    """Returns the path of bucket file 0 or 1."""
+    """Returns the path of the bucket file with number `slot` (0 or 1)."""
     return folder / f"buckets{slot}.bin"
 
 
 def tell_mixed(folder: Path, manifest: Manifest) -> str:
-    """Returns the error message for a scratch store whose last sweep did not end."""
+    """Returns the error message for a non-durable store whose last sweep did not finish."""
     return (
         f"{folder}: a pass over the buckets that writes generation {manifest.begun} was "
         "interrupted: some buckets "
@@ -214,10 +220,10 @@ def tell_mixed(folder: Path, manifest: Manifest) -> str:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raises for a store of two generations, or with a file of the wrong length.
+    """Raises if the buckets are of two generations, or if a file has the wrong length.
 
     Raises:
-      StoreError: naming the generations, or the file and both lengths.
+      StoreError: the message names the generations, or the file and both lengths.
     """
     if manifest.begun != manifest.generation:
         raise StoreError(tell_mixed(folder, manifest))
@@ -233,15 +239,15 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def make_files(folder: Path, manifest: Manifest) -> None:
-    """Creates the files of the slots, with all blocks reserved.
+    """Creates the bucket files, with all disk blocks reserved.
 
     Raises:
-      OSError: the disk has too little space; then no slot file remains.
+      OSError: the disk has too little space; then no bucket file remains.
     """
     paths = [slot_path(folder, slot) for slot in range(manifest.num_slots)]
     give_up(folder)
     disk_bytes = manifest.num_slots * manifest.file_bytes
-    two_manifests = 2**16 + 96 * manifest.num_buckets  # while one replaces the other
+    two_manifests = 2**16 + 96 * manifest.num_buckets  # two exist while one replaces the other
     remedy = (
         "or store one generation only (durable=False)" if manifest.durable else "or keep less on it"
     )
@@ -260,7 +266,7 @@ def make_files(folder: Path, manifest: Manifest) -> None:
 
 
 def give_up(folder: Path) -> None:
-    """Deletes a store's files: the manifest, then the buckets, including remains of an interrupted
-    creation."""
+    """Deletes the files of a store: the manifest, then the bucket files, including remains of an
+    interrupted creation."""
     for path in (folder / NAME, slot_path(folder, 0), slot_path(folder, 1)):
         path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""Large arrays in files, written in pieces; any part of them can be read.
+"""Writes large arrays into files piece by piece, and reads any part of them.
 
-Every process writes a file of bytes and a table next to it. A block is a part of an array, such as
-the shard of one device; a piece is a run of elements of a block. A reader requests a part of an
-array and need not know how it was split. Neither writer nor reader holds more than a piece and the
-requested part in memory.
+Every process writes a file of bytes and a table that describes the file. A block is a part of an
+array, such as the shard of one device. A piece is a run of elements of a block. A reader requests
+any part of an array, whatever the blocks were. Writer and reader hold in memory only one piece and
+the requested part.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _MOST_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardBlock:
-    """Block of an array, such as one device's shard, whose elements are written in pieces.
+    """A block of an array, such as one device's shard, whose elements are written in pieces.
 
     Attributes:
-      name: of the array.
+      name: name of the array.
       start: index of the block's first element in the stored array.
-      shape: of the block.
-      rows: for an array whose rows were stored in another order: the array's row of each stored
-        row, -1 for padding; None if the order is the same.
-      whole: shape of the array; elements outside are padding. None: compute no fingerprint.
+      shape: shape of the block.
+      rows: row in the array for each stored row, -1 for padding; None if rows were stored in the
+        order of the array.
+      whole: shape of the array without padding, for the fingerprint; None: compute no fingerprint.
     """
 
     name: str
@@ -53,20 +53,20 @@ class ShardBlock:
 
 
 class PieceWriter:
-    """Writes the pieces of one process into a folder; `close` writes the table.
+    """Writes arrays of one process, piece by piece, into a file; `close` writes the file's table.
 
-    When `close` returns, file and table are on the disk.
+    When `close` returns, the file and the table are on the disk.
     """
 
     def __init__(self, folder: Path, process: int):
         """Creates the file of a process.
 
         Args:
-          folder: exists, and may be shared by all processes.
-          process: number of this one.
+          folder: an existing folder, which all processes may share.
+          process: number of this process.
 
         Raises:
-          OSError: from the operating system.
+          OSError: the operating system reports an error.
         """
         self._file = StreamFile(folder / f"process_{process}.bin")
         self._tables: dict[ShardBlock, list[tuple[int, int, int]]] = {}
@@ -77,9 +77,9 @@ class PieceWriter:
         """Appends elements of a block.
 
         Args:
-          block: the block.
+          block: block that contains the elements.
           first: index of the first element in the block, in C order.
-          piece: 1-D and contiguous.
+          piece: the elements, a 1-D contiguous array.
         """
         self._dtypes.setdefault(block.name, piece.dtype.name)
         if block.whole is not None:
@@ -127,7 +127,7 @@ class _Pieces:
     block: ShardBlock
     dtype: np.dtype
     runs: Sequence[tuple[int, int, int]]  # first element, elements, byte in the file
-    sums: Sequence[Sums] | None  # fingerprint of each run
+    sums: Sequence[Sums] | None  # fingerprint of each run; None if not computed
 
 
 class PieceReader:
@@ -137,11 +137,11 @@ class PieceReader:
         """Reads the tables of all processes, which list the arrays.
 
         Args:
-          folder: of the writers.
+          folder: folder that the `PieceWriter`s wrote.
 
         Raises:
           StoreError: a table is missing or of another version.
-          OSError: from the operating system.
+          OSError: the operating system reports an error.
         """
         self._pieces: dict[str, list[_Pieces]] = {}
         tables = sorted(folder.glob("process_*.json"))
@@ -157,7 +157,7 @@ class PieceReader:
         return frozenset(self._pieces)
 
     def fingerprint(self, name: str) -> Sums | None:
-        """Returns the fingerprint of an array's values when they were written; None if not
+        """Returns the fingerprint of an array, computed when it was written; None if it was not
         computed."""
         found: dict[tuple[Shape, int], Sums] = {}
         for one in self._pieces[name]:
@@ -172,10 +172,10 @@ class PieceReader:
 
         Args:
           name: one of `names`.
-          box: the part.
+          box: the part (rectangular) to read.
 
         Raises:
-          StoreError: some of its elements were never written.
+          StoreError: some elements of the part were never written.
         """
         pieces = self._pieces[name]
         result = np.empty(box[1], pieces[0].dtype)
@@ -198,18 +198,19 @@ class PieceReader:
 
 
 def _read_table(path: Path) -> list[_Pieces]:
-    """Reads the table that one process wrote: its blocks and where their pieces are.
+    """Reads the table that one process wrote: its blocks and the positions of their pieces.
 
     Raises:
       StoreError: the table was not written by this version, or does not match its file.
-      OSError: from the operating system.
+      OSError: the operating system reports an error.
     """
     try:
         table = load(path, max_bytes=_MOST_BYTES, follow=False)
         if not isinstance(table, dict) or table.get("format") != _FORMAT:
             found = table.get("format") if isinstance(table, dict) else table
             raise StoreError(
-                f"{path}: written as format {quoted(found)}, this version reads {_FORMAT}"
+                f"{path}: written as format {quoted(found)}, this version reads {_FORMAT}; use the "
+                "version that wrote it"
             )
         data = path.with_suffix(".bin")
         with open(open_regular(data, follow=False), "rb") as file:
@@ -229,10 +230,10 @@ def _read_table(path: Path) -> list[_Pieces]:
 
 
 def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
-    """Converts an entry of the table, one block, to `_Pieces`.
+    """Converts an entry of the table (one block) to `_Pieces`.
 
     Raises:
-      KeyError, TypeError, ValueError: it is not a valid entry, or its pieces are not in the file.
+      KeyError, TypeError, ValueError: the entry is invalid, or its pieces are not in the file.
     """
     dtype, runs, sums = np.dtype(entry["dtype"]), entry["pieces"], entry.get("sums")
     start, shape = tuple(entry["start"]), tuple(entry["shape"])
@@ -255,7 +256,7 @@ def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
 
 
 def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: np.ndarray) -> int:
-    """Copies those elements of a run that are in the box `wanted` into `result`; returns their
+    """Copies the elements of a run that are in the box `wanted` into `result`; returns their
     number."""
     (first, count, offset), block, found = run, pieces.block, 0
     parts = parts_of_run((block.start, block.shape), (first, count), block.rows, wanted)
@@ -271,7 +272,7 @@ def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: n
 
 
 def _fill(path: Path, byte: int, target: np.ndarray) -> None:
-    """Fills the contiguous array `target` from position `byte` of a file."""
+    """Fills the contiguous array `target` with bytes of a file, from position `byte` on."""
     view = target.reshape(-1).view(np.uint8).data
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -281,7 +282,7 @@ def _fill(path: Path, byte: int, target: np.ndarray) -> None:
 
 
 def _sums_of_run(block: ShardBlock, first: int, piece: np.ndarray) -> Sums:
-    """Returns the fingerprint of a run of a block's elements, without padding."""
+    """Returns the fingerprint of a run of a block's elements, without padding rows."""
     assert block.whole is not None
     whole = (0,) * len(block.whole), block.whole
     parts = parts_of_run((block.start, block.shape), (first, len(piece)), block.rows, whole)

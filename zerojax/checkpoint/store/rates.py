@@ -1,4 +1,4 @@
-"""Measures the bandwidth of a disk, with sweeps of the store."""
+"""Measures the bandwidth of a disk by sweeping over a bucket store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _PASSES = 3
 
 @dataclasses.dataclass(frozen=True)
 class DiskRates:
-    """Measured rates of a disk for a number of threads; the best of three passes, bytes / second.
+    """Disk bandwidths in bytes per second for a number of threads, each the best of three sweeps.
 
     Attributes:
-      num_threads: threads that read and write, each at most 4 MiB at once.
-      is_direct: whether the page cache was bypassed; if not, reads may never reach the disk.
-      write: every bucket written.
-      read: every bucket read.
-      both: every bucket read and written, the sum of both directions.
+      num_threads: number of threads that read and write, each at most 4 MiB at once.
+      is_direct: True if the page cache was bypassed. If False, reads may never reach the disk.
+      write: bandwidth of a sweep that writes every bucket.
+      read: bandwidth of a sweep that reads every bucket.
+      both: bandwidth of a sweep that reads and writes every bucket, both directions added.
     """
 
     num_threads: int
@@ -37,11 +37,11 @@ class DiskRates:
 def measure_rates(
     folder: str | os.PathLike[str], *, num_bytes: int, threads: Sequence[int] = THREADS
 ) -> Iterator[DiskRates]:
-    """Measures sweeps over a store in a new folder below `folder`, and removes it.
+    """Measures the bandwidth of a disk with a store in a new folder, which is removed at the end.
 
     Args:
-      folder: an existing folder on the disk to measure.
-      num_bytes: size of the store; rounded up to buckets of 16 MiB, at least 4 of them.
+      folder: an existing folder on the disk; the new folder is created in it.
+      num_bytes: size of the store in bytes; rounded up to buckets of 16 MiB, at least 4 of them.
       threads: numbers of threads to try.
 
     Yields:

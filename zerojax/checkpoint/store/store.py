@@ -1,4 +1,4 @@
-"""The bucket store: slots, generations and checksums."""
+"""The bucket store: buckets on disk with generations and checksums."""
 
 from __future__ import annotations
 
@@ -45,27 +45,29 @@ NUM_THREADS = 4
 class BucketStore:
     """Store of numbered buckets of bytes in the files of a folder, read and written in sweeps.
 
-    By default a store is scratch space: one copy, which a sweep overwrites. If a process ends
-    inside a sweep, the buckets are of two generations, and the store cannot be opened any more. A
-    durable store has two slots for each bucket: a sweep writes to the inactive slot, and one rename
-    makes it active. After a kill at any moment, it opens with its last complete generation.
+    A sweep is one pass over the buckets; each finished sweep that writes makes a new generation of
+    the data. By default a store is scratch space: a sweep overwrites the only copy. If a process
+    ends inside such a sweep, the buckets are of two generations, and the store cannot be opened any
+    more. A durable store has two slots for each bucket: a sweep writes to the inactive slots, and
+    one rename makes them active. It can be opened after a kill at any moment, with its last
+    complete generation.
 
     Attributes:
-      folder: of its files.
-      is_direct: whether transfers bypass the page cache.
-      buffer_bytes: memory of the ring of buffers, independent of the number of buckets.
-      num_buffers: buffers of the ring. A sweep overwrites a bucket's memory when the bucket that
-        comes `num_buffers` - 1 places after it is requested, not earlier.
+      folder: folder of the store's files.
+      is_direct: True if transfers bypass the page cache.
+      buffer_bytes: memory in bytes of the ring of buffers, independent of the number of buckets.
+      num_buffers: number of buffers in the ring. A sweep reuses the memory of a bucket only when
+        the loop requests the bucket `num_buffers` - 1 places later.
     """
 
     def __init__(
         self, folder: Path, manifest: Manifest, lock: Hold, *, num_threads: int, num_buffers: int
     ):
-        """Initializes a store; use `create` or `open`."""
+        """Initializes a store; callers use `create` or `open` instead."""
         self.folder = folder
         self._manifest = manifest
         self._sweeping = False
-        self._refusal: str | None = None  # why no further sweep may start
+        self._refusal: str | None = None  # reason why no further sweep may start
         self._descriptors: list[int] = []
         self._lock: Hold | None = lock
         self._pool = TransferPool(num_threads=num_threads, piece_bytes=manifest.piece_bytes)
@@ -90,20 +92,19 @@ class BucketStore:
         """Creates a store of zeros and opens it.
 
         Args:
-          folder: created if missing; only files with the store's own names are changed.
+          folder: folder of the store, created if missing; only the store's own files are changed.
           num_buckets: number of buckets, at least 1.
-          bucket_bytes: bytes of every bucket, or of each, at least 1; on disk padded to 4096. In
-            memory all have the size of the largest.
-          durable: keep two generations, for twice the disk space.
-          replace: overwrite an existing store, whatever its condition.
-          num_threads: number of concurrent transfers, of at most 4 MiB each.
-          num_buffers: buckets in memory, at least 3.
+          bucket_bytes: bytes of every bucket, or a sequence with the bytes of each; at least 1. On
+            disk each is padded to a multiple of 4096; in memory all have the largest size.
+          durable: True: store two generations, which needs twice the disk space.
+          replace: True: overwrite an existing store, whatever its condition.
+          num_threads: number of concurrent transfers, each of at most 4 MiB.
+          num_buffers: number of buckets in memory, at least 3.
 
         Raises:
-          ValueError: a number that is too small, or a number of sizes that differs from
-            `num_buckets`.
-          StoreError: a store exists and `replace` is False, or it is open elsewhere.
-          OSError: ENOSPC if the disk has too little space; no files remain then.
+          ValueError: a number is too small, or `bucket_bytes` does not have `num_buckets` sizes.
+          StoreError: a store exists and `replace` is False, or the store is open elsewhere.
+          OSError: ENOSPC if the disk has too little space; then no files remain.
         """
         manifest = first_manifest(num_buckets, bucket_bytes, PIECE_BYTES, durable=durable)
         _check_counts(num_threads, num_buffers)
@@ -134,13 +135,13 @@ class BucketStore:
         """Opens a store with its last complete generation.
 
         Args:
-          folder: of the store.
-          num_threads: as in `create`.
-          num_buffers: as in `create`.
+          folder: folder of the store.
+          num_threads: number of concurrent transfers, each of at most 4 MiB.
+          num_buffers: number of buckets in memory, at least 3.
 
         Raises:
           StoreError: there is no store, it is open elsewhere, a file has the wrong length, or a
-            sweep of a scratch store did not end, so that its buckets are of two generations.
+            sweep of a scratch store did not finish, so that its buckets are of two generations.
         """
         _check_counts(num_threads, num_buffers)
         path = Path(folder)
@@ -164,37 +165,38 @@ class BucketStore:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one bucket, without padding; of the largest if they differ."""
+        """Bytes of one bucket, without padding; if sizes differ, bytes of the largest bucket."""
         return self._manifest.bucket_bytes
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
-        """Bytes of each bucket, without padding."""
+        """Number of bytes of each bucket, without padding."""
         return self._manifest.sizes
 
     @property
     def is_durable(self) -> bool:
-        """Whether two generations are kept."""
+        """True if the store holds two generations on disk."""
         return self._manifest.durable
 
     @property
     def generation(self) -> int:
-        """Number of finished sweeps that wrote something, since the store was created."""
+        """Number of finished sweeps that wrote something since the store was created."""
         return self._manifest.generation
 
     @property
     def is_broken(self) -> bool:
-        """Whether no further sweep can start: a sweep that wrote did not end, or it is closed."""
+        """True if no further sweep can start: a writing sweep did not finish, or the store is
+        closed."""
         return self._refusal is not None
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return not self._descriptors
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all bucket files."""
+        """Number of bytes of all bucket files."""
         return self._manifest.num_slots * self._manifest.file_bytes
 
     def sweep(
@@ -204,26 +206,26 @@ class BucketStore:
         order: Sequence[int] | None = None,
         read: bool = True,
     ) -> Generator[Bucket]:
-        """Iterates over the buckets once; a completed loop with writes makes a new generation.
+        """Iterates over the buckets once; a finished loop that wrote makes a new generation.
 
-        The new generation is made when the loop runs to its end and wrote at least one bucket;
-        buckets that it did not write are unchanged. If a loop ends early (`break`, an exception), a
-        durable store is unchanged, and a scratch store is mixed if the loop wrote anything.
+        Buckets that the loop did not write stay unchanged. If a loop ends early (`break`, an
+        exception), a durable store stays unchanged, and a scratch store contains buckets of two
+        generations if the loop wrote anything.
 
         Args:
-          dtype: of `bucket.array`; its size must divide the bytes of every bucket.
-          order: numbers of the buckets to visit; by default all, from 0 on. A bucket may come more
-            than once, but then it cannot be written: it may have been read ahead again.
-          read: False if every byte will be written anyway; arrays then have undefined contents.
+          dtype: dtype of `bucket.array`; its size must divide the bytes of every bucket.
+          order: numbers of the buckets to visit; None: all, from 0 on. A bucket that occurs more
+            than once cannot be written, because it may have been prefetched already.
+          read: False if the loop overwrites every byte; arrays then have undefined contents.
 
         Returns:
-          An iterator, to be used immediately and to its end. It raises errors of the threads.
+          An iterator, to be used immediately and to its end. It raises the errors of the threads.
 
         Raises:
-          ValueError: a dtype or an order that does not fit.
-          StoreError: another sweep is in progress, the store is closed or mixed, or a bucket
-            differs from what was written (the message names it).
-          OSError: from the disk, naming the bucket. ENOSPC if it is full.
+          ValueError: `dtype` or `order` does not fit the buckets.
+          StoreError: another sweep is in progress, the store is closed or contains two generations,
+            or a bucket differs from the written one (the message names the bucket).
+          OSError: the disk reports an error, ENOSPC if it is full; the message names the bucket.
         """
         kind = np.dtype(dtype)
         uneven = [size for size in set(self.bucket_sizes) if size % kind.itemsize]
@@ -237,7 +239,7 @@ class BucketStore:
         return self._sweep(kind, places, read)
 
     def close(self) -> None:
-        """Waits for transfers in progress and releases files, threads and lock. May be called
+        """Waits for transfers in progress, and releases files, threads and the lock. May be called
         twice."""
         if self._lock is None:
             return
@@ -343,7 +345,10 @@ class BucketStore:
         return finish
 
     def _next_slot(self, index: int) -> int:
-        """Returns the slot to write bucket `index` to: in a durable store the inactive one."""
+        """Returns the number of the file to which bucket `index` is written next.
+
+        A durable store alternates between two files, so that the valid copy is not overwritten.
+        """
         return 1 - self._manifest.slots[index] if self.is_durable else 0
 
     def _wait(self, transfer: BucketTransfer, complaint: str) -> int:
@@ -368,7 +373,7 @@ class BucketStore:
         self._refusal = tell_mixed(self.folder, begun)
 
     def _keep_lock(self) -> None:
-        """Raises if another process took the folder over while this one was suspended."""
+        """Raises if another process locked the folder while this process was suspended."""
         assert self._lock is not None
         try:
             self._lock.keep()
@@ -377,7 +382,7 @@ class BucketStore:
             raise StoreError(self._refusal) from None
 
     def _check_linked(self) -> None:
-        """Raises StoreError if a bucket file was deleted, so that no later start could read it."""
+        """Raises StoreError if a bucket file was deleted, because no later start could read it."""
         for slot, descriptor in enumerate(self._descriptors):
             if os.fstat(descriptor).st_nlink == 0:
                 raise StoreError(
@@ -386,8 +391,7 @@ class BucketStore:
                 )
 
     def _commit(self, written: dict[int, int]) -> None:
-        """Makes the written buckets active. Until the manifest is replaced, the old one is
-        valid."""
+        """Makes the written buckets active. The old manifest stays valid until it is replaced."""
         if self.is_durable:
             self._check_linked()
         slots, checksums = list(self._manifest.slots), list(self._manifest.checksums)
@@ -401,11 +405,12 @@ class BucketStore:
             slots=tuple(slots),
             checksums=tuple(checksums),
         )
-        # From here to the end it is unknown which of two manifests is on disk.
+        # From here until the return it is unknown which of two manifests is on disk.
         self._refusal = self._refusal or _tell_unsure(self.folder, new)
         self._keep_lock()
         if self.is_durable:
-            # A scratch store needs no order on disk: checksums detect what a power failure lost.
+            # A scratch store may be written in any order: checksums detect data lost by a power
+            # failure.
             for slot in {slots[index] for index in written}:
                 os.fdatasync(self._descriptors[slot])
         save_manifest(self.folder, new)
@@ -437,5 +442,5 @@ def _check_order(order: list[int], num_buckets: int) -> None:
     beyond = [index for index in order if not 0 <= index < num_buckets]
     if beyond:
         raise ValueError(
-            f"order contains bucket {beyond[0]}, but the buckets are 0 to {num_buckets - 1}"
+            f"order contains bucket {beyond[0]}; use numbers from 0 to {num_buckets - 1}"
         )

@@ -1,7 +1,7 @@
-"""Sweeps over buckets: bucket i+1 is read and i-1 written while i is in use.
+"""Sweeps over buckets: while the caller uses bucket i, bucket i+1 is read and i-1 is written.
 
-Threads move a bucket in pieces and compute checksums: a disk answers concurrent requests faster
-than sequential ones, and checksums, like transfers, release the GIL.
+Several threads transfer the pieces of a bucket and compute checksums, because a disk serves
+concurrent requests faster than sequential ones. Transfers and checksums release the GIL.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zerojax.checkpoint.store.direct_io import BLOCK, StoreError, read_into, wri
 
 FEWEST_BUFFERS = 3  # one being read, one computed on, one being written
 Start = Callable[[int, np.ndarray], Callable[[], None]]
-"""Function that starts to move a bucket, given its number and buffer; returns a function that waits
-for the end of the transfer."""
+"""Function that starts to move a bucket, given the bucket's number and a buffer. It returns a
+function that waits for the end of the transfer."""
 
 
 class BucketTransfer:
-    """Transfer of one bucket in progress."""
+    """The transfer of one bucket between disk and memory, in progress."""
 
     def __init__(self, pieces: list[concurrent.futures.Future[int]]):
         self._pieces = pieces
@@ -36,7 +36,7 @@ class BucketTransfer:
             detects torn, stale and bit-flipped buckets, not deliberate changes.
 
         Raises:
-          OSError: that of the first piece that failed.
+          OSError: the error of the first piece that failed.
         """
         concurrent.futures.wait(self._pieces)
         checksums = [piece.result() for piece in self._pieces]
@@ -51,11 +51,12 @@ class TransferPool:
         self._executor = concurrent.futures.ThreadPoolExecutor(num_threads, "zerojax-store")
 
     def read(self, descriptor: int, buffer: np.ndarray, offset: int) -> BucketTransfer:
-        """Starts to fill `buffer`, uint8, with the file's bytes from `offset`."""
+        """Starts to fill the uint8 array `buffer` with the file's bytes from `offset`."""
         return self._start(_read_piece, descriptor, buffer, offset)
 
     def write(self, descriptor: int, buffer: np.ndarray, offset: int) -> BucketTransfer:
-        """Starts to write `buffer`, uint8, at byte `offset`; it must not change meanwhile."""
+        """Starts to write the uint8 array `buffer` at byte `offset`. The buffer must not change
+        until the transfer ends."""
         return self._start(_write_piece, descriptor, buffer, offset)
 
     def _start(
@@ -79,11 +80,12 @@ class TransferPool:
 
 
 def checksum_piece(piece: memoryview) -> int:
-    """Returns the CRC-32 over the sums of each block of 4096 bytes, taken as 512 words of 64 bits.
+    """Returns a checksum of a piece: the CRC-32 over the sums of its blocks.
 
-    Disk errors affect whole blocks, and the order of blocks counts here; a flipped bit changes its
-    block's sum. Words that swap places inside a block would not be detected. CRC-32 over all bytes
-    is ten times slower (4 against 45 GB/s on one core) and took a quarter of a sweep's rate.
+    Each block of 4096 bytes is summed as 512 words of 64 bits. Disk errors affect whole blocks, and
+    the CRC-32 detects their order; a flipped bit changes its block's sum. Words that swap places
+    inside a block are not detected. CRC-32 over all bytes is ten times slower (4 against 45 GB/s on
+    one core) and reduced the rate of a sweep by a quarter.
     """
     words = np.frombuffer(piece, np.uint64).reshape(-1, BLOCK // 8)
     return zlib.crc32(words.sum(axis=1).data)
@@ -101,14 +103,14 @@ def _write_piece(descriptor: int, piece: memoryview, offset: int) -> int:
 
 
 class Bucket:
-    """One bucket, valid until the next one is requested.
+    """One bucket of a sweep, valid until the loop requests the next bucket.
 
     Attributes:
-      index: its number.
-      array: its bytes in the store's own memory, as the dtype of the sweep; shape [elements].
-        Change it in place, then call `write`. Another bucket uses that memory later, so copy what
-        must stay. `jax.device_put` on the CPU does not copy an aligned array: wait for results
-        computed from it (`jax.block_until_ready`) before the next bucket.
+      index: number of the bucket.
+      array: bytes of the bucket in memory of the store, with the dtype of the sweep; shape
+        [elements]. Change it in place, then call `write`. Another bucket reuses that memory later,
+        so copy values that must stay. `jax.device_put` on the CPU does not copy an aligned array:
+        wait for results computed from it (`jax.block_until_ready`) before the next bucket.
     """
 
     def __init__(self, index: int, array: np.ndarray, start_write: Callable[[], None]):
@@ -122,7 +124,7 @@ class Bucket:
         Without this call the bucket on disk does not change.
 
         Raises:
-          StoreError: it was already written, or the sweep has moved on.
+          StoreError: the bucket was already written, or the loop requested another bucket since.
         """
         if self._start_write is None:
             raise StoreError(
@@ -151,21 +153,21 @@ def sweep_buckets(
     start_read: Start,
     start_write: Start,
 ) -> Iterator[Bucket]:
-    """Yields one bucket after the other; on any exit, waits for all transfers.
+    """Yields one bucket after the other, reading ahead; on any exit, waits for all transfers.
 
     Args:
-      order: numbers of buckets; one that comes more than once cannot be written.
+      order: numbers of the buckets; a bucket that occurs more than once cannot be written.
       ring: at least `FEWEST_BUFFERS` buffers; bucket number p of `order` uses ring[p % len(ring)].
-      as_array: the caller's view of a bucket, given its number and buffer.
-      start_read: starts to read a bucket into a buffer.
-      start_write: starts to write a bucket from a buffer.
+      as_array: function that returns the caller's view of a bucket, given its number and buffer.
+      start_read: function that starts to read a bucket into a buffer.
+      start_write: function that starts to write a bucket from a buffer.
     """
     repeated = {index for index, times in collections.Counter(order).items() if times > 1}
     reads: dict[int, Callable[[], None]] = {}
     writes: dict[int, Callable[[], None]] = {}
 
     def read(place: int) -> None:
-        # The buffer is free once the bucket that was in it before has been written.
+        # The buffer is free once its previous bucket has been written.
         if last := writes.pop(place - len(ring), None):
             last()
         reads[place] = start_read(order[place], ring[place % len(ring)])

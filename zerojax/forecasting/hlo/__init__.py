@@ -1,4 +1,5 @@
-"""Reads optimized HLO text: communication, overlap and memory."""
+"""Reads the text of optimized HLO programs: collectives, their overlap with other work, and
+memory."""
 
 from zerojax.forecasting.hlo.communication import Collective, find_collectives, find_in_branches
 from zerojax.forecasting.hlo.costs import hbm_bytes, matmul_flops, opaque_calls

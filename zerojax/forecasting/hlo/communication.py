@@ -1,4 +1,5 @@
-"""Finds collectives of a program: payload, executions and groups of devices in XLA's notations."""
+"""Finds the collectives of an HLO program: their bytes, number of executions and groups of devices,
+in all notations of XLA."""
 
 from __future__ import annotations
 
@@ -34,25 +35,28 @@ Group = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective instruction.
+    """One collective instruction of a program.
 
     Attributes:
       kind: one of `KINDS`.
       dtype: dtype of the sent arrays; "bf16/f32" if arrays of several dtypes are sent together.
-      payload_bytes: size of the whole arrays in one execution: gathered for an all-gather,
-        unscattered for a reduce-scatter; for others the bytes that one device holds for its peers.
-      wire_bytes: sent by one device in one execution, by the busiest one for a permute. For a ring
-        of g: all-reduce 2 (g-1)/g of the payload; all-gather, reduce-scatter, all-to-all (g-1)/g;
-        permute and broadcast 1. A ragged all-to-all counts as if every row was sent.
-      group: the first group's devices, as positions in the mesh; for a permute, all devices that
-        its first pair reaches.
-      group_size: devices in `group`.
-      times: executions per step; loops of `Program.unknown_loops` count as one iteration.
-      loop_depth: number of enclosing loops, 0 outside of all.
-      in_branch: whether it runs only in some branch of a conditional.
-      op_name: its origin in the traced program.
+      payload_bytes: size in bytes of the whole arrays in one execution: the gathered array of an
+        all-gather, the array before a reduce-scatter; for other kinds the bytes that one device
+        holds for the others.
+      wire_bytes: bytes that one device sends in one execution; for a permute the busiest device.
+        For a ring of g devices: all-reduce 2 (g-1)/g of the payload; all-gather, reduce-scatter and
+        all-to-all (g-1)/g; permute and broadcast 1. A ragged all-to-all counts as if every row was
+        sent.
+      group: devices of the first group, as positions in the mesh; for a permute, all devices that
+        are reachable from its first pair.
+      group_size: number of devices in `group`.
+      times: number of executions per step; loops of `Program.unknown_loops` count as one iteration.
+      loop_depth: number of loops around the instruction.
+      in_branch: whether the instruction runs only in some branch of a conditional.
+      op_name: name of the traced operation from which the instruction was compiled.
       name: name of the instruction.
-      start: the instruction that starts it asynchronously; None if the program waits for it.
+      start: name of the instruction that starts the collective asynchronously; None if the program
+        waits for it.
       arrays: number of arrays that are sent together.
     """
 
@@ -76,13 +80,15 @@ class Collective:
 
 
 def find_collectives(program: Program, num_devices: int) -> list[Collective]:
-    """Returns all collectives that a step executes, in the order in which it first reaches them.
+    """Finds all collectives that a step executes, in the order in which the step first reaches
+    them.
 
-    Includes those in loops, calls, fusions and asynchronous starts. Of a conditional's branches
-    only the one that sends most counts.
+    Collectives in loops, calls, fusions and asynchronous starts are included. Of a conditional's
+    branches only the branch that sends the most bytes counts.
 
     Args:
-      program: compiled for `num_devices` devices.
+      program: program compiled for `num_devices` devices.
+      num_devices: number of devices that run the program.
 
     Raises:
       ValueError: the program was compiled for another number of devices.
@@ -98,13 +104,14 @@ def find_collectives(program: Program, num_devices: int) -> list[Collective]:
 
 
 def find_in_branches(program: Program, num_devices: int) -> list[Collective]:
-    """Returns collectives inside branches of conditionals: all branches, at any depth.
+    """Finds the collectives inside branches of conditionals, in all branches and at any depth.
 
-    Devices that take different branches wait for each other forever, so a pipeline's step must have
-    none. `times` is 1, whatever the enclosing loops are.
+    Devices that take different branches would wait for each other forever, so a pipeline's step
+    must have no such collectives. `times` is always 1, even inside loops.
 
     Args:
-      program: compiled for `num_devices` devices.
+      program: program compiled for `num_devices` devices.
+      num_devices: number of devices that run the program.
     """
     finder = _Finder(program, num_devices)
     waiting = [
@@ -129,7 +136,8 @@ def find_in_branches(program: Program, num_devices: int) -> list[Collective]:
 
 
 class _Finder:
-    """Finds the collectives of a program, computation by computation."""
+    """Finds the collectives of a program, one computation after the other, and stores the
+    results."""
 
     def __init__(self, program: Program, num_devices: int):
         self._program = program
@@ -169,7 +177,7 @@ class _Finder:
         ]
 
     def read(self, where: Computation, instruction: Instruction) -> Collective:
-        """Parses a collective instruction, counted as executed once outside of all loops."""
+        """Parses a collective instruction as if it was executed once and outside of all loops."""
         kind = _kind(instruction)
         sent = where.operand_arrays(instruction)
         if instruction.opcode == "send" or kind == "ragged-all-to-all":
@@ -202,7 +210,7 @@ class _Finder:
         attributes = instruction.attributes
         text = attributes.get("replica_groups", "{}")
         if "device_ids" in attributes:
-            # Part of the mesh notation, after a comma.
+            # This attribute is part of the mesh notation, after a comma.
             text = f"{text}, device_ids={attributes['device_ids']}"
         group = read_groups(text, self._num_devices)[0]
         by_replica = kind in _OVER_REPLICAS and "channel_id" in attributes
@@ -218,7 +226,8 @@ class _Finder:
 
 
 def ring_bytes(kind: str, payload: int, group_size: int) -> int:
-    """Returns the bytes that a device of a ring sends, see `Collective.wire_bytes`. Rounded up."""
+    """Returns the number of bytes, rounded up, that one device of a ring sends in a collective of
+    `payload` bytes."""
     if kind == "collective-broadcast":
         return payload if group_size > 1 else 0
     factor = 2 if kind == "all-reduce" else 1
@@ -226,7 +235,8 @@ def ring_bytes(kind: str, payload: int, group_size: int) -> int:
 
 
 def _kind(instruction: Instruction) -> str:
-    """Returns the kind of collective that an instruction is or starts; "" if it is none."""
+    """Returns the kind of collective that an instruction is or starts; "" for any other
+    instruction."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
         return kind
@@ -249,18 +259,18 @@ def _pairs(permute: Instruction) -> list[tuple[int, int]]:
 
 
 def read_groups(text: str, num_devices: int) -> list[Group]:
-    """Parses the groups of devices of a collective.
+    """Parses the device groups of a collective.
 
     Args:
-      text: of `replica_groups`: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)` or
-        `mesh['data'=4,'model'=2] {'data'}`; `{}` is one group of all.
+      text: value of `replica_groups`: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)` or
+        `mesh['data'=4,'model'=2] {'data'}`; `{}` is one group of all devices.
       num_devices: number of devices that run the program.
 
     Returns:
-      Positions of devices in the mesh that the program was compiled for.
+      Groups as positions of devices in the mesh for which the program was compiled.
 
     Raises:
-      ValueError: another notation.
+      ValueError: the text is in another notation.
     """
     if not text.strip("{} "):
         return [tuple(range(num_devices))]
@@ -279,14 +289,13 @@ def read_groups(text: str, num_devices: int) -> list[Group]:
 
 
 def read_pairs(text: str) -> list[tuple[int, int]]:
-    """Returns source and target of each transfer of a permute: `{{0,1},{1,0}}`."""
+    """Parses the (source, target) devices of a permute's transfers, such as `{{0,1},{1,0}}`."""
     return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),\s*(\d+)\}", text)]
 
 
 def connected(pairs: Sequence[tuple[int, int]]) -> Group:
-    """Returns the devices reachable from the first pair through any number of pairs; () without
-    pairs.
-    """
+    """Returns the devices that are reachable from the first pair of a permute through any number of
+    pairs; () without pairs."""
     group = set(pairs[0]) if pairs else set()
     while more := {d for pair in pairs if group.intersection(pair) for d in pair} - group:
         group |= more
@@ -294,11 +303,14 @@ def connected(pairs: Sequence[tuple[int, int]]) -> Group:
 
 
 def _read_mesh(text: str) -> list[Group]:
-    """Parses `mesh['a'=4,'b'=2] {'b','a':(1)2}`: groups along axes, or parts of axes, of a mesh.
+    """Parses device groups in mesh notation, `mesh['a'=4,'b'=2] {'b','a':(1)2}`: groups along axes,
+    or along parts of axes.
 
-    `'a':(2)2` is the part of `a` between strides: an axis of 8 read as [2, 2, 2], the middle one.
-    Between mesh and axes there may be the devices' order, as ids, as `device_ids=([[0,2],[1,3]])`
-    or as `device_ids=([2,4]T(1,0))`, all of them counted in [2, 4] and transposed.
+    `'a':(2)2` is a part of axis `a`: an axis of 8 devices is read as [2, 2, 2], and this is its
+    middle dimension. Between mesh and axes the text may have the order of the devices: as ids in
+    `device_ids=([[0,2],[1,3]])`, or as `device_ids=([2,4]T(1,0))`, which means ids counted in shape
+    [2, 4] and transposed.
+
     Source: MeshAxesReplicaGroupList in OpenXLA's xla/hlo/ir/replica_group.cc.
     """
     found = _MESH.fullmatch(text)
@@ -326,9 +338,8 @@ def _read_mesh(text: str) -> list[Group]:
 
 
 def _cut_axis(size: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns (product of the dimensions before it, length) of each part into which an axis is
-    split.
-    """
+    """Splits an axis at the given parts; returns (product of the dimensions before it, length) for
+    each dimension that results."""
     cut, before = [], 1
     for pre, length in sorted(parts):
         if pre > before:
@@ -349,7 +360,7 @@ def _mesh_order(text: str, count: int) -> Sequence[int]:
         return _transposed(range(count), source, _integers(iota[2] or "") or range(len(source)))
     ids = _integers(text.partition("device_ids=")[2])
     if text.strip() and len(ids) != count:
-        raise ValueError(f"{text!r} between mesh and axes names {len(ids)} devices of {count}")
+        raise ValueError(f"the order {text!r} has {len(ids)} devices, but the mesh has {count}")
     return ids or range(count)
 
 
@@ -358,7 +369,7 @@ def _integers(text: str) -> Group:
 
 
 def _transposed(ids: Sequence[int], shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Returns `numpy.reshape(ids, shape).transpose(order).ravel()`."""
+    """Computes `numpy.reshape(ids, shape).transpose(order).ravel()` without NumPy."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     places = itertools.product(*(range(shape[dim]) for dim in order))
     return [ids[sum(i * strides[dim] for i, dim in zip(p, order, strict=True))] for p in places]

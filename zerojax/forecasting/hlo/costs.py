@@ -1,4 +1,5 @@
-"""Computes costs of a program: FLOPs of its products, bytes of device memory, sums over a step."""
+"""Counts the costs of an HLO program: FLOPs of its matrix products, bytes of device memory, and
+sums over a step."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from zerojax.forecasting.hlo.program import (
 from zerojax.operators.cudnn_attention import call_flops
 from zerojax.operators.marks import cost_of_branches
 
-# Starts whose computation is a separate list of instructions. A `fusion-start` is one kernel, like
+# Opcodes whose computation is a list of separate instructions. A `fusion-start` is one kernel, like
 # the fusion it starts.
 _CALLS = ("call", "call-start", "async-start")
 
 _DOTS = ("dot", "ragged-dot", "scaled-dot")
-# These name or order values without accessing memory.
+# Opcodes that only name or order values and access no memory.
 _FREE = frozenset(
     """
     parameter constant tuple get-tuple-element bitcast opt-barrier after-all add-dependency
@@ -32,7 +33,7 @@ _FREE = frozenset(
 )
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 _UPDATES = frozenset(("dynamic-update-slice", "scatter"))
-# Every element of their result needs several elements of their operand.
+# Opcodes for which each element of the result needs several elements of the operand.
 _COMBINE = frozenset(
     """
     reduce reduce-window select-and-scatter dot ragged-dot scaled-dot convolution sort topk fft
@@ -44,15 +45,16 @@ _SCRATCH_DTYPES = ("s8", "u8")
 
 
 class ScheduleSum:
-    """A sum of the costs of all executed instructions.
+    """Sums the costs of all instructions that a program executes.
 
-    A loop counts as often as it runs (once if that is not known, see `Program.unknown_loops`); a
-    conditional as its most expensive branch, or as the mean over layers if a layer's kind decides.
+    A loop counts as often as it runs, or once if the number of iterations is unknown (see
+    `Program.unknown_loops`). A conditional counts as its most expensive branch, or as the mean over
+    layers if the kind of layer selects the branch.
 
     Args:
-      program: the executed program.
-      cost: `cost(computation, instruction)` of one execution of an instruction that is not control
-        flow. A fusion is one instruction.
+      program: the program.
+      cost: function `cost(computation, instruction)` that returns the cost of one execution of an
+        instruction that is not control flow. A fusion is one instruction.
     """
 
     def __init__(self, program: Program, cost: Callable[[Computation, Instruction], int]):
@@ -65,7 +67,7 @@ class ScheduleSum:
         return self.of_computation(self._program.entry.name)
 
     def of_computation(self, name: str) -> int:
-        """Returns the cost of one run of the computation."""
+        """Returns the cost of one execution of the computation `name`."""
         if name not in self._computations:
             computation = self._program.computations[name]
             self._computations[name] = sum(
@@ -75,7 +77,8 @@ class ScheduleSum:
         return self._computations[name]
 
     def of_instruction(self, computation: Computation, instruction: Instruction) -> int:
-        """Returns the cost of one execution of the instruction, with all that it runs."""
+        """Returns the cost of one execution of an instruction, including the computations that it
+        runs."""
         if instruction.opcode == "conditional":
             costs = [self.of_computation(name) for name in instruction.branches]
             return cost_of_branches(costs, self._program.shares_of(instruction))
@@ -87,17 +90,17 @@ class ScheduleSum:
 
 
 class Product(NamedTuple):
-    """One matrix product: its FLOPs, and whether both operands are 8-bit floats."""
+    """FLOPs of one matrix product, and whether both operands are 8-bit floats."""
 
     flops: int
     is_eight_bit: bool
 
 
 class Matmuls:
-    """The matrix products of a program's instructions.
+    """Counts the matrix products of a program's instructions.
 
-    Convolutions count as products, and cuDNN's fused attention as one product with all FLOPs of its
-    products: of causal attention the scores that are not masked.
+    A convolution counts as one product. cuDNN's fused attention counts as one product with the
+    FLOPs of all its products; for causal attention only scores that are not masked count.
     """
 
     def __init__(self, program: Program):
@@ -105,14 +108,15 @@ class Matmuls:
         self._fused: dict[str, list[Product]] = {}
 
     def flops(self, computation: Computation, instruction: Instruction) -> list[int]:
-        """Returns the FLOPs (2 m n k) of each of `products`."""
+        """Returns the FLOPs (2 m n k) of each matrix product in one execution of the
+        instruction."""
         return [product.flops for product in self.products(computation, instruction)]
 
     def products(self, computation: Computation, instruction: Instruction) -> list[Product]:
-        """Returns each product in one execution of the instruction on one device.
+        """Returns each matrix product in one execution of an instruction on one device.
 
-        Includes those in fusions, but not those in loops, calls and branches, which `ScheduleSum`
-        follows.
+        Products inside fusions are included. Products inside loops, calls and branches are not,
+        because `ScheduleSum` visits these computations itself.
         """
         opcode = instruction.opcode.removesuffix("-start")
         if opcode == "fusion":
@@ -154,18 +158,22 @@ class Matmuls:
 
 
 def matmul_flops(program: Program) -> int:
-    """Returns FLOPs of all matrix products of one step on one device, loops counted.
+    """Counts the FLOPs of all matrix products of one step on one device, with every loop iteration.
 
-    Products inside kernels that the text does not show are missing: see `opaque_calls`.
+    Products inside kernels whose computation is not in the program's text are missing;
+    `opaque_calls` lists them.
     """
     return Matmuls(program).total_flops.of_program()
 
 
 def opaque_calls(program: Program) -> dict[str, int]:
-    """Returns custom calls whose work the text does not describe: target -> calls per step.
+    """Counts calls of kernels whose work the program's text does not describe (hand-written
+    kernels, sorts, solvers).
 
-    Hand-written kernels, sorts, solvers. Their computation is in no sum of FLOPs; their operands
-    and results are in `hbm_bytes`.
+    FLOP counts do not include their computation; `hbm_bytes` includes their operands and results.
+
+    Returns:
+      {target of the custom call: number of calls per step}.
     """
     found: dict[str, int] = {}
     for computation in program.computations.values():
@@ -191,12 +199,11 @@ def _convolution_flops(computation: Computation, convolution: Instruction) -> in
 
 
 def _products_of_kernel(convolution: Instruction, kernel: Array, output: Array) -> int:
-    """Counts FLOPs of a convolution: each output element uses every kernel element of its feature,
-    including padding.
-    """
+    """Counts the FLOPs of a convolution: each output element uses every kernel element of its
+    feature, including padding."""
     labels = re.fullmatch(r"\w+_(\w+)->\w+", convolution.attributes["dim_labels"])
     if labels is None:
-        raise ValueError(f"dim_labels of {convolution!r} are not like b01f_01io->b01f")
+        raise ValueError(f"{convolution!r} has no dim_labels of a form such as b01f_01io->b01f")
     return 2 * output.size * kernel.size // kernel.shape[labels[1].index("o")]
 
 
@@ -205,7 +212,8 @@ def _target(call: Instruction) -> str:
 
 
 def _library_flops(computation: Computation, call: Instruction) -> list[int]:
-    """Returns one entry for a product of cuBLAS or cuDNN; [] for any other custom call."""
+    """Returns the FLOPs of a cuBLAS or cuDNN call as a list with one entry; [] for any other custom
+    call."""
     target = _target(call)
     if target.startswith("__cudnn$conv"):
         return [_cudnn_convolution_flops(computation, call, target)]
@@ -238,7 +246,7 @@ def _attention_flops(computation: Computation, call: Instruction, target: str) -
 
 
 def _find_setting(config: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """Returns the value of `key` in a nested configuration, at any depth."""
+    """Finds the value of `key` at any depth of a nested configuration; None if it is missing."""
     if key in config:
         return config[key]
     inner = (_find_setting(value, key) for value in config.values() if isinstance(value, dict))
@@ -246,11 +254,13 @@ def _find_setting(config: dict[str, Any], key: str) -> dict[str, Any] | None:
 
 
 def hbm_bytes(program: Program) -> int:
-    """Returns bytes of device memory that one step reads and writes on one device, loops counted.
+    """Counts the bytes of device memory that one step reads and writes on one device, with every
+    loop iteration.
 
     Each kernel reads its operands once and writes its result once. If a fusion only slices an
-    operand, the slice counts; if it updates one in place, the update. Workspaces of libraries, and
-    the effects of caches and spills, are not included. Host memory is not device memory.
+    operand, only the slice counts; if it updates an operand in place, only the update counts.
+    Workspaces of libraries, and the effects of caches and register spills, are not included. Host
+    memory is not counted.
     """
     return HbmTraffic(program).total.of_program()
 
@@ -266,12 +276,11 @@ class HbmTraffic:
         return ScheduleSum(self._program, self.of_kernel)
 
     def of_kernel(self, where: Computation, instruction: Instruction) -> int:
-        """Returns the bytes that one kernel launch reads and writes.
+        """Returns the bytes of device memory that one kernel launch reads and writes; for
+        instructions that are not control flow.
 
-        The instruction is not control flow.
-
-        For an asynchronous operation the start reads and the done writes, but a fusion does both at
-        its start.
+        Reads of an asynchronous operation count at its start and writes at its done; an
+        asynchronous fusion counts both at its start.
         """
         opcode = instruction.opcode
         if opcode in _FREE:
@@ -288,10 +297,8 @@ class HbmTraffic:
         return reads + _bytes(_without_workspace(instruction))
 
     def _of_done(self, where: Computation, done: Instruction) -> int:
-        """Returns the bytes that the done instruction of an asynchronous operation writes.
-
-        These are 0 if its start wraps a computation, in which they are counted.
-        """
+        """Returns the bytes that the done instruction of an asynchronous operation writes; 0 if the
+        start wraps a computation, which counts its own writes."""
         start = done.operands[0]
         while start in where and where[start].opcode.endswith("-update"):
             start = where[start].operands[0]
@@ -318,7 +325,8 @@ def _bytes(arrays: tuple[Array, ...] | list[Array]) -> int:
 
 
 def _without_workspace(instruction: Instruction) -> tuple[Array, ...]:
-    """Returns the result without the scratch memory that cuBLAS and cuDNN add to it."""
+    """Returns the arrays of an instruction's result without the scratch memory that cuBLAS and
+    cuDNN add to it."""
     arrays = instruction.arrays
     target = instruction.attributes.get("custom_call_target", "") if len(arrays) > 1 else ""
     is_library = target.startswith(('"__cublas', '"__cudnn'))
@@ -326,7 +334,7 @@ def _without_workspace(instruction: Instruction) -> tuple[Array, ...]:
 
 
 def _written(body: Computation, result: Instruction) -> int:
-    """Returns the bytes of those results of a fusion that are not updates in place."""
+    """Returns the bytes that a fusion writes for results that are not updates in place."""
     if result.opcode == "get-tuple-element":
         source = body[result.operands[0]]
         if int(result.attributes["index"]) >= len(_without_workspace(source)):
@@ -335,22 +343,21 @@ def _written(body: Computation, result: Instruction) -> int:
 
 
 def _of_slice(where: Computation, instruction: Instruction) -> int:
-    """Returns the bytes of a slice, gather, update or scatter that is a separate kernel."""
+    """Returns the bytes that a slice, gather, update or scatter reads and writes if it is a kernel
+    of its own."""
     if instruction.opcode in _UPDATES:
         return _update_bytes(where, instruction) + _operand_bytes(where, instruction)
     return 2 * instruction.bytes + _operand_bytes(where, instruction)
 
 
 def _operand_bytes(where: Computation, instruction: Instruction) -> int:
-    """Returns the bytes of all operands of an instruction but the first: indices and updates."""
+    """Returns the bytes of all operands of an instruction except the first: indices and updates."""
     return sum(_bytes(operand.arrays) for operand in where.operands_of(instruction)[1:])
 
 
 def _update_bytes(where: Computation, update: Instruction) -> int:
-    """Returns the bytes that an update or scatter writes in its first operand.
-
-    A scatter also reads these bytes, so they count twice.
-    """
+    """Returns the bytes that an update or scatter writes into its first operand; twice for a
+    scatter, which also reads them."""
     is_scatter = update.opcode == "scatter"
     return (2 if is_scatter else 1) * _bytes(_update_operand(where, update).arrays)
 
@@ -361,7 +368,8 @@ def _update_operand(where: Computation, update: Instruction) -> Instruction:
 
 
 def _results(body: Computation) -> list[Instruction]:
-    """Returns the instructions that compute a fusion's results, one per array, without bitcasts."""
+    """Returns the instructions that compute a fusion's results, one per array, with bitcasts
+    skipped."""
     roots = body.operands_of(body.root) if body.root.opcode == "tuple" else [body.root]
     return [_renamed(body, root) for root in roots]
 
@@ -373,7 +381,8 @@ def _renamed(body: Computation, instruction: Instruction) -> Instruction:
 
 
 def _updated_in_place(body: Computation) -> set[str]:
-    """Returns results of a fusion that write an update into the memory of a parameter."""
+    """Finds the results of a fusion that write an update into the memory of one of its
+    parameters."""
     return {
         result.name
         for result in _results(body)
@@ -383,7 +392,11 @@ def _updated_in_place(body: Computation) -> set[str]:
 
 
 def _elements_needed(body: Computation, in_place: set[str]) -> dict[str, int]:
-    """Returns {name: number of elements of that value that a fusion needs for its results}."""
+    """Computes how many elements of each value a fusion needs for its results.
+
+    Returns:
+      {name of the value: number of elements}.
+    """
     needed = {result.name: _size(result) for result in _results(body)}
     pieces: dict[str, int] = {}
     for user in reversed(body.instructions):
@@ -401,9 +414,8 @@ def _elements_needed(body: Computation, in_place: set[str]) -> dict[str, int]:
 
 
 def _part_needed(user: Instruction, index: int, operand: Instruction, of_user: int) -> int:
-    """Returns how many elements of its operand an instruction needs so that its user gets `of_user`
-    elements.
-    """
+    """Returns how many elements of its operand the instruction `user` needs to produce `of_user`
+    elements of its result."""
     size = _size(operand)
     if (user.opcode in _SLICES or user.opcode in _UPDATES) and index > 0:
         return size

@@ -1,4 +1,5 @@
-"""Builds the dataflow of a program: values that are moved, summed, or computed from others."""
+"""Builds the dataflow graph of an HLO program: which values are moved, summed, or computed from
+which other values."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from typing import TypeAlias
 from zerojax.forecasting.hlo.program import Array, Instruction, Program, Type
 
 Value: TypeAlias = tuple[str, tuple[int, ...]]
-"""(name of an instruction, element of its result); element () is the whole result."""
+"""A value of the program: (name of an instruction, element of its result); element () is the whole
+result."""
 
 
 class Edge(enum.Enum):
-    """How a value contributes to another value: moved, summed or computed."""
+    """Kinds of edges in the dataflow graph: how a value contributes to another value."""
 
     SAME = "same"
     """The same numbers: moved, cut, joined, cast, scaled, repeated, gathered, or device sums."""
@@ -60,13 +62,13 @@ MATMULS = frozenset({"dot", "convolution", "custom-call"})
 
 
 class Dataflow:
-    """All values of a program and the links between them, through fusions, calls and loops.
+    """Dataflow graph of all values of a program, through fusions, calls and loops.
 
-    A loop's carried value is the same value as its initial value and as the result of each
-    iteration.
+    In a loop, the carried value, its initial value and the result of each iteration are linked as
+    the same value.
 
     Attributes:
-      values: all of them, also those inside fusions; tuples only by their elements.
+      values: all values, including values inside fusions; a tuple is represented by its elements.
     """
 
     def __init__(self, program: Program):
@@ -87,15 +89,17 @@ class Dataflow:
             self._connect(instruction)
 
     def sources(self, value: Value) -> list[tuple[Value, Edge]]:
-        """Returns the values that contribute to a value, and how."""
+        """Returns the values that contribute to a value, each with the kind of the contribution."""
         return self._into.get(value, [])
 
     def targets(self, value: Value) -> list[tuple[Value, Edge]]:
-        """Returns the values to which a value contributes, and how."""
+        """Returns the values to which a value contributes, each with the kind of the
+        contribution."""
         return self._out_of.get(value, [])
 
     def array(self, value: Value) -> Array | None:
-        """Returns dtype and shape of a value; None for tuples and unknown values."""
+        """Returns the array type (dtype and shape) of a value; None for tuples and unknown
+        values."""
         name, index = value
         found: Type | None = self.instructions[name].type if name in self.instructions else None
         for position in index:
@@ -103,7 +107,8 @@ class Dataflow:
         return found if isinstance(found, Array) else None
 
     def is_workspace(self, value: Value) -> bool:
-        """Returns whether a value is scratch memory of a library: the end of a custom call."""
+        """Returns whether a value is scratch memory of a library, which is the last element of a
+        custom call's result."""
         name, index = value
         if self.instructions[name].opcode != "custom-call" or not index:
             return False
@@ -117,7 +122,7 @@ class Dataflow:
         self._out_of[source].append((target, edge))
 
     def _pass_on(self, source: Value, target: Value) -> None:
-        """Links every element of `source` to the same element of `target`."""
+        """Adds an edge from every element of `source` to the same element of `target`."""
         name, index = source
         for element, _ in _elements(self.instructions[name].type):
             if element[: len(index)] == index:
@@ -166,9 +171,10 @@ class Dataflow:
         self._pass_on(carried, (instruction.name, ()))
 
     def _connect_asynchronous(self, instruction: Instruction, operands: list[Value]) -> None:
-        """Links an asynchronous instruction.
+        """Adds the edges of an asynchronous instruction.
 
-        A start returns (its operands, its result, ...), but that of an all-reduce only the result.
+        The start of an all-reduce returns only its result; other starts return (operands, result,
+        ...).
         """
         name, opcode = instruction.name, instruction.opcode
         if opcode.startswith("all-reduce-"):
@@ -205,7 +211,8 @@ class Dataflow:
                     self._add_edge(operand, (name, index), edge)
 
     def _kind(self, instruction: Instruction, position: int, index: tuple[int, ...]) -> Edge | None:
-        """Returns how operand number `position` contributes to element `index` of the result."""
+        """Returns how operand number `position` contributes to element `index` of the instruction's
+        result; None if it does not."""
         opcode = instruction.opcode
         if opcode in _MOVES_ALL or position < _MOVES_FIRST.get(opcode, 0):
             return Edge.SAME
@@ -226,9 +233,8 @@ class Dataflow:
         return Edge.USED
 
     def _accumulates(self, instruction: Instruction) -> dict[int, tuple[int, ...]]:
-        """Returns {operand of a custom call: element of the result that is written into the
-        operand's memory}.
-        """
+        """Returns {operand of a custom call: element of the result that is written into the memory
+        of this operand}."""
         text = instruction.attributes.get("output_to_operand_aliasing", "")
         return {
             int(operand): tuple(int(n) for n in index.split(",") if n.strip())
@@ -236,7 +242,8 @@ class Dataflow:
         }
 
     def _is_scalar(self, value: Value) -> bool:
-        """Returns whether a value consists of a single number, whatever its shape."""
+        """Returns whether all elements of a value are the same number, such as a broadcast
+        scalar."""
         array = self.array(value)
         if array is not None and not array.shape:
             return True
@@ -250,9 +257,8 @@ class Dataflow:
 
 
 def _operands(instruction: Instruction) -> list[Value]:
-    """Returns the operands with the tuple element that is read of each: `%fusion#1` is element
-    1.
-    """
+    """Returns the operands of an instruction, each with the tuple element that the instruction
+    reads: `%fusion#1` is element 1 of fusion."""
     if instruction.opcode in ("constant", "parameter"):
         return []
     text = instruction.operand_text

@@ -1,9 +1,10 @@
-"""Finds copies between host and device memory in a program: bytes, executions, kind and overlap.
+"""Finds the copies between host memory and device memory in a program: their bytes, executions,
+kind and overlap.
 
-XLA's GPU compiler copies whole arrays with `copy-start`, and slices inside of loops with a fusion
-that contains only the slice. If the slice's position is linear in the loop's counter, the compiler
-notes it (`dynamic_slice_config`), and the copy engine moves the slice; otherwise a kernel reads or
-writes host memory with the processors that matrix products need.
+XLA's GPU compiler copies whole arrays with `copy-start`, and slices inside loops with a fusion that
+contains only the slice. If the slice's position is linear in the loop counter, the compiler records
+that (`dynamic_slice_config`), and the GPU's copy engine moves the slice. Otherwise a kernel reads
+or writes host memory, on the processors that matrix products need.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zerojax.forecasting.hlo.program import (
 TO_DEVICE, TO_HOST = "to device", "to host"
 
 _CONTROL_FLOW = ("while", "conditional", "call", "call-start", "async-start")
-# These name or order values.
+# Opcodes that only name or order values.
 _MOVE_NOTHING = (
     "parameter",
     "constant",
@@ -45,17 +46,20 @@ class HostCopy:
     """One instruction that moves bytes between host and device.
 
     Attributes:
-      name: name of the instruction; one that moves in both directions is two `HostCopy`s.
+      name: name of the instruction. An instruction that moves bytes in both directions is
+        represented by two `HostCopy`s.
       direction: TO_DEVICE or TO_HOST.
-      bytes: of one execution, on one device.
-      times: executions per step; loops of `Program.unknown_loops` count as one iteration.
-      loop_depth: number of enclosing loops, 0 outside of all.
-      is_linear: whether the copy engine moves it: a whole array, or a slice whose position is known
-        or linear in a loop's counter. Otherwise a kernel does.
-      start: the instruction that starts it asynchronously; None if the program waits for it.
-      op_name: its origin in the traced program.
-      overlap: what is scheduled while it is in progress.
-      opposite_bytes: moved in the other direction by copies that are in progress at the same time.
+      bytes: number of bytes of one execution on one device.
+      times: number of executions per step; loops of `Program.unknown_loops` count as one iteration.
+      loop_depth: number of loops around the instruction.
+      is_linear: whether the copy engine moves the bytes: a whole array, or a slice whose position
+        is constant or linear in a loop counter. Otherwise a kernel moves them.
+      start: name of the instruction that starts the copy asynchronously; None if the program waits
+        for it.
+      op_name: name of the traced operation from which the instruction was compiled.
+      overlap: work that is scheduled while the copy is in progress.
+      opposite_bytes: bytes moved in the other direction by copies that are in progress at the same
+        time.
     """
 
     name: str
@@ -75,12 +79,14 @@ class HostCopy:
 
 
 def find_host_copies(program: Program) -> list[HostCopy]:
-    """Returns all copies between host and device that a step executes, in the program's order.
+    """Finds all copies between host and device that a step executes, in the program's order.
 
-    Includes those in loops, calls and branches; each branch of a conditional counts as taken.
+    Copies in loops, calls and branches are included, and every branch of a conditional counts as
+    taken.
 
     Args:
-      program: optimized, for GPUs. On a CPU all memory is one memory, and there are none.
+      program: optimized program for GPUs. A program for CPUs has no such copies, because all its
+        memory is host memory.
     """
     found: dict[tuple[str, str], HostCopy] = {}
     for where, instruction, times, depth in _executed(program, program.entry, 1, 0):
@@ -97,7 +103,8 @@ def find_host_copies(program: Program) -> list[HostCopy]:
 
 
 def link_bytes(copies: list[HostCopy]) -> dict[str, int]:
-    """Returns {direction: bytes per step on one device}, for both directions."""
+    """Sums the copied bytes: returns {direction: bytes per step on one device} for both
+    directions."""
     total = defaultdict(int, {TO_DEVICE: 0, TO_HOST: 0})
     for copy in copies:
         total[copy.direction] += copy.bytes * copy.times
@@ -105,10 +112,10 @@ def link_bytes(copies: list[HostCopy]) -> dict[str, int]:
 
 
 def bytes_within_host(program: Program) -> int:
-    """Returns the bytes per step that a program copies from host memory to host memory.
+    """Counts the bytes per step that a program copies from host memory to host memory.
 
-    XLA inserts such a copy if the old values of an array are read after new ones were written in
-    place, or if it made one array of two. On an H100 507 MB took 89 ms (JAX 0.11.2).
+    XLA inserts such a copy if the old values of an array are read after new values were written in
+    place, or if it merged two arrays. On an H100 507 MB took 89 ms (JAX 0.11.2).
     """
     return sum(
         times * instruction.arrays[0].bytes
@@ -128,9 +135,8 @@ def _is_within_host(where: Computation, instruction: Instruction) -> bool:
 def _executed(
     program: Program, where: Computation, times: int, depth: int
 ) -> Iterator[tuple[Computation, Instruction, int, int]]:
-    """Yields (computation, instruction, executions per step, enclosing loops); does not enter
-    kernels.
-    """
+    """Yields (computation, instruction, executions per step, number of enclosing loops) for every
+    executed instruction; a kernel is one instruction."""
     for instruction in where.instructions:
         opcode = instruction.opcode
         if opcode in _CONTROL_FLOW and not _is_kernel(program, instruction):
@@ -143,7 +149,7 @@ def _executed(
 
 
 def _is_kernel(program: Program, instruction: Instruction) -> bool:
-    """Returns whether an instruction contains one kernel, and not separate instructions."""
+    """Returns whether an instruction runs as one kernel, and not as separate instructions."""
     if instruction.opcode != "async-start":
         return instruction.opcode in _WRAPPERS
     inner = program.computations[instruction.callees["calls"][0]]
@@ -151,7 +157,8 @@ def _is_kernel(program: Program, instruction: Instruction) -> bool:
 
 
 def _copies_of(program: Program, where: Computation, instruction: Instruction) -> list[HostCopy]:
-    """Returns the host-device copies of one instruction, at most one per direction."""
+    """Returns the copies between host and device that one instruction makes, at most one per
+    direction."""
     if _is_kernel(program, instruction):
         inner = program.computations[instruction.callees["calls"][0]]
         moved = _moved_by_kernel(inner)
@@ -174,11 +181,11 @@ def _copies_of(program: Program, where: Computation, instruction: Instruction) -
 
 
 _Moved = dict[str, list[tuple[int, bool]]]
-"""{direction: (bytes, whether the copy engine moves them) of each part}."""
+"""{direction: [(bytes, whether the copy engine moves them) of each part]}."""
 
 
 def _moved_by_one(where: Computation, instruction: Instruction) -> _Moved:
-    """Returns the bytes copied by an instruction outside of a fusion."""
+    """Returns the bytes that an instruction outside of a fusion copies between host and device."""
     if instruction.opcode == "copy-start":  # (target, source, context)
         target, source = instruction.arrays[:2]
         return _between(source, target, linear=True)
@@ -202,9 +209,8 @@ def _between(source: Array, target: Array, *, linear: bool) -> _Moved:
 
 
 def _moved_by_kernel(inner: Computation) -> _Moved:
-    """Returns the bytes copied by a fusion: slices read from host arrays, and updates written to
-    them.
-    """
+    """Returns the bytes that a fusion copies: slices that it reads from host arrays, and updates
+    that it writes to them."""
     if not any(_on_host(array) for one in inner.instructions for array in one.arrays):
         return {}
     slices = [i for i in inner.instructions if i.opcode in (*_SLICES, "dynamic-update-slice")]
@@ -221,7 +227,7 @@ def _moved_by_kernel(inner: Computation) -> _Moved:
         one in slices or one.opcode in ("parameter", "constant", *_RENAMES)
         for one in inner.instructions
     )
-    if not alone:  # then it computes as well, so it is a kernel, whatever its slices are
+    if not alone:  # the fusion also computes, so a kernel moves the bytes
         moved = {way: [(size, False) for size, _ in parts] for way, parts in moved.items()}
     return _without_empty(moved)
 
@@ -241,7 +247,7 @@ def _moved_by_slices(where: Computation, slices: list[Instruction]) -> _Moved:
 
 
 def _source(where: Computation, one: Instruction) -> Instruction:
-    """Returns the array that a slice is read from, or written into."""
+    """Returns the array that a slice is read from or that an update is written into."""
     return _unnamed(where, where[one.operands[0]])
 
 
@@ -260,7 +266,8 @@ def _on_host(array: Array) -> bool:
 
 
 def _opposite(copy: HostCopy, copies: list[HostCopy]) -> int:
-    """Returns the bytes of copies in the opposite direction that run at the same time as `copy`."""
+    """Sums the bytes of copies in the opposite direction that are in progress at the same time as
+    `copy`."""
     return sum(
         other.bytes
         for other in copies
@@ -269,7 +276,7 @@ def _opposite(copy: HostCopy, copies: list[HostCopy]) -> int:
 
 
 def _meet(one: Overlap, other: Overlap) -> bool:
-    # A start is just before its stretch and a done just after: of two adjacent stretches, one ends
+    # A start is just before its range and a done just after it: of two adjacent ranges, one ends
     # before the other begins.
     return any(
         where == there and max(first, begin) <= min(last, end)

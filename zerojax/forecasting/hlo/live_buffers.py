@@ -1,9 +1,10 @@
-"""Finds the live buffers on a device at the moment of the peak, from the compiler's assignment.
+"""Finds the values that are in device memory at the moment of peak memory, from the compiler's
+buffer assignment.
 
-The compiler writes it for one program with the options `xla_dump_to` and `xla_dump_hlo_as_text`.
-Arguments, outputs and one block of temporaries ("preallocated-temp") exist for the whole step. The
-content of that block changes from instruction to instruction: each value has a position in it
-(`*-buffer-assignment.txt`) and a lifetime (`*-live-range.txt`).
+The compiler writes reports about one program with the options `xla_dump_to` and
+`xla_dump_hlo_as_text`. Arguments, outputs and one block of temporaries ("preallocated-temp") exist
+for the whole step. The content of the block changes from instruction to instruction: each value has
+a position in it (`*-buffer-assignment.txt`) and a lifetime (`*-live-range.txt`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ _HOST_COLOR = 5  # XLA's memory space of host memory: Layout::kHostMemorySpace
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveValue:
-    """One value that has memory.
+    """One value in device memory.
 
     Attributes:
-      name, index: the instruction that computes it and the element of its result, () for the whole.
-      bytes: memory of this value alone; bytes that two values share, as with an update in place,
-        count for the younger one.
-      shape: as XLA prints it, `bf16[8,512]{1,0}`.
-      opcode, op_name: of the instruction; the op_name of an argument is its path in the call, such
-        as `state['params']['lm_head/kernel']`.
+      name, index: name of the instruction that computes the value, and the element of its result;
+        () is the whole result.
+      bytes: number of bytes of this value alone. Bytes that two values share, as in an update in
+        place, count for the later value.
+      shape: type as XLA prints it, such as `bf16[8,512]{1,0}`.
+      opcode, op_name: opcode of the instruction, and the name of the traced operation. The op_name
+        of an argument is its path in the call, such as `state['params']['lm_head/kernel']`.
     """
 
     name: str
@@ -44,18 +46,20 @@ class LiveValue:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveAtPeak:
-    """Memory of one device when the block of temporaries is fullest, in bytes.
+    """Memory of one device at the moment when the block of temporaries is fullest, in bytes.
 
     Attributes:
-      moment: position in the schedule. It may differ from the compiler's peak, which counts
-        arguments only until they are last read, although they stay allocated.
-      values: in the block of temporaries at that moment, largest first.
-      arguments: of the program, in the order of its parameters; donated ones hold outputs later.
-      outputs: outputs that do not reuse a donated argument, and the tables of pointers to outputs.
-      temporary: size of the block of temporaries.
-      constants: literals of the program, in their own memory and not in `peak`.
-      program: the optimized program as it was dumped; its names are those of the values;
-        `compiled.as_text()` may use others.
+      moment: position in the schedule. It may differ from the moment of the compiler's peak, which
+        counts arguments only until they are last read, although they stay allocated.
+      values: values in the block of temporaries at that moment, largest first.
+      arguments: arguments of the program, in the order of its parameters. Donated arguments later
+        hold outputs.
+      outputs: bytes of outputs that do not reuse a donated argument, and of the tables of pointers
+        to outputs.
+      temporary: size of the block of temporaries in bytes.
+      constants: bytes of the program's literals, which have their own memory and are not in `peak`.
+      program: the optimized program from the compiler's reports, with the names that the values
+        have. `compiled.as_text()` may use other names.
     """
 
     moment: int
@@ -68,24 +72,25 @@ class LiveAtPeak:
 
     @property
     def fragmentation(self) -> int:
-        """Bytes of the block of temporaries that no value uses at that moment."""
+        """Number of bytes in the block of temporaries that no value uses at that moment."""
         return self.temporary - sum(value.bytes for value in self.values)
 
     @property
     def peak(self) -> int:
-        """arguments + outputs - aliased + temporary of `compiled.memory_analysis()`."""
+        """Peak memory in bytes, equal to arguments + outputs - aliased + temporary of
+        `compiled.memory_analysis()`."""
         return sum(value.bytes for value in self.arguments) + self.outputs + self.temporary
 
 
 def read_live(folder: Path) -> LiveAtPeak | None:
-    """Reads which values are on a device at a program's peak, from the compiler's reports.
+    """Finds which values are in device memory at a program's peak, from the compiler's reports.
 
     Args:
-      folder: holds the reports of one program.
+      folder: folder with the reports of one program.
 
     Returns:
-      The values; None if there are no such reports (XLA's CPU compiler writes others). Also None,
-      with a warning that quotes the line, if their format is unknown.
+      The values; None if there are no such reports (XLA's CPU compiler writes others). If the
+      format of the reports is unknown, warns with the line and returns None.
     """
     found = [
         sorted(folder.glob(f"{_ACCOUNT}{end}.txt"))
@@ -96,7 +101,7 @@ def read_live(folder: Path) -> LiveAtPeak | None:
     try:
         most = max(map(len, found))
         if most > 1:
-            raise _NotUnderstood(f"{folder} holds the reports of {most} programs, not of one")
+            raise _NotUnderstood(f"{folder} has the reports of {most} programs instead of one")
         assignment, ranges, text = (paths[0].read_text() for paths in found)
         return live_at_peak(assignment, ranges, read_program(text))
     except ValueError as problem:  # also of `read_program`
@@ -105,7 +110,7 @@ def read_live(folder: Path) -> LiveAtPeak | None:
 
 
 class _NotUnderstood(ValueError):
-    """A memory report in an unknown format."""
+    """Error for a memory report of the compiler in an unknown format."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +134,8 @@ class _Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """A value in the block of temporaries, live from instruction `start` to `end`."""
+    """Lifetime of a value in the block of temporaries: from instruction `start` to instruction
+    `end`."""
 
     value: _Placed
     start: int
@@ -137,17 +143,18 @@ class _Span:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """(allocation, first byte, byte after the last)."""
+        """Memory of the value: (allocation, first byte, byte after the last)."""
         first = self.value.offset
         return self.value.allocation, first, first + self.value.size
 
 
 def live_at_peak(assignment: str, ranges: str, program: Program) -> LiveAtPeak:
-    """Returns which values are on a device at a program's peak, as `read_live` does from files.
+    """Finds which values are in device memory at a program's peak, from the texts of the compiler's
+    reports.
 
     Args:
       assignment, ranges: texts of the buffer assignment and of the live ranges.
-      program: the program of these reports.
+      program: the program that the reports describe.
     """
     allocations = [a for a in _read_allocations(assignment) if a.kind != "host"]
     lives = _read_ranges(ranges)
@@ -274,7 +281,8 @@ def _read_header(line: str) -> _Allocation:
 
 
 def _read_ranges(text: str) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
-    """Returns {(name, index): (first, last) instruction at which a value occupies memory}."""
+    """Parses the live ranges: {(name, index) of a value: (first, last) instruction at which it
+    occupies memory}."""
     _, found, rest = text.partition("BufferLiveRange:\n")
     if not found:
         raise _NotUnderstood("XLA's live ranges have no part called BufferLiveRange")
@@ -300,10 +308,13 @@ def _as_index(text: str | None) -> tuple[int, ...]:
 
 
 def _fullest(spans: Sequence[_Span]) -> tuple[int, list[tuple[_Span, int]]]:
-    """Returns (first instruction with the most bytes in use, the values live there with their
-    bytes).
+    """Finds the moment at which the most bytes of the block are in use.
 
-    The sum of sizes is an upper bound of the bytes in use, so that only few moments are examined.
+    The sum of sizes is an upper bound of the bytes in use, so only few moments must be examined
+    exactly.
+
+    Returns:
+      (first instruction of that moment, values live at it with the bytes of each).
     """
     sums: dict[int, int] = defaultdict(int)
     for span in spans:
@@ -325,7 +336,8 @@ def _fullest(spans: Sequence[_Span]) -> tuple[int, list[tuple[_Span, int]]]:
 
 
 def _own_bytes(spans: Sequence[_Span]) -> list[tuple[_Span, int]]:
-    """Returns each span with its bytes that no later span reuses; the sum is the bytes in use."""
+    """Returns each value with the number of its bytes that no later value reuses; the numbers add
+    up to the bytes in use."""
     owned, taken = [], []
     for span in sorted(spans, key=lambda span: (-span.start, span.end, span.value.name)):
         block, first, end = span.place

@@ -1,4 +1,4 @@
-"""Finds what the schedule runs while collectives and copies are in progress."""
+"""Finds the work that the schedule runs while collectives and copies are in progress."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from zerojax.forecasting.hlo.costs import HbmTraffic, Matmuls, ScheduleSum
 from zerojax.forecasting.hlo.program import Computation, Instruction, Program
 
 _Path = tuple[int, ...]
-# Their value is that of their operand, which may be a started collective.
+# Opcodes whose result is their operand, which may be a started collective.
 _SAME_VALUE = ("copy", "bitcast", "opt-barrier")
 
 
 class Started(Protocol):
-    """Interface of an asynchronous operation: a `Collective` or a `HostCopy`."""
+    """Interface of an asynchronous operation; `Collective` and `HostCopy` have it."""
 
     @property
     def name(self) -> str: ...
@@ -27,21 +27,22 @@ class Started(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Work that a device does between the start and the done of a collective.
+    """Work that a device does between the start and the done of a collective or copy.
 
     Attributes:
       matmuls: number of matrix products.
-      matmul_flops: their FLOPs.
-      eight_bit_flops: FLOPs of those with 8-bit floats.
-      hbm_bytes: bytes that all instructions in between read and write.
-      done: the instruction that waits for the collective; None for a synchronous collective, and if
-        none was found (then nothing is counted).
-      pipelined: whether a loop runs it one iteration ahead: the compiler says so, or start and done
-        are in different iterations.
-      crosses_iterations: whether start and done are in different iterations of a loop: between them
-        are the end of one iteration (or the code before the loop) and the beginning of the next;
-        both are counted.
-      stretches: where it is in progress: (computation, first instruction, the one after the last).
+      matmul_flops: FLOPs of these products.
+      eight_bit_flops: FLOPs of the products of 8-bit floats.
+      hbm_bytes: bytes of device memory that all instructions between start and done read and write.
+      done: name of the instruction that waits for the operation. None for a synchronous operation,
+        or if none was found; then no work is counted.
+      pipelined: whether a loop runs the operation one iteration ahead: the compiler says so, or
+        start and done are in different iterations.
+      crosses_iterations: whether start and done are in different iterations of a loop. Then the
+        work counts from the start to the end of its iteration (or, before the loop, to the loop),
+        and from the beginning of the next iteration to the done.
+      stretches: parts of the schedule in which the operation is in progress: (computation, first
+        instruction, instruction after the last).
     """
 
     matmuls: int = 0
@@ -57,11 +58,14 @@ class Overlap:
 
 
 def find_overlap(program: Program, collectives: Iterable[Started]) -> dict[str, Overlap]:
-    """Returns {name of a collective or copy: work scheduled while one execution is in progress}.
+    """Finds the work that is scheduled while one execution of a collective or copy is in progress.
 
     Args:
-      program: scheduled, as compilers return it.
-      collectives: of `find_collectives(program, ...)` or `find_host_copies(program)`.
+      program: scheduled program, as compilers return it.
+      collectives: results of `find_collectives(program, ...)` or `find_host_copies(program)`.
+
+    Returns:
+      {name of the collective or copy: its `Overlap`}.
 
     Raises:
       ValueError: the program is not scheduled, so the order of its text has no meaning.
@@ -77,7 +81,7 @@ def find_overlap(program: Program, collectives: Iterable[Started]) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """Instructions scheduled between a start and its done, as ranges in order."""
+    """Instructions that are scheduled between a start and its done, as successive ranges."""
 
     done: str
     stretches: list[tuple[Computation, int, int]]
@@ -138,8 +142,8 @@ class _Finder:
         on.
 
         Returns:
-          The stretches to its done, if that is in this computation or in a loop that it runs; else
-          the position of the value in the computation's result, if it is there.
+          (ranges up to the done, if the done is in this computation or in a loop that it runs, else
+          None; position of the value in the computation's result, if it is there, else None).
         """
         held = {value: path}
         for position in range(begin, len(where.instructions)):
@@ -174,7 +178,8 @@ class _Finder:
 
 
 def _path_in_user(user: Instruction, index: int, path: _Path) -> _Path | None:
-    """Returns where in the result of `user` element `path` of operand `index` is, or None."""
+    """Follows a value through one instruction: returns its tuple path in the result of `user`, from
+    its tuple path in operand number `index`; None if the result does not contain the value."""
     if user.opcode == "tuple":
         return (index, *path)
     if user.opcode == "get-tuple-element":

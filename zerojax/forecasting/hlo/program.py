@@ -1,4 +1,5 @@
-"""Parses optimized HLO text: computations, instructions, execution counts and types."""
+"""Parses the text of optimized HLO programs: computations, instructions, numbers of executions, and
+types."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[({]|[\])}]|,|[^"\[({\])},]+')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 HOST_MEMORY_SPACE = 5
-"""Memory space of `pinned_host` in a layout: `{1,0:S(5)}`."""
+"""Number of the memory space of `pinned_host` in a layout, as in `{1,0:S(5)}`."""
 _BITS = {
     **dict.fromkeys(("token", "opaque"), 0),
     **dict.fromkeys(("pred", "s8", "u8"), 8),
@@ -51,7 +52,8 @@ Type: TypeAlias = "Array | tuple[Type, ...]"
 
 
 def split_outside_brackets(text: str) -> list[str]:
-    """Returns the parts of `text` between commas outside of brackets and quotations, stripped."""
+    """Splits `text` at commas that are outside of brackets and quotation marks; returns the
+    stripped parts."""
     parts, current, depth = [], [], 0
     for piece in _PIECE.findall(text):
         if piece == "," and not depth:
@@ -65,12 +67,13 @@ def split_outside_brackets(text: str) -> list[str]:
 
 
 class Instruction:
-    """One line of a computation. Expensive properties are read on first access.
+    """One instruction of a computation, which is one line of the text. Properties are parsed when
+    they are first read.
 
     Attributes:
-      name: without the leading %.
-      opcode: as written: "fusion", "all-gather-start", "custom-call".
-      is_root: whether its value is the computation's result.
+      name: name without the leading %.
+      opcode: opcode as written: "fusion", "all-gather-start", "custom-call".
+      is_root: whether the instruction's value is the computation's result.
     """
 
     def __init__(self, name: str, opcode: str, *, is_root: bool, type_text: str, rest: str):
@@ -99,7 +102,8 @@ class Instruction:
 
     @property
     def operand_text(self) -> str:
-        """The text in the brackets: operands, or a constant's value, or a parameter's number."""
+        """Text inside the brackets: the operands, the value of a constant, or the number of a
+        parameter."""
         return self._rest[: self._end_of_operands]
 
     @property
@@ -112,12 +116,12 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays of the result, nested tuples flattened."""
+        """Arrays of the result, with nested tuples flattened."""
         return arrays_of(self._type_text)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the result."""
+        """Size of the result in bytes."""
         return sum(array.bytes for array in self.arrays)
 
     @functools.cached_property
@@ -132,22 +136,21 @@ class Instruction:
 
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
-        """Attribute -> its text, with brackets and quotation marks."""
+        """{attribute: its text, with brackets and quotation marks}."""
         parts = (part.partition("=") for part in split_outside_brackets(self.attribute_text))
         return {key: value for key, _, value in parts}
 
     @property
     def op_name(self) -> str:
-        """The instruction's origin in the traced program; "" if the text does not state it."""
+        """Name of the traced operation from which the instruction was compiled; "" if the text does
+        not state it."""
         found = _OP_NAME.search(self.attribute_text)
         return found[1] if found else ""
 
     @functools.cached_property
     def backend_config(self) -> dict[str, Any]:
-        """The backend's settings; {} if there are none or they are not JSON.
-
-        (Some custom calls have their own programs there.)
-        """
+        """Settings of the backend as a dict; {} if there are none or they are not JSON (some custom
+        calls store a program there)."""
         text = self.attributes.get("backend_config", "{}")
         try:
             value = json.loads(text)
@@ -158,7 +161,8 @@ class Instruction:
 
     @functools.cached_property
     def callees(self) -> dict[str, tuple[str, ...]]:
-        """Attribute -> the computations it names, such as {"body": ("region_0.5",)}."""
+        """{attribute: names of the computations that it refers to}, such as {"body":
+        ("region_0.5",)}."""
         if not _MAY_CALL.search(self.attribute_text):
             return {}
         return {
@@ -169,25 +173,27 @@ class Instruction:
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """The computations that a conditional chooses from."""
+        """Names of the computations among which a conditional chooses."""
         keys = ("branch_computations", "true_computation", "false_computation")
         return tuple(name for key in keys for name in self.callees.get(key, ()))
 
     @property
     def trip_count(self) -> int | None:
-        """Runs of a loop's body; None if neither the compiler nor its condition states them."""
+        """Number of iterations of a loop; None if neither the compiler nor the loop's condition
+        states it."""
         known = self.backend_config.get("known_trip_count")
         return int(known["n"]) if known else self.derived_trip_count
 
     def integers(self, attribute: str) -> tuple[int, ...]:
-        """Returns the numbers of an attribute such as `dimensions={0,2}`; () if it is missing."""
+        """Parses the integers of an attribute such as `dimensions={0,2}`; () if the attribute is
+        missing."""
         return tuple(int(n) for n in re.findall(r"\d+", self.attributes.get(attribute, "")))
 
     def runs(self) -> Iterator[tuple[str, int]]:
-        """Yields each computation that the instruction calls and how often; each branch counts
-        once.
+        """Yields (computation that the instruction calls, number of runs); each branch of a
+        conditional counts once.
 
-        A loop whose trip count is not known counts as one iteration.
+        A loop whose number of iterations is unknown counts as one iteration.
         """
         trips = self.trip_count if self.opcode == "while" else None
         trips = 1 if trips is None else trips
@@ -197,7 +203,8 @@ class Instruction:
 
 
 class Computation:
-    """A list of instructions; in a scheduled program their order is the order of execution."""
+    """A computation of a program as a list of instructions; in a scheduled program they are in the
+    order of execution."""
 
     def __init__(self, name: str):
         self.name = name
@@ -221,7 +228,7 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
-        """Parameters in the order of the caller's operands."""
+        """Parameters of the computation, in the order of the caller's operands."""
         found = [i for i in self.instructions if i.opcode == "parameter"]
         return sorted(found, key=lambda parameter: int(parameter.operand_text))
 
@@ -229,19 +236,19 @@ class Computation:
         return [self[name] for name in instruction.operands]
 
     def operand_arrays(self, instruction: Instruction) -> list[Array]:
-        """Returns all arrays of all operands."""
+        """Returns the arrays of all operands of an instruction."""
         return [array for operand in self.operands_of(instruction) for array in operand.arrays]
 
 
 class Program:
-    """An optimized program.
+    """A parsed HLO program.
 
     Attributes:
-      computations: by name.
-      entry: the computation that a step runs.
+      computations: {name: computation}.
+      entry: computation that a step runs.
       is_scheduled: whether the order of instructions is the order of execution.
-      num_partitions, num_replicas: their product is the number of devices; 1 if the text does not
-        say.
+      num_partitions, num_replicas: numbers whose product is the number of devices; 1 if the text
+        does not state them.
     """
 
     def __init__(self, header: str, computations: dict[str, Computation], entry: Computation):
@@ -257,7 +264,7 @@ class Program:
 
     @functools.cached_property
     def _calls(self) -> dict[str, list[tuple[str, int]]]:
-        """Computation -> (caller, times per run of the caller), for each place that runs it."""
+        """{computation: [(computation that calls it, number of calls per run of the caller)]}."""
         calls: dict[str, list[tuple[str, int]]] = {name: [] for name in self.computations}
         for caller in self.computations.values():
             for instruction in caller.instructions:
@@ -272,9 +279,10 @@ class Program:
     def times_run(self, name: str) -> int:
         """Returns how often one step executes the computation `name`.
 
-        It is the product of the enclosing trip counts, summed over the places that run it. Each
-        branch of a conditional counts as taken. A loop of `unknown_loops` counts as one iteration.
-        A reducer (`to_apply`) counts once per instruction.
+        The number is the product of the iterations of all enclosing loops, summed over the
+        instructions that call the computation. Each branch of a conditional counts as taken. A loop
+        of `unknown_loops` counts as one iteration. A reduction function (`to_apply`) counts once
+        per instruction.
 
         Raises:
           KeyError: the program has no such computation.
@@ -286,7 +294,8 @@ class Program:
         return self._times[name]
 
     def shares_of(self, instruction: Instruction) -> list[float | None]:
-        """Returns the fractions of layers that take each branch; None if unknown."""
+        """Returns, for each branch of a conditional, the fraction of layers that take it; None if
+        unknown."""
         return [
             share_of_branch(
                 (inner.op_name for inner in self.computations[name].instructions),
@@ -297,7 +306,8 @@ class Program:
 
     @functools.cached_property
     def unknown_loops(self) -> tuple[str, ...]:
-        """Loops that run but whose trip count the compiler does not know; all counts assume one."""
+        """Names of executed loops whose number of iterations is unknown; all counts assume one
+        iteration."""
         return tuple(
             instruction.name
             for computation in self.computations.values()
@@ -308,10 +318,13 @@ class Program:
         )
 
     def find(self, instruction: str) -> tuple[Computation, Instruction]:
-        """Returns the computation that contains the named instruction, and the instruction.
+        """Returns the computation that contains an instruction, and the instruction itself.
+
+        Args:
+          instruction: name of the instruction.
 
         Raises:
-          KeyError: the program has none.
+          KeyError: the program has no instruction of this name.
         """
         for computation in self.computations.values():
             if instruction in computation:
@@ -320,13 +333,13 @@ class Program:
 
 
 def read_program(text: str) -> Program:
-    """Parses the result of `compiled.as_text()` or a text dump of XLA.
+    """Parses the text of an HLO program: the result of `compiled.as_text()` or a text dump of XLA.
 
     Args:
-      text: one HLO module; 10 MB take less than a second.
+      text: text of one HLO module; 10 MB take less than a second.
 
     Raises:
-      ValueError: no HLO module, or a line of a computation that is not an instruction.
+      ValueError: the text is not an HLO module, or a line of a computation is not an instruction.
     """
     computations: dict[str, Computation] = {}
     current: Computation | None = None
@@ -345,7 +358,8 @@ def read_program(text: str) -> Program:
             current.append(_read_instruction(line, current))
     if not header or entry is None:
         raise ValueError(
-            f"no HLO module with an ENTRY computation in {len(text)} characters that begin with "
+            f"a text of {len(text)} characters has no HLO module with an ENTRY computation; it "
+            f"begins with "
             f"{text[:60]!r}; pass the result of compiled.as_text()"
         )
     for computation in computations.values():
@@ -362,7 +376,7 @@ def _read_instruction(line: str, computation: Computation) -> Instruction:
     found = _INSTRUCTION.match(line)
     if found is None:
         raise ValueError(
-            f"a line of computation {computation.name!r} is no HLO instruction: {line[:200]!r}"
+            f"a line of computation {computation.name!r} is not an HLO instruction: {line[:200]!r}"
         )
     return Instruction(
         found[2],
@@ -375,13 +389,14 @@ def _read_instruction(line: str, computation: Computation) -> Instruction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Array:
-    """One array of a type.
+    """Type of an array: dtype, shape and memory space.
 
     Attributes:
-      dtype: as XLA writes it: "bf16", "f32", "pred", "f8e4m3fn"; "token" for a value without bytes.
-      shape: sizes; for a dynamic dimension its bound.
-      bits: bits of one element in memory.
-      memory_space: 0 is the device's own memory, `HOST_MEMORY_SPACE` the host's.
+      dtype: dtype as XLA writes it: "bf16", "f32", "pred", "f8e4m3fn"; "token" for a value without
+        bytes.
+      shape: sizes of the dimensions; for a dynamic dimension its upper bound.
+      bits: number of bits of one element in memory.
+      memory_space: 0 for the device's own memory, `HOST_MEMORY_SPACE` for host memory.
     """
 
     dtype: str
@@ -419,10 +434,10 @@ def read_type(text: str) -> Type:
     """Parses the type in `text`: an `Array`, or a tuple of types, nested as in the text.
 
     Args:
-      text: such as `f32[16,64]{1,0}` or `((bf16[8]{0}, s32[]), bf16[64]{0}, u32[])`.
+      text: text such as `f32[16,64]{1,0}` or `((bf16[8]{0}, s32[]), bf16[64]{0}, u32[])`.
 
     Raises:
-      ValueError: not a type, or an unknown dtype.
+      ValueError: the text is not a type, or has an unknown dtype.
     """
     levels: list[list[Type]] = [[]]
     for token in _TOKEN.finditer(text):
@@ -434,13 +449,13 @@ def read_type(text: str) -> Type:
         else:
             levels[-1].append(_array(token[1], token[2], token[3]))
     if len(levels) != 1 or len(levels[0]) != 1:
-        raise ValueError(f"{text!r} is not the type of a value as XLA's HLO text spells it")
+        raise ValueError(f"{text!r} is not a type in XLA's HLO notation")
     return levels[0][0]
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def arrays_of(text: str) -> tuple[Array, ...]:
-    """Returns all arrays of the type in `text`, in order, without tokens."""
+    """Returns all arrays of the type in `text`, in order; tokens are left out."""
 
     def flatten(value: Type) -> list[Array]:
         if isinstance(value, Array):

@@ -1,7 +1,8 @@
-"""Derives trip counts of loops without an annotation, from their conditions.
+"""Derives the number of iterations of a loop from its condition, for loops without XLA's
+annotation.
 
-XLA drops `known_trip_count` from loops that it has peeled or pipelined (seen with jaxlib 0.12 and
-`xla_gpu_pipeline_all_gather`).
+XLA drops the annotation `known_trip_count` from loops that it has peeled or pipelined (seen with
+jaxlib 0.12 and `xla_gpu_pipeline_all_gather`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ _STEPS = 64  # limit of a chain of copies: more than any program has
 
 
 def derive_trip_count(computations: Mapping[str, Any], where: Any, loop: Any) -> int | None:
-    """Returns iterations of `for (i = init; i < bound; i += step)` with constants; None otherwise.
+    """Computes the number of iterations of a loop of the form `for (i = init; i < bound; i +=
+    step)` with constants; returns None for any other loop.
 
     Args:
-      computations: name -> `Computation`, the whole program.
-      where: the computation that holds the loop.
+      computations: {name: `Computation`} of the whole program.
+      where: computation that contains the loop.
       loop: the `while` instruction.
     """
     condition = computations[loop.callees["condition"][0]]
@@ -36,7 +38,8 @@ def derive_trip_count(computations: Mapping[str, Any], where: Any, loop: Any) ->
 
 
 def _less_than(computations: Mapping[str, Any], condition: Any) -> tuple[int, int] | None:
-    """Returns (the counter's index in the loop's tuple, the bound) of `counter < constant`."""
+    """Matches a loop condition `counter < constant`; returns (index of the counter in the loop's
+    tuple, the constant), or None."""
     found = _binary(computations, condition, condition.root, "compare")
     if found is None:
         return None
@@ -52,7 +55,8 @@ def _less_than(computations: Mapping[str, Any], condition: Any) -> tuple[int, in
 
 
 def _increment(computations: Mapping[str, Any], body: Any, index: int) -> int | None:
-    """Returns c if the loop's body returns element `index` plus the constant c; else None."""
+    """Returns the constant c if the loop's body adds c to element `index` of the loop's tuple; else
+    None."""
     root = body.root
     if root.opcode != "tuple":
         return None
@@ -70,9 +74,10 @@ def _increment(computations: Mapping[str, Any], body: Any, index: int) -> int | 
 def _binary(
     computations: Mapping[str, Any], where: Any, instruction: Any, opcode: str
 ) -> tuple[Any, tuple[Any, Any]] | None:
-    """Returns a binary instruction, which may be alone in a fusion, and its outer operands.
+    """Matches a binary instruction, which may be the only operation of a fusion; returns it and its
+    two operands, or None.
 
-    An operand is an instruction of `where`, or a constant inside of the fusion.
+    An operand is an instruction of the computation `where`, or a constant inside the fusion.
     """
     if instruction.opcode == opcode:
         left, right = where.operands_of(instruction)
@@ -102,7 +107,8 @@ def _same_value(where: Any, instruction: Any) -> Any:
 
 
 def _tuple_index(where: Any, instruction: Any) -> int | None:
-    """Returns which element of the computation's only parameter a value is."""
+    """Returns the index of the element of the computation's only parameter that a value is; None
+    for other values."""
     if instruction.name in where:
         instruction = _same_value(where, instruction)
     if instruction.opcode != "get-tuple-element":
@@ -112,7 +118,8 @@ def _tuple_index(where: Any, instruction: Any) -> int | None:
 
 
 def _element(computations: Mapping[str, Any], where: Any, name: str, index: int) -> int | None:
-    """Returns the constant at `index` of a loop's initial tuple."""
+    """Returns the constant that a loop's initial tuple has at `index`; None if it is not a
+    constant."""
     start = _same_value(where, where[name])
     if start.opcode != "tuple":
         return None

@@ -1,4 +1,5 @@
-"""Profiles a training step: time and FLOPs, from a trace and its program."""
+"""Profiles a training step: time and FLOPs by operation and by parameter, from a profiler trace and
+the step's program."""
 
 from zerojax.forecasting.profiling.parameter_flops import ParameterFlops, flops_by_parameter
 from zerojax.forecasting.profiling.step_profile import (

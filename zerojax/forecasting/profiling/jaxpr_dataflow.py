@@ -1,6 +1,5 @@
-"""Tracks which parameters the values of a traced program contain, and which equations its outputs
-need.
-"""
+"""Follows parameters through a jaxpr: which parameters each value contains, and which equations the
+outputs need."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ Flags = tuple[bool, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ParameterOrigin:
-    """The parameters that a value holds.
+    """Parameters whose elements a value contains.
 
     Attributes:
-      names: the parameters, in order.
-      sizes: elements of each along `dim`, if several are concatenated.
-      dim: the dimension of the concatenation; None: there is one, or they can no longer be
-        separated.
-      is_scalar: the value is a scalar, or a broadcast one; it has no names.
+      names: names of the parameters, in order.
+      sizes: number of elements of each parameter along `dim`, if several are concatenated.
+      dim: dimension of the concatenation. None: the value contains one parameter, or several that
+        can no longer be separated.
+      is_scalar: whether the value is a scalar or a broadcast scalar; it then has no names.
     """
 
     names: tuple[str, ...] = ()
@@ -49,7 +48,8 @@ NOTHING, SCALAR = ParameterOrigin(), ParameterOrigin(is_scalar=True)
 
 
 def join_origins(first: ParameterOrigin, second: ParameterOrigin) -> ParameterOrigin:
-    """Returns the origin of a value that comes from either of two sources, such as two branches."""
+    """Combines the origins of two possible sources of a value, such as the two branches of a
+    conditional."""
     if first == second or not second.names:
         return first
     if not first.names:
@@ -58,9 +58,8 @@ def join_origins(first: ParameterOrigin, second: ParameterOrigin) -> ParameterOr
 
 
 def origin_of_output(equation: Any, given: Sequence[ParameterOrigin]) -> ParameterOrigin:
-    """Returns the origin of an equation's first output if the equation only rearranges its inputs;
-    else None.
-    """
+    """Returns the origin of an equation's first output: the parameters of its input if the equation
+    only rearranges its input, else no parameters."""
     kind, params = equation.primitive.name, equation.params
     if not any(origin.names for origin in given):
         spread = kind == "broadcast_in_dim" or kind in _SAME
@@ -115,9 +114,8 @@ def _sliced(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOri
 
 
 def _reshaped(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
-    """Finds the dimension of the reshaped array with the same size and the same number of elements
-    before it.
-    """
+    """Returns the origin after a reshape; finds the dimension of the new shape with the same size
+    and the same number of elements before it."""
     assert origin.dim is not None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     ahead = math.prod(before[: origin.dim])
@@ -167,16 +165,17 @@ _MOVES = {
 
 
 class RequiredEquations:
-    """Finds which inputs and equations of a program its outputs depend on; caches the answers."""
+    """Finds the inputs and equations of a jaxpr on which its outputs depend; stores results for
+    reuse."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, Flags], tuple[Flags, list[Flags]]] = {}
 
     def of(self, program: Jaxpr, outputs: Sequence[bool]) -> tuple[Flags, list[Flags]]:
-        """Returns which inputs and equations of a program the flagged outputs depend on.
+        """Finds the inputs and equations of a jaxpr on which the flagged outputs depend.
 
         Returns:
-          (flags of the inputs, flags of the outputs of each equation).
+          (a flag for each input, a flag for each output of each equation).
         """
         key = id(program), tuple(outputs)
         if key not in self._known:
@@ -215,7 +214,11 @@ class RequiredEquations:
         return everything
 
     def of_scan(self, equation: Any, outputs: Flags) -> tuple[Flags, Flags]:
-        """Returns (flags of inputs, flags of the body's outputs), following the carry."""
+        """Finds the inputs of a scan on which its flagged outputs depend, also through the carry.
+
+        Returns:
+          (a flag for each input of the scan, a flag for each output of its body).
+        """
         constants, carried = split_scan(equation)
         body = equation.params["jaxpr"].jaxpr
         wanted = list(outputs)
@@ -229,7 +232,8 @@ class RequiredEquations:
 
 
 def is_call(equation: Any, program: Jaxpr) -> bool:
-    """Returns whether an equation runs a program once, with its own inputs and outputs."""
+    """Returns whether an equation runs a jaxpr exactly once, with the equation's own inputs and
+    outputs."""
     return (
         equation.primitive.name not in ("scan", "while", "cond", "pallas_call")
         and len(program.invars) == len(equation.invars)

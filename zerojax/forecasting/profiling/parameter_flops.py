@@ -1,10 +1,11 @@
-"""Counts FLOPs of a training step by parameter: forward, backward and recomputed.
+"""Counts the FLOPs of a training step for each parameter: forward, backward and recomputed.
 
-A product that reads a parameter belongs to that parameter. The forward pass consists of what the
-loss depends on. Among the other products, a product with the shapes of a forward one is a
-recomputation, and any other is the gradient of the input. The gradient of the parameter itself
-reads no parameter: it is the product of the input with the same cotangent that another product
-multiplies by this parameter. Products of activations, as in attention, belong to no parameter.
+A matrix product that reads a parameter counts for this parameter. Products on which the loss
+depends are the forward pass. Among the other products, a product with the shapes of a forward
+product is a recomputation, and any other product that reads the parameter is the gradient of its
+input. The gradient of the parameter itself reads no parameter: it multiplies the input by the same
+cotangent that another product multiplies by the parameter. Products of activations, as in
+attention, count for no parameter.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_di
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParameterFlops:
-    """Floating-point operations of one parameter's products, in one step over all devices.
+    """FLOPs of the products of one parameter, in one step over all devices.
 
     Attributes:
       name: name of the parameter, or `NO_PARAMETER`.
-      forward, backward: of these passes.
-      recomputed: of the repeated forward pass.
+      forward, backward: FLOPs of the forward pass and of the backward pass.
+      recomputed: FLOPs of products of the forward pass that are computed again.
     """
 
     name: str
@@ -51,17 +52,19 @@ class ParameterFlops:
 
     @property
     def total(self) -> float:
-        """Operations of the forward pass, the backward pass and recomputation together."""
+        """FLOPs of the forward pass, the backward pass and recomputation together."""
         return self.forward + self.backward + self.recomputed
 
 
 def flops_by_parameter(plan: Plan, step: Any) -> list[ParameterFlops]:
-    """Returns one row for each parameter that a product reads, and one for the other products.
+    """Counts the FLOPs of a step for each parameter that a product reads, and in one more row for
+    all other products.
 
-    They add up to `tracing.flops.count_program_flops` of the step.
+    The rows add up to `tracing.flops.count_program_flops` of the step.
 
     Args:
-      step: from `build_step(plan)`.
+      plan: plan of the step.
+      step: result of `build_step(plan)`.
     """
     traced = step.trace(plan.abstract_state, plan.abstract_batch)
     _, results, *_ = jax.eval_shape(step, plan.abstract_state, plan.abstract_batch)
@@ -74,7 +77,7 @@ def flops_by_parameter(plan: Plan, step: Any) -> list[ParameterFlops]:
 
 
 def _inputs(plan: Plan) -> list[str | None]:
-    """Returns the parameter, if any, that each input of the step contains."""
+    """Returns, for each input of the step, the name of the parameter that it contains, or None."""
     names: list[str | None] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_state):
         role = getattr(path[0], "key", None)
@@ -84,11 +87,12 @@ def _inputs(plan: Plan) -> list[str | None]:
 
 
 def rows_of(program: ClosedJaxpr, names: Sequence[str | None], loss: int) -> list[ParameterFlops]:
-    """Returns the rows of `flops_by_parameter` from a traced step.
+    """Computes the rows of `flops_by_parameter` from a traced step.
 
     Args:
-      names: for each input the parameter that it holds, or None.
-      loss: number of an output that only the forward pass computes.
+      program: the traced step.
+      names: for each input the name of the parameter that it contains, or None.
+      loss: index of an output that only the forward pass computes.
     """
     needed = without_waste(program)
     outputs = [index == loss for index in range(len(needed.outvars))]
@@ -101,25 +105,25 @@ def rows_of(program: ClosedJaxpr, names: Sequence[str | None], loss: int) -> lis
 # --- following values through a program -----------------------------------------------------------
 
 _Value = tuple[ParameterOrigin, object]
-"""The origin of a value, and an identity that it keeps while it is only moved."""
+"""Origin of a value, and an identity that stays the same while the value is only moved."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Product:
-    """One product, with all its executions."""
+    """One product of the program, for all its executions."""
 
     flops: float
     names: tuple[str, ...]
     is_forward: bool
     signature: Any
     factors: tuple[object, ...]
-    """Identities of the operands that hold no parameter."""
+    """Identities of the operands that contain no parameter."""
     weight_size: int
     result_size: int
 
 
 class _Walk:
-    """Traversal of a program that collects its products."""
+    """Visits the equations of a jaxpr and collects its products."""
 
     def __init__(self) -> None:
         self.products: list[_Product] = []
@@ -133,12 +137,14 @@ class _Walk:
         times: float,
         collect: bool,
     ) -> list[_Value]:
-        """Processes a program and returns what is known about its outputs.
+        """Visits a jaxpr, records its products, and returns the origins of its outputs.
 
         Args:
-          outputs: whether the loss depends on each output.
+          program: the jaxpr.
+          inputs: origins of its inputs.
+          outputs: for each output, whether the loss depends on it.
           times: how often the program runs.
-          collect: False only finds the outputs' origins.
+          collect: whether products are recorded; False only computes the origins of the outputs.
         """
         values: dict[Any, _Value] = dict(zip(program.invars, inputs, strict=True))
         _, flags = self._needs.of(program, outputs)
@@ -215,7 +221,7 @@ class _Walk:
         body, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
         wanted = self._needs.of_scan(equation, tuple(wanted))[1]
         carry = slice(constants, constants + carried)
-        # A stacked value loses its first dimension inside, and its identity.
+        # Inside the body a stacked value has one dimension less and a new identity.
         inside = given[: carry.stop] + [(_unstacked(o), object()) for o, _ in given[carry.stop :]]
         while True:
             results = self.follow(body, inside, wanted, times * length, False)
@@ -240,7 +246,7 @@ class _Walk:
         times: float,
         collect: bool,
     ) -> list[_Value]:
-        """Follows a conditional; the most expensive branch counts, as in `tracing.flops`."""
+        """Visits a conditional; the most expensive branch counts, as in `tracing.flops`."""
         cost = [sum(map(equation_flops, program.eqns)) for program in programs]
         dearest = cost.index(max(cost))
         results = [
@@ -309,14 +315,14 @@ def _rows(products: Sequence[_Product]) -> list[ParameterFlops]:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """Joins the names of several parameters in one product, as in a merged matrix, to one row."""
+    """Joins the names of several parameters that one product reads, as in a merged matrix, into the
+    name of one row."""
     return " + ".join(names) if names else NO_PARAMETER
 
 
 def _partners(products: Sequence[_Product], known: Any) -> dict[object, list[tuple[int, _Product]]]:
-    """Returns {id of a factor: products of that factor with parameters}; gradients of inputs come
-    first.
-    """
+    """Groups products by their factors: returns {identity of a factor: products that multiply this
+    factor by a parameter}; products that compute gradients of inputs come first."""
     found: dict[object, list[tuple[int, _Product]]] = collections.defaultdict(list)
     for product in products:
         if product.names and not product.is_forward:
@@ -327,10 +333,8 @@ def _partners(products: Sequence[_Product], known: Any) -> dict[object, list[tup
 
 
 def _gradient_of(product: _Product, partners: Any) -> tuple[str, ...]:
-    """Returns the parameter whose gradient a product computes; () if it computes none.
-
-    Such a product reads no parameter itself.
-    """
+    """Returns the name of the parameter whose gradient a product computes, as a tuple; () if it
+    computes no parameter's gradient."""
     if product.is_forward:
         return ()
     met = [

@@ -1,4 +1,5 @@
-"""Formats the profile of a training step as text and JSON; reads device time by operation."""
+"""Reads the device time of each operation from a profiler trace; formats the profile of a training
+step as text and JSON."""
 
 from __future__ import annotations
 
@@ -24,24 +25,25 @@ _SUMMARY_LINES = ("XLA Modules", "Steps", "Framework Ops", "Framework Name Scope
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Measurements of some steps of a run on one process's devices.
+    """Measurements of some steps of a run on the devices of one process.
 
     Attributes:
       steps: number of measured steps, and of traced steps.
       devices: number of devices of the run.
       device_kind: name of this kind of device, as JAX reports it.
-      step_seconds: of one step without the trace.
-      spent: {"data", "step", "save", "eval" or "host": seconds of all measured steps}.
-      save_seconds: of one save of the whole state until the run continues; None: not measured.
-      tokens_per_second: of the run.
-      tflops: of one device, without recomputation.
+      step_seconds: seconds of one step without the trace.
+      spent: {"data", "step", "save", "eval" or "host": seconds over all measured steps}.
+      save_seconds: seconds until the run continues after starting a save of the whole state; None:
+        not measured.
+      tokens_per_second: tokens per second of the whole run.
+      tflops: TFLOP per second of one device, without recomputation.
       mfu: `tflops` as a share of the device's peak.
-      memory: peak, limit and source, as a run reports them.
+      memory: peak, limit and source of the memory, as a run reports them.
       ops: operations of the step, with their time.
-      traced_steps, traced_devices: the steps and devices that the sums of `ops` cover.
-      flops: by parameter.
-      counted_flops: of the whole step, the sum of `flops`.
-      trace: the file.
+      traced_steps, traced_devices: numbers of steps and devices that the sums of `ops` cover.
+      flops: FLOPs of each parameter's products.
+      counted_flops: FLOPs of the whole step, the sum of `flops`.
+      trace: path of the trace file.
     """
 
     steps: int
@@ -63,7 +65,7 @@ class StepProfile:
 
 
 def profile_dict(profile: StepProfile) -> dict[str, Any]:
-    """Returns every number, unrounded, for JSON."""
+    """Returns every number of a step profile, unrounded, for JSON."""
     trace = None if profile.trace is None else str(profile.trace)
     return {**dataclasses.asdict(profile), "trace": trace}
 
@@ -81,9 +83,8 @@ def draw(profile: StepProfile) -> str:
 
 
 def _log_folder(trace: Path) -> Path:
-    """Returns the folder that contains plugins/profile/DATE/HOST.trace.json.gz, as tools expect
-    it.
-    """
+    """Returns the folder that contains plugins/profile/DATE/HOST.trace.json.gz, which profiling
+    tools take as their log folder."""
     return trace.parents[3] if len(trace.parents) > 3 else trace.parent
 
 
@@ -173,17 +174,17 @@ def _flops(profile: StepProfile) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpTime:
-    """One operation of a compiled program, over all traced steps and devices.
+    """Time of one operation of a compiled program, summed over all traced steps and devices.
 
     Attributes:
-      name: name in the program, such as "fusion.12".
-      module: the program.
-      seconds: sum of its events.
-      count: number of its events.
+      name: name of the operation in the program, such as "fusion.12".
+      module: name of the program.
+      seconds: summed duration of its trace events.
+      count: number of its trace events.
       devices: number of devices with such events.
       kind: "product", "collective", "copy" or "other"; "" before a program was read.
-      flops: of its products in one execution on one device.
-      where: its origin in the traced model.
+      flops: FLOPs of its products in one execution on one device.
+      where: name of the operation in the traced model.
     """
 
     name: str
@@ -197,16 +198,16 @@ class OpTime:
 
 
 def newest_trace(folder: str | Path) -> Path | None:
-    """Returns the newest trace below a folder."""
+    """Finds the newest trace file below a folder; returns None if there is none."""
     found = sorted(Path(folder).rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     return found[-1] if found else None
 
 
 def read_trace(path: str | Path) -> list[OpTime]:
-    """Reads the operations in a trace, those with most time first.
+    """Reads the operations in a trace file; the operations with the most time come first.
 
     Raises:
-      ValueError: it is not a trace of jax.profiler.
+      ValueError: the file is not a trace of jax.profiler.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -253,10 +254,12 @@ def _lines(events: Iterable[Any], names: Sequence[str]) -> Iterable[tuple[Any, A
 
 
 def with_programs(ops: Sequence[OpTime], program: Program) -> list[OpTime]:
-    """Adds kind, FLOPs and origin to the timed operations of one program; drops containers.
+    """Adds kind, FLOPs and origin to the timed operations of one program.
 
     Args:
-      ops: of any programs; only those whose names the program has are kept.
+      ops: operations of any programs. Operations that are not in `program`, and operations that
+        only run other operations, are dropped.
+      program: the compiled program.
     """
     matmuls, found = Matmuls(program), []
     known = {i.name: (c, i) for c in program.computations.values() for i in c.instructions}
@@ -289,7 +292,8 @@ def _kind(opcode: str, flops: float) -> str:
 
 
 def _short(op_name: str) -> str:
-    """Shortens "jit(step)/shard_map/while/body/.../dot_general" to its last names."""
+    """Shortens a name such as "jit(step)/shard_map/while/body/.../dot_general" to its last
+    parts."""
     noise = ("shard_map", "while", "body", "closed_call", "checkpoint", "jit(main)")
     parts = [part for part in op_name.split("/") if part not in noise]
     return "/".join(parts[-3:])

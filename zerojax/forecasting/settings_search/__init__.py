@@ -1,4 +1,5 @@
-"""Searches for the cheapest plan that fits, and for its bucket sizes."""
+"""Searches for the cheapest plan that fits into memory, and then for its communication bucket
+sizes."""
 
 from zerojax.forecasting.settings_search.buckets import search_buckets
 from zerojax.forecasting.settings_search.candidates import (

@@ -1,8 +1,8 @@
-"""Searches for bucket sizes that reduce exposed communication time (time not overlapped with
-products).
+"""Searches for communication bucket sizes that reduce the exposed communication time, which is the
+time that does not overlap with matrix products.
 
-How much of a collective the compiler hides depends on its schedule, so only the compiled step
-shows it. The formula selects the sizes that are worth a compilation.
+How much of a collective overlaps depends on the compiler's schedule, so only the compiled step
+shows it. A formula selects the sizes that are worth a compilation.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ from zerojax.plan.make import Plan
 from zerojax.tracing.trees import num_elements
 
 MARGIN = 0.005
-"""Share of a step's time that other sizes have to gain; otherwise the plan's own stay."""
+"""Share of a step's time that other bucket sizes must save; if they save less, the plan's own sizes
+are kept."""
 LEAST_EXPOSED = 0.02
-"""Least exposed wire time, as a share of the step, for which sizes are compiled: no size can gain
-more than that."""
+"""Smallest exposed communication time, as a share of the step, for which other sizes are compiled:
+no size can save more than this time."""
 NEARLY = 0.1
 """Smaller differences, relative to the exposed wire time of the plan's sizes by formula, are 0."""
 MOST = 4
-"""Sizes that are compiled, in addition to a combination of the two best."""
+"""Largest number of sizes that are compiled, in addition to one combination of the best size of
+each option."""
 
 Sizes = Mapping[str, int]
 MakePlan = Callable[[Sizes], Plan]
@@ -65,23 +67,25 @@ def search_buckets(
     clock: Callable[[], float] = time.monotonic,
     report: Callable[[str], None] = lambda text: None,
 ) -> BucketSearch:
-    """Finds the sizes with the least exposed wire time among those that fit.
+    """Finds the bucket sizes with the least exposed communication time among the sizes that fit
+    into memory.
 
-    All sizes that lead to other collectives are ranked by `bare_seconds`; the best of them are
-    compiled, and, if both options gain, their best sizes together. Sizes replace the plan's own if
-    exposed wire time and step are both shorter, the step by `MARGIN`. Nothing is compiled if the
-    exposed wire time is below `LEAST_EXPOSED` of the step.
+    All sizes that lead to different collectives are ranked by `bare_seconds`, and the best are
+    compiled. If both options gain, their best sizes are also compiled together. The sizes replace
+    the plan's own if they reduce both the exposed communication time and the step time, the step
+    time by at least `MARGIN`. Nothing is compiled if the exposed communication time is below
+    `LEAST_EXPOSED` of the step.
 
     Args:
-      make_plan_for: {"reduce_bucket_size" or "allgather_bucket_size": elements} -> the plan with
-        these sizes; {}: with its own.
-      gpu: the card.
-      forecast_of: plan -> its `ForecastNumbers`; compiles the plan.
-      before: the forecast of the plan with its own sizes; None compiles it.
-      most: number of sizes that are compiled.
+      make_plan_for: function from {"reduce_bucket_size" or "allgather_bucket_size": elements} to
+        the plan with these sizes; {} gives the plan with its own sizes.
+      gpu: specification of the GPU.
+      forecast_of: function from a plan to its `ForecastNumbers`; it compiles the plan.
+      before: forecast of the plan with its own sizes; None: it is compiled first.
+      most: largest number of sizes that are compiled.
       budget: time limit in seconds; a compilation that has begun still finishes.
-      clock: returns the time in seconds; monotonic.
-      report: called with a short text about each stage of the search.
+      clock: function that returns a monotonic time in seconds.
+      report: function that is called with a short text at each stage of the search.
 
     Raises:
       CompileError: the compiler rejected the plan with its own sizes.
@@ -90,7 +94,7 @@ def search_buckets(
     before = before or forecast_of(plan)
     own: dict[str, int] = {option: getattr(plan.settings, option) for option in OPTIONS}
     if before.source != COMPILED or before.estimate.step_seconds is None:
-        why = before.why_formula or f"{gpu.title} has no published peak to hide the wire behind"
+        why = before.why_formula or f"{gpu.title} has no published peak, so overlap is unknown"
         return BucketSearch(
             trials=(), own=own, before=None, after=None, words=(), sentence=f"Buckets: {why}"
         )
@@ -120,14 +124,13 @@ def search_buckets(
 
 
 def bare_seconds(plan: Plan, gpu: Gpu) -> float:
-    """Returns the communication time per step, by formula, that no schedule can overlap with
-    products.
+    """Returns the communication time per step, by formula, that cannot overlap with products in any
+    schedule.
 
-    The first gather of a step comes before all products that read it, and its last reduction after
-    all products whose gradients it sums: one bucket each. So does the last reduction of each
-    iteration of a loop over layers, which XLA does not carry into the next one. Other collectives
-    may be hidden. The compiler chooses which bucket is the first or the last; the largest is
-    assumed.
+    The first all-gather of a step comes before all products that read it, and the last reduction
+    comes after all products whose gradients it sums: one bucket each. The last reduction in each
+    iteration of a loop over layers cannot overlap either, because XLA does not move it into the
+    next iteration. The compiler chooses which bucket is first or last, so the largest is assumed.
     """
     leaves = plan.placement.leaves.values()
     elements = 0
@@ -145,7 +148,7 @@ def bare_seconds(plan: Plan, gpu: Gpu) -> float:
 
 
 def _largest(elements: Mapping[str, int], limit: int) -> int:
-    """Returns the elements of the largest bucket."""
+    """Returns the number of elements in the largest bucket."""
     buckets = make_buckets(elements, limit)
     return max((sum(elements[name] for name in names) for names in buckets), default=0)
 
@@ -171,8 +174,9 @@ def _ranked(
 ) -> list[BucketTrial]:
     """Returns trials that each change one bucket size, in the order in which they are compiled.
 
-    The least exposed wire time by formula comes first, among nearly equal ones the largest buckets,
-    which are fewest. Sizes that expose more than the plan's own are ruled out.
+    Sizes with the least exposed communication time by formula come first; among nearly equal sizes
+    the largest, which make the fewest buckets. Sizes that expose more time than the plan's own are
+    ruled out.
     """
     found = [_by_formula(make_plan_for, gpu, {option: size}) for option, size in sizes]
     for place, trial in enumerate(found):
@@ -198,7 +202,7 @@ def _by_formula(make_plan_for: MakePlan, gpu: Gpu, sizes: Sizes) -> BucketTrial:
 
 
 class _Search:
-    """The compilations of one search."""
+    """Compilations of one search for bucket sizes, and their results."""
 
     def __init__(
         self,
@@ -212,7 +216,7 @@ class _Search:
         self.before, self.trials = before, trials
 
     def compile(self, trial: BucketTrial) -> None:
-        """Compiles a trial and replaces it by the result."""
+        """Compiles a trial, and replaces it in the list by its result."""
         self.report(f"compiling with {', '.join(trial.words())}")
         place = self.trials.index(trial)
         try:
@@ -232,9 +236,8 @@ class _Search:
         )
 
     def gains(self, trial: BucketTrial) -> bool:
-        """Returns whether a trial fits and reduces both exposed communication time and step
-        time.
-        """
+        """Returns whether a trial fits into memory and reduces both the exposed communication time
+        and the step time."""
         own = self.before.estimate
         assert own.step_seconds is not None
         return (
@@ -246,7 +249,8 @@ class _Search:
         )
 
     def best_of_each_option(self) -> dict[str, int]:
-        """Returns, for each option, the size that gains most alone, if any gains."""
+        """Returns {option: size that gains most when changed alone}; an option without gain is left
+        out."""
         found: dict[str, int] = {}
         for trial in sorted(filter(self.gains, self.trials), key=_cost, reverse=True):
             found |= trial.sizes
@@ -288,7 +292,7 @@ class _Search:
         )
 
     def _explained(self, best: BucketTrial | None) -> tuple[BucketTrial, ...]:
-        """Returns the trials with a reason for each, and with the chosen one marked."""
+        """Returns the trials with a reason for each, and with the chosen trial marked."""
         found = []
         for trial in self.trials:
             if trial is best:

@@ -1,4 +1,5 @@
-"""Lists candidate settings of a search, and bounds their memory and time by formula."""
+"""Lists the candidates of a search for settings, and computes lower bounds of their memory and time
+by formula."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ from zerojax.tracing.flops import computed_bytes, count_program_flops
 
 Remat = Literal["none", "dots", "attention", "full"]
 RematOption = Literal["model.remat", "mesh.roll_remat"]
-"""Settings of a reference model, and of the layers of a list that became a loop."""
+"""Names of the settings for recomputation: of a reference model, and of rolled layers (a list of
+layers that runs as one loop)."""
 REMATS: tuple[Remat, ...] = ("none", "dots", "attention", "full")
-"""Values for a reference model, from the most memory to the least."""
+"""Values of the recomputation setting of a reference model, from the most memory to the least."""
 MODEL_SIZES = (1, 2, 4, 8)
 STAGE_SIZES = (1, 2, 4, 8)
 MICROBATCHES_PER_STAGE = 2
@@ -35,16 +37,16 @@ MICROBATCHES_PER_STAGE = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """The settings that the search varies.
+    """One combination of the settings that the search varies.
 
     Attributes:
-      zero: 0..3.
+      zero: ZeRO stage, 0 to 3.
       model, stage, expert: sizes of these mesh axes.
       num_microbatches: number of microbatches.
-      remat: one of `REMATS`.
-      unroll: whether the loop over layers is straight code.
-      remat_option: the setting that has the value `remat`; None: the model decides, and `remat` is
-        "none".
+      remat: recomputation, one of `REMATS`.
+      unroll: whether the loop over layers is unrolled.
+      remat_option: name of the setting that has the value `remat`; None: the model decides, and
+        `remat` is "none".
     """
 
     zero: int
@@ -58,14 +60,17 @@ class Candidate:
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """Sort key: among equally fast candidates, the one with the smallest key is preferred."""
+        """Key by which candidates are sorted: among equally fast candidates, the candidate with the
+        smallest key is preferred."""
         remat = REMATS.index(self.remat)
         return (self.stage, self.model, self.expert, self.num_microbatches, remat, self.zero)
 
     def words(self) -> tuple[str, ...]:
-        """Returns the KEY=VALUE words that set this candidate; `data` takes the remaining devices.
+        """Returns the KEY=VALUE texts that set this candidate; the `data` axis takes the remaining
+        devices.
 
-        `expert` is included only if above 1: models without experts do not have it.
+        `expert` is included only if it is above 1, because models without experts do not have this
+        setting.
         """
         return (
             "mesh.data=-1",
@@ -94,7 +99,7 @@ class Candidate:
 
     @property
     def _remat_value(self) -> str:
-        # "none" would ask for a loop where layers need none.
+        # "none" would require a loop, also where layers need none.
         is_list = self.remat_option == "mesh.roll_remat"
         return "model" if is_list and self.remat == "none" else self.remat
 
@@ -126,29 +131,32 @@ def list_candidates(
     remat_option: RematOption | None = "model.remat",
     num_microbatches: int | None = None,
 ) -> list[Candidate]:
-    """Returns every combination that divides the devices and the batch evenly, the simplest first.
+    """Lists every combination of settings that divides the devices and the batch evenly, the
+    simplest first.
 
-    Tensor parallelism stays inside a node, and microbatches are powers of two. With one device on
-    `data` and `context` ZeRO splits nothing, so only stage 0 is listed. Pipelines must divide the
-    layers evenly, and have the two largest numbers of microbatches: more microbatches mean less
-    idle time. Stage 0 with a pipeline sends what stage 1 sends and needs more memory. There are no
-    pipelines if sequences are split. Experts are split over every number of devices that divides
-    both, whether one node has so many or not: the time estimate includes the links.
+    Tensor parallelism stays inside a node, and numbers of microbatches are powers of two. With one
+    device on `data` and `context` ZeRO shards nothing, so only stage 0 is listed. A pipeline must
+    divide the layers evenly and is listed with the two largest numbers of microbatches, because
+    more microbatches mean less idle time; it is not listed with stage 0, which sends as much as
+    stage 1 and needs more memory, nor with split sequences. Experts are split over every number of
+    devices that divides both the experts and the devices, also across nodes, because the time
+    estimate includes the links.
 
     Args:
-      devices: all devices.
-      node_devices: devices connected by one fast fabric.
-      global_batch_size: rows.
+      devices: number of all devices.
+      node_devices: number of devices that one fast fabric connects.
+      global_batch_size: number of rows of the batch.
       replicas, context: sizes of these mesh axes, which the search does not change.
-      remats: those of `REMATS` that the model supports.
-      num_layers: layers of the loop that a pipeline divides; 1 lists no pipelines.
-      num_experts: of a layer; 0: the model has none. They are not split with pipelines or split
-        sequences.
-      unrolls: unroll the loop over layers below stage 3 where no layer is computed again. It moves
-        and holds less than the loop, so that the loop is not listed there.
-      models: sizes of the axis `model` to list.
-      remat_option: of the candidates; None: `remats` is not used.
-      num_microbatches: of every candidate; None: all powers of two that divide the rows.
+      remats: the values of `REMATS` that the model supports.
+      num_layers: number of layers in the loop that a pipeline divides; 1 lists no pipelines.
+      num_experts: number of experts in a layer; 0: the model has none. Experts are not split in
+        pipelines or with split sequences.
+      unrolls: whether to list an unrolled loop over layers instead of the loop, below ZeRO stage 3
+        and where no layer is recomputed. It moves and stores less than the loop.
+      models: sizes of the `model` axis to list.
+      remat_option: name of the recomputation setting of the candidates; None: `remats` is not used.
+      num_microbatches: number of microbatches of every candidate; None: all powers of two that
+        divide the rows.
     """
     found = []
     stages = STAGE_SIZES if context == 1 else (1,)
@@ -195,11 +203,11 @@ def list_candidates(
 
 
 def own_candidate(candidates: Sequence[Candidate], **settings: Any) -> Candidate | None:
-    """Returns the candidate with a run's own settings; None if it is not among the candidates.
+    """Finds the candidate that has a run's own settings; returns None if there is none.
 
     Args:
-      candidates: of the search.
-      settings: fields of `Candidate`, without `unroll`, which `list_candidates` decides.
+      candidates: candidates of the search.
+      settings: fields of `Candidate` without `unroll`, which `list_candidates` decides.
     """
     return next(
         (
@@ -217,15 +225,17 @@ def _divisors(number: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Lower bounds of a candidate's needs.
+    """Lower bounds of the time and memory of a candidate.
 
     Attributes:
-      seconds: per step, by the roofline of products and wire; 0 if the card has no peak.
-      wire_seconds: the wire's part.
-      state: bytes per device between steps.
-      peak: the same with weights and gradients, without activations.
+      seconds: seconds per step by the roofline of products and communication; 0 if the GPU has no
+        published peak.
+      wire_seconds: seconds of communication per step.
+      state: bytes per device of the training state between steps.
+      peak: bytes per device of state, weights and gradients, without activations.
       limit: bytes per device that JAX may use.
-      activations: bytes that the forward pass of a microbatch computes: no plan keeps more.
+      activations: bytes that the forward pass of a microbatch computes, which no plan exceeds;
+        infinite if unknown.
     """
 
     seconds: float
@@ -241,14 +251,14 @@ FindBounds = Callable[[Candidate], Bounds]
 
 
 def bounds_on(gpu: Gpu, make_plan_for: MakePlan) -> FindBounds:
-    """Returns a function that computes bounds of candidates; it raises planning's errors.
+    """Returns a function that computes the bounds of candidates; it raises the errors of planning.
 
-    Remat changes neither bytes nor wire time by formula, so one plan serves all its kinds. Only a
-    pipeline's buffers shrink with more remat, and one plan with full remat bounds them from below.
-    (Rows of experts are sent once more with remat; the plan is the one with the least of it.) The
-    step
-    without a pipeline is traced once per kind, to count recomputation: its share depends neither on
-    the mesh nor on the microbatches.
+    By formula, recomputation changes neither bytes nor communication time, so one plan serves all
+    values of remat. There are two exceptions: a pipeline's buffers shrink with more recomputation,
+    and one plan with full recomputation bounds them from below; rows sent to experts are sent again
+    with recomputation, and the plan has the least of it. The step without a pipeline is traced once
+    per value of remat to count the recomputed FLOPs, whose share depends neither on the mesh nor on
+    the microbatches.
     """
     plans: dict[tuple[int, ...], Plan] = {}
     repeats: dict[str, float] = {}
@@ -267,9 +277,14 @@ def bounds_on(gpu: Gpu, make_plan_for: MakePlan) -> FindBounds:
 
 
 def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
-    """Returns the bounds of a plan whose step has `repeat` times the FLOPs of a step without remat.
+    """Computes the lower bounds of a plan.
 
-    A pipeline also computes in empty slots, and waits for its slowest stage.
+    A pipeline also computes in idle slots, and waits for its slowest stage.
+
+    Args:
+      plan: the plan.
+      gpu: specification of the GPU.
+      repeat: FLOPs of the step divided by the FLOPs of a step without recomputation.
     """
     flops = counts.model_flops(plan) / plan.mesh.size
     executed = flops
@@ -306,9 +321,8 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
 
 
 def layer_bytes(plan: Plan) -> int:
-    """Returns the bytes of the layers' weights on one device in the compute dtype, without
-    experts.
-    """
+    """Returns the bytes of the layers' weights on one device in the compute dtype, without the
+    weights of experts."""
     leaves = plan.placement.leaves.values()
     size = plan.precision.compute_dtype.itemsize
     return sum(
@@ -319,6 +333,7 @@ def layer_bytes(plan: Plan) -> int:
 
 
 def repeated(plan: Plan) -> float:
-    """Returns the FLOPs of a step with recomputation divided by those without."""
+    """Returns the FLOPs of a step with recomputation, divided by its FLOPs without
+    recomputation."""
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
     return count_program_flops(traced.jaxpr) / counts.model_flops(plan)

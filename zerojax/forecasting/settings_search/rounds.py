@@ -1,7 +1,8 @@
-"""Searches for the settings of a run: without offload, then with more and more of it, then buckets.
+"""Searches for the settings of a run in rounds: without offload, then with increasing offload, then
+for bucket sizes.
 
-Offload is slower than every plan that fits without it, so a round begins only if the round before
-found that nothing fits. A run that offloads by its own settings has one round.
+Offload is slower than every plan that fits without it, so the next round begins only if nothing
+fits in the round before. A run whose own settings offload state has one round.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ OFFLOADS: tuple[Mapping[str, Any], ...] = (
     {"opt_state": HOST, "params": HOST},
     {"opt_state": HOST, "params": HOST, "activations": HOST},
 )
-"""Rounds of offload, the least transfers per step first."""
+"""Settings of offload in each round of the search, the fewest transfers per step first."""
 SPARED = 0.9
-"""Share of the free device memory that a part of the optimizer's state may take back."""
+"""Share of the free device memory that a part of the optimizer state may use."""
 LEAST_SHARE = 0.05
-"""Smaller shares of the state on the device are not worth a compilation."""
+"""Smallest share of the optimizer state on the device for which a plan is compiled."""
 
 PlanFor = Callable[[Candidate, Mapping[str, Any]], Plan]
-"""(candidate, other fields of `MeshConfig`) -> plan; raises ValueError for impossible settings."""
+"""Function from (candidate, other fields of `MeshConfig`) to the plan; raises ValueError for
+impossible settings."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,10 +46,10 @@ class SearchedRun:
     """The run whose settings are searched.
 
     Attributes:
-      plan_for: plans a candidate.
-      candidates: to choose from.
-      offload: that of the run's own settings.
-      own: the candidate with the run's own settings; None if it is not a candidate.
+      plan_for: function that plans a candidate.
+      candidates: candidates of the search.
+      offload: offload in the run's own settings.
+      own: candidate with the run's own settings; None if there is no such candidate.
     """
 
     plan_for: PlanFor
@@ -65,15 +67,16 @@ def find_settings(
     clock: Callable[[], float] = time.monotonic,
     report: Callable[[str], None] = lambda text: None,
 ) -> SearchResult:
-    """Finds the candidate that fits and costs least, with offload only if nothing fits without it.
+    """Finds the candidate that fits into memory with the shortest step; uses offload only if
+    nothing fits without it.
 
     Args:
-      run: the run.
-      gpu: the card.
-      forecast_of: plan -> its `ForecastNumbers`; compiles the plan.
+      run: the run whose settings are searched.
+      gpu: specification of the GPU.
+      forecast_of: function from a plan to its `ForecastNumbers`; it compiles the plan.
       budget: time limit in seconds; a compilation that has begun still finishes.
-      clock: returns the time in seconds; monotonic.
-      report: called with a short text about each stage of the search.
+      clock: function that returns a monotonic time in seconds.
+      report: function that is called with a short text at each stage of the search.
     """
     return _Rounds(run, gpu, forecast_of, budget, clock, report).run_all()
 
@@ -125,9 +128,8 @@ class _Rounds:
         )
 
     def with_offload(self, without: SearchResult) -> tuple[SearchResult, dict[str, Any]]:
-        """Returns the result of the first round of offload in which a candidate fits, and its
-        options.
-        """
+        """Runs rounds with increasing offload until a candidate fits; returns the result and the
+        offload settings of the last round."""
         sentences, result = [without.sentence], without
         for fields in OFFLOADS:
             if not self.left() and result is not without:
@@ -150,11 +152,12 @@ class _Rounds:
     def with_share(
         self, result: SearchResult, options: dict[str, Any]
     ) -> tuple[SearchResult, dict[str, Any], list[str]]:
-        """Tries to keep as much of the optimizer's state as fits on the device.
+        """Tries to keep a part of the optimizer state on the device, as much as fits, in place of
+        offloading all of it.
 
         Returns:
-          The result, its mesh options, and sentences about them: those of the round unless the
-          share fits and makes the step shorter.
+          (result, mesh options, sentences about them). They are those of the plan that offloads the
+          whole state, unless the new plan fits and its step is shorter.
         """
         chosen, before = result.chosen, result.forecast
         assert chosen is not None
@@ -187,7 +190,8 @@ class _Rounds:
         )
 
     def with_buckets(self, result: SearchResult, options: Mapping[str, Any]) -> SearchResult:
-        """Returns the result with bucket sizes for its choice, found within the remaining time."""
+        """Adds bucket sizes for the chosen candidate to the result, searched within the remaining
+        time."""
         chosen, before = result.chosen, result.forecast
         if chosen is None or before is None or before.num_devices == 1:
             return result
@@ -205,13 +209,14 @@ class _Rounds:
 
 
 def share_that_fits(plan: Plan, forecast: ForecastNumbers) -> float:
-    """Returns the share of the state on the host for which the device has room, in hundredths.
+    """Returns the share of the optimizer state that fits on the device instead of the host, rounded
+    down to hundredths.
 
-    Loading slices takes device memory as before.
+    Loading slices of the remaining state needs as much device memory as before.
 
     Args:
-      plan: with `opt_state: host`.
-      forecast: of the plan, compiled.
+      plan: plan with `opt_state: host`.
+      forecast: compiled forecast of the plan.
     """
     on_host = sum(tier.get(HOST, 0) for tier in role_tiers(plan).values())
     if not on_host:
@@ -220,7 +225,7 @@ def share_that_fits(plan: Plan, forecast: ForecastNumbers) -> float:
 
 
 def offload_words(fields: Mapping[str, Any]) -> list[str]:
-    """Returns KEY=VALUE words that set these fields of `OffloadConfig`."""
+    """Returns the KEY=VALUE texts that set these fields of `OffloadConfig`."""
 
     def text(value: Any) -> str:
         if isinstance(value, str):
@@ -231,7 +236,7 @@ def offload_words(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _chosen_sizes(result: SearchResult) -> dict[str, int]:
-    """Returns the bucket sizes that replace those of the plan; {} if the plan's sizes stay."""
+    """Returns the bucket sizes that replace the plan's own; {} if the plan's own sizes are kept."""
     if result.buckets is None:
         return {}
     chosen = next((trial for trial in result.buckets.trials if trial.status == CHOSEN), None)

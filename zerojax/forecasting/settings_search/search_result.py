@@ -1,4 +1,5 @@
-"""Holds the result of a search: one trial per candidate, the choice, its reason, and the page."""
+"""Dataclasses for the result of a search for settings (trials, choice and reason), and the text
+page of a result."""
 
 from __future__ import annotations
 
@@ -24,16 +25,17 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The result for one candidate.
+    """Result of the search for one candidate.
 
     Attributes:
-      number: order of compilation, from 1; None if it was not compiled.
-      status: one of the words above.
+      candidate: the settings that were tried.
+      status: one of the status constants of this module, such as `CHOSEN`.
       reason: reason of the status.
-      bound: lower bound of seconds per step, by formula; None without a plan.
-      seconds: per step, the roofline of the compiled program.
-      peak: bytes per device, compiled.
-      formula_peak: bytes per device without activations; None without a plan.
+      number: position in the order of compilation, from 1; None if the candidate was not compiled.
+      bound: lower bound of the seconds per step, by formula; None if it was not planned.
+      seconds: seconds per step by the roofline of the compiled program; None if not compiled.
+      peak: bytes per device of the compiled program; None if not compiled.
+      formula_peak: bytes per device by formula, without activations; None if it was not planned.
     """
 
     candidate: Candidate
@@ -48,15 +50,17 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketTrial:
-    """The result for other bucket sizes.
+    """Result of the search for one choice of bucket sizes.
 
     Attributes:
-      sizes: {option of the mesh: elements}.
-      status: one of the words above.
+      sizes: {mesh option: number of elements}.
+      status: one of the status constants of this module, such as `CHOSEN`.
       reason: reason of the status.
-      formula: seconds of wire time exposed in any schedule; None without a plan.
-      exposed: seconds of wire time that no product hides, compiled; None if not compiled.
-      seconds: per step; None if not compiled.
+      formula: seconds of communication that no schedule can overlap with products; None if there is
+        no plan.
+      exposed: seconds of communication that do not overlap with products in the compiled program;
+        None if not compiled.
+      seconds: seconds per step; None if not compiled.
       peak: bytes per device; None if not compiled.
     """
 
@@ -69,21 +73,21 @@ class BucketTrial:
     peak: int | None = None
 
     def words(self) -> tuple[str, ...]:
-        """Returns the KEY=VALUE words that set these bucket sizes."""
+        """Returns the KEY=VALUE texts that set these bucket sizes."""
         return tuple(f"mesh.{option}={size}" for option, size in sorted(self.sizes.items()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketSearch:
-    """The bucket sizes that were tried for one plan, and the choice.
+    """Bucket sizes that were tried for one plan, and the choice.
 
     Attributes:
-      trials: of all sizes, the most promising by formula first.
-      own: {option: elements} of the plan.
-      before, after: seconds of wire time that no product hides, with the plan's sizes and with the
-        chosen ones; None if nothing was compiled.
-      words: KEY=VALUE words that set the chosen sizes; () keeps the plan's own.
-      sentence: the choice and its reason.
+      trials: results for all sizes, the most promising by formula first.
+      own: {mesh option: number of elements} of the plan itself.
+      before, after: seconds of communication that do not overlap with products, with the plan's own
+        sizes and with the chosen sizes; None if nothing was compiled.
+      words: KEY=VALUE texts that set the chosen sizes; () if the plan's own sizes are kept.
+      sentence: sentence that states the choice and its reason.
     """
 
     trials: tuple[BucketTrial, ...]
@@ -96,19 +100,20 @@ class BucketSearch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The candidates that were tried and the choice.
+    """Candidates that a search tried, and its choice.
 
     Attributes:
-      trials: of all candidates: the compiled ones in their order, then the others by their bound.
-      chosen: the cheapest that fits; None if none was found.
-      forecast: forecast of the chosen one; None if none was found.
+      trials: results for all candidates: first the compiled candidates in the order of compilation,
+        then the others by their bound.
+      chosen: trial of the fitting candidate with the shortest step; None if none fits.
+      forecast: forecast of the chosen candidate; None if none fits.
       certain: whether every candidate was compiled or ruled out.
-      sentence: the choice and its reason.
+      sentence: sentence that states the choice and its reason.
       elapsed: seconds that the search took.
-      settings: KEY=VALUE words of the search besides the candidate's own.
-      options: fields of `MeshConfig` that the choice sets besides the candidate's own: offload and
-        bucket sizes; None without a choice.
-      buckets: bucket sizes tried for the choice; None: not tried.
+      settings: KEY=VALUE texts that the search sets in addition to the candidate's.
+      options: fields of `MeshConfig` that the search sets in addition to the candidate's, for
+        offload and bucket sizes; None without a choice.
+      buckets: result of the search for bucket sizes; None if there was none.
     """
 
     trials: tuple[Trial, ...]
@@ -123,7 +128,8 @@ class SearchResult:
 
 
 def search_page(result: SearchResult) -> str:
-    """Formats the compiled candidates, reasons for the others, and the choice; 100 columns."""
+    """Formats the result of a search as text of at most 100 columns: the compiled candidates,
+    reasons for the others, and the choice."""
     compiled = [trial for trial in result.trials if trial.number is not None]
     lines = [
         f"SEARCH: {len(result.trials)} candidates, {len(compiled)} compiled, {result.elapsed:.0f} s"
@@ -145,7 +151,8 @@ def search_page(result: SearchResult) -> str:
 
 
 def chosen_words(result: SearchResult) -> list[str]:
-    """Returns the words that set the choice on a command line; [] without a choice."""
+    """Returns the KEY=VALUE texts that set the chosen candidate on a command line; [] without a
+    choice."""
     if result.chosen is None:
         return []
     buckets = () if result.buckets is None else result.buckets.words
@@ -153,7 +160,8 @@ def chosen_words(result: SearchResult) -> list[str]:
 
 
 def words_of(result: SearchResult, trial: Trial) -> list[str]:
-    """Returns the words that set a trial on a command line, without bucket sizes."""
+    """Returns the KEY=VALUE texts that set a trial's candidate on a command line, without bucket
+    sizes."""
     candidate = trial.candidate
     is_searched = any(trial.candidate.expert > 1 for trial in result.trials)
     together = ["mesh.expert=1"] * (is_searched and candidate.expert == 1)
@@ -163,7 +171,7 @@ def words_of(result: SearchResult, trial: Trial) -> list[str]:
 
 
 def _bucket_lines(found: BucketSearch | None) -> list[str]:
-    """Returns a table of the compiled sizes, and the choice."""
+    """Formats a table of the compiled bucket sizes, and the choice."""
     if found is None:
         return []
     compiled = [trial for trial in found.trials if trial.exposed is not None]
@@ -186,7 +194,8 @@ def _bucket_lines(found: BucketSearch | None) -> list[str]:
 
 
 def _others(result: SearchResult) -> list[str]:
-    """Returns counts of candidates that were not compiled, by status, with the best of each."""
+    """Formats lines with the numbers of candidates that were not compiled, by status, and the best
+    candidate of each status."""
     others = [trial for trial in result.trials if trial.number is None]
     lines = [f"not compiled: {len(others)} (--json lists them)"] if others else []
     for status in dict.fromkeys(trial.status for trial in others):
@@ -202,7 +211,8 @@ def _others(result: SearchResult) -> list[str]:
 
 
 def search_dict(result: SearchResult) -> dict[str, Any]:
-    """Returns every number unrounded, for JSON; times in seconds, sizes in bytes."""
+    """Returns every number of a search result, unrounded, for JSON; times are in seconds, sizes in
+    bytes."""
     chosen = result.chosen
     return {
         "trials": [

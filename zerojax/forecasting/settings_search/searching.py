@@ -1,7 +1,7 @@
-"""Orders the compilations of a search, and skips candidates that need none.
+"""Decides which candidates a search compiles, and in which order.
 
-A candidate is skipped when bounds or compiled neighbours show that it cannot win. Deterministic
-except for the time limit.
+A candidate is skipped if its bounds, or candidates that were already compiled, show that it cannot
+be the best. The result is deterministic except for the time limit.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ from zerojax.plan.make import Plan
 from zerojax.tracing.trees import format_bytes
 
 SAME = 0.01
-"""Times that differ by less than this share are equal; the simplest candidate is preferred."""
+"""Relative difference below which two times count as equal; then the simpler candidate is
+preferred."""
 
 MakeForecast = Callable[[Plan], ForecastNumbers]
 
 TOLERANCE = 0.05
-"""Accuracy of the estimate, as a share of a time."""
+"""Accuracy of the time estimate, as a share of the time."""
 CAUTION = 0.9
-"""Assumed share of one compiled plan's activations that another one with fewer rows needs."""
+"""Factor of caution for a candidate with fewer rows than a compiled plan: its activations are
+assumed to be this factor times the activations in proportion to the rows."""
 GROWTH = 0.5
-"""Assumed least growth of activations, as a share of growth in proportion to the rows."""
+"""Growth of activations that is assumed for a candidate with more rows than a compiled plan, as a
+share of the growth in proportion to the rows."""
 
 
 def search(
@@ -61,29 +64,33 @@ def search(
     clock: Callable[[], float] = time.monotonic,
     report: Callable[[str], None] = lambda text: None,
 ) -> SearchResult:
-    """Finds the candidate with the least estimated time per step among those that fit.
+    """Finds the candidate with the shortest estimated step among the candidates that fit into
+    memory.
 
-    Formulas come first: they reject what cannot fit, drop a stage that another one beats in both
-    memory and wire time, and give each candidate a lower bound of its time. The others are compiled
-    in the order of their bounds, until none is left that could beat the best one by more than
-    `TOLERANCE`. Among candidates with the same bound the first one compiled has the most
-    microbatches, because it is the likeliest to fit; its memory then shows the fewest microbatches
-    that should fit, and rules out candidates that need more memory or, with the same remat, as much
-    time. The first one compiled is the smallest: a plan that fits is then known at once, or that
-    none with the same axes does. The second one has the run's own settings, so that the choice is
-    never slower than these.
+    1. Formulas reject candidates that cannot fit, drop a ZeRO stage that another stage beats in
+      both memory and communication time, and give each other candidate a lower bound of its time.
+    2. The candidate that should need the least memory is compiled first, which shows at once a plan
+      that fits, or that none with the same axes does. The run's own settings are compiled second,
+      so that the choice is never slower than these.
+    3. The others are compiled in the order of their bounds, until none is left that could be faster
+      than the best by more than `TOLERANCE`. Among candidates with the same bound, the candidate
+      with the most microbatches comes first, because it is the most likely to fit. Its memory then
+      shows the fewest microbatches that should fit, and rules out candidates that need more memory
+      or, with the same remat, as much time.
 
     Args:
-      make_plan_for: candidate -> its plan; raises ValueError if its settings are impossible.
-      candidates: in any order; the result does not depend on it.
-      gpu: the card, for messages.
-      forecast_of: plan -> its `ForecastNumbers`; compiles the plan.
-      own: the candidate with the run's own settings, if any.
-      find_bounds: bounds of a candidate by formula; None uses `bounds_on(gpu, make_plan_for)`.
+      make_plan_for: function from a candidate to its plan; raises ValueError if the settings are
+        impossible.
+      candidates: candidates in any order; the result does not depend on the order.
+      gpu: specification of the GPU, which messages name.
+      forecast_of: function from a plan to its `ForecastNumbers`; it compiles the plan.
+      own: candidate with the run's own settings; None if there is no such candidate.
+      find_bounds: function that computes the bounds of a candidate by formula; None:
+        `bounds_on(gpu, make_plan_for)`.
       budget: time limit in seconds. It applies after the first compilation, and a compilation that
         has begun still finishes.
-      clock: returns the time in seconds; monotonic.
-      report: called with a short text about each stage of the search.
+      clock: function that returns a monotonic time in seconds.
+      report: function that is called with a short text at each stage of the search.
     """
     began = clock()
     state = _Search(gpu, make_plan_for, find_bounds or bounds_on(gpu, make_plan_for))
@@ -111,7 +118,7 @@ def search(
 
 
 class _Search:
-    """The state of one search: open, compiled and ruled-out candidates, with reasons."""
+    """State of one search: open, compiled and ruled-out candidates, with reasons."""
 
     def __init__(self, gpu: Gpu, make_plan_for: MakePlan, find_bounds: FindBounds):
         self.gpu = gpu
@@ -130,9 +137,9 @@ class _Search:
         forecast_of: MakeForecast,
         report: Callable[[str], None],
     ) -> set[Candidate]:
-        """Compiles the candidate that should need the least memory, of those that can be planned.
+        """Compiles the candidate that should need the least memory among those that can be planned.
 
-        So a plan that fits is known at once, or that none with the same axes does.
+        This shows at once a plan that fits, or that none with the same axes does.
 
         Returns:
           The candidates that were considered.
@@ -147,7 +154,7 @@ class _Search:
     def compile_first(
         self, candidate: Candidate, forecast_of: MakeForecast, report: Callable[[str], None]
     ) -> bool:
-        """Plans a candidate and compiles it, unless formulas rule it out; returns whether it was
+        """Plans a candidate, and compiles it unless formulas rule it out; returns whether it was
         compiled."""
         report(f"planning {candidate.describe()}")
         self.consider(candidate)
@@ -159,7 +166,8 @@ class _Search:
         return True
 
     def leave(self, candidate: Candidate) -> None:
-        """Closes a candidate without planning it, because the time budget is used up."""
+        """Closes a candidate without planning it, because the time budget is used up or there is no
+        compiler."""
         why = self.no_compiler or "the time budget was used up"
         self.closed.append(Trial(candidate=candidate, status=NOT_TRIED, reason=why))
         self.is_complete = False
@@ -167,10 +175,10 @@ class _Search:
     def consider(self, candidate: Candidate) -> None:
         """Plans one candidate and computes its bounds by formula.
 
-        Formulas leave out activations, so more microbatches or remat cannot help a candidate that
-        is
-        already too large: such candidates are not even planned. (They include a pipeline's buffers,
-        and more microbatches do reduce those.)
+        Formulas leave out activations. So if a candidate is already too large by formula, the same
+        candidate with more microbatches or more remat is too large as well, and is not even
+        planned. In a pipeline, whose buffers formulas include and more microbatches reduce, this
+        does not hold.
         """
         mesh = candidate.zero, candidate.model, candidate.stage, candidate.expert
         refused = self.refused.get(mesh) if candidate.stage == 1 else None
@@ -208,7 +216,8 @@ class _Search:
         )
 
     def drop_beaten_stages(self) -> None:
-        """Closes candidates for which another ZeRO stage is at least as good in everything."""
+        """Closes candidates for which another ZeRO stage needs no more memory and no more
+        communication time."""
         for entry in list(self.open):
             winner = next((other for other in self.open if _beats(other, entry)), None)
             if winner is not None:
@@ -216,7 +225,8 @@ class _Search:
                 self.close(entry, BEATEN, f"zero={stage} needs no more memory and sends no more")
 
     def take_next(self) -> OpenCandidate | None:
-        """Returns the most promising open candidate; closes candidates that cannot win."""
+        """Returns the most promising open candidate, and closes candidates that cannot be the
+        best."""
         for entry in list(self.open):
             reasons = (why_too_large(entry, other) for other in self.compiled)
             too_large = next(filter(None, reasons), None)
@@ -228,9 +238,10 @@ class _Search:
         return min(self.open, key=self.promise, default=None)
 
     def promise(self, entry: OpenCandidate) -> tuple:
-        """Sort key of an open candidate: the one with the smallest key is compiled next.
+        """Returns the sort key of an open candidate: the candidate with the smallest key is
+        compiled next.
 
-        Candidates that should fit come first, then faster ones, then simpler ones.
+        Candidates that should fit come first, then faster candidates, then simpler candidates.
         """
         candidate, peak = entry.candidate, expected_peak(entry, self.compiled)
         most = entry.bounds.peak + entry.bounds.activations
@@ -249,9 +260,8 @@ class _Search:
         )
 
     def why_beaten(self, entry: OpenCandidate) -> str | None:
-        """Returns why `entry` need not be compiled, given the best result so far; None if it must
-        be compiled.
-        """
+        """Returns the reason why `entry` need not be compiled, from the best result so far; None if
+        it must be compiled."""
         best = self.best()
         if best is None:
             return None
@@ -267,9 +277,8 @@ class _Search:
         return None
 
     def is_simpler_twin(self, entry: OpenCandidate, best: Trial) -> bool:
-        """Returns whether `entry` is the best candidate with fewer microbatches and may still
-        fit.
-        """
+        """Returns whether `entry` is the best candidate with fewer microbatches, and may still
+        fit."""
         mine, theirs = entry.candidate, best.candidate
         peak = expected_peak(entry, self.compiled)
         return (
@@ -280,7 +289,7 @@ class _Search:
         )
 
     def compile(self, entry: OpenCandidate, forecast_of: MakeForecast) -> bool:
-        """Compiles one candidate; returns False without a compiler."""
+        """Compiles one candidate; returns False if there is no compiler."""
         trial = Trial(
             candidate=entry.candidate,
             status=FAILED,
@@ -312,7 +321,8 @@ class _Search:
         return True
 
     def best(self) -> Trial | None:
-        """Returns the fitting candidate with the least time; of nearly equal ones the simplest."""
+        """Returns the fitting candidate with the shortest step; among nearly equal times, the
+        simplest candidate."""
         fitting = [c.trial for c in self.compiled if c.trial.status == FITS]
         least = min((t.seconds or math.inf for t in fitting), default=math.inf)
         equal = [t for t in fitting if (t.seconds or math.inf) <= least * (1 + SAME)]
@@ -354,7 +364,7 @@ class _Search:
             yield f"None of the candidates {found} on {self.gpu.title}."
             return
         time_of = "" if best.seconds is None else f", {best.seconds:.3g} s per step at best"
-        yield f"{best.candidate.describe()}{time_of}: the cheapest that was found to fit."
+        yield f"{best.candidate.describe()}{time_of}: the fastest candidate found to fit."
         if best.candidate.expert > 1 and _spans_nodes(best.candidate, self.gpu):
             yield (
                 "Its experts are on several nodes, so rows are sent over the network; "
@@ -368,14 +378,15 @@ class _Search:
         if number:
             yield f"{number} that might be faster {'do' if number > 1 else 'does'} not fit."
         if certain:
-            yield f"No other one should be more than {TOLERANCE:.0%} faster."
+            yield f"No other candidate should be more than {TOLERANCE:.0%} faster."
         else:
             left = sum(t.status == NOT_TRIED for t in self.closed)
-            yield f"The time budget was used up; {left} remaining might be faster."
+            yield f"The time budget was used up; {left} of the other candidates might be faster."
 
 
 def _size(candidate: Candidate) -> tuple[int, ...]:
-    """Sort key of a candidate: the smallest key is expected to need the least memory."""
+    """Returns the sort key of a candidate by memory: the smallest key is expected to need the
+    least."""
     return (
         candidate.stage,
         candidate.model,
@@ -395,7 +406,8 @@ def _is_no_larger(compiled: CompiledCandidate, candidate: Candidate) -> bool:
     """Returns whether `candidate` needs at least as much memory as a compiled plan that does not
     fit.
 
-    It has the same axes, and no higher ZeRO stage, no more remat and no more microbatches.
+    This holds if it has the same mesh axes, and no higher ZeRO stage, no more remat and no more
+    microbatches than the compiled plan.
     """
     mine, theirs = candidate, compiled.entry.candidate
     return (
@@ -410,9 +422,8 @@ def _is_no_larger(compiled: CompiledCandidate, candidate: Candidate) -> bool:
 
 
 def _beats(one: OpenCandidate, other: OpenCandidate) -> bool:
-    """Returns whether `one` differs from `other` only in its ZeRO stage and is not worse in
-    anything.
-    """
+    """Returns whether `one` differs from `other` only in its ZeRO stage and is not worse in memory
+    and communication time."""
     if (
         one is other
         or dataclasses.replace(one.candidate, zero=other.candidate.zero) != other.candidate
@@ -427,13 +438,14 @@ def _beats(one: OpenCandidate, other: OpenCandidate) -> bool:
 
 
 def _rounded(value: float) -> float:
-    """Rounds to three digits: estimates that differ in the fourth are equal."""
+    """Rounds to three digits, because estimates that differ only in the fourth digit count as
+    equal."""
     return float(f"{value:.3g}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OpenCandidate:
-    """A candidate that may still win."""
+    """A candidate that may still be the best, with its bounds."""
 
     candidate: Candidate
     bounds: Bounds
@@ -449,12 +461,13 @@ class CompiledCandidate:
 
 
 def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float | None:
-    """Returns a candidate's bytes, with activations scaled from a compiled plan; None without one.
+    """Estimates the peak memory of a candidate from the activations of a compiled plan; returns
+    None if there is no suitable plan.
 
-    At the same number of microbatches they do not depend on `model`: what it splits comes back as
-    rows;
-    nor on `expert`: a device's experts get as many rows as it sends. A pipeline's memory does not
-    apply to another number of stages.
+    At the same number of microbatches activations do not depend on `model`, because a device with a
+    smaller part of each layer has as many more rows, nor on `expert`, because a device's experts
+    receive as many rows as it sends. The memory of a pipeline says nothing about another number of
+    stages.
     """
     mine = entry.candidate
     alike = [
@@ -482,13 +495,13 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
 def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float:
     """Returns a lower bound of a candidate's time per step, by formula or from compiled plans.
 
-    Compiled plans count if they have the same remat and number of pipeline stages, and fit: in
-    plans that do not fit, the compiler itself recomputes. They must also split experts at least as
-    far: a device with fewer experts reads fewer weights.
+    A compiled plan counts if it has the same remat and number of pipeline stages, and fits; in a
+    plan that does not fit, the compiler adds its own recomputation. It must also split experts at
+    least as far, because a device with fewer experts reads fewer weights.
 
-    Time of products depends neither on microbatches nor on tensor parallelism. Bytes of memory may
-    fall in proportion to both: each microbatch reads all weights, and devices that split tensors
-    repeat activations.
+    The time of products depends neither on microbatches nor on tensor parallelism. Bytes of device
+    memory may fall in proportion to both, because each microbatch reads all weights, and devices
+    that split tensors repeat activations.
     """
     least = entry.bounds.seconds
     for other in compiled:
@@ -510,12 +523,13 @@ def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
 
 
 def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
-    """Returns why `entry` cannot fit, given a compiled plan with no lighter remat; None if it may.
+    """Returns the reason why `entry` cannot fit, derived from a compiled plan with at least as much
+    remat; None if it may fit.
 
-    Activations do not shrink with less remat, nor by more than the rows in flight do, nor by more
-    than tensor parallelism splits them; as that also gives each device more rows, a larger `model`
-    saves nothing at the same number of microbatches. All of this holds for plans with the same
-    number of pipeline stages.
+    With less remat activations do not shrink. They shrink at most as much as the rows in flight,
+    and at most as much as tensor parallelism splits them; because that also gives each device more
+    rows, a larger `model` saves nothing at the same number of microbatches. All of this holds for
+    plans with the same number of pipeline stages.
     """
     mine, theirs = entry.candidate, other.entry.candidate
     if other.forecast is None or REMATS.index(mine.remat) > REMATS.index(theirs.remat):
@@ -542,7 +556,8 @@ def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
 
 
 def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
-    """Returns whether `entry` equals a fitting plan with only more microbatches or remat."""
+    """Returns whether `entry` differs from a fitting plan only by more microbatches or more
+    remat."""
     mine, theirs = entry.candidate, other.entry.candidate
     return (
         other.trial.status == FITS
@@ -554,10 +569,11 @@ def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
 
 
 def _beyond_formula(compiled: CompiledCandidate) -> tuple[int, int]:
-    """Returns (bytes of a compiled plan in addition to its formula, the part of them that is
+    """Returns (bytes of a compiled plan beyond its formula, the part of these bytes that is
     activations).
 
-    The others, such as gathered weights that wait, do not grow with the rows.
+    The other part, such as gathered weights that wait for use, does not grow with the number of
+    rows.
     """
     beyond = max((compiled.trial.peak or 0) - compiled.entry.bounds.peak, 0)
     forecast = compiled.forecast

@@ -1,4 +1,4 @@
-"""Provides published specifications of GPUs, and their description for the compiler."""
+"""Published specifications of GPUs, and the description of each GPU that the compiler reads."""
 
 from zerojax.hardware.gpus.card import Gpu, Target
 from zerojax.hardware.gpus.catalog import find_gpu, gpu_names, gpu_of_device, named_gpu

@@ -1,4 +1,4 @@
-"""Validates the specification of a GPU."""
+"""Builds the specification of a GPU from the values of its YAML file, and validates them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The properties of a GPU that the compiler needs besides its compute capability.
+    """Properties of a GPU that the compiler needs besides its compute capability.
 
     Attributes:
-      description: the name in OpenXLA's target description.
+      description: name of the GPU in OpenXLA's target description.
       capability: compute capability; "9.0a" has the accelerated features of 9.0.
-      cores: streaming multiprocessors.
+      cores: number of streaming multiprocessors.
       clock_ghz: boost clock as the driver reports it.
-      l2_bytes: L2 cache of the whole device.
-      bytes_per_second: memory bandwidth as the driver computes it from clock and bus width; the
-        cost model divides by it. A datasheet may round it.
-      memory_bytes: memory size of OpenXLA's description if it differs from the driver's; else None.
-      nvlinks: active NVLink links; 0: none, or not published.
-      runtime_version, dnn_version: CUDA runtime and cuDNN that the compiler assumes to be
-        installed; None if OpenXLA's description has none.
+      l2_bytes: size of the device's whole L2 cache.
+      bytes_per_second: memory bandwidth as the driver computes it from clock and bus width, by
+        which the compiler's cost model divides. A datasheet may round it.
+      memory_bytes: memory size in OpenXLA's description if it differs from the driver's; else None.
+      nvlinks: number of active NVLink links; 0: none, or not published.
+      runtime_version, dnn_version: versions of the CUDA runtime and cuDNN that the compiler assumes
+        to be installed; None if OpenXLA's description has none.
     """
 
     description: str
@@ -42,28 +42,29 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The published specification of one kind of GPU.
+    """The published specification of one kind of GPU, also called its card.
 
     Attributes:
       name: name on the command line, such as "h200".
-      title: "NVIDIA H200 SXM 141 GB".
-      memory_bytes: memory that the driver gives a process.
-      memory_gb: as sold, 10^9 bytes.
-      bf16_flops, fp16_flops, fp8_flops, fp32_flops: of matrix products per second, dense, summed in
-        float32; fp32 is TF32 where there are such units, as JAX uses them by default. None: the
-        device has no such units, or nothing is published.
-      memory_bandwidth: bytes per second.
-      node_devices: GPUs connected by one fast fabric; 1 with PCIe only.
-      node_bandwidth: bytes per second and direction of one GPU inside the node (NVLink, or PCIe).
-      network_bandwidth: bytes per second and direction of one GPU across nodes.
-      host_bandwidth: bytes per second and direction to host memory.
-      disk_bandwidth: bytes per second of the disks of a machine that has `node_devices` such GPUs,
-        reading and writing at the same time, the sum; None: unknown.
-      device_kinds: regular expressions on the upper-case name that the driver gives the device.
+      title: full name, such as "NVIDIA H200 SXM 141 GB".
+      memory_bytes: number of bytes of memory that the driver gives a process.
+      memory_gb: memory size as sold, in units of 10^9 bytes.
+      bf16_flops, fp16_flops, fp8_flops, fp32_flops: FLOP per second of dense matrix products that
+        are summed in float32. fp32 is the rate of TF32 units if the GPU has them, because JAX uses
+        them by default. None: the GPU has no such units, or nothing is published.
+      memory_bandwidth: bandwidth of device memory in bytes per second.
+      node_devices: number of GPUs connected by one fast fabric; 1 with PCIe only.
+      node_bandwidth: bandwidth of one GPU inside the node (NVLink, or PCIe), in bytes per second
+        and direction.
+      network_bandwidth: bandwidth of one GPU between nodes, in bytes per second and direction.
+      host_bandwidth: bandwidth between one GPU and host memory, in bytes per second and direction.
+      disk_bandwidth: bandwidth of all disks in a machine of `node_devices` such GPUs, in bytes per
+        second, as the sum of reading and writing at the same time; None: unknown.
+      device_kinds: regular expressions for the upper-case device name that the driver reports.
       aliases: other names on the command line.
-      target: for the compiler; None if too little is published.
-      sources: "KEYS: where their values are published".
-      assumptions: "KEYS: what was assumed".
+      target: description of the GPU for the compiler; None if too little is published.
+      sources: texts "KEYS: where the values of these keys are published".
+      assumptions: texts "KEYS: what was assumed about these keys".
     """
 
     name: str
@@ -87,13 +88,14 @@ class Gpu:
     assumptions: tuple[str, ...]
 
     def peak_flops(self, dtype: str, eight_bits: float = 0.0) -> float | None:
-        """Returns FLOP/s of one card's matrix units; None if it has none for this dtype.
+        """Returns the FLOP per second of one GPU's matrix units; None if it has no units for
+        `dtype`.
 
         Args:
           dtype: "bfloat16", "float16", or "float32", which JAX runs on TF32 units if there are any.
-          eight_bits: share of the FLOPs that are of 8-bit floats, from 0 to 1; the result is the
-            rate of both kinds one after the other. A card without 8-bit units computes them in
-            `dtype`.
+          eight_bits: share of the FLOPs, from 0 to 1, that are products of 8-bit floats. The result
+            is then the mean rate of computing both kinds one after the other. A GPU without 8-bit
+            units computes them in `dtype`.
         """
         peaks = {
             "bfloat16": self.bf16_flops,
@@ -107,7 +109,12 @@ class Gpu:
 
 
 class CardError(ValueError):
-    """A mistake in a card: `message` is the sentence, `key` its location, outermost first."""
+    """A mistake in the file of a GPU card.
+
+    Args:
+      message: the sentence that describes the mistake.
+      key: path of the key in the file, outermost section first.
+    """
 
     def __init__(self, message: str, *key: str):
         super().__init__(message, key)
@@ -118,10 +125,10 @@ class CardError(ValueError):
 
 
 def build_card(values: Mapping[str, Any]) -> Gpu:
-    """Builds a card from the keys of its file.
+    """Builds a GPU card from the keys and values of its file.
 
     Raises:
-      CardError: an unknown or missing key, or an invalid value.
+      CardError: an unknown key, a missing key, or an invalid value.
     """
     checked = _checked(values, CARD_KEYS, CARD_OPTIONAL)
     target = None
@@ -158,7 +165,7 @@ def build_card(values: Mapping[str, Any]) -> Gpu:
 
 
 def grouped(notes: Mapping[str, str]) -> tuple[str, ...]:
-    """Groups keys with the same text: {"a": "x", "b": "x"} -> ("a, b: x",)."""
+    """Joins keys that have the same text: {"a": "x", "b": "x"} -> ("a, b: x",)."""
     keys: dict[str, list[str]] = {}
     for key, text in notes.items():
         keys.setdefault(text, []).append(key)
@@ -166,7 +173,8 @@ def grouped(notes: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notes(notes: Any) -> dict[str, str]:
-    """Splits grouped keys: {"a, b": "x"} -> {"a": "x", "b": "x"}; names must be keys of a card."""
+    """Splits joined keys: {"a, b": "x"} -> {"a": "x", "b": "x"}. Each name must be a key of a
+    card."""
     if not isinstance(notes, Mapping):
         raise CardError(f"expected entries KEY, KEY: TEXT; got {notes!r:.60}")
     result = {}
@@ -233,7 +241,7 @@ def _number(value: Any) -> float:
         hint = f"; write {value} without quotes" if _is_quoted_number(value) else ""
         raise CardError(f"expected a number, got {value!r} ({type(value).__name__}){hint}")
     if not (math.isfinite(value) and value > 0):
-        raise CardError(f"{value!r} is not above 0; leave out unknown values")
+        raise CardError(f"{value!r} is not above 0; leave the key out if the value is unknown")
     return float(value)
 
 

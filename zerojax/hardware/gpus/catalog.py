@@ -1,4 +1,5 @@
-"""Looks up GPUs by name, device or file."""
+"""Finds the specification of a GPU by its name, by the device kind that the driver reports, or in a
+file."""
 
 from __future__ import annotations
 
@@ -15,20 +16,22 @@ from zerojax.hardware.gpus.card import CardError, Gpu, build_card, split_notes
 
 
 def gpu_names() -> list[str]:
-    """Returns the names of all cards, sorted."""
+    """Returns the names of all GPU cards of this package, sorted."""
     return sorted(_cards())
 
 
 def find_gpu(name_or_file: str) -> Gpu:
-    """Returns the card for a name, a device kind or a file.
+    """Finds the specification (card) of a GPU by name, device kind or file.
 
     Args:
-      name_or_file: a card's name or alias ("h200"; case, spaces and underscores do not matter), a
-        device kind as the driver reports it ("NVIDIA H100 80GB HBM3"), or the path of a YAML file
-        in the format of this package's own cards, which may start from one with `base: NAME`.
+      name_or_file: one of three texts: a card's name or alias ("h200"; case, spaces and underscores
+        do not matter), a device kind as the driver reports it ("NVIDIA H100 80GB HBM3"), or the
+        path of a YAML file in the format of this package's cards, which may begin with `base: NAME`
+        to start from a known card.
 
     Raises:
-      ValueError: no such card or file, or a mistake in the file, with its line.
+      ValueError: there is no such card or file, or the file has a mistake; the message states its
+        line.
     """
     text = str(name_or_file).strip()
     named = named_gpu(text) or gpu_of_device(text)
@@ -47,9 +50,11 @@ def find_gpu(name_or_file: str) -> Gpu:
 
 
 def gpu_of_device(device_kind: str) -> Gpu | None:
-    """Returns the card of a device kind such as "NVIDIA H100 80GB HBM3"; None if unknown.
+    """Finds the card for a device kind such as "NVIDIA H100 80GB HBM3"; returns None if there is
+    none.
 
-    A slice of a GPU (MIG) is unknown: it has neither the memory nor the speed of the whole GPU.
+    There is no card for a slice of a GPU (MIG), which has neither the memory nor the speed of the
+    whole GPU.
     """
     kind = device_kind.upper()
     if re.search(r"\bMIG\b", kind):
@@ -63,7 +68,7 @@ def _spelled(name: str) -> str:
 
 
 def named_gpu(name: str) -> Gpu | None:
-    """Returns the card with this name or alias; None if there is none."""
+    """Finds the card with this name or alias; returns None if there is none."""
     found = _aliases().get(_spelled(name))
     return _cards()[found] if found else None
 
@@ -84,7 +89,7 @@ def _cards() -> Mapping[str, Gpu]:
 
 @functools.cache
 def _own_values() -> Mapping[str, dict[str, Any]]:
-    """Returns {card name: the keys of its file}, for the cards of this package."""
+    """Reads the files of this package's cards; returns {card name: keys and values of its file}."""
     folder = resources.files("zerojax.hardware.gpus").joinpath("cards")
     files = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
     loaded = [_load(folder.joinpath(name).read_text("utf-8"), name)[0] for name in files]
@@ -109,7 +114,7 @@ def _read_card(path: str) -> Gpu:
 
 
 def _load(text: str, path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
-    """Returns the mapping in a YAML text, and the file and line of each key."""
+    """Reads a card's YAML text; returns its keys and values, and the file and line of each key."""
     values, where = read_yaml(text, path)
     if not isinstance(values, dict):
         raise ValueError(f"a GPU card has KEY: VALUE lines; got {values!r:.60} ({path}:1)")
@@ -117,7 +122,8 @@ def _load(text: str, path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], s
 
 
 def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the card's values over those of its `base`; keeps the notes of unchanged values."""
+    """Merges the values of a card over the values of its `base` card; keeps the base's notes on
+    values that the card does not change."""
     own = {key: value for key, value in values.items() if key != "base"}
     if "base" not in values:
         return own

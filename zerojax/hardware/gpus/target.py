@@ -1,4 +1,5 @@
-"""Writes the compiler target of a GPU: the text of OpenXLA's GpuTargetConfigProto."""
+"""Writes the description of a GPU that the compile-only client reads: OpenXLA's
+GpuTargetConfigProto as text."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ FIRST_WITH_OCCUPANCY = (0, 11, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """Execution units of one core: multiply-adds per clock of each, at a share of the clock."""
+    """Execution units of one core for some number formats.
+
+    Attributes:
+      types: numbers of the formats in XLA's PrimitiveType.
+      units: number of units per core.
+      ops: multiply-adds per clock of one unit.
+      clock: clock of the units as a fraction of the GPU's clock.
+    """
 
     types: tuple[int, ...]
     units: int
@@ -34,11 +42,11 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeCapability:
-    """The common properties of all GPUs of one compute capability, per core unless stated.
+    """Properties that all GPUs of one compute capability share, per core unless stated otherwise.
 
-    Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; rates of
-    the units as in the descriptions of xla/backends/gpu/target_config/specs (none are published
-    there for the capabilities without `matrix`).
+    Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; the
+    rates of the units are those in xla/backends/gpu/target_config/specs, which has none for the
+    capabilities whose `matrix` is empty.
     """
 
     threads: int
@@ -110,12 +118,11 @@ ARCHITECTURES: Mapping[str, ComputeCapability] = {
 
 
 def target_text(gpu: Gpu) -> str:
-    """Returns the text proto that the compile-only client takes as `target_config`.
-
-    It has the fields that the installed compiler knows.
+    """Writes the text proto that the compile-only client takes as `target_config`, with only the
+    fields that the installed compiler knows.
 
     Raises:
-      ValueError: the card has no `compiler` section, or its compute capability is unknown here.
+      ValueError: the card has no `compiler` section, or its compute capability is unknown.
     """
     target = gpu.target
     if target is None:

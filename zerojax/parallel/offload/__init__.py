@@ -1,1 +1,3 @@
-"""Keeps state outside device memory, in slices that are moved and updated in place."""
+"""Keeps training state in host memory or files; it is moved and updated in place, slice by
+slice.
+"""

@@ -1,6 +1,7 @@
-"""Stores slices in files: their initial values and reads.
+"""Stores slices of the training state in files: creates, fills and reads the files.
 
-Every process has a store in its own folder; `disk_places` says what a bucket holds.
+Every process has a store (`BucketStore`) in its own folder. A store consists of buckets, one per
+slice of a parameter; `disk_places` defines their layout.
 """
 
 from __future__ import annotations
@@ -28,26 +29,29 @@ SIDE_FILES = "*.npz"
 """Files that `parallel.offload.disk_durable` writes beside the buckets of a store."""
 
 Rows = Mapping[jax.Device, np.ndarray]
-"""{device of this process: its [elements], or [slices, elements]}."""
+"""{device of this process: slices of an array, [elements] for one or [slices, elements] for
+several}.
+"""
 
 Source = Callable[[str, int], Rows | None]
-"""(array, number of a slice) -> values of the slice on each device; None means zeros."""
+"""`(array, number of a slice) -> values of the slice on each device`; None means zeros."""
 
 
 class DiskState:
     """The open store of this process and the position of each slice in it.
 
-    As a part of a state it is a node without leaves: JAX never copies it. There is only one: a step
-    changes the slices on disk of the state that it was given, even where it does not change its
-    arrays.
+    In a state's pytree it is a node without leaves: JAX never copies it. So there is only one: a
+    step changes the optimizer-state slices in files of the state that it was given, even if it does
+    not change the arrays of that state.
 
     Attributes:
-      store: the buckets.
-      leaves: {name: its buckets}, in the order of the buckets.
+      store: store with the buckets of this process.
+      leaves: {parameter: position of its buckets}, in the order of the buckets.
       failure: the reason why the slices no longer belong to one step; None if they do.
-      data_state: position of the data after the next step, for a durable store.
+      data_state: position of the data after the next step, for a durable store (files from which a
+        killed run resumes).
       has_frozen: whether the frozen parameters were written beside the buckets of a durable store.
-      pages: weights and gradients of layers in files (`offload.params: nvme`); None without.
+      pages: weights and gradients of layers in files (`offload.params: nvme`); None without them.
     """
 
     def __init__(self, store: BucketStore, leaves: Mapping[str, DiskLeaf]) -> None:
@@ -65,13 +69,13 @@ class DiskState:
         order: Sequence[int] | None = None,
         before_commit: Callable[[], None] | None = None,
     ) -> Generator[DiskSlice]:
-        """Yields slices in files once, to read or overwrite them; see `BucketStore.sweep`.
+        """Yields each slice in files once, to be read or overwritten (see `BucketStore.sweep`).
 
         Args:
-          order: numbers of their buckets; None: every slice, in the order of the buckets.
-          read: False where every byte will be overwritten anyway.
-          before_commit: called when all buckets are written, before the new generation is
-            committed.
+          order: numbers of the buckets to visit; None: all buckets in order.
+          read: False skips reading, for buckets that are overwritten completely.
+          before_commit: called after all buckets are written, before they replace the previous
+            generation.
 
         Raises:
           StoreFailedError: the disk reports an error, or an earlier sweep failed.
@@ -104,14 +108,15 @@ class DiskState:
 
     def _fail(self, error: BaseException) -> None:
         self.failure = (
-            f"{self.store.folder}: a sweep over the optimizer's state stopped half-way "
-            f"({_text_of(error)}); start the run again: it continues from the "
+            f"{self.store.folder}: an update of the optimizer state in these files stopped "
+            f"half-way ({_text_of(error)}); start the run again: it continues from the "
             + ("last whole step" if self.store.is_durable else "last checkpoint")
         )
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Marks the state as failed if an update of its pages ends with an error.
+        """Marks the state as failed if the body of the `with` statement, an update, ends with an
+        error.
 
         Raises:
           StoreFailedError: the disk reports an error.
@@ -135,9 +140,10 @@ class DiskState:
         """Overwrites every slice in files with values from `source_of`.
 
         Args:
-          source_of: returns the source of a parameter's new values; called once for each
-            parameter, in order, after the previous parameter's source is released.
-          before_commit: as in `slices`.
+          source_of: function that returns the source of a parameter's new values. It is called once
+            for each parameter, in order, after the previous parameter's source is released.
+          before_commit: called after all buckets are written, before they replace the previous
+            generation.
         """
         current, source = None, None
         for piece in self.slices(read=False, before_commit=before_commit):
@@ -155,7 +161,8 @@ class DiskState:
             piece.write()
 
     def read(self, leaf: SlicedLeaf, array: str) -> Rows:
-        """Returns {device: [slices, elements]}: copies of one array's slices in files; {} if none.
+        """Reads one array's optimizer-state slices in files: {device: copies, [slices, elements]};
+        {} if there are none.
 
         Raises:
           StoreFailedError: the disk reports an error, or a sweep failed.
@@ -183,7 +190,7 @@ class DiskState:
             self.pages.close()
 
     def add_pages(self, plan: Plan) -> None:
-        """Creates the pages of a plan whose layer weights are in files, from the masters.
+        """Creates the files of layer weights (pages) from the master weights.
 
         Raises:
           StoreError, OSError: as in `create_disk`.
@@ -201,19 +208,20 @@ jax.tree_util.register_pytree_node(DiskState, lambda disk: ((), disk), lambda di
 
 
 def _text_of(error: BaseException) -> str:
-    if isinstance(error, GeneratorExit):  # the loop's own error does not reach the sweep
-        return "an error ended the loop over its buckets"
+    if isinstance(error, GeneratorExit):  # the caller's error is not known here
+        return "an error while one of the slices was updated"
     text = error.strerror if isinstance(error, OSError) else str(error)
     return text or type(error).__name__
 
 
 def create_disk(plan: Plan) -> DiskState:
-    """Creates a store for the slices of a plan in files; replaces an existing store.
+    """Creates an empty store for the slices of a plan in files; replaces an existing store.
 
     Raises:
       ValueError: the plan names no folder.
       StoreError: another process has the store open.
-      OSError: the disk has too little space; the message has the bytes and a remedy.
+      OSError: the disk has too little space; the message says how many bytes are missing and what
+        to change.
     """
     folder = store_folder(plan.settings.offload)
     leaves = disk_leaves(plan)
@@ -235,15 +243,16 @@ def fill_new_disk(
     stored: Callable[[str], jax.Array],
     by_layer: Callable[[str], Callable[[int], jax.Array] | None],
 ) -> DiskState:
-    """Creates a store with the masters of new parameters and moments of zeros.
+    """Creates a store for a new state: master weights from initial parameters, moments of zeros.
 
-    An average of the weights begins as the weights.
+    An average of the weights (EMA) begins as a copy of the weights.
 
     Args:
-      plan: a plan with slices in files.
-      stored: name -> the parameter in its stored form; called once for each, one after the other.
-      by_layer: name -> `number of a layer -> its part of the stored form`, of a parameter whose
-        slices lie within layers; None: use `stored`.
+      plan: a plan with optimizer-state slices in files.
+      stored: `name -> parameter in its stored form`; called once for each parameter.
+      by_layer: `name -> (layer number -> this layer's part of the stored form)`, for a parameter
+        whose slices do not cross layers; for other parameters it returns None, and `stored` is
+        used.
     """
 
     def source_of(place: DiskLeaf) -> Source:
@@ -260,12 +269,12 @@ def fill_new_disk(
 def _layer_source(
     place: DiskLeaf, arrays: Sequence[str], layer: Callable[[int], jax.Array]
 ) -> Source:
-    """Returns the source of a parameter's slices, which holds one layer at a time.
+    """Returns a source of a parameter's slices that has only one layer in memory at a time.
 
     Args:
       place: the parameter's buckets.
-      arrays: the names of arrays that begin as the weights; all others are zeros.
-      layer: see `fill_new_disk`.
+      arrays: names of the arrays that begin as copies of the weights; all others are zeros.
+      layer: `layer number -> this layer's part of the stored form`.
     """
     slices = place.leaf.num_slices // place.leaf.shard_shape[0]
     held: tuple[int, Rows] = -1, {}
@@ -287,12 +296,13 @@ def _layer_source(
 def fill_disk(
     plan: Plan, stored: TrainState, before_commit: Callable[[DiskState], None]
 ) -> DiskState:
-    """Creates a store with the slices of a whole state in the form of `plan.abstract_stored`.
+    """Creates a store from a complete state, which has the form of `plan.abstract_stored`.
 
     Args:
-      plan: a plan with slices in files.
-      stored: the state.
-      before_commit: called when all buckets are written, before the new generation is committed.
+      plan: a plan with optimizer-state slices in files.
+      stored: training state without slices, as arrays on the devices.
+      before_commit: called after all buckets are written, before they replace the previous
+        generation.
     """
     assert plan.offload is not None
     arrays = arrays_of(plan, stored, plan.offload.on_disk)
@@ -306,7 +316,9 @@ def filled_disk(
     source_of: Callable[[DiskLeaf], Source],
     before_commit: Callable[[DiskState], None] = lambda disk: None,
 ) -> DiskState:
-    """Creates a store with the slices that `source_of` returns, see `DiskState.fill`."""
+    """Creates a store and fills it with the slices that `source_of` returns (see
+    `DiskState.fill`).
+    """
     disk = create_disk(plan)
     try:
         disk.fill(source_of, before_commit=lambda: before_commit(disk))
@@ -318,7 +330,7 @@ def filled_disk(
 
 
 def array_source(plan: Plan, place: DiskLeaf, arrays: Mapping[str, jax.Array]) -> Source:
-    """Returns the source of a parameter's slices in files; missing arrays are zeros."""
+    """Returns a source of a parameter's slices, cut from `arrays`; missing arrays are zeros."""
     assert isinstance(plan.mesh, Mesh)
     mesh = plan.mesh
     rows = {name: cut_leaf(place.leaf, array, mesh)[1] for name, array in arrays.items()}

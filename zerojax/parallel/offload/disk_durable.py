@@ -1,8 +1,9 @@
-"""Writes the rest of the state beside a durable store, so that a killed run resumes from its files.
+"""Writes the rest of a state beside a durable store, so that a killed run resumes from its files.
 
-Each generation has a file with every part of the state that is in no bucket: counters, random key,
-position of the data, parameters too small for slices. It is written before the generation is
-committed, and the previous file is kept until then. Weights are recomputed from the masters.
+A step writes one generation: new contents of all buckets, and one file with every part of the state
+that is in no bucket (counters, random key, position of the data, parameters too small for slices).
+The file is written before the generation is committed, and the previous file is kept until then.
+Weights are not written; they are recomputed from the masters.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _OF_ARCHIVES = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 def write_rest(plan: Plan, disk: DiskState, state: TrainState) -> None:
-    """Writes the parts of the state that are in no bucket, for the generation to be committed.
+    """Writes the parts of the state that are in no bucket (slice of optimizer state in a file).
 
     Raises:
       OSError: the disk reports an error.
@@ -61,11 +62,14 @@ def write_rest(plan: Plan, disk: DiskState, state: TrainState) -> None:
 def rest_writer(
     plan: Plan, state: TrainState, data_state: dict[str, Any] | None
 ) -> Callable[[DiskState], None]:
-    """Returns a callback that writes what a store filled during a run needs for resuming.
+    """Returns a callback that writes the rest of a state when a store is filled during a run.
+
+    The written files allow a killed run to resume.
 
     Args:
-      plan: the plan that `state` follows.
-      state: everything except the buckets' contents; read when the callback is called.
+      plan: plan that `state` follows.
+      state: training state without the slices of the optimizer state in files; read when the
+        callback is called.
       data_state: position of the data.
     """
 
@@ -82,7 +86,7 @@ class AnotherPlanError(StoreError):
 
 
 def resume_step(plan: Plan) -> int | None:
-    """Returns the step of the last complete generation in the plan's folder; None if there is none.
+    """Returns the step of the last complete generation in the plan's folder; None: there is none.
 
     Raises:
       StoreError: this version did not write the contents of the folder.
@@ -97,8 +101,8 @@ def resume_step(plan: Plan) -> int | None:
     step = _unpacked(path)[0].get("step")
     if step is None or step.ndim or step.dtype.kind not in "iu":
         raise StoreError(
-            f"{path} does not contain the number of a step; delete its folder to continue from "
-            "the last checkpoint"
+            f"{path} has no step number, so this version of zerojax did not write it; delete "
+            "its folder to continue from the last checkpoint"
         )
     return int(step)
 
@@ -144,9 +148,12 @@ def _may_be_there(plan: Plan) -> bool:
 
 
 def _rest(plan: Plan, state: Any) -> dict[str, Any]:
-    """Returns the part of a state that durable files store beside their slices.
+    """Returns the part of a state that is written beside the buckets of a durable store: {name:
+    leaf}.
 
-    It is {name: leaf} without frozen parameters, and without weights computed from masters.
+    A durable store has the files from which a killed run resumes; a bucket is one slice of the
+    optimizer state. The result lacks frozen parameters, and weights that are recomputed from master
+    weights.
     """
     assert plan.offload is not None
     on_disk = {leaf.name for leaf in plan.offload.on_disk}
@@ -155,7 +162,9 @@ def _rest(plan: Plan, state: Any) -> dict[str, Any]:
 
 
 def _place(plan: Plan, arrays: dict[str, np.ndarray]) -> Any:
-    """Places the arrays on the devices; leaves out weights of parameters with slices in files."""
+    """Places arrays of a resumed state on the devices, except weights that are recomputed from
+    master weights.
+    """
     abstract = plan.abstract_state
     wanted = _rest(plan, abstract) | flatten_names({"frozen": abstract["frozen"]})
 
@@ -168,7 +177,9 @@ def _place(plan: Plan, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _signature(plan: Plan) -> str:
-    """Returns a text that is equal for two plans that can share buckets."""
+    """Returns a text that is equal for two plans whose optimizer state in files has the same
+    layout.
+    """
     assert plan.offload is not None
     slices = []
     for leaf in plan.offload.on_disk:
@@ -192,7 +203,7 @@ def _packed(arrays: dict[str, Any], about: dict[str, Any]) -> bytes:
 
 
 def _unpacked(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Returns (arrays, their metadata) of a file.
+    """Reads a file: returns (arrays, metadata).
 
     Raises:
       StoreError: this version did not write the file.

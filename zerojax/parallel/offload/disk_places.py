@@ -1,7 +1,8 @@
-"""The positions of slices in the files of a process: which bucket holds which rows.
+"""Defines the layout of slices in a process's files: which bucket holds which rows.
 
 A bucket holds one slice of one parameter: for each of its arrays ("master", then moments) the rows
-[shards of this process, elements]. Knows shards and bytes; never opens a file.
+[shards of this process, elements]. This module computes with shards and bytes; it never opens a
+file.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from zerojax.plan.make import Plan
 from zerojax.plan.slices import tier_sharding
 from zerojax.plan.state_layout import MASTER, SlicedLeaf
 
-ALIGNMENT = 64  # bytes; a CPU device uses memory with this alignment without a copy
+ALIGNMENT = 64  # bytes: a CPU device uses memory with this alignment without a copy
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DiskLeaf:
-    """The position of one parameter's slices in a process's files: its buckets.
+    """Position of one parameter's slices in a process's files: the numbers and layout of its
+    buckets.
 
     Attributes:
-      leaf: its slices.
-      first_bucket: number of its first bucket.
-      dtypes: {array: its dtype}, in the order of a bucket.
+      leaf: division of the parameter into slices.
+      first_bucket: number of the parameter's first bucket.
+      dtypes: {array: dtype}, in the order of the arrays in a bucket.
       shards: numbers of the shards that this process holds; a bucket has one row for each.
-      row_of: {device of this process: its row}; copies of a shard share one row.
-      own_rows: rows of the shards that no process with a lower number holds.
+      row_of: {device of this process: row of its shard}; copies of a shard share one row.
+      own_rows: rows that this process writes into a checkpoint: shards that no process with a lower
+        number holds.
     """
 
     leaf: SlicedLeaf
@@ -46,16 +49,20 @@ class DiskLeaf:
 
     @property
     def num_buckets(self) -> int:
-        """Number of the parameter's slices in files, each of which is one bucket."""
+        """Number of the parameter's optimizer-state slices in files, each of which is one
+        bucket.
+        """
         return self.leaf.counts[NVME]
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one bucket of the parameter."""
+        """Bytes of one bucket (one slice of the parameter's optimizer state) in a file."""
         return sum(self._array_bytes(dtype) for dtype in self.dtypes.values())
 
     def views(self, bucket: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns {array: [rows, elements]} of a bucket's bytes, sharing its memory."""
+        """Returns {array: [rows, elements]} of one slice: views of the bytes of its bucket, not
+        copies.
+        """
         shape, start, result = (len(self.shards), self.leaf.slice_elements), 0, {}
         for name, dtype in self.dtypes.items():
             size = math.prod(shape) * dtype.itemsize
@@ -73,10 +80,10 @@ class DiskSlice:
     """One slice read from files, which the caller may use until the iteration continues.
 
     Attributes:
-      place: the parameter's buckets.
+      place: position of the parameter's buckets.
       number: number of the slice in its shard, counted over all tiers.
-      arrays: {array: [rows, elements]} in the store's own memory.
-      write: starts writing them; do not change them afterwards.
+      arrays: {array: values, [rows, elements]} in the store's own memory.
+      write: function that starts to write `arrays`; do not change them afterwards.
     """
 
     place: DiskLeaf
@@ -86,13 +93,17 @@ class DiskSlice:
 
 
 def disk_leaves(plan: Plan) -> dict[str, DiskLeaf]:
-    """Returns {parameter with slices in files: its buckets} of this process, in layout order."""
+    """Returns {parameter with slices in files: position of its buckets} of this process, in
+    order.
+    """
     assert plan.offload is not None
     return places_of(plan, plan.offload.on_disk)
 
 
 def places_of(plan: Plan, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
-    """Returns {parameter: its buckets} of `leaves`, including ones without slices in files."""
+    """Returns {parameter: position of its buckets}, also for parameters without optimizer-state
+    slices in files.
+    """
     layout, mesh = plan.offload, plan.mesh
     assert layout is not None
     assert isinstance(mesh, Mesh)
@@ -115,7 +126,7 @@ def places_of(plan: Plan, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
 
 
 def owners_of(shard_of: Mapping[Any, int]) -> dict[int, int]:
-    """Returns {number of a shard: the first process that holds it}, from each device's shard."""
+    """Returns {shard number: lowest process that holds it}, from {device: shard number}."""
     owners: dict[int, int] = {}
     for device, shard in shard_of.items():
         owners[shard] = min(owners.get(shard, device.process_index), device.process_index)
@@ -123,7 +134,7 @@ def owners_of(shard_of: Mapping[Any, int]) -> dict[int, int]:
 
 
 def _shards(leaf: SlicedLeaf, mesh: Mesh) -> dict[jax.Device, int]:
-    """Returns {device: number of its shard}."""
+    """Returns {device: number of the shard that it holds}."""
     sharding = tier_sharding(leaf, DEVICE, mesh)
     indices = sharding.devices_indices_map((leaf.num_shards, 1))
     return {device: index[0].start or 0 for device, index in indices.items()}

@@ -1,7 +1,8 @@
-"""Saves and restores checkpoints of offloaded parameters, slice by slice, for any tier.
+"""Saves and restores checkpoints of offloaded parameters slice by slice, from memory or files.
 
-Such a parameter is never whole in memory. Saving writes the slices of its shards as they come from
-the store; restoring reads any part that a shard of another mesh or tier needs.
+So no offloaded parameter has to fit unsharded into memory. Saving writes the slices of each shard
+in the order in which the store yields them. Restoring reads those parts of a saved array that the
+shards of the new mesh or storage tier need.
 """
 
 from __future__ import annotations
@@ -34,18 +35,24 @@ from zerojax.plan.state_layout import MASTER, SlicedLeaf
 from zerojax.tracing.trees import path_name
 
 Read = Callable[[Box], np.ndarray]
-"""Reads the part of a saved array in a box: (start, sizes)."""
+"""Function that reads a box of a saved array; the box is (start indices, sizes)."""
 
 
 class Saved(Protocol):
     """An array of a checkpoint that has not been read yet."""
 
     def open(self) -> Read:
-        """Returns a function that reads parts of it; deleting the function frees its resources."""
+        """Returns a function that reads parts of the array; deleting the function frees its
+        resources.
+        """
 
 
 def saved_names(plan: Plan) -> dict[str, dict[str, str]]:
-    """Returns {parameter with slices off the device: {array: its name in a portable state}}."""
+    """Returns {offloaded parameter: {array: name of that array in a portable state}}.
+
+    Offloaded parameters are those with slices in host memory or in files; arrays are "master" and
+    the moments.
+    """
     assert plan.offload is not None
     names = jax.tree_util.tree_map_with_path(
         lambda path, _: path_name(path), plan.abstract_portable
@@ -58,7 +65,7 @@ def write_pieces(
 ) -> None:
     """Writes this process's slices of offloaded parameters into a checkpoint.
 
-    These are the parameters with slices on the host or in files.
+    Offloaded parameters are those with slices in host memory or in files.
 
     If several processes hold a shard, the first of them writes it.
 
@@ -85,7 +92,9 @@ def write_pieces(
 
 
 def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields (row, number, values) of a parameter's slices in memory that this process writes."""
+    """Yields (row, slice number, values) of a parameter's optimizer-state slices in memory that
+    this process saves.
+    """
     for tier, array in tiers.items():
         by_row = {place.row_of[device]: shard for device, shard in shards_of(array).items()}
         for row in place.own_rows:
@@ -124,12 +133,13 @@ def restore_pieces(
 
     Args:
       plan: a plan with slices on the host or in files.
-      portable: has a `Saved` for each array of such a parameter.
-      state: everything else; its values for these parameters are ignored.
-      data_state: position of the data, for a durable store.
+      portable: state read from the checkpoint, with a `Saved` for each array of an offloaded
+        parameter.
+      state: state with all other values; its values of offloaded parameters are ignored.
+      data_state: position of the data, for a durable store (files from which a killed run resumes).
 
     Returns:
-      The whole state.
+      The complete state.
 
     Raises:
       StoreError, OSError: the store or the checkpoint reports an error.
@@ -141,7 +151,11 @@ def restore_pieces(
     tiers: dict[str, dict[str, Tiers]] = {}
 
     def source_of(place: DiskLeaf) -> Source:
-        """Also reads the slices kept in memory, so that each array is opened once."""
+        """Returns the source of a parameter's slices; reads its optimizer-state slices in memory
+        into `tiers`.
+
+        Doing both here opens each array of the checkpoint only once.
+        """
         source = _read_slices(plan, place, saved[place.leaf.name])
         tiers[place.leaf.name] = {a: _tiers(place, a, source, mesh) for a in place.dtypes}
         return source
@@ -169,7 +183,9 @@ def restore_pieces(
 def _with_slices(
     plan: Plan, state: TrainState, tiers: Mapping[str, Mapping[str, Tiers]]
 ) -> TrainState:
-    """Returns a state with `tiers` as the masters and moments of offloaded parameters."""
+    """Returns `state` with master weights and moments of offloaded parameters replaced by
+    `tiers`.
+    """
     result = state.copy()
     if plan.precision.has_masters:
         masters = {name: arrays[MASTER] for name, arrays in tiers.items()}
@@ -179,7 +195,7 @@ def _with_slices(
 
 
 def put_moments(plan: Plan, opt_state: Any, tiers: Mapping[str, Mapping[str, Tiers]]) -> Any:
-    """Returns an optimizer state with the moments in `tiers` in place of its own."""
+    """Returns an optimizer state with its moments replaced by the moments in `tiers`."""
     assert plan.offload is not None
     moments = plan.offload.moments
 
@@ -190,7 +206,7 @@ def put_moments(plan: Plan, opt_state: Any, tiers: Mapping[str, Mapping[str, Tie
 
 
 def _tiers(place: DiskLeaf, array: str, source: Source, mesh: Mesh) -> Tiers:
-    """Reads the slices of an array that belong in memory, from `source`."""
+    """Reads the slices of an array that belong in memory (device or host) from `source`."""
     result = {}
     for tier, target in abstract_tiers(place.leaf, place.dtypes[array], mesh).items():
         first, count = place.leaf.first(tier), place.leaf.counts[tier]
@@ -231,10 +247,12 @@ def _read_run(
     whole: tuple[Shape, tuple[int, ...] | None],
     dtype: np.dtype,
 ) -> np.ndarray:
-    """Reads a run of elements (first, count) of a shard of the stored parameter; padding is 0.
+    """Reads `run` = (first, count), a range of elements of a shard of the stored parameter; padding
+    is 0.
 
     Args:
-      whole: the true shape, and the row of it that each stored row holds.
+      whole: (true shape of the parameter, for each stored row the number of the true row that it
+        holds).
     """
     (_, count), (true_shape, rows) = run, whole
     result = np.zeros(count, dtype)

@@ -1,8 +1,9 @@
-"""Runs a training step with slices in files: a jitted part, then a sweep over the store.
+"""Runs a training step with slices in files: a jitted part, then a loop over the slices.
 
-While slice i is updated on the devices, i+1 is read and i-1 written; this takes the memory of three
-buckets, whatever the number of slices. A step whose gradients are not finite reads and writes none.
-The weights for forward and backward are cast from the master weights in the slices.
+While slice i is updated on the devices, slice i+1 is read and slice i-1 is written. This takes the
+memory of three buckets, whatever the number of slices. A step whose gradients are not finite reads
+and writes no slice. The weights for forward and backward pass are cast from the updated master
+weights.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ Metrics = dict[str, jax.Array]
 
 
 class DiskStep:
-    """A `step(state, batch) -> (state, metrics)` that returns when the sweep has finished.
+    """A `step(state, batch) -> (state, metrics)` that returns after all slices are updated.
 
     Attributes:
-      trace, lower: those of the jitted part.
+      trace, lower: methods `trace` and `lower` of the jitted part.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class DiskStep:
         """Builds the step around its jitted part.
 
         Args:
-          plan: a plan with slices in files.
+          plan: a plan with optimizer-state slices in files.
           jitted: `(state, batch) -> (state, metrics, pending)`, see `pending_of`.
-          write_rest: `(disk, state)`: called before a generation of a durable store is committed.
+          write_rest: `(disk, state) -> None`; called before a generation of a durable store (files
+            from which a killed run resumes) is committed.
         """
         self._jitted, self._write_rest = jitted, write_rest
         self._update = SliceUpdates(plan)
@@ -69,7 +71,7 @@ class DiskStep:
         disk = state["disk"]
         new, metrics, pending = self._jitted({**state, "disk": {}}, batch)
         new["disk"] = disk
-        # Only now it is known whether the gradients are finite.
+        # Waits for the jitted part: its result says whether the gradients are finite.
         if not int(metrics["skipped"]):
             rest = functools.partial(self._write_rest, disk, new)
             for piece in disk.slices(before_commit=rest if disk.store.is_durable else None):
@@ -82,18 +84,19 @@ class DiskStep:
 def pending_of(
     plan: Plan, grads: Mapping[str, jax.Array], opt_state: Any, now: ThisStep
 ) -> dict[str, Any]:
-    """Returns what the jitted part passes to the update of slices in files; traced.
+    """Returns the values that the jitted part passes to the update of slices in files; traced.
 
     Args:
       plan: a plan with slices in files.
-      grads: gradients of all parameters, in stored form, unscaled.
+      grads: gradients of all parameters, in stored form (dtype, padding and sharding as in the
+        state), unscaled.
       opt_state: optimizer state before the step.
-      now: the step's inputs of an update.
+      now: values of this step that the update needs.
 
     Returns:
-      "grads" of the parameters with slices in files and weights in memory, "opt_state" without
-      arrays of parameters, and "numbers" as
-      `zerojax.parallel.offload.sliced_update.context_of` takes them.
+      {"grads": gradients of parameters with slices in files and weights in memory, "opt_state":
+      optimizer state without arrays of parameters, "numbers": scalar arguments of
+      `zerojax.parallel.offload.sliced_update.context_of`}.
     """
     assert plan.offload is not None
     assert isinstance(plan.tx, Optimizer)
@@ -105,7 +108,7 @@ def pending_of(
 
 
 def pending_shardings(plan: Plan) -> dict[str, Any]:
-    """Returns the shardings of `pending_of`, as `jax.jit` takes them."""
+    """Returns the shardings of the result of `pending_of`, for `out_shardings` of `jax.jit`."""
     assert plan.offload is not None
     params, replicated = plan.abstract_state["params"], NamedSharding(plan.mesh, P())
     grads = {name: params[name].sharding for name in _in_memory(plan)}
@@ -113,13 +116,15 @@ def pending_shardings(plan: Plan) -> dict[str, Any]:
 
 
 def _in_memory(plan: Plan) -> list[str]:
-    """Returns the names of parameters with slices in files whose weights are in memory."""
+    """Returns the names of parameters with optimizer-state slices in files whose weights are in
+    memory.
+    """
     assert plan.offload is not None
     return [x.name for x in plan.offload.on_disk if x.name not in plan.offload.paged]
 
 
 class SliceUpdates:
-    """The update of slices in files, by one jitted function for each parameter."""
+    """Updates optimizer-state slices in files, with one jitted function for each parameter."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -128,9 +133,10 @@ class SliceUpdates:
     def __call__(
         self, piece: DiskSlice, weights: jax.Array, pending: Mapping[str, Any]
     ) -> jax.Array:
-        """Writes the new master and moments into `piece`; returns the new weights.
+        """Updates one slice: writes the new master and moments into `piece`; returns the new
+        weights.
 
-        `weights` (the parameter as forward and backward read it) are donated.
+        `weights`, the parameter that forward and backward pass read, is donated.
         """
         place = piece.place
         name = place.leaf.name
@@ -179,11 +185,12 @@ class SliceWeights(NamedTuple):
     """The weights and gradients of one parameter on one device while a slice of it is updated.
 
     Attributes:
-      start: the weights, as the functions below take them.
-      gradient: `number of the slice -> gradient`, on the device.
-      put: `(weights, new values, number) -> weights`.
-      end: `weights -> result`.
-      own: `(weights, number) -> values`, of a parameter without a master; None: there is one.
+      start: weights in the form that `put`, `own` and `end` take.
+      gradient: `slice number -> gradient on the device`.
+      put: `(weights, new values, slice number) -> weights with this slice replaced`.
+      end: `weights -> weights in the form of the caller`.
+      own: `(weights, slice number) -> values` of a parameter without a master, whose weights are
+        updated directly; None if it has a master.
     """
 
     start: Any
@@ -204,16 +211,16 @@ def build_slice_update(
     """Builds the jitted update of one slice of one parameter.
 
     Args:
-      plan: a plan with slices in files.
-      place: the parameter's buckets.
-      weights_of: `(weights, gradients) -> SliceWeights` of one device; traced.
-      given: shardings of the weights, which are donated, and of the gradients; None where no
-        weights are given.
+      plan: a plan with optimizer-state slices in files.
+      place: position of the parameter's buckets.
+      weights_of: traced function `(weights, gradients) -> SliceWeights` of one device.
+      given: (sharding of the weights, which are donated; sharding of the gradients). The first is
+        None if the update takes no weights.
       result: sharding of the new weights.
 
     Returns:
-      `(weights, {array: slice}, gradients, number of the slice, opt_state, numbers) -> (weights,
-      {array: slice})`; the last two arguments are of `pending_of`.
+      `(weights, {array: slice}, gradients, slice number, opt_state, numbers) -> (weights, {array:
+      slice})`; "opt_state" and "numbers" come from `pending_of`.
     """
     leaf = place.leaf
     moments = [key for key in place.dtypes if key != MASTER]
@@ -227,8 +234,8 @@ def build_slice_update(
         numbers: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         begun = begin(plan, opt_state, context_of(plan, *numbers))
-        # In a loop, like slices on the host: computed beside the scalars of a step, an update
-        # would round other products (XLA of JAX 0.10 on CPU).
+        # The update runs in a loop of one iteration, like the update of slices on the host.
+        # Outside of a loop XLA (JAX 0.10, CPU) fuses it differently and rounds other products.
         held = weights_of(weights, grad)
 
         def body(number: jax.Array, carry: Any) -> Any:
@@ -264,7 +271,7 @@ def build_slice_update(
 def place_rows(place: DiskLeaf, rows: np.ndarray, plan: Plan) -> jax.Array:
     """Moves [rows of this process, elements] to the devices as [shards, elements].
 
-    On a CPU device the array may share `rows`' memory.
+    On a CPU device the array may share the memory of `rows`.
     """
     sharding = tier_sharding(place.leaf, DEVICE, plan.mesh)
     shards = [
@@ -276,7 +283,9 @@ def place_rows(place: DiskLeaf, rows: np.ndarray, plan: Plan) -> jax.Array:
 
 
 def take_rows(place: DiskLeaf, slices: jax.Array, target: np.ndarray) -> None:
-    """Inverts `place_rows`, into existing memory; waits for the array."""
+    """Copies slices from the devices into `target`, the inverse of `place_rows`; waits for the
+    array.
+    """
     shards = {place.row_of[shard.device]: shard.data for shard in slices.addressable_shards}
     for row, shard in shards.items():
         target[row] = np.asarray(shard)[0]
@@ -288,15 +297,15 @@ def build_weights(
     disk: DiskState | None,
     masters: Mapping[str, Tiers],
 ) -> dict[str, jax.Array]:
-    """Computes weights from masters in slices, with one slice on the device at a time.
+    """Computes the weights from sliced master weights, with one slice on the device at a time.
 
     Weights of layers that are read from files (`offload.params: nvme`) are left out.
 
     Args:
       plan: a plan with float32 masters.
-      places: the parameters' buckets.
-      disk: their slices in files, if there are any.
-      masters: {name: {tier: slices}} of the slices in memory.
+      places: {parameter: position of its buckets}.
+      disk: store with the optimizer-state slices in files; None if no slice is in a file.
+      masters: {parameter: {storage tier: slices}} of the slices in memory.
     """
     abstract = plan.abstract_state["params"]
     places = {name: place for name, place in places.items() if name in abstract}
@@ -315,7 +324,7 @@ def build_weights(
 def _slices(
     places: Mapping[str, DiskLeaf], disk: DiskState | None, masters: Mapping[str, Tiers]
 ) -> Iterator[tuple[DiskLeaf, int, np.ndarray]]:
-    """Yields (parameter, number, [rows, elements]) of all slices of masters."""
+    """Yields (parameter, slice number, values [rows, elements]) of all slices of master weights."""
     for place in places.values():
         tiers = masters.get(place.leaf.name, {})
         for tier in [tier for tier in MEMORY_TIERS if tier in tiers]:

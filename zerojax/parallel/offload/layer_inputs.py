@@ -1,8 +1,8 @@
-"""Keeps the inputs of layers between forward and backward pass of one microbatch.
+"""Stores the inputs of layers between forward and backward pass of one microbatch.
 
-They wait in device memory, in pinned host memory, or in files (`offload.activations`). The forward
-pass gives them in the order of the layers, the backward pass takes them in reverse. Arrays without
-gradients and scalars stay on the device. Knows arrays; never the model.
+`offload.activations` selects the place: device memory, pinned host memory, or files. The forward
+pass stores inputs in the order of the layers, the backward pass takes them in reverse. Arrays
+without gradients and scalars always stay on the device.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from zerojax.parallel.offload.page_files import PageFiles, PageSweep
 from zerojax.parallel.offload.streaming_layers import has_gradient
 
 Activations = tuple[jax.Array, ...]
-"""Input of a layer: [parts of the batch, ...] each."""
+"""Input of a layer: arrays of shape [data shards, ...]."""
 
 
 class LayerInputs(Protocol):
-    """Where the inputs of one microbatch wait; a context manager."""
+    """Storage for the inputs of all layers of one microbatch; a context manager."""
 
     def __enter__(self) -> LayerInputs: ...
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None: ...
 
     def put(self, activations: Activations) -> None:
-        """Stores the input of the next layer of the forward pass."""
+        """Stores the input of one layer in the forward pass; called in the order of the layers."""
         ...
 
     def turn(self) -> None:
-        """Ends the forward pass."""
+        """Ends the forward pass; only `take` and `use` follow."""
         ...
 
     def take(self) -> Activations:
-        """Returns the input stored last that was not yet taken."""
+        """Removes and returns the last stored input (a stack: last in, first out)."""
         ...
 
     def use(self, arrays: Any) -> None:
-        """Notes arrays that are computed from the input last taken, which they may share."""
+        """Registers arrays computed from the last taken input; its memory is reused when they are
+        ready.
+        """
         ...
 
     def end(self) -> None:
@@ -52,7 +54,7 @@ class LayerInputs(Protocol):
 
 
 class InputsInMemory(LayerInputs):
-    """Inputs in device memory or in pinned host memory."""
+    """Stores layer inputs in device memory or in pinned host memory."""
 
     def __init__(self, tier: str) -> None:
         self._moves, self._kept = tier == HOST, []
@@ -91,7 +93,9 @@ def _moved(activations: Activations, kind: str | None) -> Activations:
 
 
 class InputPages(PageFiles):
-    """Pages of layers' inputs: {number of the array: [devices of this process, elements]}."""
+    """Files of layer inputs, one page per layer: {array number: [devices of this process,
+    elements]}.
+    """
 
     def __init__(
         self,
@@ -103,10 +107,10 @@ class InputPages(PageFiles):
         """Creates the files; replaces existing ones.
 
         Args:
-          folder: of the files.
-          arrays: those of one part of the batch, see `zerojax.plan.counts.layer_inputs`.
-          devices: of this process; each has one part of the batch.
-          number: number of pages.
+          folder: folder of the files.
+          arrays: inputs of one layer on one data shard (see `zerojax.plan.counts.layer_inputs`).
+          devices: devices of this process, each with one data shard of the batch.
+          number: number of pages, one per layer input.
         """
         self._row_of = {device: row for row, device in enumerate(devices)}
         self._shapes = [((1, *x.shape), x.dtype) for x in arrays]
@@ -114,9 +118,10 @@ class InputPages(PageFiles):
         super().__init__(folder, flat, number)
 
     def fill(self, page: np.ndarray, activations: Activations) -> Activations:
-        """Copies a layer's input into a page; returns what stays on the device.
+        """Copies a layer's input into a page; returns the arrays that stay on the device.
 
-        Waits for the arrays.
+        The result has a `ShapeDtypeStruct` in place of each copied array. The call waits until the
+        arrays are computed.
         """
         waiting = [x for x in activations if _waits(x)]
         shards = [(x.addressable_shards[0].data.shape, x.dtype) for x in waiting]
@@ -127,7 +132,7 @@ class InputPages(PageFiles):
         return tuple(_abstract(x) if _waits(x) else x for x in activations)
 
     def on_devices(self, page: np.ndarray, stayed: Activations) -> Activations:
-        """Starts to copy a layer's input to the devices; inverts `fill`.
+        """Starts to copy a layer's input from a page back to the devices, the inverse of `fill`.
 
         A CPU device may use the page's memory without a copy.
         """
@@ -144,7 +149,9 @@ class InputPages(PageFiles):
 
 
 def _waits(x: Any) -> bool:
-    """Returns whether an array of a layer's input goes to files."""
+    """Returns whether an array of a layer's input is stored in files: it has a gradient and is no
+    scalar.
+    """
     return has_gradient(x) and x.ndim > 1
 
 
@@ -153,7 +160,9 @@ def _abstract(x: jax.Array) -> Any:
 
 
 class InputsInFiles(LayerInputs):
-    """Inputs in files: threads write them during the forward pass and read them in advance."""
+    """Stores layer inputs in files: threads write them in the forward pass and prefetch them
+    backward.
+    """
 
     def __init__(self, pages: InputPages) -> None:
         self._pages, self._stayed = pages, []
@@ -198,10 +207,10 @@ class InputsInFiles(LayerInputs):
 
 
 def inputs_of(tier: str, pages: InputPages | None) -> LayerInputs:
-    """Returns where the inputs of one microbatch wait.
+    """Returns the storage for the layer inputs of one microbatch.
 
     Args:
-      tier: `offload.activations`.
-      pages: in files; None where no input waits there.
+      tier: value of `offload.activations`.
+      pages: files of the layer inputs; None if inputs stay in memory.
     """
     return InputsInMemory(tier) if pages is None else InputsInFiles(pages)

@@ -1,6 +1,6 @@
-"""Reads and writes pages, one per layer, in the files of a store.
+"""Reads and writes pages, the data of one layer each, in the files of a store.
 
-A page holds arrays, each at an aligned offset. Knows shapes and files; never what the arrays mean.
+A page holds arrays, each at an aligned offset. This module does not know the meaning of the arrays.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from zerojax.parallel.offload.disk_places import ALIGNMENT
 
 
 class PageFiles:
-    """Pages of one kind in a store of scratch space.
+    """Files with pages of one kind (weights, gradients or inputs), one page per layer; scratch
+    space.
 
     Attributes:
-      store: one bucket per page.
+      store: store with one bucket per page.
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class PageFiles:
         """Creates the files; replaces existing ones.
 
         Args:
-          folder: of the files.
-          arrays: {name: (shape, dtype)} of a page, in its order.
+          folder: folder of the files.
+          arrays: {name: (shape, dtype)} of the arrays of a page, in order.
           number: number of pages.
 
         Raises:
-          StoreError, OSError: as `BucketStore.create`.
+          StoreError, OSError: `BucketStore.create` fails.
         """
         self._folder, self._number = folder, number
         self._arrays = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
@@ -53,11 +54,13 @@ class PageFiles:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, without padding to blocks of the disk."""
+        """Bytes of one page (the data of one layer), without padding to blocks of the disk."""
         return sum(_aligned(_bytes(*array)) for array in self._arrays.values())
 
     def views(self, page: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns {name: array} of a page's bytes, sharing its memory."""
+        """Returns {name: array} of a page (the data of one layer): views of its bytes, without a
+        copy.
+        """
         start, found = 0, {}
         for name, (shape, dtype) in self._arrays.items():
             size = _bytes(shape, dtype)
@@ -66,16 +69,17 @@ class PageFiles:
         return found
 
     def renew(self) -> None:
-        """Replaces the store by an empty one, after a sweep that did not end."""
+        """Replaces the store by an empty one, after an error interrupted a pass over the pages."""
         self.store.close()
         with _told():
             self.store = self._create()
 
 
 class PageSweep:
-    """A sweep over pages in which devices may still read a page when the next one is requested.
+    """Reads or writes pages (the data of one layer each) in a given order, with prefetch.
 
-    Use it in a `with` statement. Errors of the disk become `StoreFailedError`.
+    Devices may still read a page while the caller requests the next one. Use the object in a `with`
+    statement. Errors of the disk become `StoreFailedError`.
     """
 
     def __init__(self, pages: PageFiles, order: Sequence[int], *, read: bool = True) -> None:
@@ -91,14 +95,14 @@ class PageSweep:
         self._sweep.close()
 
     def _wait(self, most: int = 0) -> None:
-        """Waits until devices use at most this number of pages."""
+        """Waits until at most `most` pages are still in use by devices."""
         while len(self._using) > most:
             jax.block_until_ready(self._using.popleft())
 
     def next(self) -> Bucket:
-        """Returns the next page of the order, once it has been read.
+        """Returns the next page (the data of one layer) in order, once it has been read.
 
-        Waits for what was computed from the page whose memory is filled next.
+        First it waits for the arrays computed from the oldest page, whose memory is filled again.
         """
         self._wait(self._pages.store.num_buffers - 2)
         self._using.append(())
@@ -106,24 +110,28 @@ class PageSweep:
             return next(self._sweep)
 
     def use(self, arrays: Any) -> None:
-        """Notes arrays that are computed from the page last returned, which they may share."""
+        """Registers arrays computed from the last returned page; its memory is reused when they are
+        ready.
+        """
         self._using[-1] = arrays
 
     def write(self, page: Bucket) -> None:
-        """Starts to write a page."""
+        """Starts to write a page, the data of one layer, to its file."""
         with _told():
             page.write()
 
     def end(self) -> None:
-        """Ends the sweep: what was written is one generation."""
+        """Ends the pass over the pages (one per layer), and commits all written pages together."""
         self._wait()
         with _told():
             for _ in self._sweep:
-                raise AssertionError("a page of the sweep was not visited")
+                raise AssertionError("the pass over the pages ended before its last page")
 
 
 class _told:
-    """Turns an error of the disk into `StoreFailedError`, whose text is one sentence."""
+    """Context manager that turns an error of the disk into `StoreFailedError` with a short
+    message.
+    """
 
     def __enter__(self) -> None:
         return None

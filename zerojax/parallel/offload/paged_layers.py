@@ -1,10 +1,11 @@
-"""Builds the compiled programs of a pass whose layers come one by one from outside of JAX.
+"""Builds the compiled programs of a pass whose layers are read one by one from files.
 
-The loop over layers is Python's, so the number of programs does not depend on their number: one
-each for the parameters outside the layers, the part before the layers, a layer, the part after
-them, and the two backward passes. Each is one `shard_map`, manual over the data axes, made of the
-pieces that `StreamedPass` also runs inside of one program. A value that belongs to one part of the
-batch travels between programs as [parts of the batch, ...]. Knows pieces of a loss; never files.
+The loop over layers runs in Python, so the number of programs does not depend on the number of
+layers. There is one program each for: the parameters outside the layers, the embedding (the part of
+the loss before the layers), a layer, the head (the part after the layers), and the two backward
+passes. Each is one `shard_map`, manual over the data axes, made of the same functions that
+`StreamedPass` combines in a single program. A value that differs between data shards is passed from
+program to program as an array [data shards, ...].
 """
 
 from __future__ import annotations
@@ -43,18 +44,19 @@ from zerojax.tracing.protocol import Loss
 Arrays = dict[str, Any]
 
 OWN = P(PASS_AXES)
-"""Spec of values of which each part of the batch has its own: [parts of the batch, ...]."""
+"""Spec of values that differ between data shards: arrays of shape [data shards, ...]."""
 
 
 class Context(NamedTuple):
     """Inputs that all programs of one microbatch have in common.
 
     Attributes:
-      prepared: result of `zero.prepare_parameters`, of the parameters outside the pages.
-      extras: the model's own state before the microbatch; each part of the batch has its own.
-      key_data: key of the step.
+      prepared: result of `zero.prepare_parameters` for the parameters that are not in pages (files
+        of layers).
+      extras: the model's non-parameter arrays before the microbatch, [data shards, ...].
+      key_data: data of the step's random key.
       batch: the global batch.
-      index: int32 [], number of the microbatch.
+      index: number of the microbatch, int32 [].
     """
 
     prepared: Any
@@ -65,13 +67,13 @@ class Context(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Values that the backward pass hands from layer to layer; each part of the batch has its own.
+    """Values that the backward pass hands from layer to layer; each data shard has its own.
 
     Attributes:
-      gradients: of the floating activations.
-      consts, others: sums of gradients of `LayerWork.consts` and `others`.
-      device: totals of the gradients of small stacks, which are on the device.
-      squares: {name: sums of squares of the reduced gradients of the layers so far}.
+      gradients: gradients of the floating-point activations.
+      consts, others: sums of the gradients of `LayerWork.consts` and `LayerWork.others`.
+      device: sums of the gradients of small stacked parameters, which stay on the device.
+      squares: {name: sum of squares of the reduced gradients of all layers so far}.
     """
 
     gradients: Any
@@ -82,13 +84,14 @@ class Backward(NamedTuple):
 
 
 class PassTotals(NamedTuple):
-    """The results of a pass over all microbatches; each part of the batch has its own.
+    """Results of a pass over all microbatches; each data shard has its own.
 
     Attributes:
-      sums: of loss and weight.
-      outer: gradients of parameters outside the layers, not reduced.
-      device, squares: see `Backward`.
-      extras: the model's own state afterwards.
+      sums: sums of losses and weights.
+      outer: gradients of the parameters outside the layers, not yet reduced over devices.
+      device: sums of the gradients of small stacked parameters, which stay on the device.
+      squares: {name: sum of squares of the reduced gradients of all layers}.
+      extras: the model's non-parameter arrays after the pass.
     """
 
     sums: Arrays
@@ -102,18 +105,21 @@ class LayerPrograms:
     """The programs of one plan, in training or in evaluation, each compiled when first called.
 
     Attributes:
-      begin: `(params, frozen, extras, key_data, batch) -> (prepared, extras, outer, device)`; the
-        last two are totals of zeros where there are several microbatches.
-      embed: `(context) -> (activations, (consts, others), layers' rows of extras)`.
+      begin: `(params, frozen, extras, key_data, batch) -> (prepared, extras, outer, device)`;
+        gathers parameters once per step. If there are several microbatches, `outer` and `device`
+        are gradient sums that start at zero.
+      embed: `(context) -> (activations, (consts, others), layers' rows of extras)`; the part before
+        the layers.
       forward: `(context, rows, layer, activations, (consts, others), rows of extras) ->
-        (activations, rows of extras)`.
-      head: `(context, activations, (consts, others), device, factor) ->
-        (sums, changes of extras, gradients of its parameters, Backward)`.
-      backward: `(context, rows, layer, activations, (consts, others), Backward, before) ->
-        ({name: gradient row}, Backward)`; `before`: the rows of earlier microbatches, None where
-        there is one microbatch.
-      embed_backward: `(context, gradients of the head, Backward, (changes of the head, rows of
-        extras), outer) -> (outer, extras)`.
+        (activations, rows of extras)`; one layer.
+      head: `(context, activations, (consts, others), device, factor) -> (sums, changes of extras,
+        gradients of the head's parameters, Backward)`; the part after the layers, forward and
+        backward.
+      backward: `(context, rows, layer, activations, (consts, others), Backward, before) -> ({name:
+        gradient row}, Backward)`; one layer. `before` has the gradient rows of earlier
+        microbatches; it is None if there is only one microbatch.
+      embed_backward: `(context, gradients of the head's parameters, Backward, (changes of extras by
+        the head, rows of extras), outer) -> (outer, extras)`.
       evaluate: `(context, activations) -> sums` over the whole batch.
     """
 
@@ -156,7 +162,7 @@ class LayerPrograms:
 
     @property
     def all(self) -> dict[str, Any]:
-        """{name: jitted program}, for counting what was compiled."""
+        """{name: jitted program} of all programs, for example to count compilations."""
         names = ("begin", "embed", "forward", "head", "backward", "embed_backward", "evaluate")
         return {name: getattr(self, name) for name in names}
 
@@ -168,12 +174,13 @@ class LayerPrograms:
         *,
         donates: tuple[int, ...] = (),
     ) -> Any:
-        """Compiles the function of one device.
+        """Wraps a per-device function in `shard_map` and `jax.jit`.
 
         Args:
-          local: the function.
-          given, result: specs of its arguments and results.
-          donates: arguments whose memory the results may take.
+          local: function that each device runs.
+          given: partition specs of the arguments.
+          result: partition specs of the results.
+          donates: numbers of the arguments whose memory the results may reuse.
         """
         plan, config = self._plan, self._config
         mapped = jax.shard_map(
@@ -191,7 +198,7 @@ class LayerPrograms:
                 return mapped(*args)
 
         run.__name__ = local.__name__.strip("_")
-        # Named, so that results of one program have one form as arguments of the next.
+        # Explicit `NamedSharding`s, so that each program always gets arguments in the same form.
         shardings = jax.tree.map(
             lambda spec: NamedSharding(config.mesh, spec),
             result,
@@ -204,10 +211,12 @@ class LayerPrograms:
             compiler_options=dict(plan.program.options) or None,
         )
 
-    # --- the function of one device of each program -----------------------------------------------
+    # --- the functions that each device runs, one for each program --------------------------------
 
     def _pass(self, context: Context) -> tuple[StreamedPass, tuple[Any, Any, Any]]:
-        """Returns (the pass, (extras, key and batch) of the microbatch)."""
+        """Returns (the `StreamedPass`, (extras (non-parameter arrays), random key, batch) of the
+        microbatch) on this data shard.
+        """
         number = self._config.num_microbatches if self._train else 1
         microbatches = split_batch(context.batch, number)
         key = shard_key(context.key_data)
@@ -312,7 +321,7 @@ class LayerPrograms:
         )
         waiting, small = split_by_name(weights.rows.reduce(of_rows), weights.rows.streamed)
         if before is not None:
-            # Of the first microbatch `before` is undefined.
+            # In the first microbatch the contents of `before` are undefined.
             first = context.index == 0
             waiting = {
                 name: jnp.where(first, 0, before[name]) + grad.astype(before[name].dtype)
@@ -363,10 +372,12 @@ class LayerPrograms:
 
 
 def build_paged_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """Builds the traced end of a pass: `(params, extras, PassTotals) -> (sums, grads, extras)`.
+    """Builds the function that ends a pass, traced: `(params, extras, PassTotals) -> (sums, grads,
+    extras)`.
 
-    Results are those of `zerojax.parallel.offload.streaming.build_gradients`, except that `grads`
-    leaves out parameters whose gradients are in files.
+    It reduces gradients over devices. The results are those of
+    `zerojax.parallel.offload.streaming.build_gradients`, except that `grads` leaves out parameters
+    whose gradients are in files.
     """
     assert config.offload is not None
     paged = config.offload.paged
@@ -396,11 +407,11 @@ def build_paged_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arr
 
 
 def evaluation_config(plan: Plan, config: PassConfig, function: Loss, batch: Any) -> PassConfig:
-    """Returns the configuration of an evaluation, see `zero.for_evaluation`.
+    """Returns the configuration of an evaluation pass (see `zero.for_evaluation`).
 
     Args:
       plan: plan of the run.
-      config: configuration of its training passes.
+      config: configuration of the training passes of the run.
       function: the loss to evaluate.
       batch: the global batch, as arrays or `ShapeDtypeStruct`s.
     """
@@ -424,7 +435,9 @@ def evaluation_config(plan: Plan, config: PassConfig, function: Loss, batch: Any
 
 
 def _prepared_specs(config: PassConfig, params: Any, frozen: Any) -> tuple[Arrays, Arrays]:
-    """Returns the specs of `zero.prepare_parameters`' results, for parameters without pages."""
+    """Returns the specs of the results of `zero.prepare_parameters`, for parameters that are not in
+    files.
+    """
     assert config.offload is not None
     inputs, constants = {}, {}
     for name in (*params, *frozen):
@@ -445,10 +458,10 @@ def _prepared_specs(config: PassConfig, params: Any, frozen: Any) -> tuple[Array
 
 
 def _own(tree: Any) -> Any:
-    """Gives the values of one part of the batch a first dimension of size 1."""
+    """Adds a first dimension of size 1 to values that differ between data shards."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
 def _here(tree: Any) -> Any:
-    """Inverts `_own`."""
+    """Removes the first dimension that `_own` adds."""
     return jax.tree.map(lambda x: x[0], tree)

@@ -1,10 +1,11 @@
 """Runs steps and evaluations whose layers are read from files, one after the other.
 
-A step is Python's loop over pages: the forward pass reads the weights of layer 0, 1, ..., the
-backward pass those of the layers in reverse and writes their gradients; a jitted end reduces the
-other gradients, decides about clipping and skipping, and updates what is in memory; then a sweep
-over the optimizer's state reads gradients and writes weights. Threads read one page ahead. Until
-the end of the pass the given state is unchanged, so an error before it loses nothing.
+A step is a Python loop over pages (a page holds one layer's weights or gradients). The forward pass
+reads the weights of layer 0, 1, ...; the backward pass reads the weights in reverse order and
+writes the gradients. Then a jitted function reduces the other gradients, decides about clipping and
+skipping, and updates the parameters in memory. Last, a loop over the optimizer state in files reads
+gradients and writes weights. Threads read one page ahead. Until the forward and backward pass have
+ended, the given state is unchanged, so an error before that loses nothing.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ Metrics = dict[str, jax.Array]
 
 
 class PagedStep:
-    """A `step(state, batch) -> (state, metrics)` that returns when the sweep has finished.
+    """A `step(state, batch) -> (state, metrics)` that returns after all optimizer-state slices in
+    files are updated.
 
     Attributes:
-      programs: the compiled programs of the pass.
-      page_updates: those of the update of layers.
+      programs: compiled programs of forward and backward pass.
+      page_updates: compiled updates of the parameters of layers.
     """
 
     def __init__(
@@ -68,15 +70,16 @@ class PagedStep:
         programs: LayerPrograms,
         factor_of: Callable[[TrainState, Any], jax.Array | None],
     ) -> None:
-        """Builds the step around its jitted end.
+        """Builds the step from its programs and its jitted end.
 
         Args:
           plan: a plan with layer weights in files.
-          jitted: `(state, {"batch", "totals"}) -> (state, metrics, pending)`; totals are
-            `PassTotals`.
-          write_rest: as in `zerojax.parallel.offload.disk_step.DiskStep`.
-          programs: of the pass, in training.
-          factor_of: `(state, batch) -> factor` of the loss; traced.
+          jitted: jitted function that runs after the backward pass: `(state, {"batch": ...,
+            "totals": PassTotals}) -> (state, metrics, pending)`.
+          write_rest: `(disk, state) -> None`; called before a generation of a durable store (files
+            from which a killed run resumes) is committed.
+          programs: programs of forward and backward pass, for training.
+          factor_of: traced function `(state, batch) -> factor of the loss`.
         """
         assert plan.offload is not None
         self._plan, self._jitted, self._write_rest = plan, jitted, write_rest
@@ -89,7 +92,7 @@ class PagedStep:
             return jax.random.key_data(key), factor_of(state, batch)
 
         self._key_and_factor = jax.jit(key_and_factor, out_shardings=NamedSharding(plan.mesh, P()))
-        # A sum of its own for each microbatch, as in a loop that starts from zeros.
+        # Adds the sums of one microbatch at a time, like a loop that starts from zeros.
         self._add = jax.jit(lambda sums, more: jax.tree.map(jnp.add, sums, more))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -98,7 +101,7 @@ class PagedStep:
         totals = self._pass(disk.pages, given, batch)
         new, metrics, pending = self._jitted(given, {"batch": batch, "totals": totals})
         new["disk"] = disk
-        # Only now it is known whether the gradients are finite.
+        # Waits for the jitted part: its result says whether the gradients are finite.
         if not int(metrics["skipped"]):
             self._sweep(disk, new, pending)
         return new, metrics
@@ -125,7 +128,12 @@ class PagedStep:
     def _microbatch(
         self, pages: Pages, context: Context, outer: Any, device: Any, factor: Any
     ) -> tuple[Any, Any, Any, Any]:
-        """Returns (sums, totals outside the layers, `Backward` after layer 0, extras)."""
+        """Runs forward and backward pass of one microbatch.
+
+        Returns:
+          (sums of loss and weight, sums of gradients outside the layers, `Backward` after layer 0,
+          extras (non-parameter arrays)).
+        """
         programs, last = self.programs, pages.num_layers - 1
         there_and_back = [*range(last + 1), *reversed(range(last))]
         with (
@@ -141,7 +149,7 @@ class PagedStep:
                     context, rows, np.int32(layer), entering, around, changes
                 )
                 weights.use((rows, activations))
-                if layer < last:  # the last one's goes straight to the backward pass
+                if layer < last:  # the backward pass starts with the last layer's input
                     inputs.put(entering)
             sums, written, of_head, state = programs.head(
                 context, activations, around, device, factor
@@ -157,20 +165,21 @@ class PagedStep:
     def _backward(
         self, pages: Pages, weights: PageSweep, context: Context, forward: Any, state: Any
     ) -> Any:
-        """Runs the layers in reverse, and writes their gradients.
+        """Runs the backward pass of all layers, the last one first, and writes their gradients to
+        files.
 
         Args:
           pages: all pages.
-          weights: the sweep, at the last layer.
-          context: of the microbatch.
-          forward: (rows and input of the last layer, inputs of the others, other inputs of a
-            layer).
-          state: `Backward` after the head.
+          weights: pass over the pages of weights; its current page is the last layer.
+          context: inputs of the microbatch.
+          forward: (weights of the last layer, its input, storage of the inputs of all other layers,
+            (consts, others) of the layers).
+          state: `Backward` as the head returns it.
         """
         rows, entering, inputs, around = forward
         order, adds = [*reversed(range(pages.num_layers))], self._number > 1
         has_earlier = adds and int(context.index) > 0
-        if pages.gradients.store.is_broken:  # by a pass that failed
+        if pages.gradients.store.is_broken:  # an earlier pass failed
             pages.gradients.renew()
         with PageSweep(pages.gradients, order, read=has_earlier) as sweep:
             for layer in order:
@@ -187,7 +196,7 @@ class PagedStep:
                     entering = inputs.take()
                 if layer < order[0]:
                     weights.use((rows, grads))
-                # Waits for the gradients, and so for everything that reads the old page.
+                # Waiting for the gradients also waits for everything that reads the old page.
                 pages.gradients.take(target.array, jax.block_until_ready(grads))
                 sweep.write(target)
             sweep.end()
@@ -196,7 +205,9 @@ class PagedStep:
     # --- the update -------------------------------------------------------------------------------
 
     def _sweep(self, disk: DiskState, new: TrainState, pending: Any) -> None:
-        """Updates all slices in files; writes the new weights of layers, changes `new` in place."""
+        """Updates all optimizer-state slices in files, writes the new weights of layers, and
+        changes `new` in place.
+        """
         pages = disk.pages
         assert pages is not None
         rest = functools.partial(self._write_rest, disk, new)
@@ -234,7 +245,7 @@ class PagedStep:
 
 
 class PageUpdates:
-    """The update of slices of layers, by one jitted function for each parameter."""
+    """Updates the slices of layers, with one jitted function for each parameter."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -243,12 +254,13 @@ class PageUpdates:
     def __call__(
         self, piece: DiskSlice, grads: np.ndarray, weights: np.ndarray, pending: Any
     ) -> None:
-        """Writes new master and moments into `piece`, and new weights into `weights`.
+        """Updates one slice: writes new master and moments into `piece`, and new weights into
+        `weights`.
 
         Args:
           piece: one slice of the optimizer's state.
-          grads, weights: [rows of this process, elements]: the same slice of both.
-          pending: see `zerojax.parallel.offload.disk_step.pending_of`.
+          grads, weights: gradients and weights of the same slice, [rows of this process, elements].
+          pending: result of `zerojax.parallel.offload.disk_step.pending_of`.
         """
         place = piece.place
         name = place.leaf.name
@@ -297,7 +309,7 @@ class PagedEvaluation:
         programs, pages = self._programs, state["disk"].pages
         if pages.weights.store.is_closed:
             raise RuntimeError(
-                "the run was closed, and with it the files of its layers; evaluate before close(), "
+                "evaluation after close(): the files with the layers are closed; evaluate earlier, "
                 "or load the run again (zerojax eval RUN)"
             )
         extras, key_data = state["extras"], state["rng"]

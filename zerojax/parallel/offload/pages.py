@@ -1,9 +1,9 @@
-"""Keeps the weights and gradients of streamed layers in files: one page of each per layer.
+"""Stores the weights and gradients of layers in files: one page of each kind per layer.
 
-Files of weights hold copies in the compute dtype, files of gradients what the backward pass of a
-step leaves for the update. Both are scratch space: masters and moments, in the store of the
-optimizer's state, are the truth, and weights are made from them again when a run starts. Knows
-rows of arrays and files; never the model.
+Weight pages hold copies of the weights in the compute dtype. Gradient pages hold the gradients that
+the backward pass leaves for the update. Both are scratch space: the masters and moments in the
+store of the optimizer state are authoritative, and weights are computed from the masters when a run
+starts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class PageLeaf:
     """One parameter's part of a page.
 
     Attributes:
-      place: its shards and slices in the store of the optimizer's state.
-      row: shape, dtype of the weights and sharding of one layer's row.
-      shard_shape: of the row on one device.
-      parts: slices of a layer in the store of the optimizer's state.
+      place: position of the parameter's slices in the store of the optimizer state.
+      row: shape, dtype and sharding of one layer of the weights.
+      shard_shape: shape of one layer's shard on one device.
+      parts: number of slices per layer in the store of the optimizer state.
     """
 
     place: DiskLeaf
@@ -56,15 +56,18 @@ class PageLeaf:
         return self.place.leaf.name
 
     def bucket_of(self, layer: int, part: int) -> int:
-        """Returns the number of a slice's bucket in the store of the optimizer's state."""
+        """Returns the number of the bucket (in the store of the optimizer state) of a slice of a
+        layer.
+        """
         return self.place.first_bucket + layer * self.parts + part
 
     def part(self, rows: np.ndarray, number: int) -> np.ndarray:
-        """Returns [rows, elements of a slice] of a layer's [rows, elements], sharing its memory.
+        """Returns a view of one slice, [rows, elements of a slice], in the parameter's part of a
+        page.
 
         Args:
-          rows: the layer's part of a page.
-          number: number of the slice in its shard.
+          rows: the parameter's part of a page, [rows, elements of a layer].
+          number: number of the slice in its shard, counted over all layers.
         """
         size = self.place.leaf.slice_elements
         start = number % self.parts * size
@@ -72,7 +75,9 @@ class PageLeaf:
 
 
 class PageSet(PageFiles):
-    """Pages of one kind, {name: [rows of this process, elements of a layer]} each, in a store."""
+    """Files with pages of one kind; a page is {name: [rows of this process, elements of a
+    layer]}.
+    """
 
     def __init__(
         self, folder: Path, leaves: Mapping[str, PageLeaf], dtypes: Mapping[str, Any], layers: int
@@ -86,7 +91,7 @@ class PageSet(PageFiles):
         super().__init__(folder, arrays, layers)
 
     def on_devices(self, page: np.ndarray) -> dict[str, Any]:
-        """Starts to copy a page to the devices: {name: one layer's row, sharded as stored}.
+        """Starts to copy a page to the devices; returns {name: one layer, sharded as stored}.
 
         A CPU device may use the page's memory without a copy.
         """
@@ -102,7 +107,7 @@ class PageSet(PageFiles):
         return found
 
     def take(self, page: np.ndarray, rows: Mapping[str, jax.Array]) -> None:
-        """Copies one layer's rows from the devices into a page; waits for them."""
+        """Copies one layer's arrays from the devices into a page; waits until they are computed."""
         views = self.views(page)
         for name, row in rows.items():
             place = self._leaves[name].place
@@ -112,15 +117,15 @@ class PageSet(PageFiles):
 
 
 class Pages:
-    """The pages of this process.
+    """The open page files of this process.
 
     Attributes:
-      leaves: {name: its part of a page}, in the order of a page.
+      leaves: {name: the parameter's part of a page}, in the order of a page.
       num_layers: number of pages of each kind.
-      weights, gradients: the pages.
-      inputs: pages of the layers' inputs (`offload.activations: nvme`); None without.
-      order: buckets of the store of the optimizer's state in the order of an update: parameters
-        without pages, then layer by layer.
+      weights, gradients: files with the weights and the gradients of layers.
+      inputs: files with the inputs of layers (`offload.activations: nvme`); None without them.
+      order: numbers of the buckets of the optimizer state, in the order of an update: first
+        parameters without pages, then layer by layer.
     """
 
     def __init__(self, plan: Plan, places: Mapping[str, DiskLeaf]) -> None:
@@ -156,10 +161,10 @@ class Pages:
         ]
 
     def fill(self, slices: Callable[[Sequence[int]], Generator[DiskSlice]]) -> None:
-        """Writes the weights of all layers, cast from the masters in files.
+        """Writes the weights of all layers, cast from the master weights in files.
 
         Args:
-          slices: reads the slices in these buckets, see `DiskState.slices`.
+          slices: function that reads the slices in the given buckets (see `DiskState.slices`).
 
         Raises:
           StoreError: the disk reports an error.
@@ -178,7 +183,7 @@ class Pages:
                     target[:] = piece.arrays[MASTER].astype(target.dtype)
                 sweep.write(page)
             for _ in pieces:
-                raise AssertionError("more slices than the layers have")
+                raise AssertionError("the store has more slices than the layers need")
             sweep.end()
 
     @property
@@ -204,7 +209,7 @@ def _page_leaf(plan: Plan, place: DiskLeaf) -> PageLeaf:
 
 
 def row_struct(plan: Plan, name: str) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and sharding of one layer of a parameter as it is stored."""
+    """Returns shape, dtype and sharding of one layer of a stored parameter."""
     stored = plan.abstract_stored["params"][name]
     sharding = NamedSharding(plan.mesh, P(*stored.sharding.spec[1:]))
     return jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype, sharding=sharding)

@@ -1,11 +1,12 @@
-"""Runs an update over slices in host memory: loads, computes and stores different slices at a time.
+"""Updates slices in host memory with overlap: loads, computes and stores different slices at once.
 
 In iteration i the device computes slice i, loads slice i + 1 and stores slice i - 1, so that both
-directions of the link are in use. Each stack is loaded and stored in place. Two copies of one stack
-cannot be in progress at the same time, because the compiler does not know that they touch different
-slices. So the stacks alternate: while one is loaded, another is stored.
+directions of the link are in use. Each stack (an array of slices) is loaded and stored in place.
+Two copies of one stack cannot be in progress at the same time, because the compiler does not know
+that they touch different slices. So the stacks alternate: while one is loaded, another one is
+stored.
 
-On the device are three slices of each stack on the host: i - 1, i and i + 1.
+The device holds three slices of each stack in host memory: i - 1, i and i + 1.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class SliceStack:
     """An array in slices that a loop reads, writes in place, or both.
 
     Attributes:
-      array: [slices, elements].
+      array: the slices, [slices, elements].
       first: position in `array` of the loop's first slice.
-      on_host: whether it is in pinned host memory.
-      is_read: whether the update takes its old values.
-      is_written: whether the update returns new values.
+      on_host: whether `array` is in pinned host memory.
+      is_read: whether the update takes the old values of the array.
+      is_written: whether the update returns new values of the array.
     """
 
     array: jax.Array
@@ -47,20 +48,23 @@ def update_slices(
     """Updates `count` slices of all stacks, in order (traced).
 
     Args:
-      count: number of slices, at least 1.
-      stacks: the arrays; slices of one iteration have the same number in each.
-      update: (int32 [] number of the slice, counted from 0; one slice of each stack that is read)
-        -> new slices of the stacks that are written; slices are on the device, in stack order.
+      count: number of slices to update, at least 1.
+      stacks: the arrays; an iteration takes the slice with the same number from each.
+      update: function `(number, slices) -> new slices`. `number` is an int32 [] that counts slices
+        from 0. `slices` has one slice of each stack that is read, the result one of each stack that
+        is written; all are on the device, in the order of the stacks.
 
     Returns:
-      The arrays of the stacks that are written.
+      The arrays of the written stacks, in order.
     """
     return _Pipeline(stacks, update).run(count)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pipeline:
-    """The loop. Its values: the arrays of all stacks, and slices of the stacks on the host."""
+    """The loop of `update_slices`; it carries the arrays of all stacks and slices of the host's
+    stacks.
+    """
 
     stacks: Sequence[SliceStack]
     update: Callable[[Any, Slices], Slices]
@@ -71,8 +75,8 @@ class _Pipeline:
         if count > 1:
             arrays, following = self._exchange(arrays, load=1)
             if count == 2:
-                # Loads before stores: otherwise the compiler would copy the arrays. With more
-                # slices the loop orders them.
+                # All loads precede all stores; otherwise the compiler would copy the arrays. With
+                # more than two slices the loop gives this order.
                 arrays, loaded, following = lax.optimization_barrier((arrays, loaded, following))
             arrays, new = self._compute(arrays, loaded, 0)
 
@@ -95,7 +99,16 @@ class _Pipeline:
     def _exchange(
         self, arrays: Slices, *, load: Any = None, store: tuple[Slices, Any] | None = None
     ) -> tuple[Slices, Slices]:
-        """Returns the arrays with the slices of `store` written, and the slices numbered `load`."""
+        """Stores slices into the stacks on the host, and loads others from them.
+
+        Args:
+          arrays: arrays of all stacks.
+          load: number of the slices to load; None loads none.
+          store: (new slices, their number); None stores nothing.
+
+        Returns:
+          (arrays after the store, loaded slices).
+        """
         after, loaded, written = list(arrays), [], 0
         for position, stack in enumerate(self.stacks):
             if not stack.on_host:
@@ -107,7 +120,7 @@ class _Pipeline:
             if loads_first:
                 piece = to_device(take_slice(array, load + stack.first))
                 if stores:
-                    # Otherwise the compiler would copy the array to keep its old values.
+                    # Without the barrier the compiler would copy the array to keep its old values.
                     array, piece = lax.optimization_barrier((array, piece))
                 loaded.append(piece)
             if stores:
@@ -121,7 +134,9 @@ class _Pipeline:
         return tuple(after), tuple(loaded)
 
     def _compute(self, arrays: Slices, loaded: Slices, index: Any) -> tuple[Slices, Slices]:
-        """Updates slices `index`. Returns the arrays, and the new slices of stacks on the host."""
+        """Updates the slices numbered `index`; returns (arrays, new slices of the stacks on the
+        host).
+        """
         from_host, after, waiting = iter(loaded), list(arrays), []
         slices = [
             next(from_host) if stack.on_host else take_slice(array, index + stack.first)

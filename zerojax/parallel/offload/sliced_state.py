@@ -1,4 +1,8 @@
-"""Initializes a training state in slices, cuts it from its stored form, and joins it again."""
+"""Converts a training state between its stored form and slices, and initializes it in slices.
+
+With offload, masters and moments are cut into slices in device memory, host memory or files. The
+stored form has whole (sharded) parameters and moments.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,10 @@ from zerojax.plan.state_layout import SlicedLeaf
 
 
 def cut_new_state(plan: Plan, stored: TrainState) -> TrainState:
-    """Cuts a new state, whose moments are zeros, from its stored form on the device; traced.
+    """Cuts a new state from its stored form (dtype, padding and sharding as in the state) on the
+    device into slices; traced.
 
-    An average of the weights begins as the weights.
+    The moments are zeros; an average of the weights (EMA) begins as a copy of the weights.
     """
     layout, abstract = plan.offload, plan.abstract_state
     assert layout is not None
@@ -58,9 +63,10 @@ class CutParam(NamedTuple):
     """The arrays of one parameter in a state with offload.
 
     Attributes:
-      param: the value that forward and backward read; None if that is in files.
-      master: in slices; None if it has none.
-      average: average of the weights; in slices if the parameter is; None if there is none.
+      param: value that forward and backward pass read; None if it is in files.
+      master: slices of the master weights; None if the parameter has no master.
+      average: average of the weights (EMA), in slices if the parameter is; None if the optimizer
+        has none.
     """
 
     param: Any
@@ -69,12 +75,13 @@ class CutParam(NamedTuple):
 
 
 def cut_new_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
-    """Cuts one new parameter.
+    """Cuts one new parameter into slices, where the state stores slices.
 
     Args:
       plan: a plan with offload.
       name: name of the parameter.
-      stored: its stored form on the device.
+      stored: stored form (dtype, padding and sharding as in the state) of the parameter, on the
+        device.
     """
     shardings = plan.state_shardings
     averages = ema_of(shardings["opt_state"]) or {}
@@ -85,7 +92,7 @@ def cut_new_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
 
 
 def _cut_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
-    """Cuts one parameter into slices where the state stores slices; the traced `cut_new_param`."""
+    """Cuts one new parameter into slices, where the state stores slices; traced."""
     layout, abstract = plan.offload, plan.abstract_state
     assert layout is not None
     leaves = layout.leaves
@@ -116,13 +123,13 @@ def _cut_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
 def join_state(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainState:
     """Returns the state with whole parameters and moments, in the form of `plan.abstract_stored`.
 
-    Arrays outside device memory are joined on the host, leaf by leaf.
+    Joins slices. Arrays outside device memory are joined on the host, one after the other.
 
     Args:
       plan: a plan with offload.
-      state: in slices.
-      joined: False: arrays with slices on the host or in files are left out, with a
-        `ShapeDtypeStruct` in their place.
+      state: training state in slices.
+      joined: whether to join arrays with optimizer-state slices in host memory or files. False puts
+        a `ShapeDtypeStruct` in the place of each.
     """
     layout = plan.offload
     assert layout is not None
@@ -144,7 +151,7 @@ def join_state(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainSt
 
 
 def join_params(plan: Plan, state: TrainState, *, joined: bool = True) -> dict[str, jax.Array]:
-    """Returns only the parameters, as in `join_state`."""
+    """Returns the parameters of a state with offload, joined as in `join_state`."""
     layout = plan.offload
     assert layout is not None
     target = portable_on_host(plan.abstract_stored, layout)["params"]
@@ -162,7 +169,9 @@ def join_params(plan: Plan, state: TrainState, *, joined: bool = True) -> dict[s
 
 
 def join_average(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """Returns only the average of the weights, as in `join_state`; the optimizer must have one."""
+    """Returns the average of the weights, joined as in `join_state`; the optimizer must
+    have one.
+    """
     layout = plan.offload
     assert layout is not None
     target = ema_of(portable_on_host(plan.abstract_stored, layout)["opt_state"])
@@ -181,7 +190,7 @@ def join_average(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
 
 
 def averaged_params(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """Returns the average of the weights in the form in which forward reads parameters."""
+    """Returns the average of the weights in the dtype and sharding that the forward pass reads."""
     layout, abstract = plan.offload, plan.abstract_state["params"]
     assert layout is not None
 
@@ -195,13 +204,16 @@ def averaged_params(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
 
 
 def _from_files(plan: Plan, state: TrainState, leaf: SlicedLeaf, array: int) -> Any:
-    """Returns the slices in files of one of a leaf's arrays; None if the state has no files."""
+    """Reads the optimizer-state slices in files of array number `array` of a parameter; None if the
+    state has no files.
+    """
     assert plan.offload is not None
     return state["disk"].read(leaf, plan.offload.arrays[array]) if state["disk"] else None
 
 
 def cut_state(plan: Plan, stored: TrainState) -> TrainState:
-    """Inverts `join_state` for slices in memory; leaves out those in files.
+    """Cuts a state into slices, the inverse of `join_state`; leaves out optimizer-state slices in
+    files.
 
     Leaves of `stored` that are not arrays stay as they are.
     """
@@ -232,14 +244,19 @@ def cut_state(plan: Plan, stored: TrainState) -> TrainState:
 
 
 def average_like(param: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns the first average of a parameter: a float32 copy with the sharding of `wanted`."""
+    """Returns the initial average of a parameter: a float32 copy with the sharding of `wanted`."""
     sharding: Any = wanted.sharding
     return _average(sharding, sharding.memory_kind == HOST_KIND)(param)
 
 
 @functools.lru_cache(maxsize=64)
 def _average(sharding: Any, host: bool) -> Any:
-    """Builds a jitted function of an array in any memory."""
+    """Builds a jitted function that copies an array in any memory to float32 with this sharding.
+
+    Args:
+      sharding: sharding of the result.
+      host: whether the array is in host memory.
+    """
 
     def begin(x: jax.Array) -> jax.Array:
         new = as_average(to_device(x))

@@ -1,8 +1,9 @@
-"""Updates parameters whose optimizer state is in slices, one slice on the device at a time.
+"""Updates parameters whose optimizer state is in slices, with one slice on the device at a time.
 
-Moving the whole state to the device, updating it and moving it back takes twice its size there
-(compiled for an H200: 1,536 MB for 768 MB of state). A loop that loads a slice, updates it and
-stores it in place takes two slices of each array and no additional host memory.
+Reason: moving the whole state to the device, updating it and moving it back takes twice its size in
+device memory (compiled for an H200: 1,536 MB for 768 MB of state). A loop that loads a slice,
+updates it and stores it in place takes the memory of two slices of each array, and no additional
+host memory.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
     """Builds the traced update of a state with offload.
 
     The update maps `(gradients, state, ThisStep)` to `{"params": ..., "opt_state": ..., "masters":
-    ...}`. It does not change slices in files, nor the part of `params` that is computed from them,
-    nor parameters that the backward pass has already updated; they have no gradients here. Of
-    parameters whose weights are in files, the state has nothing.
+    ...}`. It leaves unchanged: optimizer-state slices in files, the part of `params` that is
+    computed from them, and parameters that the backward pass has already updated (`gradients` lacks
+    them). Parameters whose weights are in files are not in the state.
     """
     tx, layout = plan.tx, plan.offload
     assert isinstance(tx, Optimizer)
@@ -66,7 +67,7 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
             update = LeafUpdate(begun, leaf, on_host=name in layout.streamed)
             master = old["masters"].get(name)
             if last is not None and name not in done:
-                # A loop over one slice is not a loop: without an order the compiler would load
+                # XLA unrolls a loop over one slice: without a barrier the compiler would load
                 # the slices of all such parameters at once.
                 (master, moments), _ = lax.optimization_barrier(((master, moments), last))
             now = old["params"][name], master, moments
@@ -95,7 +96,7 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 
 
 def context_of(plan: Plan, scale: jax.Array, skip: jax.Array, key_data: jax.Array) -> UpdateContext:
-    """Returns the `UpdateContext` of an update inside a `shard_map` over the whole mesh."""
+    """Returns the `UpdateContext` for an update inside a `shard_map` over the whole mesh."""
     params = plan.abstract_stored["params"]
     return UpdateContext(
         gradient_scale=scale,
@@ -108,7 +109,9 @@ def context_of(plan: Plan, scale: jax.Array, skip: jax.Array, key_data: jax.Arra
 
 
 def begin(plan: Plan, opt_state: Any, context: UpdateContext) -> BegunUpdate:
-    """Computes the scalars of this step for every parameter, before any array is loaded."""
+    """Computes the scalars of this step's update, for all parameters, before any array is
+    loaded.
+    """
     assert isinstance(plan.tx, Optimizer)
     assert plan.tx.begin is not None
     whole = {
@@ -129,7 +132,7 @@ def update_slice(
     """Updates one or several slices of a parameter on the device; returns (master, moments).
 
     Args:
-      number: int32 [], number of the (first) slice in its shard; random bits depend on it.
+      number: number of the (first) slice in its shard, int32 []; random bits depend on it.
     """
     new, after = begun.run(
         {name: master}, tuple({name: m} for m in moments), {name: grad}, jnp.int32(number)
@@ -138,7 +141,9 @@ def update_slice(
 
 
 class LeafUpdate:
-    """The update of one parameter's slices in memory, tier by tier."""
+    """Updates one parameter's optimizer-state slices in memory: first the slices on the device,
+    then those on the host.
+    """
 
     def __init__(self, begun: BegunUpdate, leaf: SlicedLeaf, *, on_host: bool) -> None:
         self._begun, self._leaf, self._on_host = begun, leaf, on_host
@@ -150,9 +155,9 @@ class LeafUpdate:
         moments: tuple[Mapping[str, jax.Array], ...],
         grad: jax.Array,
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[dict[str, jax.Array], ...]]:
-        """Returns (weights in their dtype, masters, moments).
+        """Updates one parameter; returns (weights in their dtype, master weights, moments).
 
-        Without masters it updates the weights themselves.
+        Without masters, the update changes the weights directly.
         """
         leaf, new_master = self._leaf, {}
         new_moments: tuple[dict[str, jax.Array], ...] = tuple({} for _ in moments)
@@ -171,7 +176,7 @@ class LeafUpdate:
         return weights.reshape(leaf.shard_shape), new_master, new_moments
 
     def _whole(self, tier: str, weights: Any, state: tuple[Any, ...], grad: Any) -> Any:
-        """Updates all slices on the device at once."""
+        """Updates all slices on the device at once, without a loop."""
         first, count = self._leaf.first(tier), self._leaf.counts[tier]
         part = lambda x: lax.slice_in_dim(x, first, first + count)  # noqa: E731
         master, *moments = state
@@ -183,7 +188,7 @@ class LeafUpdate:
         return weights, (None if master is None else new, *after)
 
     def _in_loop(self, tier: str, weights: Any, state: tuple[Any, ...], grad: Any) -> Any:
-        """Updates one slice after the other, in place."""
+        """Updates one slice after the other, in place, in a loop."""
         first, count = self._leaf.first(tier), self._leaf.counts[tier]
         master, *moments = state
         sliced = moments if master is None else [master, *moments]

@@ -1,10 +1,11 @@
-"""Runs forward and backward pass with layer weights streamed from host memory.
+"""Runs forward and backward pass with streamed layers, whose weights are in host memory.
 
-One `shard_map`, manual over the data axes, as without offload. The traced loss is divided into the
-part before the layers, the layers, and the part after them; each is differentiated separately.
-Parameters that are not stacked, and small stacks, are read as in `zero`. A stack on the host is
-read as at stage 3 whatever the stage is: a layer's shard is copied to the device and gathered
-there; its gradient is reduced in every microbatch and copied back to the host.
+As without offload, the pass is one `shard_map`, manual over the data axes. The traced loss is
+divided into the embedding (the part before the layers), the layers, and the head (the part after
+them); each part is differentiated separately. Parameters that are not stacked, and small stacks,
+are read as in `zero`. A stack in host memory is treated as at ZeRO stage 3, whatever the stage is:
+a layer's shard is copied to the device and all-gathered there; its gradient is reduced in every
+microbatch and copied back to the host.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ Arrays = dict[str, Any]
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
     """Builds the gradient function of a batch with streamed weights.
 
-    Arguments, results and sums are those of `zerojax.parallel.zero.build_gradients`. In addition,
-    gradients of streamed parameters are in pinned host memory, in the reduce dtype, or in the
-    accumulate dtype if there are several microbatches. `sums["squares"]` {name: float32 []} has the
-    sum of squares of each of them over all its shards, divided neither by the weight nor by the
-    factor, like the gradients.
+    Arguments, results and sums are those of `zerojax.parallel.zero.build_gradients`, with two
+    differences. Gradients of streamed parameters are in pinned host memory, in the reduce dtype, or
+    in the accumulate dtype if there are several microbatches. `sums["squares"]` is {streamed
+    parameter: float32 [], sum of squares of its gradient over all shards}; like the gradients, the
+    sum is divided neither by the weight nor by the loss factor.
     """
 
     def local(
@@ -104,7 +105,12 @@ def _all_microbatches(
     microbatches: Arrays,
     loss_factor: jax.Array | None,
 ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-    """Returns (sums, gradients outside the layers, layers' totals, extras) of this data shard."""
+    """Runs forward and backward pass of all microbatches of this data shard, one after the other.
+
+    Returns:
+      (sums of loss and metrics, gradients outside the layers, `GradientTotals` of the layers,
+      extras (non-parameter arrays)).
+    """
     number = weights.config.num_microbatches
     sink = GradientTotals(rows=weights.rows, num_layers=weights.pieces.num_layers)
     totals = sink.empty(adds=number > 1)
@@ -144,16 +150,16 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
 
 
 def one_of(microbatches: Arrays) -> Arrays:
-    """Returns one microbatch as `ShapeDtypeStruct`s."""
+    """Returns the shapes and dtypes of one microbatch as `ShapeDtypeStruct`s."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
 
 
 class StreamedPass:
-    """The parameters of a device inside a pass, and the parts of the loss that read them.
+    """Parameters of one device during a pass, and the parts of the loss that read them.
 
     Attributes:
-      rows: the stacks of the layers.
-      outer: {name: differentiated value} of all other parameters.
+      rows: the stacked parameters of the layers.
+      outer: {name: differentiated value} of all parameters outside the layers.
       whole: {name: `ShapeDtypeStruct`} of all parameters as the model reads them.
     """
 
@@ -169,12 +175,13 @@ class StreamedPass:
         train: bool,
         prepared: tuple[Arrays, Arrays] | None = None,
     ) -> None:
-        """Initializes the pass.
+        """Traces the loss, divides it at the layers, and prepares the parameters.
 
         Args:
           config: configuration of the pass.
-          params, frozen: as stored; with `prepared` as `ShapeDtypeStruct`s.
-          extras, key_data: of the step.
+          params, frozen: stored trained and frozen parameters; `ShapeDtypeStruct`s if `prepared` is
+            given.
+          extras, key_data: non-parameter arrays and random key data of the step.
           batch: one microbatch, as `ShapeDtypeStruct`s.
           train: whether the model runs in training mode.
           prepared: result of `zero.prepare_parameters` for the parameters that are not streamed;
@@ -208,7 +215,7 @@ class StreamedPass:
         ]
 
     def _whole(self, name: str, stored: Any) -> jax.ShapeDtypeStruct:
-        """Returns the abstract value of a parameter as the model reads it."""
+        """Returns shape and compute dtype of a parameter as the model reads it on this device."""
         dtype = stored.dtype
         if jnp.issubdtype(dtype, jnp.floating):
             dtype = self.config.precision.compute_dtype
@@ -240,7 +247,7 @@ class StreamedPass:
         return stacked
 
     def bind(self, outer: Arrays) -> Arrays:
-        """Returns the model's values of parameters outside the layers."""
+        """Returns the values that the model reads for parameters outside the layers."""
         frozen = {name: None for name in self.constants if name in self.frozen}
         return values_to_read(self.config, outer, self.constants, frozen)
 
@@ -259,16 +266,16 @@ class StreamedPass:
         )
 
     def _find_products(self) -> dict[str, WeightProduct]:
-        """Returns the product of each stack that is gathered in tiles."""
+        """Finds, for each stack that is gathered in tiles, the matrix product that reads it."""
         if not self.rows.tiles:
             return {}
         found = self.pieces.find_products()
         products = {n: p for n in self.rows.tiles if isinstance(p := found[n], WeightProduct)}
         for name in self.rows.tiles.keys() - products.keys():
             raise ValueError(
-                f"{name} is gathered in tiles for its only product (offload.tile_bytes), but in "
-                f"this loss {found[name]}; evaluate a function that runs the same layers, or leave "
-                "tile_bytes out"
+                f"{name}: offload.tile_bytes gathers this weight in tiles for one matrix product, "
+                f"but in this loss {found[name]}; evaluate a function that runs the same layers, "
+                "or remove tile_bytes"
             )
         return products
 
@@ -277,7 +284,7 @@ class StreamedPass:
         return self.pieces.layer({**rows, **sharded}, consts, others, activations)
 
     def inputs(self) -> Inputs:
-        """Returns the storage of layers' inputs between forward and backward pass."""
+        """Returns the storage for the inputs of layers between forward and backward pass."""
         assert self.config.offload is not None
         if self.config.offload.activations == DEVICE:
             return device_inputs()
@@ -286,9 +293,10 @@ class StreamedPass:
     # --- parts that are differentiated one by one -------------------------------------------------
 
     def outer_reads(self) -> dict[str, Arrays]:
-        """Returns {part: {name: differentiated value}} of the parameters outside the layers.
+        """Returns the trained parameters outside the layers that each part of the loss reads.
 
-        Parts are "embed", "around" (other inputs of layers) and "head".
+        The result is {part: {name: differentiated value}}. Parts are "embed", "around" (the
+        computation of the layers' other inputs) and "head".
         """
         pieces, trained = self.pieces, self.outer.keys()
         reads = {
@@ -302,7 +310,9 @@ class StreamedPass:
         return self.bind({**self.outer, **chosen})
 
     def embedding(self, context: tuple[Arrays, Any, Arrays]) -> Callable[[Arrays], Any]:
-        """Builds `(values) -> (floating activations, (activations, changes of extras))`."""
+        """Builds the embedding: `(values) -> (floating activations, (activations, changes of
+        extras))`.
+        """
 
         def embed(chosen: Arrays) -> Any:
             activations, changes = self.embed(self._bind_chosen(chosen), *context)
@@ -311,7 +321,11 @@ class StreamedPass:
         return embed
 
     def surrounding(self, context: tuple[Arrays, Any, Arrays]) -> Callable[[Arrays], Any]:
-        """Builds `(values) -> ((floating constants, floating rows), (constants, rows))`."""
+        """Builds the function that computes the layers' other inputs, such as masks.
+
+        It maps `(values)` to `((floating constants, floating rows), (constants, rows))`: constants
+        are the same for every layer, rows are stacked with one row per layer.
+        """
 
         def surround(chosen: Arrays) -> Any:
             consts, others = self.surround(self._bind_chosen(chosen), *context)
@@ -322,12 +336,13 @@ class StreamedPass:
     def ending(
         self, context: tuple[Arrays, Any, Arrays], outputs: Any, loss_factor: jax.Array | None
     ) -> Callable[[Arrays, list], Any]:
-        """Builds `(values, floating outputs) -> (scaled loss, (sums, changes of extras))`.
+        """Builds the head: `(values, floating outputs) -> (scaled loss, (sums, changes of
+        extras))`.
 
         Args:
-          context: extras, key and batch.
-          outputs: of the last layer.
-          loss_factor: as in `build_gradients`.
+          context: (extras (non-parameter arrays), random key, batch) of the microbatch.
+          outputs: outputs of the last layer.
+          loss_factor: factor of the loss; None: 1.
         """
 
         def head(chosen: Arrays, floats: list) -> Any:
@@ -339,7 +354,7 @@ class StreamedPass:
         return head
 
     def outer_gradients(self, found: list[Arrays]) -> Arrays:
-        """Adds up the parts' gradients of each parameter outside the layers."""
+        """Adds up the gradients of each parameter outside the layers over the parts of the loss."""
         return {
             name: _sum([f[name] for f in found if name in f], x) for name, x in self.outer.items()
         }
@@ -347,7 +362,9 @@ class StreamedPass:
     # --- a microbatch -----------------------------------------------------------------------------
 
     def evaluate(self, extras: Arrays, key: Any, batch: Arrays) -> Arrays:
-        """Returns the sums of a batch, see `zerojax.losses.as_sums`."""
+        """Runs the forward pass; returns the sums of loss and metrics (see
+        `zerojax.losses.as_sums`).
+        """
         context, bound = (extras, key, batch), self.bind(self.outer)
         activations, _ = self.embed(bound, *context)
         around = self.surround(bound, *context)
@@ -364,7 +381,12 @@ class StreamedPass:
         sink: GradientSink | Updates,
         totals: Any,
     ) -> tuple[Arrays, Arrays, Any, Arrays]:
-        """Returns (sums, gradients outside the layers, the sink's totals, extras afterwards)."""
+        """Runs forward and backward pass of one microbatch; the layers' gradients go to `sink`.
+
+        Returns:
+          (sums of loss and metrics, gradients outside the layers, new totals of `sink`, extras
+          (non-parameter arrays) after the microbatch).
+        """
         context = extras, key, batch
         pieces, given = self.pieces, self.outer_reads()
         embed, surround = self.embedding(context), self.surrounding(context)
@@ -381,8 +403,9 @@ class StreamedPass:
         )
         of_head, gradients = pull_head(jnp.ones_like(scaled))
         if self.rows.tiles:
-            # Layers wait until the head's gradients are scattered. Else XLA adds the gradients of a
-            # tied table first, and keeps the head's, whole, during the backward pass of the layers.
+            # The layers wait until the head's gradients are reduce-scattered. Otherwise XLA first
+            # adds both gradients of a tied table, and keeps the head's unsharded gradient in
+            # memory during the backward pass of the layers.
             of_head, gradients = lax.optimization_barrier((of_head, gradients))
         totals = sink.start(totals, sums)
         pulled = work, last, inputs, gradients, totals
@@ -402,9 +425,9 @@ class StreamedPass:
 
 def _not_sliced(names: frozenset[str]) -> str:
     return (
-        f"{min(names)} is kept in host memory for the loop over layers, but this loss does not "
-        "slice it in that loop; evaluate a function that runs the same layers, or set "
-        "offload.params: device"
+        f"{min(names)} is in host memory (offload.params) and must be read by the loop over "
+        "layers, but this loss reads it elsewhere or has no such loop; use a function that runs "
+        "the same layers, or set offload.params: device"
     )
 
 
@@ -413,7 +436,7 @@ def _abstract(tree: Any) -> Any:
 
 
 def _sum(parts: list[jax.Array], like: jax.Array) -> jax.Array:
-    """Sums a parameter's gradients; returns zeros if nothing reads it."""
+    """Sums a parameter's gradients; returns zeros if there are none."""
     if not parts:
         return jnp.zeros_like(like)
     return functools.reduce(jnp.add, parts)

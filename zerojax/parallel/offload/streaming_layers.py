@@ -1,9 +1,9 @@
 """Runs streamed layers, forward and backward, with a prefetch of the next layer's weights.
 
-Both loops are peeled: an iteration computes one layer with weights that are on the device, and
-loads those of the next one. So the last layer is computed after the loop, and no index has to be
-clamped. Nothing is differentiated through a loop: a backward iteration recomputes its layer from
-the layer's input and differentiates that one layer.
+Streamed layers have their weights in host memory. An iteration of either loop computes one layer,
+whose weights are already on the device, and loads the weights of the next one. The last layer is
+computed after the loop, so no index has to be clamped. No loop is differentiated: a backward
+iteration recomputes one layer from its stored input and differentiates that layer.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class LayerWork:
 
     Attributes:
       num_layers: number of layers.
-      load: `index -> {name: whole row}`, the weights of one layer.
-      layer: `(rows, consts, others, activations) -> (activations, {name: row of an extra})`.
-      consts: arrays that every layer reads whole.
-      others: stacks of which a layer reads its row.
-      trained: names of the rows that have a gradient.
-      sinks: {name: dtype of its gradient} of the rows that are shards (`offload.tile_bytes`);
-        `layer` takes (shard, zeros) of them where they are differentiated.
+      load: `index -> {name: unsharded weights of one layer}`.
+      layer: `(weights, consts, others, activations) -> (activations, {name: one layer's value of an
+        extra})`.
+      consts: arrays that every layer reads in full.
+      others: stacks (not parameters) of which each layer reads its own row.
+      trained: names of the parameters that have a gradient.
+      sinks: {name: dtype of the gradient} of weights that are gathered in tiles
+        (`offload.tile_bytes`). `layer` gets their shards instead of unsharded weights; for
+        differentiation it gets (shard, zeros).
       around: whether `consts` and `others` have a gradient.
     """
 
@@ -61,9 +63,9 @@ class LayerWork:
         """Recomputes one layer in the backward pass, and returns its derivative.
 
         Returns:
-          (its floating-point outputs, its derivative: gradients of these outputs -> gradients of
-          its floating activations, of its trained rows, of floating constants, and of floating rows
-          of `others`; the last two are empty if they have no gradient).
+          (floating-point outputs of the layer, derivative). The derivative maps gradients of these
+          outputs to gradients of (floating activations, trained weights of the layer, floating
+          constants, floating rows of `others`); the last two are empty if `around` is False.
         """
         fixed = {name: row for name, row in rows.items() if name not in self.trained}
         others = self._others(index)
@@ -91,12 +93,13 @@ class LayerWork:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The storage of layers' inputs between forward and backward pass.
+    """Storage for the inputs of layers between forward and backward pass, as three traced
+    functions.
 
     Attributes:
-      empty: `(number of rows, activations) -> stacks`.
-      load: `(stacks, index) -> activations`.
-      store: `(stacks, activations, index) -> stacks`.
+      empty: `(number of layers, activations) -> stacks`; creates the storage.
+      load: `(stacks, layer number) -> activations`.
+      store: `(stacks, activations, layer number) -> stacks`.
     """
 
     empty: Callable[[int, Several], Any]
@@ -106,7 +109,9 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LastLayer:
-    """The start of the backward pass: weights and input of the last layer, inputs of all layers."""
+    """Arrays with which the backward pass starts: weights and input of the last layer, all stored
+    inputs.
+    """
 
     rows: Arrays
     activations: Several
@@ -120,11 +125,11 @@ def run_forward(
 
     Args:
       activations: input of the first layer.
-      inputs: storage of layers' inputs; None stores none.
+      inputs: storage for the inputs of layers; None stores no input.
 
     Returns:
-      (output of the last layer, {name: [layers, ...]} of the extras that layers write, start of
-      `run_backward`).
+      (output of the last layer, {name: [layers, ...]} of the extras (non-parameter arrays) that
+      layers write, `last_layer` for `run_backward`).
     """
     last = work.num_layers - 1
     rows = work.load(0)
@@ -156,17 +161,17 @@ def run_backward(
     totals: Any,
     take: Callable[[Any, Any, Arrays], Any],
 ) -> tuple[list, list, list, Any]:
-    """Computes the gradients of all layers, the last one's first.
+    """Runs the backward pass of all layers, from the last to the first.
 
     Args:
-      last_layer: from `run_forward`.
-      gradients: gradients of the floating activations that the last layer returns.
-      totals: initial value for `take`.
-      take: `(totals, index, {name: gradient of a trained row}) -> totals`.
+      last_layer: result of `run_forward`.
+      gradients: gradients of the floating-point outputs of the last layer.
+      totals: initial value of the carry that `take` updates.
+      take: `(totals, layer number, {name: gradient of one layer's weights}) -> totals`.
 
     Returns:
-      (gradients of the first layer's floating input activations, of the floating constants, of the
-      floating stacks among `others`, totals).
+      (gradients of the first layer's floating inputs, gradients of floating constants, gradients of
+      the floating stacks in `others`, totals).
     """
     last, kept = work.num_layers - 1, last_layer.inputs
 
@@ -187,42 +192,46 @@ def run_backward(
 
 @runtime_checkable
 class Updates(Protocol):
-    """An update of layers in host memory that runs beside the backward pass.
+    """Functions that update layers in host memory while the backward pass runs.
 
-    `totals` hold the arrays. The state of a layer is loaded while the layer is differentiated; the
-    layer is updated, and its new state stored, while the layer below is differentiated.
+    `totals` is a carry with all arrays of the update. While a layer is differentiated, its state
+    (master weights and moments) is loaded. While the layer below is differentiated, the layer is
+    updated and its new state stored.
     """
 
     def start(self, totals: Any, sums: Arrays) -> Any:
-        """Prepares the totals for the backward pass; `sums`: of loss and weight."""
+        """Prepares the totals for the backward pass; `sums` are the sums of loss and weight."""
         ...
 
     def load(self, totals: Any, index: Any) -> Arrays:
-        """Loads the weights of a layer that has not been updated, gathered: {name: row}."""
+        """Loads and all-gathers the weights of a layer before its update: {name: weights of the
+        layer}.
+        """
         ...
 
     def receive(self, totals: Any, index: Any, grads: Arrays) -> tuple[Any, Any]:
-        """Returns (totals, reduced gradients of a layer that waits for its update)."""
+        """Reduces a layer's gradients over devices; returns (totals, gradients for `update`)."""
         ...
 
     def update(self, totals: Any, waiting: Any, loaded: Any, index: Any) -> Any:
-        """Returns a layer's new state, on the device."""
+        """Updates a layer; returns its new state, on the device."""
         ...
 
     def load_state(self, totals: Any, index: Any) -> Any:
-        """Loads the state of a layer that has not been updated."""
+        """Loads the state (master weights, moments) of a layer before its update."""
         ...
 
     def store_state(
         self, totals: Any, new: Any, index: Any, following: Arrays
     ) -> tuple[Any, Arrays]:
-        """Stores the new state of a layer.
+        """Stores the new state of a layer in host memory.
 
         Args:
-          following: from `load`; read before the new weights are stored.
+          following: result of `load` for the next layer; the load has to end before the store
+            begins.
 
         Returns:
-          (totals, `following`).
+          (totals, `following` unchanged).
         """
         ...
 
@@ -235,13 +244,13 @@ def run_updating_backward(
     totals: Any,
     updates: Updates,
 ) -> tuple[list, list, list, Any]:
-    """Computes the gradients of all layers, the last one's first, and updates each layer.
+    """Runs the backward pass of all layers, from the last to the first, and updates each layer.
 
-    While a layer is run again, its state is loaded; while it is differentiated, the new state of
-    the layer above is stored. So copies and products are in progress at the same time. The device
-    holds the state and the gradients of two layers.
+    While a layer is recomputed, its state is loaded; while it is differentiated, the new state of
+    the layer above is stored. So copies and matrix products are in progress at the same time. The
+    device holds the state and the gradients of two layers.
 
-    For arguments and result see `run_backward`.
+    Arguments and result are those of `run_backward`, with `updates` instead of `take`.
     """
     last, kept = work.num_layers - 1, last_layer.inputs
 
@@ -252,8 +261,9 @@ def run_updating_backward(
         grads, skip = waiting
         new = updates.update(totals, (grads, _after(skip, outputs, totals)), loaded, index + 1)
         loaded = updates.load_state(totals, index)
-        # The new state goes into the arrays that are read here. In this order the compiler loads
-        # beside the products that run the layer again, and stores beside those of its derivative.
+        # The new state is written into the arrays that are read here. With this barrier the
+        # compiler overlaps the loads with the recomputation of the layer, and the stores with its
+        # derivative.
         loaded, totals = lax.optimization_barrier((loaded, totals))
         gradients, *others = sums
         gradients = [_after(gradients[0], loaded, totals), *gradients[1:]]
@@ -284,23 +294,23 @@ def run_updating_backward(
 def _after(value: jax.Array, earlier: Any, totals: Any) -> jax.Array:
     """Returns `value` unchanged, but makes the compiler compute the arrays in `earlier` before it.
 
-    Otherwise the compiler would load them at the end of an iteration, beside no product, since
-    nothing needs them before the next one. Barriers do not help: it removes them before it
-    schedules.
-    Nothing is added if tensor parallelism splits the arrays, where one element may need a gather.
+    Otherwise the compiler would load these arrays at the end of an iteration, where no matrix
+    product overlaps the load, because only the next iteration needs them. An optimization barrier
+    does not help: the compiler removes it before it schedules. If tensor parallelism splits the
+    arrays, nothing is added, because reading one element could need an all-gather.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if any(mesh.shape[axis] > 1 for axis in COMPILER_AXES if axis not in mesh.manual_axes):
         return value
     firsts = [x.ravel()[:1].astype(jnp.float32) for x in jax.tree.leaves(earlier)]
-    if not firsts:  # no array of a layer is large enough to be on the host
+    if not firsts:  # no array of the layers is in host memory
         return value
     never = totals["scale"] < -jnp.inf
     return jnp.where(never, jnp.concatenate(firsts).sum().astype(value.dtype), value)
 
 
 _Sums = tuple[list, list, list]
-"""Gradients of activations, of constants, and of other stacks."""
+"""(gradients of activations, sums of gradients of `consts`, gradients of `others`)."""
 
 
 def _no_sums(work: LayerWork, gradients: list) -> _Sums:
@@ -309,7 +319,11 @@ def _no_sums(work: LayerWork, gradients: list) -> _Sums:
 
 
 def _pull(pull: Callable[[list], Any], index: Any, sums: _Sums) -> tuple[Arrays, _Sums]:
-    """Returns ({name: gradient of a trained row of the layer}, sums with the layer's gradients)."""
+    """Differentiates one layer.
+
+    Returns:
+      ({name: gradient of the layer's trained weights}, `sums` updated with the layer's gradients).
+    """
     gradients, consts, others = sums
     gradients, of_rows, of_consts, of_others = pull(gradients)
     consts = [jnp.add(total, new) for total, new in zip(consts, of_consts, strict=True)]
@@ -325,7 +339,9 @@ def _put_rows(stacks: Arrays, rows: Arrays, index: Any) -> Arrays:
 
 
 def has_gradient(value: Any) -> bool:
-    """Returns whether an array can have a gradient: whether its dtype is floating-point."""
+    """Returns whether an array can have a gradient, that is, whether its dtype is
+    floating-point.
+    """
     return jnp.issubdtype(value.dtype, jnp.inexact)
 
 

@@ -1,10 +1,11 @@
-"""Transfers stacked parameters row by row: host, device, gathered layer; and gradients back.
+"""Transfers stacked parameters between host and devices, one layer (row) at a time.
 
-Code that accesses host memory is in a nested `shard_map` over the axes that the compiler
-partitions, as in `zerojax.parallel.collectives`: so the compiler never partitions a transfer, and
-each device moves its own shard. Indices are linear in the counter of the enclosing loop and are not
-clamped: only then XLA copies by DMA instead of by a kernel that reads host memory. The totals of
-the gradients are on the host or on the device, as their weights are.
+Weights go from host memory to the device, where they are all-gathered; gradients are reduced and go
+back. Code that accesses host memory is in a nested `shard_map` over the axes that the compiler
+partitions, as in `zerojax.parallel.collectives`. So the compiler never partitions a transfer, and
+each device moves its own shard. Row numbers are linear in the counter of the enclosing loop and are
+not clamped: only then XLA copies by DMA instead of by a kernel that reads host memory. The sums of
+gradients are in the same memory (host or device) as their weights.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _AXES_OF_EXPERTS = tuple(axis for axis in DATA_AXES if axis != EXPERT)
 
 
 class HostStacks:
-    """Stacks in host memory, {name: [rows, ...]}, of which a loop reads and writes rows.
+    """Creates, reads and writes stacks in host memory, {name: [rows, ...]}, row by row in a loop.
 
     Args:
-      specs: {name: spec of a row over the axes that the compiler partitions}.
+      specs: {name: partition spec of a row over the axes that the compiler partitions}.
     """
 
     def __init__(self, specs: Mapping[str, P]) -> None:
@@ -53,7 +54,7 @@ class HostStacks:
         return {name: P(None, *self.specs[name]) for name in names}
 
     def empty(self, rows: int, like: Mapping[str, Any]) -> Arrays:
-        """Returns {name: [rows, *shape]} in host memory; write a row before you read it.
+        """Creates uninitialized stacks {name: [rows, *shape]} in host memory.
 
         Args:
           rows: number of rows of each stack.
@@ -61,8 +62,8 @@ class HostStacks:
         """
 
         def local(rows_like: Arrays) -> Arrays:
-            # No two stacks with the same values: the compiler would make one array of both, and
-            # copy it in host memory before a loop writes to it.
+            # Each stack gets other values. The compiler would merge two equal stacks into one
+            # array, and copy that in host memory before a loop writes to it.
             return {
                 name: to_host(jnp.full((rows, *row.shape), number, like[name].dtype))
                 for number, (name, row) in enumerate(rows_like.items())
@@ -98,7 +99,7 @@ class HostStacks:
 
 
 class LayerRows:
-    """The parameters of layers, row by row: those on the host, and the small ones on the device.
+    """Loads the parameters of one layer at a time, from stacks in host memory and on the device.
 
     Args:
       config: configuration of the pass.
@@ -140,31 +141,33 @@ class LayerRows:
 
     @property
     def _experts(self) -> frozenset[str]:
-        """Names of the stacks of which each device along `expert` holds its own experts."""
+        """Names of the stacks whose experts are divided over the mesh axis `expert`."""
         return frozenset(n for n, leaf in self.leaves.items() if leaf.expert_dim is not None)
 
     @property
     def trained(self) -> list[str]:
-        """Names of the stacks that have a gradient."""
+        """Names of the stacked parameters that have a gradient."""
         return [name for name in self.leaves if name not in self.frozen]
 
     @property
     def streamed(self) -> list[str]:
-        """Names of the trained stacks that are in host memory."""
+        """Names of the trained stacks in host memory."""
         return [name for name in self.trained if name in self.waiting]
 
     @property
     def sinks(self) -> dict[str, Any]:
-        """{name: dtype of its gradient} of the stacks whose rows are gathered in tiles."""
+        """{name: dtype of the gradient} of the stacked weights that are gathered in tiles."""
         return dict.fromkeys(self.tiles, self.config.precision.reduce_dtype)
 
     def sharded(self, name: str, row: Any, product: WeightProduct) -> ShardedWeight:
-        """Returns a row as a weight that its only product gathers in tiles.
+        """Wraps one layer's shard of a weight so that the only product that reads it gathers it in
+        tiles.
 
         Args:
-          name: of the stack.
-          row: this device's shard, from `complete`; or (shard, zeros), whose gradient is wanted.
-          product: the product.
+          name: name of the stacked parameter.
+          row: this device's shard, a result of `complete`; or (shard, zeros) if its gradient is
+            wanted.
+          product: matrix product that reads the weight.
         """
         tiles, leaf = self.tiles[name], self.collectives[name]
         if tiles.groups > 1:
@@ -182,7 +185,11 @@ class LayerRows:
         return ShardedWeight(shard, sink, tiled)
 
     def like_complete(self, wholes: Arrays) -> Arrays:
-        """Returns `complete`'s result as `ShapeDtypeStruct`s; `wholes`: of the whole rows."""
+        """Returns the shapes and dtypes of the result of `complete`.
+
+        Args:
+          wholes: {name: shape and dtype of the unsharded weights of one layer}.
+        """
         shapes = {n: self.collectives[n].shard_shape(wholes[n].shape) for n in self.tiles}
         return {
             name: jax.ShapeDtypeStruct(shapes.get(name, x.shape), x.dtype)
@@ -190,16 +197,20 @@ class LayerRows:
         }
 
     def load(self, index: Any, waiting: Arrays | None = None) -> Arrays:
-        """Loads the row of every stack, in the compute dtype: whole, or a shard to gather in tiles.
+        """Loads one layer's row of every stack, in the compute dtype.
+
+        A row is unsharded, or a shard if it is gathered in tiles.
 
         Args:
-          waiting: replaces the stacks in host memory.
+          index: number of the layer.
+          waiting: {name: stack in host memory} to read instead of `self.waiting`; None:
+            `self.waiting`.
         """
         rows = self.stacks.load(self.waiting if waiting is None else waiting, index)
         return self.complete(rows, index)
 
     def complete(self, rows: Arrays, index: Any) -> Arrays:
-        """Returns the row of every stack, as `load`.
+        """Adds the rows of stacks on the device, and all-gathers; the result is that of `load`.
 
         Args:
           rows: {name: this device's shard of one row} of the stacks that are not on the device.
@@ -214,7 +225,9 @@ class LayerRows:
         return {name: wholes.get(name, _cast(rows[name], dtype)) for name in self.leaves}
 
     def _comes_in_shards(self, name: str) -> bool:
-        """Returns whether a row has to be gathered before its layer runs."""
+        """Returns whether one layer of this stacked parameter is all-gathered before the layer
+        runs.
+        """
         leaf = self.leaves[name]
         if name in self.tiles:
             return False
@@ -223,11 +236,11 @@ class LayerRows:
         return leaf.access is Access.GATHER_ON_USE
 
     def reduce(self, grads: Arrays) -> Arrays:
-        """Sums the gradients of one layer over devices, where that happens layer by layer.
+        """Sums one layer's gradients over devices, for stacks that are reduced layer by layer.
 
-        It does for stacks on the host and for parameters whose gradients ZeRO scatters inside the
-        backward pass; the others are returned as they are and summed once per step. Those of tiles
-        are summed already, over the devices of a replica.
+        These are stacks in host memory, and parameters whose gradients ZeRO scatters inside the
+        backward pass. All other gradients are returned unchanged and are summed once per step.
+        Gradients of weights gathered in tiles are already summed over the devices of a replica.
         """
         limit, dtype = self.config.reduce_bucket_size, self.config.precision.reduce_dtype
         scattered = {name: grad for name, grad in grads.items() if self._is_scattered(name)}
@@ -254,9 +267,9 @@ class LayerRows:
         return name in self.waiting and self.leaves[name].zero_dim is None
 
     def squares(self, name: str, row: jax.Array) -> jax.Array:
-        """Returns float32 [parts over `model`]: sums of squares of this device's part of `row`.
+        """Returns the sums of squares of this device's part of a reduced gradient row.
 
-        The row is reduced.
+        The result is float32 with one entry for each part over the mesh axis `model`.
         """
         axes = self.leaves[name].axes[1:]
         local = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))[None]  # noqa: E731
@@ -264,7 +277,7 @@ class LayerRows:
         return over_auto_axes(local, P(*axes), parts)(row)
 
     def squares_like(self, name: str) -> jax.Array:
-        """Returns zeros in the form of `squares`."""
+        """Returns zeros in the shape and dtype of the result of `squares`."""
         split = MODEL in self.leaves[name].axes[1:]
         return jnp.zeros(self.config.mesh.shape[MODEL] if split else 1, jnp.float32)
 
@@ -283,17 +296,17 @@ class LayerRows:
         return totals
 
     def _split_over(self, name: str) -> tuple[str, ...]:
-        """Returns the manual axes over which a row's gradient is split after `reduce`."""
+        """Returns the manual mesh axes over which a row's gradient is sharded after `reduce`."""
         leaf = self.leaves[name]
         zero = () if leaf.zero_dim is None else leaf.zero_axes
         return zero if leaf.expert_dim is None else (*zero, EXPERT)
 
 
-# --- layers' inputs, kept for the backward pass ---------------------------------------------------
+# --- storage for layer inputs between forward and backward pass -----------------------------------
 
 
 def device_inputs() -> Inputs:
-    """Returns a storage of layers' inputs in device memory."""
+    """Returns a storage for layer inputs in device memory."""
     return Inputs(
         empty=lambda number, like: [jnp.zeros((number, *x.shape), x.dtype) for x in like],
         load=lambda stacks, index: tuple(take_slice(stack, index) for stack in stacks),
@@ -304,12 +317,12 @@ def device_inputs() -> Inputs:
 
 
 def host_inputs(specs: list[P]) -> Inputs:
-    """Returns a storage of layers' inputs in host memory.
+    """Returns a storage for layer inputs in pinned host memory.
 
-    Inputs without a gradient, which are small, stay on the device.
+    Inputs without a gradient are small and stay on the device.
 
     Args:
-      specs: spec of each activation over the axes that the compiler partitions.
+      specs: partition spec of each activation over the axes that the compiler partitions.
     """
     stacks = HostStacks({str(at): spec for at, spec in enumerate(specs)})
     here = device_inputs()
@@ -346,7 +359,7 @@ def _cast(value: jax.Array, dtype: Any) -> jax.Array:
 
 
 class GradientSink(Protocol):
-    """The receiver of the layers' gradients in a backward pass, one layer after the other."""
+    """Receives the layers' gradients in a backward pass, one layer after the other."""
 
     def start(self, totals: Any, sums: Arrays) -> Any:
         """Prepares the totals for the backward pass of a microbatch.
@@ -357,23 +370,26 @@ class GradientSink(Protocol):
         ...
 
     def take(self, totals: Any, index: Any, grads: Arrays) -> Any:
-        """Adds the gradients of one layer to the totals, and returns these.
+        """Returns the totals with the gradients of one layer added.
 
         Args:
-          grads: {name: gradient of its trained row, whole and not reduced}.
+          grads: {name: gradient of the layer's trained weights, unsharded and not reduced}.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientTotals:
-    """A sink that sums gradients: {"host": stacks, "device": stacks, "squares": sums of squares}.
+    """A sink that sums gradients.
+
+    Its totals are {"host": stacks in host memory, "device": stacks on the device, "squares": sums
+    of squares}.
 
     Attributes:
-      rows: the stacks.
-      num_layers: rows of each stack.
-      first: bool [], whether this is the first microbatch; None if there is only one. Values that
-        are read from the host before they were written are discarded.
+      rows: loader of the layers' parameters.
+      num_layers: number of layers, which is the number of rows of each stack.
+      first: bool [], whether this is the first microbatch; None if there is only one. In the first
+        microbatch, values read from the (uninitialized) stacks in host memory are discarded.
     """
 
     rows: LayerRows
@@ -381,7 +397,11 @@ class GradientTotals:
     first: jax.Array | None = None
 
     def empty(self, *, adds: bool) -> Arrays:
-        """Returns the totals before the first microbatch; `adds`: there are several."""
+        """Returns the totals before the first microbatch.
+
+        Args:
+          adds: whether there are several microbatches, whose gradients are added.
+        """
         precision = self.rows.config.precision
         dtype = precision.accumulate_dtype if adds else precision.reduce_dtype
         like = {
@@ -398,7 +418,11 @@ class GradientTotals:
         }
 
     def start(self, totals: Arrays, sums: Arrays) -> Arrays:
-        """Sets the sums of squares to 0: they count the totals after the last microbatch."""
+        """Resets the sums of squares to 0 at the start of each microbatch.
+
+        So in the end they are the sums of squares of the complete gradients, added up in the last
+        microbatch.
+        """
         del sums
         return {**totals, "squares": jax.tree.map(jnp.zeros_like, totals["squares"])}
 
@@ -423,7 +447,9 @@ class GradientTotals:
 
 
 def put_rows(stacks: Arrays, rows: Arrays, index: Any, *, adds: bool) -> Arrays:
-    """Returns stacks on the device with one row of each overwritten, or added to."""
+    """Overwrites one row of each stack on the device, or adds to it if `adds`; returns the
+    stacks.
+    """
 
     def put(stack: jax.Array, row: jax.Array) -> jax.Array:
         row = row.astype(stack.dtype)

@@ -1,10 +1,11 @@
-"""Updates each layer in the backward pass, so that no gradient is stored.
+"""Updates each streamed layer inside the backward pass, so that no gradient of a layer is stored.
 
 While the backward loop computes a layer, the weights of the layer below and this layer's masters
-and moments are loaded, and the layer above is updated and stored. The price: gradients cannot be
-clipped by their norm, accumulated over microbatches, or undone. A loss that is not finite is known
-before the backward pass, and the step changes nothing. A layer whose gradient is not finite is not
-changed, but the layers after it have already been updated.
+and moments are loaded from host memory, and the layer above is updated and stored. The price:
+gradients cannot be clipped by their norm or accumulated over microbatches, and an update cannot be
+undone. Whether the loss is finite is known before the backward pass; if not, the step changes
+nothing. A layer whose gradient is not finite is not changed, but the layers above it have already
+been updated.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ Arrays = dict[str, Any]
 def build_updating_gradients(
     plan: Plan, config: PassConfig
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays, TrainState]]:
-    """Builds a function of `(state, key_data, batch)`, to be traced inside a jitted step.
-
-    Its arguments: the training state; uint32 key data of the step; the global batch.
+    """Builds the gradient function that also updates streamed layers; it is traced in a jitted
+    step.
 
     Returns:
-      A function that returns `(sums, grads, extras, state)`. Sums and extras are those of
-      `zerojax.parallel.offload.streaming.build_gradients`; grads are those of the parameters that
-      are not streamed; in the state, weights, masters and moments of the streamed parameters have
-      been updated, and nothing else, not even the optimizer's count.
+      A function `(state, key_data, batch) -> (sums, grads, extras, state)`. `key_data` is the
+      uint32 key data of the step, and `batch` is the global batch. `sums` and `extras` are those of
+      `zerojax.parallel.offload.streaming.build_gradients`. `grads` has the gradients of all
+      parameters that are not streamed. In the returned state only weights, master weights and
+      moments of the streamed parameters are new; even the optimizer's step count is unchanged.
     """
     layout = plan.offload
     assert layout is not None
@@ -123,17 +124,19 @@ def build_updating_gradients(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerUpdates:
-    """Updates of layers (see `zerojax.parallel.offload.streaming_layers.Updates`).
+    """Updates layers in the backward pass: implements
+    `zerojax.parallel.offload.streaming_layers.Updates`.
 
-    Its totals: "weights" {name: stack on the host}, "slices" {name: [master if there is one,
-    moments], each {tier: slices}}, "device" {name: gradients of a small stack}, "squares", and for
-    all layers "scale" and "skip". The state of a layer: {name: [row of the weights if they are the
-    masters, slices of each array]}.
+    Its totals are a dict: "weights" {name: stack in host memory}, "slices" {name: [master if there
+    is one, moments], each {storage tier: slices}}, "device" {name: gradients of a small stack},
+    "squares" {name: sums of squares}, and for all layers "scale" and "skip". The state of a layer
+    is {name: [the layer's weights if there are no masters, slices of each array]}.
 
     Attributes:
-      rows: the stacks.
-      bare: the optimizer's state without moments.
-      key_data: key data of the step.
+      plan: plan of the run.
+      rows: loader of the layers' parameters.
+      bare: optimizer state without moments.
+      key_data: data of the step's random key.
     """
 
     plan: Plan
@@ -142,7 +145,7 @@ class LayerUpdates:
     key_data: jax.Array
 
     def totals(self, slices: Arrays) -> Arrays:
-        """Returns the totals before the pass."""
+        """Returns the totals before the pass: see the class."""
         return {
             "weights": {name: self.rows.waiting[name] for name in self.rows.streamed},
             "slices": slices,
@@ -151,18 +154,24 @@ class LayerUpdates:
         }
 
     def start(self, totals: Arrays, sums: Arrays) -> Arrays:
-        """Computes the scale from the whole batch's weight; skips if its loss is not finite."""
+        """Computes scale = 1 / weight of the global batch, and skip = whether its loss is not
+        finite.
+        """
         summed = sum_replicated(sums)
         loss = summed["loss"] / summed["weight"]
         return {**totals, "scale": 1 / summed["weight"], "skip": ~jnp.isfinite(loss)}
 
     def load(self, totals: Arrays, index: Any) -> Arrays:
-        """Loads the weights of a layer that has not been updated yet."""
+        """Loads the weights of one layer from host memory and all-gathers them, before the layer's
+        update.
+        """
         fixed = {name: x for name, x in self.rows.waiting.items() if name in self.rows.frozen}
         return self.rows.load(index, {**fixed, **totals["weights"]})
 
     def receive(self, totals: Arrays, index: Any, grads: Arrays) -> tuple[Arrays, Any]:
-        """Sums a layer's gradients over devices; returns (totals, (gradients, skip or not))."""
+        """Sums a layer's gradients over devices; returns (totals, (gradients, whether to skip the
+        update)).
+        """
         waiting, here = split_by_name(self.rows.reduce(grads), self.rows.streamed)
         squares = self.rows.sum_squares({n: self.rows.squares(n, g) for n, g in waiting.items()})
         finite = jnp.isfinite(sum(squares.values()))
@@ -174,7 +183,7 @@ class LayerUpdates:
         return after, (waiting, totals["skip"] | ~finite)
 
     def update(self, totals: Arrays, waiting: Any, loaded: Arrays, index: Any) -> Arrays:
-        """Returns {name: [new row of the weights, new slices of each array]} of a layer."""
+        """Updates a layer; returns {name: [new weights of the layer, new slices of each array]}."""
         grads, skip = waiting
 
         def local(loaded: Arrays, grads: Arrays, bare: Any, index: Any, *numbers: Any) -> Any:
@@ -197,9 +206,9 @@ class LayerUpdates:
         )
 
     def load_state(self, totals: Arrays, index: Any) -> Arrays:
-        """Loads the state that a layer's update needs to the device.
+        """Loads the state of a layer to the device, for its update.
 
-        It is {name: [row of the weights if they are the masters, slices of each array]}.
+        The state is {name: [the layer's weights if there are no masters, slices of each array]}.
         """
 
         def local(weights: Arrays, slices: Arrays, index: Any) -> Any:
@@ -217,7 +226,7 @@ class LayerUpdates:
     ) -> tuple[Arrays, Arrays]:
         """Stores the new state of a layer."""
         if following:
-            # They are in the arrays to which new weights are stored.
+            # The new weights are stored into the arrays from which `following` is loaded.
             rows = {name: state[0] for name, state in new.items()}
             rows, following = lax.optimization_barrier((rows, following))
             new = {name: [rows[name], *state[1:]] for name, state in new.items()}
@@ -237,7 +246,7 @@ class LayerUpdates:
         return {**totals, "weights": weights, "slices": slices}, following
 
     def _specs(self, totals: Arrays) -> tuple[Arrays, Arrays]:
-        """Returns the specs of the stacks of weights and of the slices."""
+        """Returns the partition specs of (stacks of weights, slices of the optimizer state)."""
         stacks = {name: P(*self.rows.leaves[name].axes) for name in totals["weights"]}
         slices = {
             name: [{tier: self._leaf(name).spec for tier in x} for x in arrays]
@@ -247,7 +256,9 @@ class LayerUpdates:
 
     @property
     def _reads_row(self) -> bool:
-        """Whether the weights on the host are the masters."""
+        """Whether the update starts from the weights in host memory, because there are no master
+        weights.
+        """
         return not self.plan.precision.has_masters
 
     def _leaf(self, name: str) -> _LayerOfLeaf:
@@ -259,7 +270,7 @@ class LayerUpdates:
         return P(*self.rows.leaves[name].axes[1:])
 
     def _state_specs(self, totals: Arrays, has_row: bool) -> dict[str, list[P]]:
-        """Returns the specs of the state of a layer, with a row of the weights or without."""
+        """Returns the partition specs of a layer's state, with the layer's weights if `has_row`."""
         return {
             name: [self._row_spec(name)] * has_row + [self._leaf(name).spec] * len(arrays)
             for name, arrays in totals["slices"].items()
@@ -267,10 +278,10 @@ class LayerUpdates:
 
 
 class _LayerOfLeaf:
-    """The slices of one parameter in one layer, on one device.
+    """Loads, updates and stores the slices of one parameter in one layer, on one device.
 
     Attributes:
-      spec: of slices over the axes that the compiler partitions.
+      spec: partition spec of slices over the axes that the compiler partitions.
     """
 
     def __init__(self, leaf: SlicedLeaf, dtype: Any, *, reads_row: bool) -> None:
@@ -282,7 +293,9 @@ class _LayerOfLeaf:
     def update(
         self, begun: Any, loaded: list[jax.Array], grad: jax.Array, index: Any
     ) -> list[jax.Array]:
-        """Returns [new row of the weights, new slices of each array], on the device."""
+        """Updates one layer; returns [new weights of the layer, new slices of each array], on the
+        device.
+        """
         pieces = grad.reshape(self._per_layer, self._leaf.slice_elements)
         rows, stored = [], []
         for part in range(self._per_layer):
@@ -296,10 +309,12 @@ class _LayerOfLeaf:
         return [row, *(jnp.stack(parts) for parts in zip(*stored, strict=True))]
 
     def load(self, weights: jax.Array, slices: list[Arrays], index: Any) -> list[jax.Array]:
-        """Loads the arrays of a layer that `update` takes: row of weights, slices."""
+        """Loads a layer's arrays for `update`: [weights if there is no master, slices of each
+        array].
+        """
         bring = to_device if self._tier == HOST else _same
         row = [to_device(take_slice(weights, index))] if self._reads_row else []
-        # Numbers are linear in the loop's counter, so that the copy engine moves the slices.
+        # Slice numbers are linear in the loop's counter, so that the copy engine moves the slices.
         first = index * self._per_layer
         return row + [
             jnp.stack(
@@ -311,7 +326,7 @@ class _LayerOfLeaf:
     def store(
         self, weights: jax.Array, slices: list[Arrays], new: list[jax.Array], index: Any
     ) -> tuple[jax.Array, list[Arrays]]:
-        """Returns (stack of the weights, slices) with the result of `update` in them."""
+        """Writes the result of `update` into the arrays; returns (stack of the weights, slices)."""
         leave = to_host if self._tier == HOST else _same
         first, after = index * self._per_layer, []
         for one, blocks in zip(slices, new[1:], strict=True):
@@ -327,9 +342,9 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 def _slice_spec(leaf: SlicedLeaf, axes: tuple[str, ...]) -> P:
-    """Returns the spec of slices over some of their mesh axes.
+    """Returns the partition spec of slices over those of their mesh axes that are in `axes`.
 
-    The chosen axes have to be all inside or all outside of the axes that are left out.
+    Among the slices' mesh axes, those in `axes` have to be all before or all after the others.
     """
     over = tuple(axis for axis in leaf.axes if axis in axes)
     return P(over) if over else P()
@@ -339,7 +354,7 @@ def _slice_spec(leaf: SlicedLeaf, axes: tuple[str, ...]) -> P:
 
 
 def _slices_of(state: TrainState, leaves: Mapping[str, SlicedLeaf]) -> Arrays:
-    """Returns {name: [master if there is one, moments], each {tier: slices}}."""
+    """Returns {name: [master if there is one, moments], each {storage tier: slices}} of a state."""
     masters = state["masters"]
     slices = {name: [masters[name]] if name in masters else [] for name in sorted(leaves)}
 
@@ -354,7 +369,7 @@ def _slices_of(state: TrainState, leaves: Mapping[str, SlicedLeaf]) -> Arrays:
 def _with_slices(
     state: TrainState, leaves: Mapping[str, SlicedLeaf], weights: Arrays, slices: Arrays
 ) -> TrainState:
-    """Inverts `_slices_of`: returns the state with these weights and slices."""
+    """Returns the state with these weights and slices (which `_slices_of` returned)."""
     old = state["masters"]
 
     def put(leaf: SlicedLeaf, number: int, _: Any) -> Any:

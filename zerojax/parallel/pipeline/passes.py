@@ -1,16 +1,17 @@
 """Runs forward and backward pass of a batch over pipeline stages, at each ZeRO stage.
 
-One `shard_map`, manual over the data axes and `stage`; the compiler partitions tensor parallelism.
-Parameters that are gathered once per step are gathered before the loop over ticks. Gradients that
-ZeRO scatters inside the backward pass are scattered in every backward slot, and parameters that it
-gathers where they are read are gathered in every slot.
+The pass is one `shard_map`, manual over the data axes and `stage`; the compiler partitions tensor
+parallelism. Parameters that are gathered once per step are gathered before the loop over ticks (a
+tick is a row of the schedule table; each stage runs one slot of each kind in it). Gradients that
+ZeRO scatters inside the backward pass are scattered in every backward slot, and parameters that
+ZeRO gathers where they are read are gathered in every slot.
 
-Nothing is differentiated through the loop over ticks. A backward slot runs the backward pass of one
-chunk for one microbatch, from what its forward slot stored in a buffer; so the schedule table
-decides which values are in memory when. Tracing divides the loop into runs of ticks that use the
-same slots. Idle stages compute on old values, and the results are discarded: all stages wait for
-the slowest one anyway, and a `cond` instead would put collectives where only some devices arrive.
-Only the embedding and the head, if they contain no collective, run under a `cond`.
+The loop over ticks is not differentiated. A backward slot runs the backward pass of one chunk of
+layers for one microbatch, from values that its forward slot stored in a buffer; so the schedule
+table decides which values are in memory when. Tracing divides the loop into runs of ticks that use
+the same slots. Idle stages compute on old values, and the results are discarded. This costs
+nothing, because all stages wait for the slowest one; a `cond` would let only some devices reach a
+collective. Only the embedding and the head run under a `cond`, if they contain no collective.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ Several = list[jax.Array]
 
 
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """Builds the gradient function of a pipeline; interface of `parallel.zero.build_gradients`.
+    """Builds the gradient function of a pipeline, with the interface of
+    `parallel.zero.build_gradients`.
 
-    Parameters that the layer loop slices have the row order of `LeafPlacement.layer_rows`.
+    Stacked parameters have their layers in the order of `LeafPlacement.layer_rows`.
     """
     layout = _layout(config)
 
@@ -92,9 +94,10 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """Builds the forward function of a pipeline; interface of `parallel.zero.build_forward`.
+    """Builds the forward function of a pipeline, with the interface of
+    `parallel.zero.build_forward`.
 
-    A shard's rows are divided into microbatches, as in training.
+    The rows of a data shard are divided into microbatches, as in training.
     """
     layout = _layout(config)
     config = dataclasses.replace(config, loss=function)
@@ -121,7 +124,7 @@ def _layout(config: PassConfig) -> PipelineLayout:
 
 
 def _rows(layout: PipelineLayout) -> np.ndarray:
-    """Returns int32 [stages, chunks, rows of a chunk]."""
+    """Returns the number of the layer in each row: int32 [stages, chunks, rows of a chunk]."""
     schedule = layout.schedule
     shape = schedule.num_stages, schedule.num_chunks, layout.chunk_rows
     return np.asarray(layout.rows, np.int32).reshape(shape)
@@ -139,12 +142,15 @@ def _for_evaluation(
 
 
 class _Weights:
-    """The parameters of a device inside a pass, gathered if that happens once per step.
+    """Parameters of one device during a pass; those that are gathered once per step are gathered.
 
     Attributes:
+      config: configuration of the pass.
+      layout: distribution of the layers over stages.
+      frozen: frozen parameters, as stored.
       inputs: {name: differentiated value}.
-      constants: {name: value that is only read}; a name is in both where a gathered value is read
-        and its shard is differentiated.
+      constants: {name: value that is not differentiated}. A name is in both dicts if its gathered
+        value is read and its shard is differentiated.
     """
 
     def __init__(
@@ -163,13 +169,16 @@ class _Weights:
         return {name: x for name, x in arrays.items() if name not in self.layout.stacked}
 
     def bind(self, inputs: Arrays, constants: Arrays) -> Arrays:
-        """Returns the model's values: for each parameter a value, a shard, or (whole, shard)."""
+        """Returns the values that the model reads: for each parameter a value, a shard, or (whole,
+        shard).
+        """
         frozen = {name: None for name in constants if name in self.frozen}
         return values_to_read(self.config, inputs, constants, frozen)
 
     def cut(self, extras: Arrays, key_data: Any, microbatches: Arrays, *, train: bool):
-        """Splits the loss of one microbatch into embedding, layers and head; traced with all
-        layers.
+        """Splits the loss of one microbatch into embedding, layers and head.
+
+        The loss is traced with the layers of all stages.
         """
         layers = self.layout.num_layers
 
@@ -203,8 +212,14 @@ class _Weights:
         microbatches: Arrays,
         loss_factor: jax.Array | None,
     ) -> StageWork:
-        """Returns the functions that the executor calls; `counts` are the extras computed by
-        `_count`.
+        """Returns the functions that a stage runs for one microbatch.
+
+        Args:
+          pieces: loss, split by `cut`.
+          counts: {name: [microbatches, ...]}, extras (non-parameter arrays) computed by `_count`.
+          key_data: data of the step's random key.
+          microbatches: batch of this data shard, [microbatches, rows, ...].
+          loss_factor: factor of the loss before differentiation; None: 1.
         """
         key = shard_key(key_data)
         fixed = self.of_all(self.constants)
@@ -214,7 +229,7 @@ class _Weights:
         def context(extras: Arrays, index: jax.Array) -> tuple[Arrays, jax.Array, Arrays]:
             take = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)  # noqa: E731
             mine, batch = jax.tree.map(take, (counts, microbatches))
-            # As without a pipeline: a batch that is not divided has the key of the step.
+            # The same keys as without a pipeline: a single microbatch has the key of the step.
             own = key if self.config.num_microbatches == 1 else jax.random.fold_in(key, index)
             return {**extras, **mine}, own, batch
 
@@ -242,8 +257,8 @@ class _Weights:
         trained = self.of_all(self.inputs).keys()
 
         def may_run_alone(reads: frozenset[str], program: Any) -> bool:
-            """Returns whether forward and backward of a part of the loss need no communication with
-            other stages.
+            """Returns whether embedding or head may run on one stage only: it contains no
+            collective.
             """
             collective = holds_collectives(program) or reads & self.on_read.keys()
             return self.config.mesh.shape[MODEL] == 1 and not collective
@@ -263,7 +278,7 @@ class _Weights:
     def execute(
         self, table: ExecutorTable, work: StageWork, extras: Arrays, *, backward: bool = True
     ) -> Results:
-        """Runs all microbatches of a table with these parameters."""
+        """Runs all microbatches of a schedule table with these parameters."""
         return execute(
             table,
             work,
@@ -280,7 +295,7 @@ class _Weights:
 
 def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arrays]:
     """Computes in advance the extras (non-parameter arrays) that only count forward passes, such as
-    random counts.
+    counts of random draws.
 
     Returns:
       ({name: [microbatches, ...], value before each}, {name: value afterwards}).
@@ -295,8 +310,8 @@ def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arr
 
 
 def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> Arrays:
-    """Makes extras equal on every stage after the pass: each takes the value of the stage that
-    writes it.
+    """Copies each extra (non-parameter array), after the pass, from the stage that writes it to all
+    stages.
     """
     stage, schedule = lax.axis_index(STAGE), layout.schedule
     first, _ = schedule.locate(0)
@@ -324,13 +339,14 @@ class Results:
     """The results of a pass over all microbatches on one stage, not summed over stages.
 
     Attributes:
-      sums: sums of the microbatches whose head was computed here.
-      chunks, outer: gradients, summed over microbatches; None without a backward pass.
-      extras: their values here afterwards.
-      overwritten: {name: elementwise maximum of the new values from this stage's backward passes},
-        of the extras that are replaced by their gradient; minus infinity where there was none.
-      embed_writes, layers_writes, head_writes: names of the extras that each piece writes; of a
-        layer's extras, a stage has written the rows of its own layers.
+      sums: sums of loss and metrics of the microbatches whose head ran on this stage.
+      chunks, outer: gradients of this stage's layers and of all other parameters, summed over
+        microbatches; None without a backward pass.
+      extras: extras (non-parameter arrays) on this stage after the pass.
+      overwritten: {name: elementwise maximum of the new values from this stage's backward passes}
+        for extras that are replaced by their gradient; minus infinity if no backward pass ran.
+      embed_writes, layers_writes, head_writes: names of the extras that embedding, layers and head
+        write. A stage writes only its own layers' rows.
     """
 
     sums: Any
@@ -359,11 +375,13 @@ def execute(
     """Runs all microbatches through all stages, forward and backward.
 
     Args:
-      table: lowered table of the schedule.
-      work: the computation of a stage.
-      weights, fixed: trees whose leaves have this stage's rows of the stacks, chunk after chunk.
-      outer: weights that are on every stage.
-      rows: int32 [stages, chunks, rows of a chunk]: the layer of each, -1 for none.
+      table: schedule, lowered to a table with one row per tick.
+      work: functions that a stage runs for one microbatch.
+      weights, fixed: differentiated and other parameters of this stage's layers: trees of stacks
+        with the rows in order of the chunks.
+      outer: differentiated parameters outside the layers, the same on every stage.
+      rows: number of the layer in each row, -1 for padding: int32 [stages, chunks, rows of a
+        chunk].
       extras: {name: array}, the same on every stage.
       accumulate_dtype: dtype in which gradients are summed.
       activation_spec: partition spec of an activation over the axes that the compiler partitions.
@@ -411,7 +429,9 @@ def _forward_only(run: TickRun) -> TickRun:
 
 
 def _build_send(table: ExecutorTable, spec: Any) -> Callable[[jax.Array, str], jax.Array]:
-    """Builds `(value, direction) -> value received from the neighbour` over `stage`."""
+    """Builds the exchange between stages: `(value, direction) -> value received from the
+    neighbour`.
+    """
     number = table.schedule.num_stages
     right = [(stage, (stage + 1) % number) for stage in range(number)]
     pairs = {"right": right, "left": [(target, source) for source, target in right]}

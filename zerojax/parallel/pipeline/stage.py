@@ -1,4 +1,4 @@
-"""Runs one tick of one stage: its slots and the buffers between them.
+"""Runs one tick of one pipeline stage: its slots, and the buffers in which they store values.
 
 All functions here are traced inside a region that is manual over the mesh axis `stage`.
 """
@@ -29,24 +29,26 @@ Several = list[jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """The computation of a stage for one microbatch.
+    """The functions that a stage runs for one microbatch.
 
-    `weights` are differentiated, `fixed` are not; an `index` is the number of a microbatch, int32
-    []; `extras` are the model's other state, and `changes` the extras that were written.
+    Arguments: `weights` are differentiated parameters and `fixed` are not; `index` is the number of
+    a microbatch, int32 []; `extras` are the model's non-parameter arrays, and `changes` are the
+    extras that were written.
 
     Attributes:
       embed: `(outer, extras, index) -> (activations, changes)`, the input of the first virtual
-        stage; `outer` are the weights that are on every stage.
+        stage; `outer` are the parameters outside the layers, which are on every stage.
       layers: `(weights, fixed, activations, (extras, index)) -> (activations, rows of changes)`,
-        one chunk of layers; weights are `{"chunk": ..., "outer": ..., "overwritten": {name: extra
-        with the rows of all layers}}`, fixed are `{"chunk": ..., "rows": int32 [rows of a chunk],
-        the layers in it}`.
-      head: `(outer, extras, index, activations) -> (loss to differentiate, (sums, changes))`; sums
-        is a tree of float32 [].
-      embed_reads, layers_reads, head_reads: the names in `outer` that each depends on.
-      embed_alone, head_alone: whether they may run on one stage while others do not.
-      overwritten: names of the extras that are replaced by their gradient, by the piece that reads
-        them.
+        one chunk of layers. `weights` is `{"chunk": ..., "outer": ..., "overwritten": {name: extra
+        with the rows of all layers}}`; `fixed` is `{"chunk": ..., "rows": numbers of the chunk's
+        layers, int32 [rows of a chunk]}`.
+      head: `(outer, extras, index, activations) -> (loss to differentiate, (sums, changes))`;
+        `sums` is a tree of float32 [].
+      embed_reads, layers_reads, head_reads: names in `outer` that embedding, layers and head read.
+      embed_alone, head_alone: whether embedding and head may run on one stage while other stages do
+        not run them.
+      overwritten: names of the extras that are replaced by their gradient, listed by the part of
+        the loss that reads them.
     """
 
     embed: Callable[..., tuple[Several, Arrays]]
@@ -74,8 +76,10 @@ def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _only(chosen: jax.Array, alone: bool, function: Callable[[Any], Any], state: Any) -> Any:
-    """Returns `function(state)` if `chosen`, else `state`; uses `lax.cond` if `alone` permits
-    it.
+    """Returns `function(state)` if `chosen`, else `state`.
+
+    If `alone`, a `lax.cond` skips the function; otherwise it runs anyway and its result may be
+    discarded.
     """
     if alone:
         return lax.cond(chosen, function, lambda state: state, state)
@@ -84,13 +88,17 @@ def _only(chosen: jax.Array, alone: bool, function: Callable[[Any], Any], state:
 
 @dataclasses.dataclass(eq=False)
 class Stage:
-    """The slots of one tick on this stage; `state` is the carry of the loop over ticks.
+    """Runs the slots of one tick on this stage.
 
-    state: "inputs", "gradients", "residuals": buffers of [slots + 1, ...]; "kept": {name: buffer}
-    of extras as a forward slot read them; "sent": the gradients that the previous tick sends;
-    "chunk grads", "outer grads", "sums": accumulators; "overwritten": the maximum so far; "extras".
+    The methods take `state`, the carry of the loop over ticks, a dict with these entries. "inputs",
+    "gradients", "residuals": buffers of [slots + 1, ...]. "kept": {name: buffer} of extras as a
+    forward slot read them. "sent": gradients that the previous tick sends. "chunk grads", "outer
+    grads", "sums": accumulators. "overwritten": the maximum so far. "extras": the model's
+    non-parameter arrays.
 
-    overwritten: the extras that are replaced by their gradient, at the beginning of the step.
+    Attributes:
+      overwritten: extras that are replaced by their gradient, with their values at the beginning of
+        the step.
     """
 
     table: ExecutorTable
@@ -113,13 +121,15 @@ class Stage:
 
     @property
     def kept_slot(self) -> str:
-        """Name of the buffer slot in which the extras (non-parameter arrays) of an operation are
-        stored.
+        """Kind of buffer slot ("residual" or "input") in which extras (non-parameter arrays) are
+        stored beside a chunk's values.
         """
         return "residual" if self.stashes_residuals else "input"
 
     def start(self, extras: Arrays, accumulate_dtype: Any) -> Arrays:
-        """Returns the state before the first tick."""
+        """Returns the carry of the loop over ticks before the first tick: empty buffers and zero
+        sums.
+        """
         self.overwritten = {name: extras[name] for name in self.work.overwritten.names}
         index = jax.ShapeDtypeStruct((), jnp.int32)
         activations, embed_changes = jax.eval_shape(self.work.embed, self.outer, extras, index)
@@ -166,7 +176,11 @@ class Stage:
         }
 
     def tick(self, state: Arrays, row: Arrays, run: TickRun) -> Arrays:
-        """Runs one tick, in the order that `zerojax.pipeline_schedules.lowering` describes."""
+        """Runs one tick on this stage: the slots (forward, backward, weight) of one row of the
+        schedule table.
+
+        The order of the slots is described in `zerojax.pipeline_schedules.lowering`.
+        """
         state, received = dict(state), run.receives
         if self.backward:
             self.receive(state, "gradient", "gradients", state["sent"], row, received)
@@ -194,10 +208,12 @@ class Stage:
                 slot = row[f"receive_{what}_{direction}"]
                 state[buffer] = _put(state[buffer], slot, arrived)
 
-    # Chunks of the stage's rows
+    # Chunks: parts of the stage's layers
 
     def chunk(self, number: jax.Array) -> tuple[Arrays, Arrays]:
-        """Returns (the weights of one chunk, its fixed values)."""
+        """Returns the parameters of one chunk of layers: (`weights`, `fixed`) for
+        `StageWork.layers`.
+        """
         outer = {name: self.outer[name] for name in sorted(self.work.layers_reads)}
         cut = lambda tree: jax.tree.map(lambda x: self.cut(x, number), tree)  # noqa: E731
         rows = lax.dynamic_index_in_dim(self.rows, number, keepdims=False)
@@ -212,7 +228,7 @@ class Stage:
         return lax.dynamic_slice_in_dim(stack, number * size, size)
 
     def add_chunk(self, state: Arrays, grads: Arrays, number: jax.Array, active: Any) -> None:
-        """Adds the gradients of a chunk's weights."""
+        """Adds the gradients of a chunk's weights to the accumulators in `state`, if `active`."""
 
         def add(total: jax.Array, grad: jax.Array) -> jax.Array:
             mine = self.cut(total, number)
@@ -232,7 +248,7 @@ class Stage:
             for name, total in totals.items()
         }
 
-    # Activations: the floating-point ones have gradients
+    # Activations: only floating-point arrays have gradients
 
     def differentiable(self, like: Several) -> Callable[..., Any]:
         """Returns `work.layers` as a function of floating-point activations.
@@ -249,7 +265,9 @@ class Stage:
         return layers
 
     def split(self, given: Any) -> Any:
-        """Converts the arguments of `work.layers` to those of `differentiable`."""
+        """Converts the arguments of `work.layers` to the arguments of the result of
+        `differentiable`.
+        """
         weights, fixed, activations, (extras, index) = given
         context = without_gradient(activations), extras, index
         return weights, fixed, with_gradient(activations), context
@@ -257,7 +275,9 @@ class Stage:
     # Extras
 
     def write_rows(self, state: Arrays, changes: Arrays, rows: jax.Array, chosen: Any) -> None:
-        """Writes the rows of extras (non-parameter arrays) that a chunk changed, for its layers."""
+        """Writes the rows of extras (non-parameter arrays) that a chunk's layers changed into
+        `state`, if `chosen`.
+        """
         extras = dict(state["extras"])
         for name, values in changes.items():
             # Indices out of bounds are dropped; a negative one would count from the end.
@@ -267,8 +287,8 @@ class Stage:
         state["extras"] = extras
 
     def found(self, state: Arrays, slot: jax.Array) -> Arrays:
-        """Returns the extras as the forward pass read them, for the forward pass whose results are
-        in buffer `slot`.
+        """Returns the extras (non-parameter arrays) that the forward slot read whose results are in
+        buffer slot `slot`.
         """
         kept = {
             name: lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
@@ -277,12 +297,14 @@ class Stage:
         return {**state["extras"], **kept}
 
     def becoming(self, names: frozenset[str]) -> Arrays:
-        """Returns the extras in `names` that are overwritten by their gradient."""
+        """Returns {name: value at the beginning of the step} of overwritten extras (non-parameter
+        arrays).
+        """
         return {name: self.overwritten[name] for name in sorted(names)}
 
     def keep_largest(self, state: Arrays, new: Arrays, number: jax.Array, active: Any) -> None:
-        """Updates the maximum of overwritten extras with the rows from the backward pass of a
-        chunk.
+        """Updates the maximum of overwritten extras (non-parameter arrays) with the new rows from a
+        chunk's backward pass.
         """
         rows, totals = self.rows[number], dict(state["overwritten"])
         for name, value in new.items():
@@ -327,7 +349,9 @@ class Stage:
         return outputs
 
     def embed(self, state: Arrays, inputs: Several, index: Any, first: Any) -> Several:
-        """Returns the embedding on the first virtual stage, else the received inputs."""
+        """Returns the embedding on the first virtual stage, or the received inputs on the
+        others.
+        """
         extras = state["extras"]
 
         def run(_: Any) -> Any:
@@ -340,9 +364,9 @@ class Stage:
         return inputs
 
     def head(self, state: Arrays, row: Arrays, outputs: Several, index: Any) -> None:
-        """Computes loss and backward pass of the head on the last virtual stage.
+        """Computes the head's loss and its backward pass, on the last virtual stage only.
 
-        The backward pass runs at once, so that all B slots are alike.
+        The head's backward pass runs in the forward slot, so that all backward (B) slots are alike.
         """
         last, extras, alone = row["forward_last"] > 0, state["extras"], self.work.head_alone
         if not self.backward:
@@ -390,7 +414,11 @@ class Stage:
         state["gradients"] = _put(state["gradients"], row["forward_gradient"], gradients)
 
     def backward_slot(self, state: Arrays, row: Arrays, run: TickRun) -> None:
-        """Runs a B slot: gradients of a chunk's inputs, and of its weights without a W slot."""
+        """Runs a backward (B) slot: gradients of a chunk's inputs.
+
+        It also computes the gradients of the chunk's weights if the schedule has no weight (W)
+        slots.
+        """
         grads, sent = self.pull(state, row, "backward")
         active, number = row["backward_active"] > 0, row["backward_chunk"]
         self.keep_largest(state, grads["overwritten"], number, active)
@@ -401,20 +429,22 @@ class Stage:
             self.embed_backward(state, row, sent)
 
     def weight_slot(self, state: Arrays, row: Arrays) -> None:
-        """Runs a W slot: computes the gradients of a chunk's weights, which B slots do not
-        compute.
+        """Runs a weight (W) slot: gradients of a chunk's weights, if B slots do not compute
+        them.
         """
         grads, _ = self.pull(state, row, "weight")
         self.add_chunk(state, grads, row["weight_chunk"], row["weight_active"] > 0)
 
     def pull(self, state: Arrays, row: Arrays, slot: str) -> tuple[Arrays, Several]:
-        """Returns (gradients of a chunk's weights, gradients of its floating-point inputs)."""
+        """Differentiates a chunk: (gradients of its weights, gradients of its floating-point
+        inputs).
+        """
         weights, fixed = self.chunk(row[f"{slot}_chunk"])
         gradients = _take(state["gradients"], row[f"{slot}_gradient"])
         if self.passes is not None:
             stored = _take(state["residuals"], row[f"{slot}_residual"])
             if slot == "weight":
-                # Without it the compiler merges these products with those of B and moves them.
+                # Without the barrier the compiler merges these products with those of the B slot.
                 stored, gradients, _ = lax.optimization_barrier((stored, gradients, state["sent"]))
             return self.passes.backward(weights, fixed, stored, gradients)
         place = row[f"{slot}_input"]
@@ -433,9 +463,10 @@ class Stage:
         return pull(gradients)
 
     def embed_backward(self, state: Arrays, row: Arrays, sent: Several) -> None:
-        """Computes the embedding's gradients when the first virtual stage ends a microbatch.
+        """Computes the embedding's gradients after the backward slot of the first virtual stage.
 
-        Its forward pass is repeated, which costs less than storing its intermediate values.
+        The forward pass of the embedding is repeated, which costs less than storing its
+        intermediate values.
         """
         first, index = row["backward_first"] > 0, row["backward_microbatch"]
         extras = self.found(state, row[f"backward_{self.kept_slot}"])

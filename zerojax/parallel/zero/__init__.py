@@ -1,8 +1,8 @@
-"""Runs forward and backward pass at each ZeRO stage: gathers and reductions.
+"""Runs forward and backward pass at each ZeRO stage, with the gathers and reductions.
 
-One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. Knows a
-model only as something to run and parameters only by their placement; never sees the optimizer,
-which runs outside on global arrays.
+The pass is one `shard_map`, manual over the data axes; the compiler partitions tensor-parallel
+axes. The package knows parameters only by their placement, and never sees the optimizer, which runs
+outside of the `shard_map` on global arrays.
 """
 
 from zerojax.parallel.zero.gradients import build_forward, build_gradients, for_evaluation

@@ -1,9 +1,11 @@
-"""Schedules gradients of parameters read after a loop over layers before the backward loop.
+"""Makes the gradients of parameters that are read after a loop over layers ready before its
+backward loop.
 
-A head's gradient needs the cotangents of its logits [rows, tokens, vocabulary] and the last layer's
-output. The program does not say when it is computed, and XLA schedules that product after the
-backward loop, where nothing waits for it: both arrays then stay in memory during the whole loop. A
-barrier in the backward pass makes the loop wait for the gradients, which are scattered by then.
+An example is the head of a language model. Its weight gradient needs the cotangents of the logits
+[rows, tokens, vocabulary] and the last layer's output. The program does not fix when this product
+runs, and XLA schedules it after the backward loop, because no other operation waits for it. Both
+arrays then stay in memory during the whole loop. A barrier in the backward pass makes the loop wait
+until these gradients are computed and reduce-scattered.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ def given_by_loops(program: Jaxpr, is_loop: Callable[[Any], bool]) -> set[Any]:
     """Returns the floating-point outputs of layer loops that later equations use.
 
     Args:
-      program: has the loops at its top level.
-      is_loop: whether an equation, a `scan`, is such a loop.
+      program: program with the loops at its top level.
+      is_loop: function that returns whether a `scan` equation is a loop over layers.
     """
     found: set[Any] = set()
     for equation in program.eqns:
@@ -38,16 +40,17 @@ def given_by_loops(program: Jaxpr, is_loop: Callable[[Any], bool]) -> set[Any]:
 def shards_read_once(
     program: Jaxpr, equations: Sequence[Any], names: Collection[str], operand: int
 ) -> set[Any]:
-    """Returns the shards that one equation of `equations` reads, and no other of `program`.
+    """Returns the shards that exactly one equation of `program` reads, if it is in `equations`.
 
-    Gradients of two reads that are available together are added before they are scattered: a table
-    that is also the head's would be scattered twice if one of them had to be ready earlier.
+    Shards with two reads are excluded, because gradients of both reads are added before they are
+    reduce-scattered. A tied table, for example, would be scattered twice if the head's gradient had
+    to be ready earlier.
 
     Args:
       program: a program whose inputs are shards.
-      equations: equations of the program, with a mark at every read.
-      names: names of the parameters that count.
-      operand: position of the shard among a read's operands.
+      equations: equations of the program that contain marks of parameter reads.
+      names: names of the parameters to consider.
+      operand: position of the shard among the operands of a read.
     """
     calls = {call.outvars[0]: call for call in equations if len(call.outvars) == 1}
     marks = [e for e in equations if read_name(e) in names and e.invars[0] in calls]
@@ -61,12 +64,14 @@ def shards_read_once(
 def with_gradients_first(
     run: Callable[..., Any], given_by_loop: Sequence[int], shards: Sequence[int]
 ) -> Callable[..., Any]:
-    """Returns an equivalent function that computes shards' gradients first.
+    """Returns an equivalent function whose backward pass computes the gradients of some shards
+    first.
 
     Args:
       run: a function of arrays.
-      given_by_loop: positions of arguments whose cotangents wait.
-      shards: positions of arguments for whose gradients they wait.
+      given_by_loop: positions of the arguments that a loop over layers computed; their cotangents
+        wait.
+      shards: positions of the arguments whose gradients are computed first.
     """
     places = [*given_by_loop, *shards]
 
@@ -82,8 +87,8 @@ def with_gradients_first(
 
 @jax.custom_vjp
 def together(values: list[jax.Array]) -> list[jax.Array]:
-    """Returns the same values; in the backward pass, no cotangent is used before all are
-    computed.
+    """Returns the values unchanged; in the backward pass, all cotangents become available
+    together.
     """
     return values
 

@@ -53,22 +53,24 @@ def build_gradients(
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
     """Builds the gradient function of a batch, to be traced inside a jitted step.
 
-    It takes `(params, frozen, extras, key_data, batch, loss_factor, copies, scales)`: `params` and
-    `frozen` as stored (shards of global arrays); `key_data` uint32, the key of the step; `batch`
-    {key: [global batch, ...]}; `loss_factor` float32 [], by which the loss is multiplied before it
-    is differentiated, or None; `copies` {name: whole weight in the compute dtype} of parameters
-    with `delta_codes`, or None if there are none; `scales` float32 [microbatches, layers] of
-    `tracing.dropped_layers`, the same on every device, or None without layer drop.
+    The function takes `(params, frozen, extras, key_data, batch, loss_factor, copies, scales)`.
+    `params` and `frozen` are stored parameters (shards of global arrays). `key_data` is the uint32
+    data of the step's random key. `batch` is {key: [global batch, ...]}. `loss_factor` is a float32
+    [] by which the loss is multiplied before it is differentiated, or None. `copies` is {name:
+    unsharded weight in the compute dtype} of parameters with `delta_codes`, or None if there are
+    none. `scales` is float32 [microbatches, layers] from `tracing.dropped_layers`, equal on every
+    device, or None without layer drop.
 
     Args:
       config: configuration of the pass.
-      unsummed: names whose gradients are not summed: each device keeps that of its part of the
-        batch, [devices, *true shape] over the axes of a pass, in the dtype in which it is computed.
+      unsummed: names of parameters whose gradients are not summed over devices. Each device keeps
+        the gradient of its data shard: [devices, *true shape], sharded over the axes of a pass, in
+        the dtype in which it is computed.
 
     Returns:
-      A function that returns `(sums, grads, extras)`: sums (see `zerojax.losses.as_sums`) over the
-      global batch, float32; grads {name: float32, stored shape and spec}, summed, not yet divided
-      by the weight nor by the factor.
+      A function that returns `(sums, grads, extras)`. `sums` are float32 sums over the global batch
+      (see `zerojax.losses.as_sums`). `grads` is {name: float32 gradient with the stored shape and
+      spec}, summed, but not divided by the weight or by the loss factor.
     """
 
     def local(
@@ -99,13 +101,13 @@ def build_differentiation(
 ) -> Callable[..., Any]:
     """Builds the forward and backward pass of one microbatch.
 
-    It reduces only the gradients that the backward pass scatters.
+    Only the gradients that ZeRO scatters inside the backward pass are reduced over devices.
 
     Args:
       config: configuration of the pass.
-      constants: from `prepare_parameters`.
+      constants: values that are not differentiated, from `prepare_parameters`.
       frozen: frozen parameters, as stored.
-      loss_factor: as in `build_gradients`.
+      loss_factor: factor by which the loss is multiplied before it is differentiated; None: 1.
 
     Returns:
       `(inputs, extras, key, batch) -> ((scaled loss, (sums, extras afterwards)), gradients)`. With
@@ -146,7 +148,9 @@ def _accumulate(
     batch: Arrays,
     scales: jax.Array | None,
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """Returns loss sums and gradients of all microbatches of this data shard, not reduced yet."""
+    """Sums losses and gradients over all microbatches of this data shard; not reduced over
+    devices.
+    """
     if config.num_microbatches == 1:
         drawn = () if scales is None else (scales[0],)
         (_, (sums, extras)), grads = differentiate(inputs, extras, key, batch, *drawn)
@@ -176,11 +180,13 @@ def _accumulate(
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """Builds `(params, frozen, extras, key_data, batch, copies) -> sums`, to be traced.
+    """Builds the traced forward function, `(params, frozen, extras, key_data, batch, copies) ->
+    sums`.
 
-    Copies are as in `build_gradients`. Sums are those of `zerojax.losses.as_sums`, over the global
-    batch. Runs `function(model, batch)` in evaluation mode; nothing is differentiated and extras do
-    not change.
+    It runs `function(model, batch)` in evaluation mode; nothing is differentiated, and extras
+    (non-parameter arrays) do not change. The sums are those of `zerojax.losses.as_sums` over the
+    global batch. `copies` is {name: unsharded weight in the compute dtype} of parameters with
+    `delta_codes`, or None if there are none.
     """
     config = dataclasses.replace(config, loss=function)
 
@@ -206,7 +212,7 @@ def build_evaluating(
     batch: Arrays,
     copies: Arrays | None = None,
 ) -> tuple[Callable[..., Arrays], tuple[str, ...]]:
-    """Builds the evaluation of one device, for batches of any size.
+    """Builds the evaluation function that runs on one device, for batches of any size.
 
     Returns:
       (`(extras, key, batch) -> sums`, names of the loss's own metrics).

@@ -1,4 +1,4 @@
-"""Runs one microbatch through the model, and builds the `shard_map` region of the pass."""
+"""Runs one microbatch through the model, and builds the `shard_map` region of a pass."""
 
 from __future__ import annotations
 
@@ -29,27 +29,34 @@ Arrays = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassConfig:
-    """The configuration of a pass over a batch.
+    """Configuration of forward and backward pass over a batch.
 
     Attributes:
-      model, loss: what to run.
-      mesh: a `Mesh`, or an `AbstractMesh` if only the program is needed.
+      model, loss: model and loss function to run.
+      mesh: mesh of the devices; an `AbstractMesh` suffices for tracing and lowering.
       placement, precision: placement of parameters, and dtypes in which they are read and reduced.
-      num_microbatches: microbatches of each device's rows; their gradients are accumulated.
-      reduce_bucket_size, allgather_bucket_size: elements per collective.
-      sequence_sharding: split the residual stream over `model` along the sequence.
-      unroll: run loops over layers as straight code.
-      kept_layers: with layer drop the expected fraction of layers that a step keeps; None without.
-      regather: at stage 3, gather parameters again in the backward pass instead of keeping them.
-      pipeline: distribution of the layers over stages; None with one stage.
-      context: distribution of sequences over `context`; None if each is whole on its device.
-      before_cut: prepares a batch so that its sequences can be split; None if they are not split.
+      num_microbatches: number of microbatches into which each device's rows are divided, for
+        gradient accumulation.
+      reduce_bucket_size, allgather_bucket_size: largest number of elements per collective.
+      sequence_sharding: whether the residual stream is sharded over `model` along the sequence.
+      unroll: whether loops over layers are unrolled.
+      kept_layers: expected fraction of layers that a step runs with layer drop; None without layer
+        drop.
+      regather: whether stage 3 gathers parameters again in the backward pass instead of keeping
+        them.
+      pipeline: distribution of the layers over pipeline stages; None if there is one stage.
+      context: distribution of sequences over the mesh axis `context`; None if sequences are not
+        split.
+      before_cut: function that prepares a batch so that its sequences can be split; None if they
+        are not split.
       offload: layout of state outside device memory; None if there is none.
-      virtual_shards: number of pieces of the batch on any number of devices, so that all give the
-        same bits; None: the batch is split by devices only.
+      virtual_shards: number of pieces into which the batch is divided on any number of devices, for
+        equal bits; None: the batch is divided by devices only.
       metrics: names of the metrics that the loss returns, sorted.
-      tiles: {name: tiles} of the weights of layers that are gathered tile by tile.
-      counted: names of the extras to which passes add sums over the batch, see `model_state`.
+      tiles: {name: tiles} of the layer weights that are gathered tile by tile
+        (`offload.tile_bytes`).
+      counted: names of the extras (non-parameter arrays) to which a pass adds sums over the batch
+        (see `model_state`).
     """
 
     model: Model
@@ -77,8 +84,9 @@ class PassConfig:
     def tree(self) -> TreeOrder | None:
         """Fixed order in which gradients are summed; None if the order is free.
 
-        From stage 2 on the gradients of each virtual shard are exchanged separately, so devices
-        come first; below, a device's gradients are summed before they are exchanged.
+        From stage 2 on, the gradients of each virtual shard are exchanged separately, so the sum
+        over devices comes first. Below stage 2, a device's gradients are summed before they are
+        exchanged.
         """
         if self.virtual_shards is None:
             return None
@@ -107,10 +115,10 @@ def shard_key(key_data: jax.Array) -> jax.Array:
 
 
 def cut_batch(config: PassConfig, batch: Arrays) -> tuple[Arrays, P]:
-    """Returns (batch prepared for the pass, its spec): rows over data axes, tokens over `context`.
+    """Prepares a batch for the pass: returns (batch, its partition spec).
 
-    Of a whole row a device stores only integers for this; tokens are permuted to the order of the
-    devices that hold them.
+    Rows are sharded over the data axes and tokens over `context`. Tokens are permuted to the order
+    of the devices that hold them. Of unsplit rows, a device stores only integer arrays.
     """
     if config.context is None or config.before_cut is None:
         return batch, P(DATA_AXES)
@@ -130,9 +138,9 @@ def run_microbatch(
     """Runs one microbatch with the given parameter values.
 
     Returns:
-      (`losses.as_sums`, extras afterwards).
+      (sums of loss and metrics, see `losses.as_sums`; extras (non-parameter arrays) afterwards).
     """
-    assert batch_axes() != (), "a pass is traced inside of `over_batch`"
+    assert batch_axes() != (), "a pass has to be traced inside of `over_batch`"
     rules = {"sequence": MODEL} if config.sequence_sharding else None
     batch = cast_batch(batch, config.precision.compute_dtype)
     with activation_rules(rules), sequences_split(config.context):
@@ -153,15 +161,17 @@ def map_gradients(
     *,
     unsummed: Collection[str] = (),
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """Maps the gradient function of one device over the mesh; see `build_gradients`.
+    """Maps the gradient function of one device over the mesh by `shard_map` (see
+    `build_gradients`).
 
     Args:
       config: configuration of the pass.
-      local: (params, frozen, extras, key_data, batch, loss_factor) of one device -> (sums, grads,
-        extras); grads {name: in the form of `params`}, the others the same on every device. If
-        there are copies (`LeafPlacement.delta_codes`), also the keyword `copies`; with layer drop,
-        the keyword `scales`.
-      unsummed: names of gradients that each device keeps for itself, [1, ...].
+      local: function of one device, `(params, frozen, extras, key_data, batch, loss_factor) ->
+        (sums, grads, extras)`. `grads` is sharded like `params`; `sums` and `extras` are the same
+        on every device. If there are copies of weights (`LeafPlacement.delta_codes`), it also takes
+        the keyword `copies`; with layer drop, the keyword `scales`.
+      unsummed: names of gradients that are not summed over devices; `local` returns them as [1,
+        ...].
     """
 
     def gradients(
@@ -195,7 +205,9 @@ def map_forward(
     config: PassConfig,
     local: Callable[..., Arrays],
 ) -> Callable[..., Arrays]:
-    """Maps the forward function of one device over the mesh; arguments as in `map_gradients`."""
+    """Maps the forward function of one device over the mesh by `shard_map`, like
+    `map_gradients`.
+    """
 
     def forward(
         params: Arrays,
@@ -221,7 +233,9 @@ def map_forward(
 
 
 def _with_keywords(local: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `local` with its last argument passed as keywords, those that are not None."""
+    """Returns `local` with its last argument, a dict, passed as keywords without the None
+    values.
+    """
 
     @functools.wraps(local)
     def taking(*args: Any) -> Any:
@@ -233,7 +247,7 @@ def _with_keywords(local: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_batch(config: PassConfig, local: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `local` so that its trace knows the mesh axes that split the batch and the experts.
+    """Wraps `local` so that code inside its trace knows the mesh axes that split batch and experts.
 
     Inside `local`, `zerojax.batch_sum` sums over devices and `zerojax.experts` has only the
     device's own experts.

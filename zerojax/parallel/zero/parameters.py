@@ -1,4 +1,4 @@
-"""Gathers parameters, before the pass or at each read, and reduces their gradients."""
+"""Gathers parameters, once per step or at each read, and reduces their gradients."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def _of_access(config: PassConfig, names: Any, *accesses: Access) -> list[str]:
 def leaf_collectives(
     config: PassConfig, names: Any, *, in_model: bool = False
 ) -> dict[str, collectives.LeafCollectives]:
-    """Returns {name: the collectives of that parameter}.
+    """Returns {name: collectives of this parameter}.
 
     Args:
       config: configuration of the pass.
       names: names of sharded parameters.
-      in_model: True: collectives beside the model's computation, which decode codes; False:
-        elsewhere, codes are passed on. For parameters that nodes gather internally, True gives the
-        collectives inside a node and False those between nodes.
+      in_model: True for collectives that run where the model reads the parameter: they decode
+        codes. False for collectives outside of the model: they return codes. For a parameter of
+        which each node holds a copy (`wire.secondary`), True gives the collectives inside a node,
+        and False those between nodes.
     """
     fixed = config.virtual_shards is not None
     leaves = config.placement.leaves
@@ -72,8 +73,7 @@ def leaf_collectives(
 def wire_dtype(config: PassConfig) -> Any:
     """Returns the dtype in which gradients are sent.
 
-    It is that of values rounded to `reduce_dtype`; in the fixed tree it may be a float32 sum of
-    several of them.
+    It is `reduce_dtype`, or float32 if sums of several rounded gradients are sent in a fixed order.
     """
     if config.tree is TreeOrder.LOWEST_FIRST and config.num_microbatches > 1:
         return jnp.float32
@@ -81,10 +81,10 @@ def wire_dtype(config: PassConfig) -> Any:
 
 
 def gradient_dtype(config: PassConfig, leaf: LeafPlacement) -> Any:
-    """Returns the dtype of a gradient that is scattered where it is computed: that of its shard.
+    """Returns the dtype of a gradient that is reduce-scattered inside the backward pass.
 
-    A value read from a shard keeps the precision of the compute dtype, even if gradients are sent
-    in a narrower dtype.
+    It is the dtype of the parameter's shard in the pass. If the model reads the shard itself, the
+    dtype is at least as wide as the compute dtype, even if gradients are sent in a narrower dtype.
     """
     reduce = config.precision.reduce_dtype
     if leaf.gradient_in_full or config.virtual_shards is not None:
@@ -97,18 +97,18 @@ def gradient_dtype(config: PassConfig, leaf: LeafPlacement) -> Any:
 def prepare_parameters(
     config: PassConfig, params: Arrays, frozen: Arrays, copies: Arrays | None = None
 ) -> tuple[Arrays, Arrays]:
-    """Gathers, once per step, the parameters that are gathered once; casts the others.
+    """Gathers the parameters that are gathered once per step, and casts the others.
 
-    Parameters that nodes gather internally are gathered between nodes.
+    Parameters of which each node holds a copy (`wire.secondary`) are gathered between nodes.
 
     Args:
       config: configuration of the pass.
-      params, frozen: as stored.
-      copies: {name: whole value in the compute dtype} of parameters that are not gathered, because
-        every device has them.
+      params, frozen: stored trained and frozen parameters.
+      copies: {name: unsharded value in the compute dtype} of parameters that every device already
+        has (`wire.weights`); None if there are none.
 
     Returns:
-      ({name: differentiated value}, {name: whole value that is only read}).
+      ({name: differentiated value}, {name: unsharded value that is not differentiated}).
     """
     compute = config.precision.compute_dtype
     stored = {**params, **frozen}
@@ -157,10 +157,10 @@ def cast(value: jax.Array, dtype: Any) -> jax.Array:
 
 
 def values_to_read(config: PassConfig, inputs: Arrays, constants: Arrays, frozen: Arrays) -> Arrays:
-    """Returns the values bound into the model for each parameter: a full value, a shard, or (full
-    value, shard).
+    """Returns the value that the model gets for each parameter.
 
-    (whole, shard) is for the early scatter.
+    It is an unsharded value, a shard, or (unsharded value, shard) for a gradient that is
+    reduce-scattered inside the backward pass.
     """
     values = {name: constants[name] for name in frozen}
     for name, value in inputs.items():
@@ -169,10 +169,10 @@ def values_to_read(config: PassConfig, inputs: Arrays, constants: Arrays, frozen
 
 
 def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
-    """Returns {parameter: function applied where the model reads it}, for parameters that are
-    gathered or decoded there.
+    """Returns {parameter: function that the model applies when it reads it}.
 
-    These gather, decode or look up the value, or scatter its gradient.
+    The functions gather, decode or look up a value, or reduce-scatter its gradient. Parameters that
+    need none of these are left out.
     """
     leaves = config.placement.leaves
     on_use = _of_access(config, leaves, Access.GATHER_ON_USE)
@@ -192,7 +192,7 @@ def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
 
 
 def owned_tables(config: PassConfig) -> dict[str, OwnedTable]:
-    """Returns {name: table} of tables whose rows are looked up."""
+    """Returns {name: table} of the tables that are sharded by columns, whose rows are looked up."""
     leaves = config.placement.leaves
     tables = {}
     for name in _of_access(config, leaves, Access.LOOK_UP):
@@ -210,10 +210,10 @@ def owned_tables(config: PassConfig) -> dict[str, OwnedTable]:
 def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
     """Builds the rules that combine the collectives of a layer's parameters into buckets.
 
-    At stage 3 these are gathers, at stage 2 reduce-scatters of gradients. If `config.regather` is
-    set, the backward pass gathers again.
-    Frozen parameters have separate buckets, because none of their gradients is scattered. Decoded
-    values are never kept for the backward pass, at any stage.
+    At stage 3 these collectives are all-gathers, at stage 2 reduce-scatters of gradients. If
+    `config.regather` is set, the backward pass gathers again. Frozen parameters have separate
+    buckets, because none of their gradients is scattered. Decoded values are never kept for the
+    backward pass, at any stage.
     """
     placed = config.placement.leaves
     accesses = Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY
@@ -256,31 +256,30 @@ def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
 
 
 def _slice_size(leaf: LeafPlacement) -> int:
-    """Returns the number of elements that one read of a parameter returns; for a stack, those of
-    one layer.
+    """Returns the number of elements that one read of a parameter returns (one layer of a
+    stack).
     """
     return math.prod(leaf.shape) // max(leaf.num_slices, 1)
 
 
 _AXES_OF_EXPERTS = tuple(axis for axis in PASS_AXES if axis != EXPERT)
 _GRADIENT_DTYPE = jnp.float32
-"""Dtype of gradients as the optimizer gets them."""
+"""Dtype of the gradients that the optimizer gets."""
 
 
 def _summed_over(config: PassConfig, leaf: LeafPlacement) -> tuple[str, ...]:
-    """Returns the axes over which the gradient of a replicated parameter has to be summed."""
+    """Returns the mesh axes over which the gradient of an unsharded parameter is summed."""
     if leaf.expert_dim is not None:
-        return _AXES_OF_EXPERTS  # rows came from all devices of `expert`
+        return _AXES_OF_EXPERTS  # token rows of all devices along `expert` are included already
     return MANUAL_AXES if config.pipeline and leaf.layer_rows is None else PASS_AXES
 
 
 def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
-    """Sums gradients over the axes of a pass and returns them as stored.
+    """Sums gradients over devices; returns them with the sharding of their parameters.
 
-    They are sharded as the placement says, and float32, except for parameters that are updated in
-    slices: these keep the dtype in which they were summed. Under a pipeline the gradients of
-    parameters that every stage reads are also summed over `stage`: each stage has its own part,
-    most have none.
+    The result is float32, except for parameters that are updated in slices: their gradients keep
+    the dtype in which they were summed. In a pipeline, gradients of parameters outside the layers
+    are also summed over `stage`, because each stage computes only a part of the gradient.
     """
     leaves = config.placement.leaves
     bucket_size = config.reduce_bucket_size
@@ -308,7 +307,7 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
     if config.placement.axis_sizes[REPLICA] > 1:
         shards = summed(shards, (REPLICA,))
     reduced |= shards
-    # Sliced updates cast each slice: casting here would give their loop all of it in float32.
+    # Sliced updates cast each slice; a cast here would store the whole gradient in float32.
     sliced = config.offload.leaves if config.offload is not None else {}
     return {
         name: reduced[name] if name in sliced else reduced[name].astype(_GRADIENT_DTYPE)

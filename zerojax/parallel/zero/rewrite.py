@@ -1,16 +1,16 @@
 """Rewrites the loss program: one collective per layer, and gathers repeated in the backward pass.
 
-**Buckets.** The reads in the body of one loop, which is one layer, are joined, so that gathering
-them, and scattering their gradients, takes one collective instead of one per parameter. Outside of
-loops a layer is the set of parameters with the same number in their names
-(`parallel.zero.straight_parts`), and a straight piece of the program is cut where the reads of
-another layer begin.
+**Buckets.** All reads in the body of one loop (one layer) are joined. So one collective gathers all
+parameters of the layer, and one scatters their gradients, instead of one per parameter. Outside of
+loops, a layer is the set of parameters with the same number in their names
+(`parallel.zero.straight_parts`). A straight-line part of the program (without loops or calls that
+read parameters) is cut where the reads of another layer begin.
 
 **Repeated gathers.** `jax.checkpoint` around a whole loss would run a loop over layers a second
-time, and that loop would stack the gathered parameters of all layers for the backward loop. So
-every body of a loop, and every straight piece of the program, gets its own checkpoint. It saves
-what a plain backward pass saves, except for gathers and for operations that cost nothing to repeat.
-The model's own checkpoints stay as they are. Values decoded from codes
+time, and that loop would stack the gathered parameters of all layers for the backward loop. So the
+body of each loop, and each straight-line part, gets its own checkpoint. It saves the same values as
+a backward pass without checkpoint, except for gathered values and for operations that cost nothing
+to repeat. The model's own checkpoints stay unchanged. Values decoded from codes
 (`collectives.decode_on_use`) are decoded again in the same way.
 """
 
@@ -41,7 +41,8 @@ from zerojax.tracing.jaxpr import (
 )
 from zerojax.tracing.trees import layer_of
 
-# Saved, these would be copies of gathered parameters; recomputed, they fuse into another kernel.
+# Layout changes are recomputed: saved results would be copies of gathered parameters, and the
+# recomputation fuses into another kernel.
 _LAYOUT = frozenset(
     [
         "broadcast_in_dim",
@@ -60,15 +61,16 @@ _LAYOUT = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rewriting:
-    """The rules for rewriting a program.
+    """Rewrites loss programs by these rules; call it with the loss function.
 
     Attributes:
-      shapes: name -> shape in a step of every parameter whose read may be joined with others.
-      buckets: divides such names into groups, each for one collective.
-      read_together: (names, operands of each read) -> results of each read.
-      regather: keep no gathered value for the backward pass.
-      everywhere: outside of loops, too, join all reads, not only those of one layer.
-      trained: names of parameters with a gradient that is scattered where it is computed.
+      shapes: {name: shape on a device} of each parameter whose reads may be joined with other
+        reads.
+      buckets: function that divides such names into groups; each group uses one collective.
+      read_together: `(names, operands of each read) -> results of each read`, by one collective.
+      regather: whether gathered values are dropped after the forward pass and gathered again.
+      everywhere: whether reads outside of loops are joined across layers.
+      trained: names of parameters whose gradients are reduce-scattered inside the backward pass.
       shard_operand: position of the shard among a read's operands.
     """
 
@@ -81,7 +83,9 @@ class Rewriting:
     shard_operand: int = 0
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `function` with the same values and derivatives, by the rewritten program."""
+        """Returns a function with the same values and derivatives that runs the rewritten
+        program.
+        """
 
         def rewritten(*args: Any) -> Any:
             program, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -92,11 +96,10 @@ class Rewriting:
 
 
 def is_made_again(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint policy must recompute, not save, the result of a traced
-    operation.
+    """Returns whether a checkpoint policy must recompute the result of an operation, not save it.
 
-    True for zerojax's gathers, decoded weights, and marks of gathered experts. A gather is in a
-    `shard_map` inside a `custom_vjp` call; the policy sees that call if the parameter is not
+    This holds for zerojax's gathers, decoded weights, and marks of gathered experts. A gather is in
+    a `shard_map` inside a `custom_vjp` call; the policy sees that call if the parameter is not
     differentiated (frozen).
     """
     if primitive.name == "all_gather":
@@ -128,12 +131,12 @@ def _without_gathers(policy: Any) -> Any:
     return refuse_gathers
 
 
-# --- the program, piece by piece ------------------------------------------------------------------
+# --- evaluation of the program, part by part ------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Surroundings:
-    """Context of a program: whether it is in a loop (which needs no guard against CSE) or a model's
+    """Context of a program: whether it is in a loop (where `prevent_cse` is not needed) or in a
     checkpoint.
     """
 
@@ -144,7 +147,7 @@ class _Surroundings:
 def _evaluate(
     rules: Rewriting, closed: ClosedJaxpr, inputs: Sequence[Any], where: _Surroundings
 ) -> list[Any]:
-    """Evaluates a program, rewritten by `rules`, and returns its outputs."""
+    """Evaluates a program with the rewriting `rules` applied; returns its outputs."""
     of_loops = given_by_loops(closed.jaxpr, lambda equation: _trains(rules, equation))
 
     def run_piece(
@@ -199,7 +202,7 @@ def _places(taken: Sequence[Any], wanted: Set[Any]) -> list[int]:
 def _is_structured(equation: Any) -> bool:
     """Returns whether an equation is a loop, branch, checkpoint or call that reads parameters.
 
-    Of branches only those that all devices take alike read a parameter that is not whole (`reads`).
+    A `cond` with such reads takes the same branch on all devices; the plan has checked this.
     """
     kind = equation.primitive.name
     return (kind in ("scan", "cond", "jit", "pjit") or is_checkpoint(equation)) and _reads(equation)
@@ -251,12 +254,12 @@ def _evaluate_scan(rules: Rewriting, equation: Any, inputs: Sequence[Any]) -> Se
     return [*carry, *items]
 
 
-# --- one piece ------------------------------------------------------------------------------------
+# --- one straight-line part -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """One read of a parameter: name, equation, and the variable that holds the result."""
+    """One read of a parameter: its name, its equation, and the variable of the result."""
 
     name: str
     call: Any
@@ -271,14 +274,16 @@ def _piece(
     needed: Sequence[Any],
     where: _Surroundings,
 ) -> Callable[..., Sequence[Any]]:
-    """Returns straight-line equations as a function of their inputs, with the reads of a layer
-    merged.
+    """Returns straight-line equations as a function in which the parameter reads of a layer are
+    joined.
+
+    Each group of joined reads needs only one collective.
     """
     by_number = not (where.in_loop or rules.everywhere)
     groups = _groups(rules, equations, taken, needed, by_number=by_number)
     together = [read for group in groups for read in group]
     done = {id(read.call) for read in together}
-    # Drop the marks: a mark between a parameter and its use would make a scan stack copies of it.
+    # Marks are dropped: a mark between a parameter and its use would make a scan stack copies.
     marked = {eqn.outvars[0]: eqn.invars[0] for eqn in equations if read_name(eqn) is not None}
     rest = [
         equation.replace(
@@ -322,15 +327,20 @@ def _groups(
     *,
     by_number: bool,
 ) -> list[list[_Read]]:
-    """Groups reads that depend only on the inputs of a straight-line part into buckets of two or
-    more.
+    """Groups the reads of a straight-line part that can share a collective; returns groups of two
+    or more.
 
-    A read whose result is not used is in no group: `if self.scale` in a Flax layer is such a read,
-    and only the read after it counts.
+    A read is grouped only if it depends on nothing but inputs of the part. A read whose result is
+    not used is in no group: `if self.scale` in a Flax layer is such a read, and only the read after
+    it counts.
 
     Args:
-      by_number: True: a layer is the set of names with the same number, and reads without one stay
-        alone. False: the whole piece is one layer.
+      rules: rules of the rewriting.
+      equations: equations of the part.
+      taken: inputs of the part.
+      needed: outputs of the part.
+      by_number: True: a layer is the set of names with the same number, and reads of names without
+        a number are not grouped. False: the part is one layer.
     """
     outside, used = set(taken), {*needed}
     for equation in equations:
@@ -347,8 +357,8 @@ def _groups(
         if name not in rules.shapes or not given <= outside:
             continue
         shape, (result,) = rules.shapes[name], call.outvars
-        # Under vmap a value has extra dimensions; then the read stays as it is, and so does a
-        # second read of the same parameter.
+        # A read under vmap, whose value has extra dimensions, is not grouped, nor is a second
+        # read of the same parameter.
         if result.aval.shape == shape[len(shape) - result.aval.ndim :]:
             reads.setdefault(name, _Read(name, call, result))
     layers: dict[str, list[str]] = {"": list(reads)} if not by_number else {}

@@ -1,7 +1,7 @@
 """Finds the layers in straight-line parts of a program by the numbers in parameter names.
 
 A loop over layers has one layer in its body. Layers that a Python loop calls follow each other in
-one piece; only names such as `layers/3/attn/q` show where one ends.
+one straight-line part; only names such as `layers/3/attn/q` show where a layer ends.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def cut_at_layers(equations: Sequence[Any], needed: Sequence[Any]) -> list[list[
     """Splits straight-line equations at the first read of each layer's parameters.
 
     No value computed from parameters alone crosses a cut: a checkpoint around the following part
-    would save that value for the backward pass. A value that a model computes from all parameters
-    beforehand, such as a cast, is therefore in one part with its uses.
+    would save that value for the backward pass. So a value that a model computes in advance from
+    all parameters, such as a cast, is moved into the part that uses it.
 
     Args:
-      equations: in order, with a mark at every read.
+      equations: equations in order, with a mark at every read of a parameter.
       needed: variables that are needed later.
     """
     if not equations:
@@ -47,7 +47,9 @@ def cut_at_layers(equations: Sequence[Any], needed: Sequence[Any]) -> list[list[
 
 
 def _names_read(equations: Sequence[Any]) -> dict[Any, str]:
-    """Returns {variable with a parameter's value, before its mark: parameter name}."""
+    """Returns {variable with the value of a parameter (operand of the mark): name of the
+    parameter}.
+    """
     marks = ((e.invars[0], read_name(e)) for e in equations if e.invars)
     return {variable: name for variable, name in marks if name is not None}
 
@@ -72,11 +74,11 @@ def run_in_turn(
     """Returns straight-line equations as a function that runs their parts in sequence.
 
     Args:
-      parts: equations of the piece, cut.
+      parts: straight-line equations, divided into parts.
       program: the program that contains them.
-      taken: inputs of the piece.
-      needed: outputs of the piece.
-      run_part: (program, equations, taken, needed) -> the part as a function of its inputs.
+      taken: input variables of the straight-line equations.
+      needed: variables of the result.
+      run_part: `(program, equations, taken, needed) -> function`; builds the function of one part.
     """
     later = set(needed)
     wanted: list[list[Any]] = []

@@ -1,8 +1,9 @@
-"""Rewrites the loss program: gathers of table rows become lookups at the devices that hold them.
+"""Rewrites the loss program: gathers of table rows become lookups on the devices with the columns.
 
-A read of such a table returns a marked stand-in, whose values are never used. The program is then
-evaluated with the gathers from stand-ins replaced; the plan has checked
-(`zerojax.tracing.row_lookups`) that no other operation takes one.
+Such tables are sharded by columns (`owned_tables`). A read of such a table returns a marked
+placeholder, whose values are never used. The program is then evaluated with the gathers from
+placeholders replaced. The plan has checked (`zerojax.tracing.row_lookups`) that no other operation
+uses a placeholder.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STAND_IN = "zerojax.stand_in:"
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """Replaces the read of a looked-up table: returns a marked array of zeros."""
+    """Replaces the read of a table that is sharded by columns: returns a placeholder of zeros."""
 
     name: str
     table: OwnedTable
@@ -43,12 +44,12 @@ def with_lookups(
     tables: Mapping[str, OwnedTable],
     shards_of: Callable[..., Mapping[str, jax.Array]],
 ) -> Callable[..., Any]:
-    """Returns `function`, in which gathers of table rows are lookups at the owning devices.
+    """Returns `function` with gathers of table rows replaced by lookups on other devices.
 
     Args:
-      function: reads every one of `tables` by its `StandIn`.
+      function: function that reads each of `tables` through its `StandIn`.
       tables: {name: table}.
-      shards_of: arguments of `function` -> {name: this device's columns}.
+      shards_of: function that maps the arguments of `function` to {name: this device's columns}.
     """
 
     def rewritten(*args: Any) -> Any:
@@ -68,21 +69,21 @@ class _Rules:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """The table that a variable represents, and the dtypes to which it was cast, in order."""
+    """The table that a variable stands for, and the dtypes to which it was cast, in order."""
 
     name: str
     casts: tuple[Any, ...] = ()
 
 
 def _marked(equation: Any) -> str | None:
-    """Returns the table whose stand-in an equation marks, or None."""
+    """Returns the name of the table whose placeholder an equation marks, or None."""
     if equation.primitive.name != "name" or not equation.params["name"].startswith(_STAND_IN):
         return None
     return equation.params["name"].removeprefix(_STAND_IN)
 
 
 def _has_mark(equation: Any) -> bool:
-    """Returns whether an equation marks a stand-in, at any depth."""
+    """Returns whether an equation, or a program inside it, marks a placeholder."""
     return _marked(equation) is not None or any(
         _has_mark(inner) for program in inner_programs(equation.params) for inner in program.eqns
     )
@@ -104,14 +105,14 @@ def _held_among(values: Sequence[Any]) -> list[_Held | None]:
 
 
 def _follow(program: Jaxpr, inputs: Sequence[_Held | None]) -> tuple[set[int], list[_Held | None]]:
-    """Follows the tables through a program.
+    """Finds the equations of a program that use tables.
 
     Args:
-      inputs: inputs of the program; None for arrays.
+      inputs: the table that each input stands for; None for arrays.
 
     Returns:
-      (ids of the equations that create or take a table, also at any depth; tables among the
-      outputs).
+      (`id` of each equation that creates or uses a table, also in nested programs; the table that
+      each output stands for, or None).
     """
     held = {v: one for v, one in zip(program.invars, inputs, strict=True) if one is not None}
     apart = set()
@@ -129,7 +130,7 @@ def _follow(program: Jaxpr, inputs: Sequence[_Held | None]) -> tuple[set[int], l
 
 
 def _tables_made(equation: Any, given: Sequence[_Held | None]) -> list[_Held | None]:
-    """Returns for each result of an equation the table that it represents, or None."""
+    """Returns, for each result of an equation, the table that it stands for, or None."""
     kind, name = equation.primitive.name, _marked(equation)
     if name is not None:
         return [_Held(name)]
@@ -153,12 +154,12 @@ def _run(rules: _Rules, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
         return _evaluate(rules, program_of(equation), given)
     if is_checkpoint(equation):
         return _run_checkpoint(rules, equation, given)
-    assert takes_rows(equation), f"the plan has not seen that a table goes into {kind}"
+    assert takes_rows(equation), f"the plan did not notice that {kind} uses a table"
     return [_look_up(rules, equation, *given)]
 
 
 def _look_up(rules: _Rules, equation: Any, held: _Held, indices: jax.Array) -> jax.Array:
-    """Returns the result of a gather with [..., 1] indices, rows in the dimension that it names."""
+    """Evaluates a gather of table rows, with [..., 1] indices, by a lookup on all devices."""
     params = equation.params
     rows = take_rows(
         rules.tables[held.name],
@@ -188,7 +189,7 @@ def _run_checkpoint(rules: _Rules, equation: Any, given: Sequence[Any]) -> Seque
 
 
 def _joined(tables: Sequence[_Held | None], arrays: Sequence[Any]) -> list[Any]:
-    """Merges two lists: returns `tables` with the next item of `arrays` in place of each None."""
+    """Fills gaps: returns `tables` with each None replaced by the next item of `arrays`."""
     rest = iter(arrays)
     return [next(rest) if table is None else table for table in tables]
 

@@ -1,10 +1,11 @@
-"""Runs a reproducible pass: the batch has the same pieces on any number of devices.
+"""Runs a reproducible pass: the batch is divided into the same pieces on any number of devices.
 
-The batch has `virtual_shards` pieces of equal rows; each device computes its own pieces, which have
-consecutive numbers, one after the other. So each forward and backward pass has the same shapes on
-every mesh, and fusion barriers around it make it compile to the same code. Sums follow the tree of
-`parallel.sums`. At stages 0 and 1 a device sums its pieces before the one reduction; from stage 2
-on the gradients of each piece are reduced separately, also of parameters that are gathered once.
+The batch has `virtual_shards` pieces with equal numbers of rows. Each device computes its own
+pieces, which have consecutive numbers, one after the other. So each forward and backward pass has
+the same shapes on every mesh, and fusion barriers around it make it compile to the same code. Sums
+follow the tree of `parallel.sums`. At ZeRO stages 0 and 1 a device sums the gradients of its pieces
+before a single reduction. From stage 2 on, the gradients of each piece are reduced separately, also
+those of parameters that are gathered once per step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ _EARLY = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 
 
 def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """Builds the gradient function with equal bits on every mesh, as `build_gradients`."""
+    """Builds a gradient function that gives equal bits on every mesh, like `zero.build_gradients`.
+
+    It divides the batch into virtual shards, which are equal pieces on any number of devices.
+    """
     count, order, zeros = config.num_microbatches, config.tree, no_sums(config.metrics)
     assert order is not None
 
@@ -80,7 +84,7 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
             noted, earlier = carried
             row = jnp.stack(jax.tree.leaves(sums))
             noted = lax.dynamic_update_index_in_dim(noted, row, number, 0)
-            # Each piece begins with the step's extras, so its increments of counts are added.
+            # Each piece begins with the step's extras, so the increments of counts are summed.
             more = model_state.added(extras, rest, config.counted)
             rest |= {name: earlier[name] + x for name, x in more.items()}
             rest = model_state.after_microbatch(earlier, rest, overwritten)
@@ -113,7 +117,10 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
 
 
 def build_virtual_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """Builds the forward function with equal bits on every mesh, as `build_forward`."""
+    """Builds a forward function that gives equal bits on every mesh, like `zero.build_forward`.
+
+    It divides the batch into virtual shards, which are equal pieces on any number of devices.
+    """
     config = dataclasses.replace(config, loss=function)
     count = config.num_microbatches
 
@@ -139,9 +146,9 @@ def _check_rows(batch: Arrays, count: int) -> None:
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % count:
         raise ValueError(
-            f"the evaluation batch has {rows} rows on each device, but deterministic='mesh' "
-            "computes "
-            f"{count} equal parts of them in sequence; use a multiple of {count} rows per device"
+            f"the evaluation batch has {rows} rows on each device, but with deterministic='mesh' "
+            f"each device divides its rows into {count} equal parts; use a multiple of {count} "
+            "rows per device"
         )
 
 
@@ -150,22 +157,24 @@ def _piece(pieces: Arrays, number: jax.Array) -> Arrays:
 
 
 def virtual_key(key_data: jax.Array, number: jax.Array, count: int) -> jax.Array:
-    """Folds the number of a virtual shard into the step's key, whichever device computes it.
+    """Folds the number of a virtual shard into the step's key; the result does not depend on the
+    mesh.
 
     Args:
       key_data: key data of the step.
-      number: index among this device's pieces.
-      count: number of this device's pieces.
+      number: index of the virtual shard (piece of the batch) among those of this device.
+      count: number of virtual shards of this device.
     """
     index = lax.axis_index(DATA) * count + number
     return jax.random.fold_in(jax.random.wrap_key_data(key_data), index)
 
 
 def sum_of_pieces(noted: jax.Array) -> jax.Array:
-    """Sums numbers over all virtual shards; each device has recorded those of its own.
+    """Sums recorded numbers over all virtual shards of all devices.
 
     Args:
-      noted: float32 [pieces of this device, numbers].
+      noted: numbers of this device's virtual shards, float32 [virtual shards of this device,
+        numbers].
     """
 
     def gather(mine: jax.Array) -> jax.Array:
@@ -196,7 +205,9 @@ def _round(config: PassConfig, grads: Arrays) -> Arrays:
 
 
 def _reduce(config: PassConfig, grads: Arrays) -> Arrays:
-    """Sums, over the devices, gradients that are not scattered yet; as stored, float32."""
+    """Sums gradients over devices, unless the backward pass has scattered them; float32, as
+    stored.
+    """
     leaves = config.placement.leaves
     once = {n: g for n, g in grads.items() if leaves[n].access is Access.GATHER_ONCE}
     table = leaf_collectives(config, once)
@@ -211,7 +222,7 @@ def _sum_changes(config: PassConfig, changes: Arrays) -> Arrays:
 
 
 def _sum_whole(config: PassConfig, values: Arrays, wire: Any) -> Arrays:
-    """Sums replicated values over the devices in float32, with one exchange per bucket."""
+    """Sums unsharded gradients over the devices in float32, with one exchange per bucket."""
     assert config.tree is not None
     order = config.tree
     sizes = {name: value.size for name, value in values.items()}

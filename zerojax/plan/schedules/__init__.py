@@ -1,4 +1,5 @@
-"""Pipeline schedules as tables: built, checked, simulated, drawn and lowered.
+"""Pipeline schedules as tables: building, checking, simulating and drawing them, and converting
+them to the executor's arrays.
 
 The package imports no JAX.
 """

@@ -1,4 +1,4 @@
-"""Draws a schedule: text for terminals, at most 100 columns wide, and SVG."""
+"""Draws a pipeline schedule as text of at most 100 columns, and as SVG."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ COLOURS = {"F": "#4c78a8", "B": "#e45756", "W": "#54a24b"}
 MEANINGS = {"F": "forward", "B": "backward", "W": "gradient of the weights"}
 LANE, GAP, LEFT, TOP = 28, 6, 70, 54
 SMALLEST_BOX = 22.0
-"""Width in pixels of the cheapest operation; less if another one costs over 10 times as much."""
+"""Width in pixels of the box of the cheapest operation; the box is narrower if another operation
+costs more than 10 times as much."""
 
 
 def chunk_letter(chunk: int) -> str:
@@ -27,15 +28,17 @@ def chunk_letter(chunk: int) -> str:
 
 
 def label(operation: Operation, num_chunks: int) -> str:
-    """Returns the microbatch, with a letter for its chunk if there are several: `4` or `4b`."""
+    """Returns the text of an operation: its microbatch, with a letter for its chunk if there are
+    several, such as `4` or `4b`."""
     letter = chunk_letter(operation.chunk) if num_chunks > 1 else ""
     return f"{operation.microbatch}{letter}"
 
 
 def draw(schedule: Schedule) -> str:
-    """Draws one row per stage and slot, one column per tick, `.` for an idle slot.
+    """Draws a schedule as text with one row per stage and slot, one column per tick, and `.` for an
+    idle slot.
 
-    Wide tables continue below; in long tables the middle is left out.
+    Wide tables continue below; the middle of long tables is left out.
     """
     rows = _label_rows(schedule)
     heads = [head for head, _ in rows]
@@ -60,12 +63,14 @@ def draw(schedule: Schedule) -> str:
 
 
 def draw_short(schedule: Schedule, width: int = WIDTH) -> str:
-    """Draws one block; in a wide table the middle is left out.
+    """Draws a schedule as one block of text; the middle of a wide table is left out.
 
-    A table of more than `SHORT_ROWS` rows is not drawn; the text names the command that draws it.
+    A table with more than `SHORT_ROWS` rows is not drawn; the text then states the command that
+    draws it.
 
     Args:
-      width: available columns.
+      schedule: the schedule.
+      width: number of available columns.
     """
     rows = _label_rows(schedule)
     if len(rows) > SHORT_ROWS:
@@ -91,7 +96,7 @@ def draw_short(schedule: Schedule, width: int = WIDTH) -> str:
 
 
 def _see(schedule: Schedule) -> str:
-    """Returns the command that draws the whole schedule."""
+    """Returns a text with the command that draws the whole schedule."""
     if schedule.name not in SCHEDULES:
         return "see `zerojax schedule FILE.csv --svg FILE`"
     words = f"{schedule.name} --stages {schedule.num_stages} "
@@ -101,7 +106,7 @@ def _see(schedule: Schedule) -> str:
 
 
 def _label_rows(schedule: Schedule) -> list[tuple[str, list[str]]]:
-    """Returns (heading, one text for each tick), stage by stage and slot by slot."""
+    """Returns (heading, one text for each tick) for every stage and slot."""
     kinds = KINDS if schedule.splits_backward else KINDS[:2]
     rows = []
     for stage in range(schedule.num_stages):
@@ -116,7 +121,7 @@ def _label_rows(schedule: Schedule) -> list[tuple[str, list[str]]]:
 
 
 def describe(schedule: Schedule, simulation: Simulation) -> str:
-    """Describes the picture in words and numbers."""
+    """Describes a drawn schedule in words and numbers."""
     split = schedule.splits_backward
     slots = "F forward, B backward" + (" (gradient of the input), W gradient of weights" * split)
     chunks = schedule.num_chunks
@@ -146,13 +151,14 @@ def _describe_bubble(simulation: Simulation) -> str:
 
 
 def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
-    """Draws lanes of stages over time, all stages in lockstep; a box for each operation.
+    """Draws a schedule as SVG: one lane per stage over time, in lockstep, with a box for each
+    operation.
 
-    The width of a box is its cost, lighter boxes are later chunks, and the tooltip of a box names
-    its operation, stage and tick.
+    The width of a box is the operation's cost, later chunks are lighter, and the tooltip of a box
+    states its operation, stage and tick.
 
     Raises:
-      ScheduleError: the table cannot run.
+      ScheduleError: the schedule cannot run.
     """
     costs = costs or Costs()
     simulation = simulate(schedule, costs)
@@ -185,7 +191,8 @@ def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
 
 
 def _pixels_per_time(times: list[float]) -> float:
-    """Returns a scale at which the cheapest operation has a readable box.
+    """Returns the scale, in pixels per unit of time, at which the cheapest operation has a readable
+    box.
 
     The box is narrower if another operation costs more than 10 times as much.
     """

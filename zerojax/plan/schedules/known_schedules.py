@@ -1,4 +1,4 @@
-"""Builds known schedules (1F1B, GPipe, interleaved, zero-bubble) by name, others from CSV files.
+"""Builds known pipeline schedules (1F1B, GPipe, interleaved, zero-bubble) by name, others from CSV.
 
 The papers let a stage start as soon as its input arrives. In one compiled program the stages run in
 lockstep, so here a tick has one F slot and one B slot and stages fill both (see `Schedule`). This
@@ -48,21 +48,22 @@ SCHEDULES = {
     "zb_v": "as zb_h1, with two chunks placed like a V; all stages need the same memory",
     "1f1b_classic": "1f1b as published, for comparison; half of its slots are idle in lockstep",
 }
-"""Name -> one line on what it is good for."""
+"""{name of a schedule: line that says what it is good for}."""
 
 MAX_OPERATIONS = 50_000
-"""Maximum forwards in one table; larger tables cannot be compiled in practice."""
+"""Largest number of forward operations in one table; larger tables cannot be compiled in
+practice."""
 
 MAX_STAGES = 256
-"""Maximum stages in one table, which grows with their square."""
+"""Largest number of stages in one table, whose size grows with their square."""
 
 _EXAMPLE = "`zerojax schedule 1f1b --stages 4 --microbatches 8 --csv mine.csv`"
-"""The command that writes an example table."""
+"""Command that writes an example of a table."""
 
 _WITH_CHUNKS = re.compile(r"(\w+)\((\d+)\)")
 
 Ticks = Mapping[tuple[str, int, int], int]
-"""(kind, virtual stage, microbatch) -> tick."""
+"""{(kind, virtual stage, microbatch): tick}."""
 
 
 def make_schedule(
@@ -72,17 +73,18 @@ def make_schedule(
     microbatches: int | None = None,
     chunks: int | None = None,
 ) -> Schedule:
-    """Makes a schedule and checks it.
+    """Makes a pipeline schedule and checks that it can run.
 
     Args:
-      source: a name of `SCHEDULES` (`interleaved(4)` sets chunks), the path of a CSV file, or a
-        `Schedule` of the user's own, also as the mapping of its fields in a run's config.
-      stages: number of pipeline stages; must agree with the table if the user gives one.
-      microbatches: number of microbatches in a step; likewise.
-      chunks: pieces of the model on each stage; None takes 2 for interleaved and zb_v, else 1.
+      source: a name in `SCHEDULES` (`interleaved(4)` sets chunks), the path of a CSV file, or a
+        user's own `Schedule`, which may also be a mapping of its fields as in a run's config.
+      stages: number of pipeline stages; for a user's own table it must agree with the table.
+      microbatches: number of microbatches in a step; for a user's own table it must agree with the
+        table.
+      chunks: number of parts of the model on each stage; None: 2 for interleaved and zb_v, else 1.
 
     Raises:
-      ScheduleError: unknown name, unsupported numbers, or a table that cannot run.
+      ScheduleError: an unknown name, unsupported numbers, or a table that cannot run.
       OSError: the file cannot be read.
 
     >>> make_schedule("1f1b", stages=4, microbatches=8).num_ticks
@@ -101,10 +103,8 @@ def make_schedule(
 
 
 def forward_schedule(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Returns a schedule over the same stages and chunks whose forwards run without gaps.
-
-    For evaluation, with any number of microbatches: see `build_forward`.
-    """
+    """Returns a schedule for evaluation over the same stages and chunks, with any number of
+    microbatches; its forward passes run without gaps."""
     return build_forward(
         schedule.num_stages, num_microbatches, schedule.num_chunks, schedule.placement
     )
@@ -148,7 +148,8 @@ def _make_named(
 
 
 def _split_name(source: str, chunks: int | None) -> tuple[str, int | None]:
-    """Splits `interleaved(4)` into name and chunks; raises on unknown names."""
+    """Splits a text such as `interleaved(4)` into name and number of chunks; raises if the name is
+    unknown."""
     name, match = source, _WITH_CHUNKS.fullmatch(source)
     if match is not None:
         name, written = match[1], int(match[2])
@@ -169,7 +170,7 @@ def _split_name(source: str, chunks: int | None) -> tuple[str, int | None]:
 
 
 def _check_numbers(name: str, stages: int, microbatches: int, chunks: int | None) -> int:
-    """Returns the number of chunks; raises on numbers that `name` does not support."""
+    """Returns the number of chunks; raises if the schedule `name` does not support the numbers."""
     own = {"interleaved": 2, "zb_v": 2}.get(name, 1)
     chunks = own if chunks is None else chunks
     for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
@@ -183,12 +184,12 @@ def _check_numbers(name: str, stages: int, microbatches: int, chunks: int | None
             f"use chunks={own} or interleaved({max(chunks, 2)})"
         )
     if stages > MAX_STAGES:
-        raise ScheduleError(f"stages={stages}, the limit is {MAX_STAGES}; use fewer stages")
+        raise ScheduleError(f"stages={stages} is above the limit {MAX_STAGES}; use fewer stages")
     number = stages * microbatches * chunks
     if number > MAX_OPERATIONS:
         raise ScheduleError(
             f"{stages} stages x {microbatches} microbatches x {chunks} chunks = {number:,} "
-            f"forwards, the limit is {MAX_OPERATIONS:,}; {_fewer(name, stages, chunks)}"
+            f"forwards, above the limit {MAX_OPERATIONS:,}; {_fewer(name, stages, chunks)}"
         )
     return chunks
 
@@ -228,7 +229,7 @@ def _check_interleaved(stages: int, microbatches: int, chunks: int) -> None:
 
 
 def assemble(name: str, ticks: Ticks, num_stages: int, placement: str = "loop") -> Schedule:
-    """Builds the table from the tick of every operation."""
+    """Builds a schedule from the tick of every operation."""
     cells: list[list[list[Operation]]] = [
         [[] for _ in range(num_stages)] for _ in range(1 + max(ticks.values()))
     ]
@@ -249,7 +250,8 @@ def assemble(name: str, ticks: Ticks, num_stages: int, placement: str = "loop") 
 def build_gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """Builds GPipe: all forwards, then all backwards in the opposite order (arXiv:1811.06965).
 
-    Bubble (p-1)/(m+p-1); every stage holds all m microbatches.
+    With p stages and m microbatches the bubble is (p-1)/(m+p-1), and every stage stores all m
+    microbatches.
     """
     p, m = num_stages, num_microbatches
     ticks = {}
@@ -261,10 +263,10 @@ def build_gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def build_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Builds 1F1B with one forward and one backward in every tick: the default.
+    """Builds 1F1B with one forward and one backward in every tick, which is the default schedule.
 
-    The bubble is that of 1F1B (arXiv:2104.04473), (p-1)/(m+p-1), also with stages in lockstep;
-    stage s holds min(m, 2(p-1-s)+1) microbatches, for any m.
+    With p stages and m microbatches the bubble is that of 1F1B (arXiv:2104.04473), (p-1)/(m+p-1),
+    also in lockstep. Stage s stores min(m, 2(p-1-s)+1) microbatches.
     """
     p, m = num_stages, num_microbatches
     ticks = {}
@@ -276,10 +278,11 @@ def build_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def build_1f1b_classic(num_stages: int, num_microbatches: int) -> Schedule:
-    """Builds 1F1B as published (arXiv:2104.04473): one operation per tick.
+    """Builds 1F1B as published (arXiv:2104.04473), with one operation per tick.
 
-    Stage s holds min(m, p-s) microbatches. The bubble is (p-1)/(m+p-1) only where stages do not
-    wait for each other; in lockstep, half of all slots are empty.
+    With p stages and m microbatches stage s stores min(m, p-s) microbatches. The bubble is
+    (p-1)/(m+p-1) only if stages do not wait for each other; in lockstep half of all slots are
+    empty.
     """
     p, m = num_stages, num_microbatches
     orders = []
@@ -309,7 +312,8 @@ def build_1f1b_classic(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def _input_of(kind: str, stage: int, microbatch: int, p: int) -> tuple[str, int, int] | None:
-    """Returns the operation of a neighbour (or of the last stage itself) that must come first."""
+    """Returns the operation whose result an operation needs: of a neighbouring stage, or of the
+    last stage itself; None if there is none."""
     if kind == "F":
         return ("F", stage - 1, microbatch) if stage else None
     return ("B", stage + 1, microbatch) if stage < p - 1 else ("F", stage, microbatch)
@@ -318,8 +322,9 @@ def _input_of(kind: str, stage: int, microbatch: int, p: int) -> tuple[str, int,
 def build_interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """Builds 1F1B with v chunks on each stage (arXiv:2104.04473, section 2.2).
 
-    Bubble (p-1)/(vm+p-1); stage s holds min(vm, 2(p-1-s)+(v-1)p+1) activations of a v-th of its
-    layers. Microbatches go through in groups of p, so m must be a multiple of p.
+    With p stages and m microbatches the bubble is (p-1)/(vm+p-1). Stage s stores min(vm,
+    2(p-1-s)+(v-1)p+1) activations, each of 1/v of its layers. Microbatches are processed in groups
+    of p, so m must be a multiple of p.
     """
     p, m, v = num_stages, num_microbatches, num_chunks
     ticks = {}
@@ -336,12 +341,13 @@ def build_interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -
 
 
 def build_zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """Builds 1F1B whose backward is split into B and W (ZB-H1, arXiv:2401.10241).
+    """Builds 1F1B whose backward pass is split into B (gradient of the input) and W (gradient of
+    the weights): ZB-H1, arXiv:2401.10241.
 
-    Stage s delays its W by s ticks, so that all stages do W in the same m ticks. In lockstep the
-    bubble is (p-1)(F+B)/(m(F+B+W)+(p-1)(F+B)); where stages do not wait for each other it is the
-    paper's, with (p-1)(F+B-W). Stage s holds min(m, 2p-1-s) microbatches: at most what `1f1b`
-    holds.
+    Stage s delays its W operations by s ticks, so that all stages run W in the same m ticks. In
+    lockstep the bubble is (p-1)(F+B)/(m(F+B+W)+(p-1)(F+B)); if stages do not wait for each other it
+    is the paper's, with (p-1)(F+B-W). Stage s stores min(m, 2p-1-s) microbatches, at most as many
+    as `1f1b`.
     """
     p, m = num_stages, num_microbatches
     ticks = {}
@@ -354,13 +360,14 @@ def build_zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def build_zb_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Builds a split-backward schedule with the model folded in a V over stages (arXiv:2405.15362).
+    """Builds a schedule with split backward pass for a model folded in a V over the stages
+    (arXiv:2405.15362).
 
-    A microbatch enters every second tick; the two chunks of a stage then never collide, because one
-    is an even and the other an odd number of stages from the input. All stages do W in the same 2m
-    ticks and hold the same number of activations, 3p-1 of half a stage. The bubble in lockstep is
-    that of `zb_h1`, and no V has a smaller one: the last stage does 2m forwards, the first of which
-    is p-1 ticks from the input and the last of which is p-1 ticks from the end of the model.
+    A microbatch enters every second tick. The two chunks of a stage then never collide, because one
+    is an even and the other an odd number of stages from the input. All stages run W in the same 2m
+    ticks and store the same number of activations, 3p-1 of half a stage. In lockstep the bubble is
+    that of `zb_h1`, and no schedule in a V has a smaller one: the last stage runs 2m forwards, of
+    which the first is p-1 ticks after the input and the last p-1 ticks before the end of the model.
     """
     p, m = num_stages, num_microbatches
     ticks = {}
@@ -382,9 +389,10 @@ def build_zb_v(num_stages: int, num_microbatches: int) -> Schedule:
 def build_forward(
     num_stages: int, num_microbatches: int, num_chunks: int, placement: str
 ) -> Schedule:
-    """Builds all forwards as early as possible, for evaluation; backwards follow in mirror order.
+    """Builds a schedule that runs all forwards as early as possible, for evaluation; backwards
+    follow in mirror order.
 
-    In every tick a stage takes a ready operation, first of the lowest group of p microbatches, then
+    In every tick a stage runs a ready operation: first of the lowest group of p microbatches, then
     of the lowest chunk, then of the lowest microbatch.
     """
     p, last = num_stages, num_stages * num_chunks - 1
@@ -410,7 +418,7 @@ def build_forward(
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> Path:
-    """Writes a file for `read_csv`; returns the path."""
+    """Writes a schedule to a CSV file that `read_csv` reads; returns the path."""
     path = user_path(path)
     lines = [f"# name: {schedule.name}", f"# placement: {schedule.placement}"]
     lines.append(",".join(["tick", *(f"stage {stage}" for stage in range(schedule.num_stages))]))
@@ -421,10 +429,11 @@ def write_csv(schedule: Schedule, path: str | Path) -> Path:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """Reads and checks a table.
+    """Reads a schedule from a CSV file, and checks that it can run.
 
     Raises:
-      ScheduleError: the text names the file and, if a line is wrong, the line.
+      ScheduleError: the file cannot be read or has a mistake; the message states the file and the
+        line.
     """
     path = user_path(path)
     try:
@@ -462,7 +471,8 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def _split_facts(path: Path, text: str) -> tuple[dict[str, str], list[tuple[int, str]]]:
-    """Returns the `# key: value` lines, and the other non-empty lines with their numbers."""
+    """Splits the text of a CSV file into its `# key: value` lines and its other non-empty lines
+    with their numbers."""
     facts, lines = {}, []
     for number, line in enumerate(text.splitlines(), 1):
         key, colon, value = line.strip().removeprefix("#").partition(":")
@@ -479,7 +489,7 @@ def _split_facts(path: Path, text: str) -> tuple[dict[str, str], list[tuple[int,
 
 
 def _read_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, tuple]]:
-    """Yields (line, cells) of each tick."""
+    """Yields (line number, cells) of each tick."""
     has_ticks, num_cells = False, None
     for place, (number, line) in enumerate(lines):
         fields = [field.strip() for field in next(csv.reader([line]))]

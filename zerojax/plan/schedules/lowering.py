@@ -1,9 +1,10 @@
-"""Lowers a schedule to executor tables: integer columns, buffer slots, message directions.
+"""Converts a schedule to arrays for the executor: integer columns, buffer slots, and directions of
+messages.
 
-On every stage a tick has this order: receive the gradients that neighbours sent in the previous
-tick; the F slot; the B slot; the W slot; receive the activations that were sent after the F slot.
-(These may be in transit while B is computed.) Buffers have one spare slot, the last one, for all
-reads and writes of an idle stage.
+In a tick every stage works in this order: it receives the gradients that neighbours sent in the
+previous tick; runs the F slot, the B slot and the W slot; and receives the activations that were
+sent after the F slot, which may be in transit during B. Each buffer has one spare slot, the last,
+which an idle stage reads and writes.
 """
 
 from __future__ import annotations
@@ -23,16 +24,20 @@ DIRECTIONS = ("right", "left", "local")
 _RECEIVE_GRADIENT, _F, _B, _W, _RECEIVE_ACTIVATION, _MOMENTS = range(6)
 
 _Item = tuple[int, int]
-"""(virtual stage, microbatch)."""
+"""An item in a buffer: (virtual stage, microbatch)."""
 
 
 class TickRun(NamedTuple):
-    """Ticks start to stop - 1, which one loop runs with the same slots in its body.
+    """Ticks from start to stop - 1, which one loop runs with the same slots in its body.
 
-    forward, backward, weight: whether the body has the slot; embed, head: whether the first and
-    the last virtual stage do F in it; embed_backward: whether the first does B; receives: (what,
-    direction) of the permutes in the body, what being activation or gradient. A gradient that is
-    sent in the last tick of a run is received in the first one of the next.
+    A gradient that is sent in the last tick of a run is received in the first tick of the next run.
+
+    Attributes:
+      start, stop: first tick of the run, and the tick after its last.
+      forward, backward, weight: whether the loop body has this slot.
+      embed, head: whether the first and the last virtual stage run a forward operation in the run.
+      embed_backward: whether the first virtual stage runs a backward operation in the run.
+      receives: {(what, direction)} of the messages in the body, with what = activation or gradient.
     """
 
     start: int
@@ -48,24 +53,24 @@ class TickRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ExecutorTable:
-    """A schedule as integer arrays.
+    """A schedule as integer arrays for the executor.
 
     Attributes:
-      schedule: its source.
-      stash: `residuals`: the values for the backward of a chunk are kept from F on; or `input`:
-        only the chunk's input is kept and F is recomputed in B.
-      columns: name -> int32 [ticks, stages]. For x in forward, backward, weight: `x_active` (0 or
-        1), `x_microbatch`, `x_chunk` (0 where idle), `x_input`, `x_residual`, `x_gradient` (slots;
-        the spare slot where idle or not used). `forward_first`, `forward_last`, `backward_first`: 1
-        where the first or last virtual stage works. The embedding makes the input of the first
-        virtual stage; with stash `input` it is written to `forward_input`, for other stages that
-        slot is read. `forward_gradient` is written by the head of the last virtual stage; all other
-        gradients are read. `receive_activation_D` and `receive_gradient_D` for D in right, left,
-        local: the slot for a value received in this tick that moves to the right (from stage s - 1,
-        around the ring), to the left, or from the stage itself.
-      num_inputs, num_gradients, num_residuals: slots of each buffer without the spare one, which
-        has this number as its index. Residuals are 0 with stash `input`.
-      runs: the ticks, cut where the used slots change.
+      schedule: schedule from which the table was made.
+      stash: `residuals`: the values for the backward pass of a chunk are stored from F on; or
+        `input`: only the chunk's input is stored, and B recomputes F.
+      columns: {name: int32 [ticks, stages]}. For x in forward, backward, weight: `x_active` (0 or
+        1), `x_microbatch`, `x_chunk` (0 if idle), `x_input`, `x_residual`, `x_gradient` (slots; the
+        spare slot if idle or not used). `forward_first`, `forward_last`, `backward_first`: 1 where
+        the first or last virtual stage works. The embedding computes the input of the first virtual
+        stage; with stash `input` it is written to `forward_input`, for other stages that slot is
+        read. The head of the last virtual stage writes `forward_gradient`; all other gradients are
+        read. `receive_activation_D` and `receive_gradient_D` for D in right, left, local: slot for
+        a value received in this tick that moves to the right (from stage s - 1, around the ring),
+        to the left, or within the stage.
+      num_inputs, num_gradients, num_residuals: number of slots of each buffer without the spare
+        slot, whose index is this number. num_residuals is 0 with stash `input`.
+      runs: ticks in groups that use the same slots.
     """
 
     schedule: Schedule
@@ -78,12 +83,13 @@ class ExecutorTable:
 
     @property
     def directions(self) -> frozenset[tuple[str, str]]:
-        """(what, direction) of everything that is received in any tick."""
+        """(what, direction) of all messages that any tick receives."""
         return frozenset().union(*(run.receives for run in self.runs))
 
     @property
     def wraps(self) -> bool:
-        """Whether anything is sent between the last and the first stage."""
+        """Whether the last pipeline stage and the first send messages to each other, which a
+        schedule with several chunks in a loop needs."""
         chunks, placement = self.schedule.num_chunks, self.schedule.placement
         return placement == "loop" and chunks > 1 and self.schedule.num_stages > 1
 
@@ -94,13 +100,13 @@ def lower(
     """Converts a schedule into the executor's table.
 
     Args:
-      schedule: any table; it is checked.
-      stash: `residuals` or `input`.
-      max_runs: maximum number of runs, each of which is compiled separately. If the table changes
+      schedule: any schedule; it is checked.
+      stash: `residuals` or `input`, the values that are stored for the backward pass.
+      max_runs: largest number of runs, each of which is compiled separately. If the table changes
         its slots more often, neighbouring runs are joined and use masked slots; None joins none.
 
     Raises:
-      ScheduleError: the table cannot run, or stash or max_runs is unknown.
+      ScheduleError: the schedule cannot run, or stash or max_runs is not valid.
     """
     if stash not in STASHES:
         raise ScheduleError(f"stash={stash!r} is unknown; use {' or '.join(STASHES)}")
@@ -138,7 +144,7 @@ def _moment(tick: int, phase: int) -> int:
 
 
 def _lifetimes(schedule: Schedule, stash: str) -> dict[str, list[list[tuple[int, int, _Item]]]]:
-    """Returns {buffer: for each stage (first write, last read, item) of all its items}."""
+    """Returns {buffer: for each stage [(first write, last read, item)] of all its items}."""
     lives: dict[str, list[list[tuple[int, int, _Item]]]] = {
         buffer: [[] for _ in range(schedule.num_stages)]
         for buffer in ("input", "gradient", "residual")
@@ -175,10 +181,11 @@ def _lifetimes(schedule: Schedule, stash: str) -> dict[str, list[list[tuple[int,
 
 
 def _allocate(intervals: list[tuple[int, int, _Item]]) -> tuple[dict[_Item, int], int]:
-    """Returns a slot for each item, unshared while items are alive, and the number of slots.
+    """Assigns a slot to each item so that items with overlapping lifetimes have different slots;
+    returns the slots and their number.
 
     In the order of first writes each item takes the lowest free slot. The number of slots is then
-    the largest number of items alive at one moment, which is the minimum.
+    the minimum: the largest number of items that exist at the same time.
     """
     free: list[int] = []
     busy: list[tuple[int, int]] = []
@@ -200,7 +207,7 @@ _SLOTS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 def _empty_columns(schedule: Schedule, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """Returns the columns of an `ExecutorTable` in which all stages idle in every tick."""
+    """Returns the columns of an `ExecutorTable` in which all stages are idle in every tick."""
     spare = {"forward_first": 0, "forward_last": 0, "backward_first": 0}
     for slot in _SLOTS.values():
         spare |= {f"{slot}_active": 0, f"{slot}_microbatch": 0, f"{slot}_chunk": 0}
@@ -247,7 +254,7 @@ def _write_message(
     event: Event,
     slots: dict[str, dict[_Item, int]],
 ) -> None:
-    """Writes the slot in which the neighbour stores this operation's message."""
+    """Writes the slot in which the neighbouring stage stores this operation's message."""
     kind, microbatch, chunk = event.operation
     step = {"F": 1, "B": -1, "W": 0}[kind]
     target = event.virtual_stage + step
@@ -258,7 +265,7 @@ def _write_message(
         direction = "local"
     else:
         # In a loop activations always move right and gradients left; in a V the second
-        # chunk reverses both. With two stages both are the same neighbour: keep them apart.
+        # chunk reverses both. With two stages both directions lead to the same neighbour.
         goes_right = (kind == "F") != (schedule.placement == "v" and chunk == 1)
         direction = "right" if goes_right else "left"
     item = target, microbatch
@@ -269,7 +276,7 @@ def _write_message(
 
 
 def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[TickRun]:
-    """Splits ticks into the longest runs that use the same slots in every tick."""
+    """Splits the ticks into the longest runs that use the same slots in every tick."""
     used = np.stack([columns[f"{slot}_active"].any(axis=1) for slot in _SLOTS.values()], axis=1)
     changes = np.flatnonzero((used[1:] != used[:-1]).any(axis=1)) + 1
     borders = [0, *changes.tolist(), len(used)]
@@ -293,7 +300,8 @@ def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[TickRun]
 
 
 def _join(runs: list[TickRun], max_runs: int) -> list[TickRun]:
-    """Merges neighbouring runs, starting with those that add the fewest masked slots."""
+    """Joins neighbouring runs until there are at most `max_runs`, first those that add the fewest
+    masked slots."""
     runs = list(runs)
     while len(runs) > max_runs:
         place = min(range(len(runs) - 1), key=lambda i: _masked(runs[i], runs[i + 1]))
@@ -316,6 +324,7 @@ def _merge(left: TickRun, right: TickRun) -> TickRun:
 
 
 def _masked(left: TickRun, right: TickRun) -> int:
-    """Returns the number of masked slots, summed over ticks, if the two runs were merged."""
+    """Returns the number of masked slots, summed over ticks, that joining the two runs would
+    add."""
     merged = sum(_merge(left, right)[2:5])
     return sum((run.stop - run.start) * (merged - sum(run[2:5])) for run in (left, right))

@@ -1,7 +1,7 @@
-"""Defines schedule tables, operations in ticks x stages, and validates them.
+"""Schedule tables (operations in ticks x stages), and checks that a table can run.
 
-A table that passes `check_schedule` has every operation once, in slots that exist, after its
-dependencies, and within the memory of its buffers.
+A table that passes `check_schedule` has every operation once, in existing slots, after the
+operations whose results it needs, and within the memory of its buffers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ _OPERATION = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
 
 
 class ScheduleError(ValueError):
-    """Error for a schedule that cannot be built, read or run; names the place and the remedy.
+    """Error for a schedule that cannot be built, read or run; the message states the place and the
+    remedy.
 
-    tick is that of the broken rule, None for the whole table.
+    Args:
+      text: the message.
+      tick: tick of the broken rule; None if it concerns the whole table.
     """
 
     def __init__(self, text: str, *, tick: int | None = None):
@@ -31,9 +34,11 @@ class ScheduleError(ValueError):
 class Operation(NamedTuple):
     """One operation of one stage on one microbatch.
 
-    kind: F (forward), B (backward; where the table has W, only the gradient of the input) or W (the
-    gradient of the weights). microbatch and chunk count from 0; chunk numbers the pieces of the
-    model on one stage.
+    Attributes:
+      kind: F (forward), B (backward; if the table has W operations, only the gradient of the input)
+        or W (gradient of the weights).
+      microbatch: number of the microbatch, from 0.
+      chunk: number of the part of the model on this stage, from 0.
     """
 
     kind: str
@@ -57,14 +62,14 @@ class Event(NamedTuple):
 
 
 def parse_cell(text: str) -> Cell:
-    """Returns the operations of a cell.
+    """Parses a cell of a schedule table; returns its operations.
 
     Args:
-      text: such as `F4`, `F4+B0` or `F4.1+B0.1+W0`; empty or `.` is idle. The number after the
+      text: text such as `F4`, `F4+B0` or `F4.1+B0.1+W0`; empty or `.` is idle. The number after the
         point is the chunk.
 
     Raises:
-      ScheduleError: a part is not an operation.
+      ScheduleError: a part of the text is not an operation.
 
     >>> parse_cell("F4+B0.1")
     (Operation(kind='F', microbatch=4, chunk=0), Operation(kind='B', microbatch=0, chunk=1))
@@ -86,15 +91,15 @@ def parse_cell(text: str) -> Cell:
 
 
 def format_cell(cell: Cell) -> str:
-    """Returns the text that `parse_cell` reads; `.` for an idle cell."""
+    """Formats a cell as the text that `parse_cell` reads; `.` for an idle cell."""
     return "+".join(map(str, cell)) or "."
 
 
 def virtual_stage(placement: str, num_stages: int, stage: int, chunk: int) -> int:
-    """Returns the number, from the model's input, of this chunk of this stage.
+    """Returns the position in the model, counted from its input, of a chunk of a stage.
 
-    `loop` distributes the parts round-robin; `v` goes down the stages with chunk 0 and comes back
-    up with chunk 1, so that stage 0 holds both the first and the last part.
+    `loop` distributes the parts of the model round-robin. `v` assigns chunk 0 of all stages in
+    order and then chunk 1 in reverse order, so that stage 0 has both the first and the last part.
     """
     if placement == "v":
         return stage if chunk == 0 else 2 * num_stages - 1 - stage
@@ -112,12 +117,12 @@ def locate(placement: str, num_stages: int, virtual: int) -> tuple[int, int]:
 class Schedule:
     """A table of cells, `table[tick][stage]`, and the placement of its chunks.
 
-    A tick has three slots, and all stages run them in lockstep: F, then B, then W. A cell holds at
-    most one operation for each slot. The result of F or B is sent in the same tick and may be used
-    one tick later; the last virtual stage turns its activation into a gradient inside its F slot,
-    so that its B may follow in the same tick.
+    A tick has three slots, F, B and W in this order, which all stages run in lockstep. A cell has
+    at most one operation for each slot. The result of F or B is sent in the same tick and may be
+    used one tick later. The last virtual stage computes a gradient from its activation inside its F
+    slot, so its B may follow in the same tick.
 
-    Nothing is checked here; `check_schedule` does.
+    The constructor checks nothing; `check_schedule` does.
     """
 
     name: str
@@ -128,15 +133,15 @@ class Schedule:
     def from_cells(
         cls, name: str, rows: Sequence[Sequence[str]], *, placement: str = "loop"
     ) -> Schedule:
-        """Makes a schedule from the text of a user's own table.
+        """Makes a schedule from the texts of a user's own table.
 
         Args:
-          name: its name in plans and pictures.
-          rows: one sequence per tick, one text per stage, as `parse_cell` reads them.
+          name: name of the schedule in plans and pictures.
+          rows: one sequence per tick with one text per stage, as `parse_cell` reads them.
           placement: `loop` or `v`, see `virtual_stage`.
 
         Raises:
-          ScheduleError: a cell cannot be read; the text names tick and stage.
+          ScheduleError: a cell cannot be read; the message states tick and stage.
         """
         table = []
         for tick, row in enumerate(rows):
@@ -154,10 +159,11 @@ class Schedule:
         """Makes a schedule from its fields, as stored in JSON.
 
         Args:
-          fields: `name`, `table` and `placement`; each operation a list of kind, microbatch, chunk.
+          fields: `name`, `table` and `placement`; each operation is a list of kind, microbatch and
+            chunk.
 
         Raises:
-          ScheduleError: they are not the fields of a schedule.
+          ScheduleError: the mapping does not have the fields of a schedule.
         """
         try:
             table = tuple(
@@ -173,28 +179,29 @@ class Schedule:
 
     @property
     def num_ticks(self) -> int:
-        """Rows of the table."""
+        """Number of ticks: rows of the table."""
         return len(self.table)
 
     @property
     def num_stages(self) -> int:
-        """Columns of the table, of its first row."""
+        """Number of stages: columns of the table's first row."""
         return len(self.table[0]) if self.table else 0
 
     @cached_property
     def num_microbatches(self) -> int:
-        """One more than the largest microbatch in the table."""
+        """Number of microbatches: one more than the largest microbatch in the table."""
         return 1 + max((event.operation.microbatch for event in self.events()), default=-1)
 
     @cached_property
     def num_chunks(self) -> int:
-        """One more than the largest chunk in the table; 2 where the placement is `v`."""
+        """Number of chunks per stage: one more than the largest chunk in the table; at least 2 if
+        the placement is `v`."""
         largest = max((event.operation.chunk for event in self.events()), default=0)
         return max(largest + 1, 2 if self.placement == "v" else 1)
 
     @property
     def num_virtual_stages(self) -> int:
-        """Number of parts of the model."""
+        """Number of parts of the model: stages times chunks per stage."""
         return self.num_stages * self.num_chunks
 
     @cached_property
@@ -211,7 +218,8 @@ class Schedule:
         }
 
     def events(self) -> Iterator[Event]:
-        """Yields every operation in the order of ticks, and within a tick of slots, then stages."""
+        """Yields every operation in the order of ticks, within a tick in the order of slots, then
+        of stages."""
         for tick, row in enumerate(self.table):
             for kind in KINDS:
                 for stage, cell in enumerate(row):
@@ -228,12 +236,12 @@ class Schedule:
 
 
 def check_schedule(schedule: Schedule, *, max_in_flight: int | None = None) -> Schedule:
-    """Returns `schedule` if it can run.
+    """Raises if a schedule cannot run; otherwise returns it.
 
     Args:
-      schedule: any table.
-      max_in_flight: maximum activations (one microbatch in one chunk) on a stage at a time; None:
-        no limit.
+      schedule: any schedule.
+      max_in_flight: largest number of activations (one microbatch in one chunk) on a stage at a
+        time; None: no limit.
 
     Raises:
       ScheduleError: the first broken rule, with tick, stage, operation and the remedy.
@@ -249,13 +257,14 @@ def check_schedule(schedule: Schedule, *, max_in_flight: int | None = None) -> S
 
 
 def count_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the maximum number of activations that each stage holds at a time.
+    """Returns the largest number of activations that each stage stores at a time.
 
-    One activation is the data that one microbatch leaves in one chunk. It is held from its F to its
-    B, or to its W where the table has W, both included.
+    One activation is the data of one microbatch in one chunk. It is stored from its F to its B, or
+    to its W if the table has W operations, both included.
 
     Returns:
-      One number for each stage; divided by `num_chunks` it is in microbatches of a whole stage.
+      One number for each stage. Divided by `num_chunks` it is the number of microbatches of a whole
+      stage.
     """
     last = "W" if schedule.splits_backward else "B"
     held, most = [0] * schedule.num_stages, [0] * schedule.num_stages
@@ -363,7 +372,8 @@ def _join(words: Sequence[str]) -> str:
 
 
 def _check_dependencies(schedule: Schedule, event: Event) -> None:
-    """Raises if an operation precedes its input: one tick after a neighbour's, or a later slot."""
+    """Raises if an operation runs before its input exists: at least one tick after a neighbouring
+    stage's operation, or in a later slot of the same stage."""
     kind, microbatch = event.operation.kind, event.operation.microbatch
     virtual = event.virtual_stage
     if kind == "F" and virtual > 0:

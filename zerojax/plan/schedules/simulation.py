@@ -1,4 +1,5 @@
-"""Simulates a schedule: time, bubble, activations in flight and messages."""
+"""Simulates a pipeline schedule: its time, idle share (bubble), activations in flight and
+messages."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from zerojax.plan.schedules.schedule_table import (
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of F, B and W for one microbatch in one whole stage, in any unit.
+    """Times of F, B and W (forward, gradient of the input, gradient of the weights) for one
+    microbatch in one whole stage, in any unit.
 
-    A table without W does B and W in one operation, which costs the sum; a chunk costs its share.
+    A table without W does B and W in one operation, which costs their sum. A chunk costs its share
+    of the stage.
     """
 
     forward: float = 1.0
@@ -30,12 +33,12 @@ class Costs:
         for name in ("forward", "backward", "weight"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ScheduleError(f"cost {name}={value} must be a number from 0; use 1,1,1")
+                raise ScheduleError(f"cost {name}={value} is not a number of at least 0; use 1,1,1")
         if self.forward + self.backward + self.weight == 0:
             raise ScheduleError("costs 0,0,0 make every operation free; use 1,1,1")
 
     def of(self, schedule: Schedule) -> dict[str, float]:
-        """Returns {kind of operation: its time in this table, one chunk}."""
+        """Returns {kind of operation: its time for one chunk in this schedule}."""
         split = schedule.splits_backward
         whole = {
             "F": self.forward,
@@ -47,28 +50,29 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Simulated results of a table with given costs. Times have the unit of the costs."""
+    """Results of simulating a schedule with given costs. Times have the unit of the costs."""
 
     num_ticks: int
     time: float
     """Time in lockstep: a slot that any stage uses takes its time on every stage."""
     bubble: float
-    """1 - work / time, in lockstep; work is the computation of a stage, equal for all stages."""
+    """Idle share in lockstep: 1 - work / time, with the computation of one stage, equal for all
+    stages, as work."""
     asynchronous_time: float
     """Time if every stage starts an operation of its column as soon as its input arrives."""
     asynchronous_bubble: float
-    """1 - work / asynchronous_time: what the papers count."""
+    """Idle share as papers count it: 1 - work / asynchronous_time."""
     in_flight: tuple[int, ...]
-    """Per stage, see `count_in_flight`."""
+    """Largest number of activations that each stage stores at a time."""
     num_messages: int
-    """Activations and gradients sent between different stages."""
+    """Number of activations and gradients that different stages send to each other."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Simulates a table.
+    """Simulates a schedule with the given costs.
 
     Raises:
-      ScheduleError: it cannot run, see `check_schedule`.
+      ScheduleError: the schedule cannot run.
     """
     check_schedule(schedule)
     costs = costs or Costs()
@@ -92,7 +96,7 @@ def _idle_share(work: float, time: float) -> float:
 
 
 def used_slots(schedule: Schedule) -> list[tuple[str, ...]]:
-    """Returns for each tick the kinds of operations that at least one stage runs."""
+    """Returns, for each tick, the kinds of operations that at least one stage runs."""
     return [
         tuple(
             kind
@@ -104,7 +108,8 @@ def used_slots(schedule: Schedule) -> list[tuple[str, ...]]:
 
 
 def tick_starts(schedule: Schedule, costs: Costs) -> list[float]:
-    """Returns the start of each tick with all stages in lockstep, then the end of the last one."""
+    """Returns the start time of each tick with all stages in lockstep, followed by the end time of
+    the last tick."""
     times, starts = costs.of(schedule), [0.0]
     for kinds in used_slots(schedule):
         starts.append(starts[-1] + sum(times[kind] for kind in kinds))
@@ -112,7 +117,8 @@ def tick_starts(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def _run_without_waiting(schedule: Schedule, times: dict[str, float]) -> float:
-    """Returns the end of the last operation if stages wait only for their inputs."""
+    """Returns the end time of the last operation if stages wait only for their inputs, not for each
+    other."""
     ends: dict[tuple[str, int, int], float] = {}
     free = [0.0] * schedule.num_stages
     # In the order of ticks and slots every input is computed before it is needed.
@@ -134,12 +140,13 @@ def _count_messages(schedule: Schedule) -> int:
 def bubble_formula(
     name: str, *, stages: int, microbatches: int, chunks: int = 1, costs: Costs | None = None
 ) -> float:
-    """Returns the share of idle time of a stage, with all stages in lockstep.
+    """Returns the share of time in which a stage is idle, with all stages in lockstep, by a closed
+    formula.
 
-    With p stages, m microbatches and v chunks, gpipe (arXiv:1811.06965), 1f1b and interleaved
-    (arXiv:2104.04473): (p-1)/(vm+p-1), for any costs. 1f1b_classic has no formula in lockstep: half
-    of its slots are empty. zb_h1 and zb_v: all stages do W at the same time, so only F and B leave
-    a bubble.
+    With p stages, m microbatches and v chunks it is (p-1)/(vm+p-1) for gpipe (arXiv:1811.06965),
+    1f1b and interleaved (arXiv:2104.04473), for any costs. For zb_h1 and zb_v all stages run W at
+    the same time, so only F and B cause idle time. 1f1b_classic has no formula in lockstep: half of
+    its slots are empty.
     """
     costs = costs or Costs()
     p, m = stages, microbatches

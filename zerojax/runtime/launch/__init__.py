@@ -1,6 +1,6 @@
-"""Launches one command in several processes, with restarts after failures.
+"""Launches one command in several processes, on one or several hosts, with restarts after failures.
 
-Host 0 decides, the others follow. No JAX is imported.
+The launcher of host 0 decides; the launchers of other hosts follow. No JAX is imported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from zerojax.runtime.shutdown import FAILED, OK, SAVED_AND_STOPPED
 _DEFAULT_JOIN_SECONDS = 300
 _MAX_FORWARDED = 2
 """Largest number of stop signals that are forwarded to the processes: the first requests a save,
-the second stops at once; a third kills them."""
+the second stops at once. A third signal kills the processes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Signalled:
-    """Event: the launcher received a signal."""
+    """Event: the launcher received the signal `number`."""
 
     number: int
 
@@ -40,18 +40,18 @@ def launch(job: Job) -> int:
     """Runs the processes of `job` on this host to their end.
 
     Returns:
-      0; 75 if a signal stopped the run and everything is saved; else the exit code of the first
-      process that failed, 128 + n for signal n.
+      0 after success; 75 if a signal stopped the run and everything is saved; otherwise the exit
+      code of the first process that failed (128 + n for signal n).
 
     Raises:
-      ValueError: launchers have different settings.
+      ValueError: the launchers of the hosts have different settings.
       TimeoutError, OSError: the launchers do not reach each other.
     """
     events: queue.SimpleQueue = queue.SimpleQueue()
     printer = Printer(job.total, show_all=job.show_all)
     children = Children(job, events, printer)
     seconds = optional_number_of(os.environ, "ZEROJAX_JOIN_SECONDS") or _DEFAULT_JOIN_SECONDS
-    # Nothing runs yet while launchers connect: a signal ends this one as it ends any program.
+    # No process runs while launchers connect, so a signal simply ends this launcher.
     launcher: _Leader | _Follower
     if job.host:
         assert job.coordinator is not None
@@ -92,7 +92,7 @@ def launch(job: Job) -> int:
 
 
 class _Launcher:
-    """Base of the launchers of all hosts: forwards signals to the processes of its host."""
+    """Base class of launchers: forwards signals to the processes of its host."""
 
     def __init__(self, children: Children, events: queue.SimpleQueue, printer: Printer):
         self.children, self.events, self.printer = children, events, printer
@@ -110,7 +110,7 @@ class _Launcher:
 
 
 class _Leader(_Launcher):
-    """Launcher of host 0, which decides for all hosts."""
+    """Launcher of host 0, which decides about starts, restarts and the end on all hosts."""
 
     def __init__(
         self,
@@ -180,8 +180,8 @@ class _Leader(_Launcher):
         self.children.end_soon(since)
 
     def _outcome(self, ends: list[End]) -> tuple[int, str | None]:
-        """Returns the exit code of the run for these ends of processes, and a sentence if the run
-        failed.
+        """Returns the exit code of the run, computed from how its processes ended; also a sentence
+        if the run failed, else None.
         """
         failure = first_failure(ends)
         if failure is None and not self.lost:
@@ -190,11 +190,14 @@ class _Leader(_Launcher):
                 return exit_code(-signal.SIGKILL), "the processes were killed before they saved."
             return (SAVED_AND_STOPPED if SAVED_AND_STOPPED in codes else OK), None
         if failure is None:
-            return FAILED, f"the launcher of host {min(self.lost)} was lost first; all were ended."
+            return (
+                FAILED,
+                f"the launcher of host {min(self.lost)} was lost first; all processes ended.",
+            )
         where = f" on host {self.job.host_of(failure.process_id)}" if self.job.num_hosts > 1 else ""
         others = self.job.total - 1
-        ended = {0: "", 1: " The other one was ended."}.get(
-            others, f" The other {others} were ended."
+        ended = {0: "", 1: " The other process was ended."}.get(
+            others, f" The other {others} processes were ended."
         )
         first = f"rank {failure.process_id}{where} failed first, with {describe(failure.code)}."
         return exit_code(failure.code), first + ended
@@ -203,16 +206,16 @@ class _Leader(_Launcher):
         if not self.job.max_restarts:
             return ""
         if self.num_signals:
-            return " No restart: a signal requested the end."
+            return " No restart: a signal requested the end of the run."
         if self.lost:
-            return " No restart without that host."
+            return " No restart: that host is needed."
         if not may_restart(code):
             return " No restart: the run would fail in the same way."
         return f" All {self.job.max_restarts} restarts are used up."
 
 
 class _Follower(_Launcher):
-    """Launcher of a host other than 0, which follows the launcher of host 0."""
+    """Launcher of a host other than 0, which carries out orders of the launcher of host 0."""
 
     def __init__(
         self,
@@ -257,8 +260,8 @@ class _Follower(_Launcher):
 
 
 def _end_of(content: dict) -> End:
-    """Converts the message that a process on another host ended to an `End` in this host's
-    clock.
+    """Converts a message that a process on another host has ended to an `End`, whose time is that
+    of this host's clock.
     """
     when = time.monotonic() - float(content["ago"])
     return End(int(content["ended"]), int(content["code"]), when, bool(content["was_killed"]))
@@ -266,14 +269,14 @@ def _end_of(content: dict) -> End:
 
 @contextlib.contextmanager
 def _signals_into(events: queue.SimpleQueue) -> Iterator[None]:
-    """Puts a `Signalled` into `events` for each SIGINT, SIGTERM and SIGHUP (a lost terminal, as
-    SIGTERM)."""
+    """Puts a `Signalled` into `events` for each SIGINT, SIGTERM or SIGHUP. SIGHUP (the terminal was
+    lost) counts as SIGTERM."""
 
     def note(number: int, frame: FrameType | None) -> None:
         events.put(Signalled(signal.SIGTERM if number == signal.SIGHUP else number))
 
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
     previous = {number: signal.signal(number, note) for number in numbers}
     try:

@@ -2,8 +2,8 @@
 
     python -m zerojax.runtime.launch.boot script.py ... | -m module ... | --exec program ...
 
-Knows how Python runs scripts; imports no JAX. A failure ends the process at once with its own exit
-code, where JAX would wait for the other processes; the process also ends with the launcher.
+Imports no JAX. A failure ends the process at once with its own exit code; JAX alone would wait for
+the other processes. The process also ends when its launcher ends.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _LAUNCHER = "--launcher="
 
 
 def main() -> int:
-    """Runs the script, module or program that this process's arguments name.
+    """Runs the script, module or program named in this process's arguments.
 
     Returns:
-      The exit code; a process of a group returns only with a code of `AGREED`.
+      The exit code. A process of a group returns only with a code in `AGREED`; with other codes it
+      ends at once.
     """
     words = sys.argv[1:]
     if words and words[0].startswith(_LAUNCHER):
@@ -60,13 +61,13 @@ def main() -> int:
 
 
 def _run(words: list[str]) -> None:
-    """Runs the words `script.py ...` or `-m module ...` as Python would."""
+    """Runs a command line `script.py ...` or `-m module ...` as Python would."""
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     if not Path(words[0]).is_file():
-        print(f"zerojax: error: there is no script {words[0]!r}", file=sys.stderr)
+        print(f"zerojax: error: the script {words[0]!r} does not exist", file=sys.stderr)
         raise SystemExit(BAD_INPUT)
     sys.argv = words
     with _first_on_path(str(Path(words[0]).resolve().parent)):
@@ -75,14 +76,14 @@ def _run(words: list[str]) -> None:
 
 @contextlib.contextmanager
 def _first_on_path(folder: str) -> Iterator[None]:
-    """Puts the script's folder first on `sys.path`, in place of the working folder."""
+    """Puts the script's folder first on `sys.path`, instead of the working folder."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
     yield
 
 
 def _become(words: list[str]) -> int:
-    """Replaces this process by another program, which the kernel also ends when the parent ends."""
+    """Replaces this process by another program, which the kernel kills when the parent ends."""
     try:
         os.execvp(words[0], words)
     except OSError as error:
@@ -91,7 +92,7 @@ def _become(words: list[str]) -> int:
 
 
 def _without_boot(error: BaseException) -> BaseException:
-    """Removes frames of this module and of `runpy` from an error's traceback."""
+    """Removes the frames of this module and of `runpy` from an error's traceback."""
     outside = (__file__, runpy.run_path.__code__.co_filename)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in outside:

@@ -1,6 +1,6 @@
 """Manages the child processes of a job on this host: start, output, signals and end.
 
-Output is printed line by line with the index of the process, without known noise.
+Prints their output line by line with the index of the process, without known harmless messages.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import BinaryIO, TextIO
 from zerojax.runtime.launch.job import OF_ONE_PROCESS, End, Job, command_line, variables_of
 
 _SECONDS_FOR_OUTPUT = 0.5
-"""Seconds to wait for the last output of an ended process, which its own children may
-still write."""
+"""Seconds to wait for the last output of an ended process, whose own child processes may still
+write."""
 _GLOO = re.compile(rb"\[Gloo\] Rank|\d is connected to \d+ peer ranks")
-# Each device of a process prints it from its own thread, a few words at a time.
+# Each device of a process prints this message from its own thread, a few words at a time.
 _GLOO_WORDS = re.compile(
     rb"\[Gloo\] Rank|is connected to|peer ranks|Expected number of connected|is :|[\s\d.]+"
 )
@@ -41,8 +41,8 @@ RUNTIME_SUMMARY = b"(JAX's runtime has lost the other processes; --show-all prin
 
 
 class Children:
-    """Processes of a job on this host. Each `End` goes into `events`, after the
-    process's output."""
+    """Processes of a job on this host. When a process has ended and its output was read, an `End`
+    is put into `events`."""
 
     def __init__(self, job: Job, events: queue.SimpleQueue, printer: Printer):
         self._job, self._events, self._printer = job, events, printer
@@ -52,8 +52,8 @@ class Children:
         self._deadline: float | None = None
 
     def start(self, coordinator: str, restart: int) -> None:
-        """Starts all processes of this host. Call it in the main thread: they end with the starting
-        thread."""
+        """Starts all processes of this host. Must be called in the main thread, because the
+        processes end with the thread that starts them."""
         self._killed, self._deadline = False, None
         inherited = {name: os.environ[name] for name in os.environ if name not in OF_ONE_PROCESS}
         for process_id in self._job.process_ids:
@@ -64,8 +64,8 @@ class Children:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # A terminal's Ctrl-C reaches only the launcher, which forwards it; and a process
-                # is killed together with its own children.
+                # A terminal's Ctrl-C then reaches only the launcher, which forwards it, and a
+                # process can be killed together with its own children.
                 start_new_session=True,
             )
             with self._lock:
@@ -84,19 +84,19 @@ class Children:
         ]
         for reader in readers:
             reader.start()
-        # Until it is waited for, its process id cannot be reused.
+        # Until the process is waited for, its process id cannot be reused.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         when, was_killed = time.monotonic(), self._killed
         for reader in readers:
             reader.join(max(0.0, when + _SECONDS_FOR_OUTPUT - time.monotonic()))
         with self._lock:
-            _signal_session(process, signal.SIGKILL)  # its children that still run
+            _signal_session(process, signal.SIGKILL)  # for its children that still run
             del self._running[process_id]
         code = process.wait()
         self._events.put(End(process_id, code, when, was_killed))
 
     def forward(self, number: int) -> None:
-        """Sends the signal `number` to every process of this host, not to their children."""
+        """Sends the signal `number` to every process of this host, but not to their children."""
         with self._lock:
             for process in self._running.values():
                 with contextlib.suppress(ProcessLookupError):
@@ -105,10 +105,10 @@ class Children:
     def end_soon(self, since: float | None = None) -> None:
         """Kills the remaining processes when the job's grace period has ended.
 
-        SIGTERM would not help: it requests a save on which all processes have to agree.
+        SIGTERM would not help: it requests a save, on which all processes would have to agree.
 
         Args:
-          since: time of the first failure, on the monotonic clock; None: now.
+          since: time of the first failure in seconds on the monotonic clock; None: now.
         """
         if self._deadline is None:
             self._deadline = (time.monotonic() if since is None else since) + self._job.grace
@@ -121,10 +121,10 @@ class Children:
                 _signal_session(process, signal.SIGKILL)
 
     def next_event(self, events: queue.SimpleQueue, seconds: float | None = None) -> object:
-        """Returns the next of `events`; kills the processes if the grace period ends meanwhile.
+        """Returns the next event of `events`; kills the processes if the grace period ends first.
 
         Raises:
-          queue.Empty: none arrived within `seconds`.
+          queue.Empty: no event arrived within `seconds`.
         """
         until = None if seconds is None else time.monotonic() + seconds
         while True:
@@ -145,9 +145,9 @@ def _signal_session(process: subprocess.Popen, number: int) -> None:
 
 
 def without_noise(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Yields the lines of one process's stream without harmless messages of gloo and the runtime.
+    """Yields the lines of one process's output without harmless messages of gloo and JAX's runtime.
 
-    The runtime's message about a lost process becomes one line.
+    The long message of the runtime about a lost process is shortened to one line.
     """
     inside, summarised, after_gloo = False, False, False
     for line in lines:
@@ -172,7 +172,7 @@ def _is_gloo(line: bytes) -> bool:
 
 
 class Printer:
-    """Writer of whole lines of many processes to this process's streams."""
+    """Prints whole lines of many processes to this process's standard output and error."""
 
     def __init__(self, num_processes: int, *, show_all: bool = False):
         self._width = len(str(num_processes - 1))
@@ -181,14 +181,14 @@ class Printer:
         self._given_up: set[bool] = set()
 
     def copy(self, process_id: int, source: BinaryIO, *, is_error: bool) -> None:
-        """Copies the stream `source` of a process to its end; run it in its own thread."""
+        """Copies the output stream `source` of a process until its end; call it in a thread."""
         prefix = f"[{process_id:{self._width}}] ".encode()
         lines = (line.rstrip(b"\r\n") for line in source)
         for line in lines if self._show_all else without_noise(lines):
             self._write(prefix + line + b"\n", is_error)
 
     def say(self, sentence: str) -> None:
-        """Prints a sentence of the launcher itself."""
+        """Prints a sentence from the launcher, marked as such, to standard error."""
         self._write(f"zerojax launch: {sentence}\n".encode(), True)
 
     def _write(self, line: bytes, is_error: bool) -> None:
@@ -205,15 +205,15 @@ class Printer:
                 self._given_up.add(is_error)
                 reason = error
                 _discard(stream)
-        if not isinstance(reason, BrokenPipeError):  # the reader, such as `head`, has ended
+        if not isinstance(reason, BrokenPipeError):  # else the reader, such as `head`, has ended
             name = "standard error" if is_error else "standard output"
             sentence = f"{name} cannot be written ({reason.strerror}); the run continues without it"
             self._write(f"zerojax launch: {sentence}\n".encode(), not is_error)
 
 
 def _discard(stream: TextIO) -> None:
-    """Discards what is left in a stream's buffer and everything written to it later."""
+    """Discards the content of a stream's buffer and everything that is written to it later."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+    with contextlib.suppress(OSError, ValueError):  # the stream has no descriptor
         os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,8 +1,8 @@
-"""Authenticates two launchers: each proves that it has the run's token (HMAC-SHA256, RFC 2104).
+"""Authenticates two launchers: each proves that it knows the run's token (HMAC-SHA256, RFC 2104).
 
-The token is never sent and is in no message and no log. Later traffic on the connection is not
-encrypted: an attacker who can modify the hosts' traffic can still do harm; one who can only connect
-cannot.
+The token is never sent, and no message and no log contains it. Later messages on the connection are
+not encrypted. An attacker who can only connect does no harm; an attacker who can modify the traffic
+between the hosts can.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ REMEDY = (
     "file that all hosts see"
 )
 SECONDS = 10.0
-"""Seconds for a whole handshake, however slowly the bytes arrive."""
+"""Maximum seconds for a whole handshake, however slowly the bytes arrive."""
 _LONGEST = 4096
 _NAME = "zerojax_launch"
 _NUMBERS = ("host", "num_hosts", "num_processes")
 
 
 class Token:
-    """Shared secret of this user's launchers; it is read again for each use.
+    """Shared secret of one user's launchers; it is read again for each use.
 
-    In order: the variable ZEROJAX_LAUNCH_TOKEN, which a scheduler passes to every host; a file that
-    all hosts see, such as a mounted secret; a file in this user's cache, in a home folder that the
-    hosts share. The launcher of host 0 creates a missing file.
+    Three sources are tried in this order: the variable ZEROJAX_LAUNCH_TOKEN, which a scheduler
+    passes to every host; a file that all hosts see, such as a mounted secret; a file in this user's
+    cache, in a home folder that the hosts share. The launcher of host 0 creates a missing file.
 
     Args:
-      environment: variables of the launcher.
-      file: path from --token-file, or None.
+      environment: environment variables of the launcher.
+      file: path given by --token-file, or None.
 
     Raises:
       ValueError: no variable or file can hold a token, or the token is too short to be secure.
@@ -72,14 +72,14 @@ class Token:
 
     @property
     def place(self) -> str:
-        """Source of the token (environment variable or file), for messages."""
+        """Source of the token (environment variable or file) for messages."""
         return TOKEN if self._text else str(self._path)
 
     def make(self) -> None:
-        """Creates the file of the token if it is missing, readable by this user only.
+        """Creates the file of the token if it is missing. Only this user can read it.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: the file cannot be written.
         """
         if self._text or self.read() is not None:
             return
@@ -94,7 +94,7 @@ class Token:
                     os.link(partial, self._path)  # atomic
                 except FileExistsError:  # another launcher was faster
                     pass
-                except OSError:  # a disk without links
+                except OSError:  # the file system has no links
                     os.replace(partial, self._path)
             finally:
                 Path(partial).unlink(missing_ok=True)
@@ -105,11 +105,11 @@ class Token:
             ) from None
 
     def read(self) -> bytes | None:
-        """Returns the token; None as long as the file is missing.
+        """Returns the token; None if its file does not exist yet.
 
         Raises:
           ValueError: the file holds no valid token.
-          OSError: it cannot be read.
+          OSError: the file cannot be read.
         """
         if self._text:
             return self._text.encode()
@@ -126,13 +126,13 @@ class Token:
     def _check(token: str | bytes, place: str) -> None:
         if len(token) < LEAST_CHARACTERS:
             raise ValueError(
-                f"the token of {place} has {len(token)} characters; give at least "
+                f"the token of {place} has {len(token)} characters; use at least "
                 f"{LEAST_CHARACTERS} that nobody can guess, such as those of `openssl rand -hex 32`"
             )
 
 
 class UnauthenticatedPeer(Exception):
-    """Raised if the other end of a connection is not a launcher of this run."""
+    """The other end of a connection could not prove that it is a launcher of this run."""
 
 
 @dataclasses.dataclass
@@ -140,9 +140,9 @@ class Handshake:
     """Mutual authentication of two launchers on a new connection, with a time limit.
 
     Args:
-      connection: a new connection.
-      token: the secret of this run's launchers.
-      seconds: limit for the whole exchange.
+      connection: a new connection between the launchers.
+      token: secret of this run's launchers.
+      seconds: maximum seconds for the whole exchange.
     """
 
     connection: socket.socket
@@ -153,13 +153,13 @@ class Handshake:
         self._deadline = time.monotonic() + self.seconds
 
     def hear(self) -> tuple[dict[str, int], bytes]:
-        """Receives and checks the introduction of a follower.
+        """Receives and checks the introduction of a follower (a launcher of another host).
 
         Returns:
-          (numbers of its job, its nonce, which `accept` takes).
+          (numbers that describe the follower's job, nonce to pass to `accept`).
 
         Raises:
-          UnauthenticatedPeer: its message was invalid, too slow, or had no valid proof.
+          UnauthenticatedPeer: the follower's message was invalid, too slow, or had no valid proof.
           OSError: the connection failed.
         """
         nonce = secrets.token_hex(16)
@@ -167,12 +167,12 @@ class Handshake:
         said = self._read()
         numbers, other, proof = _numbers(said.get("hello")), said.get("nonce"), said.get("proof")
         if numbers is None or not (isinstance(other, str) and isinstance(proof, str)):
-            raise UnauthenticatedPeer("its message is not from a launcher")
+            raise UnauthenticatedPeer("the message is not from a launcher")
         if not hmac.compare_digest(
             proof.encode(), self._proof("host", nonce, other, numbers).encode()
         ):
             self._send({"unknown": True})
-            raise UnauthenticatedPeer("its token differs from that of this host")
+            raise UnauthenticatedPeer("the token differs from that of this host")
         return numbers, other.encode()
 
     def accept(self, numbers: dict[str, int], nonce: bytes, refused: str | None = None) -> None:
@@ -181,7 +181,10 @@ class Handshake:
         self._send({"proof": proof, "refused": refused})
 
     def introduce(self, numbers: dict[str, int]) -> str | None:
-        """Introduces this launcher to the leader.
+        """Introduces this launcher to the leader (the launcher of host 0).
+
+        Args:
+          numbers: numbers that describe this launcher's job.
 
         Returns:
           The reason if the leader refuses; else None.
@@ -218,9 +221,9 @@ class Handshake:
         text = b""
         while not text.endswith(b"\n"):
             if len(text) == _LONGEST:
-                raise UnauthenticatedPeer(f"its message is longer than {_LONGEST} bytes")
+                raise UnauthenticatedPeer(f"the message is longer than {_LONGEST} bytes")
             self.connection.settimeout(self._left())
-            # Bytes after the line belong to the next reader of the connection.
+            # Bytes after the end of the line belong to the next reader of the connection.
             got = self.connection.recv(1)
             if not got:
                 early = "" if text else " before any message"
@@ -229,21 +232,20 @@ class Handshake:
         try:
             said = loads(text)
         except JsonError as error:
-            raise UnauthenticatedPeer(f"its message {error}") from None
+            raise UnauthenticatedPeer(f"the message {error}") from None
         if not isinstance(said, dict):
-            raise UnauthenticatedPeer("its message is not from a launcher")
+            raise UnauthenticatedPeer("the message is not from a launcher")
         return said
 
     def _left(self) -> float:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise UnauthenticatedPeer(f"its handshake took longer than {self.seconds:g} s")
+            raise UnauthenticatedPeer(f"the handshake took longer than {self.seconds:g} s")
         return left
 
 
 def _numbers(value: Any) -> dict[str, int] | None:
-    """Returns the numbers with which a launcher describes its job, if `value` is valid;
-    else None."""
+    """Returns the numbers with which a launcher describes its job; None if `value` is invalid."""
     if not isinstance(value, dict) or set(value) != set(_NUMBERS):
         return None
     are_numbers = all(type(number) is int and 0 <= number < 2**31 for number in value.values())

@@ -1,8 +1,8 @@
 """Connects the launchers of several hosts: JSON lines over TCP.
 
-Launchers prove to each other that they have the run's token; host 0 drops any other connection and
-continues the start. JAX's own coordinator, which the processes use later, has no token: use it only
-on a trusted network.
+Launchers prove to each other that they know the run's token. Host 0 drops any other connection and
+continues the start. JAX's own coordinator, which the processes use later, has no token, so it must
+be used only on a trusted network.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from zerojax.runtime.process_group import split_address
 
 _LONGEST_LINE = 65536
 _MAX_GREETINGS = 32
-"""Largest number of concurrent handshakes; further connections are dropped meanwhile."""
+"""Maximum number of concurrent handshakes; further connections are dropped."""
 _MAX_NAMED = 10
-"""Largest number of dropped connections that are reported with their own line."""
+"""Maximum number of dropped connections that are reported, with one line each."""
 _POLL_SECONDS = 0.1
 
 Say = Callable[[str], object]
@@ -35,22 +35,22 @@ Say = Callable[[str], object]
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """Message of another host's launcher; its content is None if the connection is lost."""
+    """A message from the launcher of host `host`; `content` is None if the connection is lost."""
 
     host: int
     content: dict[str, Any] | None
 
 
 class Connection:
-    """Connection to the launcher of `host`; received messages go into `events`.
+    """Connection to the launcher of another host; received messages are put into `events`.
 
     Args:
-      connection: a connection with a finished handshake.
+      connection: a connection whose handshake has finished.
       host: index of the other host.
-      events: queue that receives a `Message` each.
-      is_known: returns whether the peer may send a message; any other message counts as the loss of
-        the connection.
-      say: prints a sentence about that.
+      events: queue that gets a `Message` for each received message.
+      is_known: function that returns True if the peer may send a message. Any other message counts
+        as the loss of the connection.
+      say: function that prints a sentence about such a message.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Connection:
         self._connection, self._host, self._events = connection, host, events
         self._is_known, self._say = is_known, say
         connection.settimeout(None)
-        # Detects, within half a minute, a host that vanishes without closing its connection.
+        # These options detect within half a minute a host that vanished without closing.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, name):  # Linux
@@ -78,7 +78,7 @@ class Connection:
                 for line in iter(lambda: lines.readline(_LONGEST_LINE), b""):
                     content = loads(line)
                     if not (isinstance(content, dict) and self._is_known(content)):
-                        raise JsonError("is not one that it may send")
+                        raise JsonError("is not allowed for this launcher")
                     self._events.put(Message(self._host, content))
         except JsonError as error:
             self._say(
@@ -86,13 +86,13 @@ class Connection:
                 "this launcher counts as lost"
             )
             self.close()
-        except (OSError, ValueError):  # the connection is lost, or was closed here
+        except (OSError, ValueError):  # the connection is lost, or this launcher closed it
             pass
         finally:
             self._events.put(Message(self._host, None))
 
     def send(self, **content: Any) -> None:
-        """Sends one message; a lost connection is reported by `Message`, not here."""
+        """Sends one message. A lost connection raises nothing here; a `Message` reports it."""
         with contextlib.suppress(OSError):
             self._connection.sendall(_line(content))
 
@@ -104,7 +104,7 @@ class Connection:
 
 
 class Followers:
-    """Connections of host 0 to the launchers of all other hosts; none on a single host."""
+    """Connections of host 0 to the launchers of all other hosts; empty on a single host."""
 
     def __init__(self, links: dict[int, Connection]):
         self._links = links
@@ -124,9 +124,9 @@ class Followers:
         """Waits until the launchers of hosts 1 to `num_hosts` - 1 have connected to `address`.
 
         Raises:
-          OSError: cannot listen on the address.
-          TimeoutError: not all have connected within `seconds`.
-          ValueError: one with the token has other numbers.
+          OSError: this host cannot listen on the address.
+          TimeoutError: not all launchers have connected within `seconds`.
+          ValueError: an authenticated launcher has another number of hosts or processes.
         """
         links: dict[int, Connection] = {}
         deadline = time.monotonic() + seconds
@@ -140,8 +140,8 @@ class Followers:
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(1, num_hosts)) - set(links))
                     raise TimeoutError(
-                        f"no launcher of host {', '.join(map(str, missing))} to "
-                        f"{address} connected within {seconds:g} seconds; start it on that host "
+                        f"no launcher of host {', '.join(map(str, missing))} has connected to "
+                        f"{address} within {seconds:g} seconds; start it on that host "
                         "with "
                         f"--node-rank {missing[0]}, or set ZEROJAX_JOIN_SECONDS to wait longer"
                     )
@@ -152,7 +152,7 @@ class Followers:
                     refusal = _check_hello(guest.numbers, num_hosts, num_processes, set(links))
                     try:
                         guest.handshake.accept(guest.numbers, guest.nonce, refusal)
-                    except (OSError, UnauthenticatedPeer):  # lost; it may connect again
+                    except (OSError, UnauthenticatedPeer):  # a lost launcher may connect again
                         guest.handshake.connection.close()
                         continue
                     if refusal is not None:
@@ -182,7 +182,7 @@ class Followers:
 
 @dataclasses.dataclass
 class _Guest:
-    """Authenticated launcher of this run, and its connection."""
+    """An authenticated launcher of this run and its connection."""
 
     handshake: Handshake
     numbers: dict[str, int]
@@ -190,11 +190,11 @@ class _Guest:
 
 
 class _Door:
-    """Accepts connections of launchers; each handshake runs in its own thread, so that none delays
+    """Accepts connections of launchers. Each handshake runs in its own thread, so that none delays
     another.
 
     Attributes:
-      come_in: authenticated launchers, in order.
+      come_in: authenticated launchers, in the order of their handshakes.
     """
 
     def __init__(self, token: bytes, say: Say) -> None:
@@ -204,7 +204,7 @@ class _Door:
         self.come_in: list[_Guest] = []
 
     def open(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
-        """Starts one handshake on a new connection; returns at once."""
+        """Starts the handshake on a new connection; returns at once."""
         where = str(address[0])
         if not self._free.acquire(blocking=False):
             self._drop(
@@ -227,16 +227,16 @@ class _Door:
     def _drop(self, connection: socket.socket, where: str, reason: str) -> None:
         self._dropped += 1
         if self._dropped <= _MAX_NAMED:
-            last = "; further ones are dropped and not named" * (self._dropped == _MAX_NAMED)
+            last = "; further dropped connections are not reported" * (self._dropped == _MAX_NAMED)
             self._say(f"a connection from {where} was dropped: {printable(reason)}{last}")
         connection.close()
 
 
 def listen(address: str) -> socket.socket:
-    """Returns a socket that listens on `address` only.
+    """Returns a socket that listens only on `address`.
 
     Raises:
-      OSError: it is in use, or not an address of this host.
+      OSError: the address is in use, or is not an address of this host.
     """
     host, port = split_address(address)
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -255,7 +255,7 @@ def listen(address: str) -> socket.socket:
 
 
 def free_address(address: str | None) -> str:
-    """Returns the host of `address` with a port that is unused now, for JAX's coordinator."""
+    """Returns the host of `address` with a currently unused port, for JAX's coordinator."""
     host = "127.0.0.1" if address is None else split_address(address)[0]
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -276,8 +276,8 @@ def reach_leader(
     """Connects to the launcher of host 0; waits until it listens.
 
     Raises:
-      TimeoutError: it was not reached within `seconds`, or has another token.
-      ValueError: it has other numbers.
+      TimeoutError: host 0 was not reached within `seconds`, or has another token.
+      ValueError: host 0 has another number of hosts or processes.
     """
     host, port = split_address(address)
     deadline = time.monotonic() + seconds
@@ -319,7 +319,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _EndsOf:
-    """Checks whether a message reports the end of one of a follower's processes."""
+    """Predicate that is True for messages of a follower that report the end of its processes."""
 
     process_ids: range
 
@@ -339,7 +339,7 @@ class _EndsOf:
 
 
 def _is_order(content: dict[str, Any]) -> bool:
-    """Returns whether a message is an order of host 0: start, end or finish."""
+    """Returns True if a message is an order of host 0: start, end or finish."""
     kinds = {"start": int, "coordinator": str, "end": bool, "finish": int}
     return (
         set(content) in ({"start", "coordinator"}, {"end"}, {"finish"})
@@ -351,7 +351,7 @@ def _is_order(content: dict[str, Any]) -> bool:
 def _check_hello(
     hello: dict[str, int], num_hosts: int, num_processes: int, known: set[int]
 ) -> str | None:
-    """Returns the reason why an authenticated launcher is refused, or None."""
+    """Checks the numbers of an authenticated launcher; returns why it is refused, or None."""
     host = hello["host"]
     for option, name, mine in (
         ("--nnodes", "num_hosts", num_hosts),
@@ -363,5 +363,5 @@ def _check_hello(
                 f"{mine}; use the same value on all hosts"
             )
     if not 0 < host < num_hosts or host in known:
-        return f"two launchers have --node-rank {host}; give each host its own"
+        return f"two launchers have --node-rank {host}; give each host its own number"
     return None

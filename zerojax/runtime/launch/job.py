@@ -1,4 +1,4 @@
-"""Describes a launcher's job: command line and environment of each process, meaning of its end."""
+"""Describes the job of a launcher: command and environment of its processes, and how they end."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from zerojax.runtime.process_group import (
 from zerojax.runtime.shutdown import BAD_INPUT, HUNG, INTERRUPTED, OK, SAVED_AND_STOPPED
 
 RESTART = "ZEROJAX_RESTART"
-"""Environment variable with the number of earlier starts of the run by this launcher."""
+"""Environment variable with the number of times that this launcher started the run before."""
 
 OF_ONE_PROCESS = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS", TOKEN)
-"""Environment variables that differ between processes, or hold the launcher's secret: they are not
-passed to the processes."""
+"""Environment variables that are not passed to the processes, because they differ between processes
+or hold the launcher's secret."""
 
 DEFAULT_GRACE = 3.0
 MAX_GRACE = 4.0
-"""Largest grace period in seconds; all processes have to end within five seconds after
-a failure."""
+"""Maximum grace period in seconds. All processes have to end within five seconds after a
+failure."""
 
 _BOOT = "zerojax.runtime.launch.boot"
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -58,20 +58,23 @@ _KILLS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -sig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """Command that is run by several processes on one or several hosts.
+    """Command that a launcher runs in several processes on one or several hosts.
 
     Attributes:
-      command: the words, such as ("zerojax", "train", "x.yaml") or ("python", "train.py").
-      num_processes: on each host.
-      num_hosts, host: number of hosts, and index of this one, from 0.
-      coordinator: "host:port" of host 0, on which its launcher waits for the others; None on a
-        single host.
-      token_file: for several hosts, the file with their launchers' secret; None: see
-        `runtime.launch.handshake`.
-      cpu_devices: virtual CPU devices of each process; None: GPUs, or what the command says.
+      command: words of the command, such as ("zerojax", "train", "x.yaml") or ("python",
+        "train.py").
+      num_processes: number of processes on each host.
+      num_hosts: number of hosts.
+      host: index of this host, from 0.
+      coordinator: "host:port" of host 0, where its launcher waits for the other launchers; None on
+        a single host.
+      token_file: file with the secret of the launchers of several hosts; None: the sources listed
+        in `runtime.launch.handshake`.
+      cpu_devices: number of virtual CPU devices of each process; None: use GPUs, or the devices
+        that the command selects.
       max_restarts: maximum number of restarts of all processes after a failure.
-      grace: seconds between the first failure and the end of the others.
-      show_all: print known noise as well.
+      grace: seconds between the first failure and the end of the other processes.
+      show_all: True: also print known harmless messages of JAX's runtime and gloo.
     """
 
     command: tuple[str, ...]
@@ -98,11 +101,11 @@ class Job:
                     f"{least}"
                 )
         if self.cpu_devices is not None and self.cpu_devices < 1:
-            raise ValueError(f"--cpu-devices {self.cpu_devices} is less than 1; give 1 or more")
+            raise ValueError(f"--cpu-devices {self.cpu_devices} is less than 1; use 1 or more")
         if not 0 <= self.grace <= MAX_GRACE:
             raise ValueError(
-                f"--grace {self.grace:g} is not between 0 and {MAX_GRACE:g} seconds; with more, "
-                "processes could outlive a failure by more than five seconds"
+                f"--grace {self.grace:g} is not between 0 and {MAX_GRACE:g} seconds, the limit "
+                "that lets all processes end soon after a failure; use a value in this range"
             )
         if not 0 <= self.host < self.num_hosts:
             raise ValueError(
@@ -111,7 +114,7 @@ class Job:
         if self.num_hosts > 1 and self.coordinator is None:
             raise ValueError(
                 f"--nnodes {self.num_hosts} needs --coordinator HOST:PORT, an address of host 0 "
-                "that the others can reach; use the same value for every launcher"
+                "that the other hosts can reach; use the same value for every launcher"
             )
         if self.coordinator is not None:
             split_address(self.coordinator, "--coordinator")
@@ -133,10 +136,11 @@ class Job:
 
 
 def check_gpus(job: Job, environment: Mapping[str, str]) -> None:
-    """Raises if the job's processes cannot share this host's GPUs equally, before any is started.
+    """Raises if the job's processes cannot share this host's GPUs equally. Called before any
+    process is started.
 
     Raises:
-      ValueError: the message has the numbers that can.
+      ValueError: the message lists the numbers of processes that can share the GPUs.
     """
     if job.cpu_devices is not None:
         return
@@ -145,19 +149,18 @@ def check_gpus(job: Job, environment: Mapping[str, str]) -> None:
         raise ValueError(
             f"--nprocs {job.num_processes} processes cannot share the one visible GPU; start "
             "one process, "
-            "or try it on CPUs with --cpu-devices 1"
+            "or try the run on CPUs with --cpu-devices 1"
         )
     if num_gpus % job.num_processes:
-        # JAX_LOCAL_DEVICE_IDS is no remedy here: it is not passed on (see `OF_ONE_PROCESS`).
+        # JAX_LOCAL_DEVICE_IDS cannot help, because it is not passed on (see `OF_ONE_PROCESS`).
         raise ValueError(
             f"{job.num_processes} processes on this host cannot share {num_gpus} visible GPUs "
-            f"evenly; use --nprocs {even_counts(num_gpus)}, or try it on CPUs with --cpu-devices 1"
+            f"evenly; use --nprocs {even_counts(num_gpus)}, or try CPUs with --cpu-devices 1"
         )
 
 
 def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> dict[str, str]:
-    """Returns the environment variables of one process, in addition to the
-    launcher's environment."""
+    """Returns the environment variables that one process gets in addition to the launcher's."""
     told = {
         COORDINATOR: coordinator,
         NUM_PROCESSES: str(job.total),
@@ -165,7 +168,7 @@ def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> d
         LOCAL_PROCESS_ID: str(process_id - job.process_ids[0]),
         NUM_LOCAL_PROCESSES: str(job.num_processes),
         RESTART: str(restart),
-        # Print whole lines at once, also from processes that are killed later.
+        # Makes processes print whole lines at once, also if they are killed later.
         "PYTHONUNBUFFERED": "1",
     }
     if job.cpu_devices is not None:
@@ -174,13 +177,15 @@ def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> d
 
 
 def command_line(job: Job, launcher: int | None = None) -> list[str]:
-    """Returns the words that start one process: the command inside `zerojax.runtime.launch.boot`.
+    """Returns the command line that starts one process, through `zerojax.runtime.launch.boot`.
 
-    `zerojax` is this installation, and `python` its Python; another Python is named by its path or
-    version (python3.12); any other program replaces the boot.
+    In the command, `zerojax` means this installation and `python` its Python. Another Python is
+    named by its path or version (python3.12). Any other program replaces the boot process.
 
     Args:
-      launcher: the started process ends when this process ends; None: the calling one.
+      job: the job.
+      launcher: process id; the started process ends when this process ends. None: the calling
+        process.
     """
     own = [f"--launcher={os.getpid() if launcher is None else launcher}"]
     first, *rest = job.command
@@ -195,7 +200,7 @@ def command_line(job: Job, launcher: int | None = None) -> list[str]:
             raise ValueError(
                 f"{' '.join(job.command)!r} names neither a script nor a module (-m) to launch"
             )
-        # Without an activated environment, `python` may be one without zerojax.
+        # Without an activated environment, `python` may be a Python without zerojax.
         interpreter = sys.executable if first in ("python", "python3") else first
         return [interpreter, *options, "-m", _BOOT, *own, *script]
     if first.endswith(".py"):
@@ -204,7 +209,7 @@ def command_line(job: Job, launcher: int | None = None) -> list[str]:
 
 
 def _split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the interpreter's options, and the script or module with its own words."""
+    """Splits a command's words into Python's options, and the script or module with its words."""
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-c", "-"):
         at += 2 if words[at] in _OPTIONS_WITH_VALUE else 1
@@ -213,13 +218,13 @@ def _split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """End of one process of a job.
+    """How and when one process of a job ended.
 
     Attributes:
-      process_id: its index in the run.
+      process_id: index of the process in the run.
       code: exit code, or minus the number of the signal.
-      when: seconds on the clock of the launcher that decides.
-      was_killed: whether a launcher killed it, after another one had failed.
+      when: time in seconds on the clock of host 0's launcher.
+      was_killed: True if a launcher killed it after another process had failed.
     """
 
     process_id: int
@@ -229,16 +234,17 @@ class End:
 
     @property
     def failed(self) -> bool:
-        """Whether the process failed by itself: it was not killed by a launcher, and ended neither
-        normally nor saved and stopped."""
+        """True if the process failed by itself: it did not end normally, did not save and stop, and
+        was not killed by a launcher."""
         return self.code not in (OK, SAVED_AND_STOPPED) and not self.was_killed
 
 
 def first_failure(ends: Iterable[End]) -> End | None:
-    """Returns the end whose failure caused the others.
+    """Returns the failure that caused the other processes to end, or None.
 
-    Among failures at about the same time, one from outside (a kill, a crash) has priority over an
-    exit code, and that over an abort: when process 0 ends, the runtime of all others aborts.
+    Among failures at about the same time, a failure from outside (a kill, a crash) has priority
+    over an exit code, and an exit code over an abort: when process 0 ends, JAX's runtime aborts all
+    other processes.
     """
     failed = [end for end in ends if end.failed]
     if not failed:
@@ -263,10 +269,10 @@ def describe(code: int) -> str:
 
 
 def exit_code(code: int) -> int:
-    """Returns a process's end as shells count it: 128 + n for signal n."""
+    """Converts a process's end to a shell's exit code: 128 + n for signal n."""
     return code if code >= 0 else 128 - code
 
 
 def may_restart(code: int) -> bool:
-    """Returns whether a restart can help after a process ended with exit code `code`."""
+    """Returns True if a restart can help after a process ended with exit code `code`."""
     return code not in (OK, BAD_INPUT, SAVED_AND_STOPPED, INTERRUPTED)

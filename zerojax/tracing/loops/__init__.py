@@ -1,4 +1,4 @@
-"""Loop over layers in a traced loss, and the loss cut into pieces around it."""
+"""Finds the loop over layers in a traced loss, and cuts the loss into parts around the loop."""
 
 from zerojax.tracing.loops.detection import LayerLoop, find_layer_loop, find_stacks, keeps_products
 from zerojax.tracing.loops.loss_pieces import LossPieces, cut_loss

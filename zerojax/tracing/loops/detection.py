@@ -1,6 +1,6 @@
-"""Search for the loop that slices stacked parameters in a traced loss.
+"""Finds the loop over layers in a traced loss: the `scan` that slices stacked parameters.
 
-A program without exactly one such loop raises an error with a remedy.
+Raises an error if the loss does not have exactly one such loop.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from zerojax.tracing.dependence import LabelsOf, follow_labels, inline_calls_wit
 from zerojax.tracing.jaxpr import Piece, cut_piece, has_side_effects, is_checkpoint, split_scan
 
 _REMEDY = (
-    "pipeline stages need a model whose layers run in one jax.lax.scan over stacked parameters: "
-    "use zerojax.Stages(embed, block, head), flax.linen.scan, or stack the layers with nnx.vmap "
-    "and scan them"
+    "but pipeline stages need one jax.lax.scan over the stacked parameters of all layers; use "
+    "zerojax.Stages(embed, block, head), flax.linen.scan, or stack the layers with nnx.vmap and "
+    "scan them, or train without pipeline stages (stage=1)"
 )
 
 # Operations that are allowed between a stacked parameter and the loop, because they act on each row
@@ -30,18 +30,20 @@ _ROW_BY_ROW = frozenset(["convert_element_type", "copy", "name"])
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """Stacked parameter (or one of its arrays), with the equations between it and the loop.
+    """Stacked parameter (or one of its arrays), with the equations applied before the loop slices
+    it.
 
     Attributes:
       input: position of the parameter among the inputs of the program.
-      steps: equations between it and the loop, in order; each acts on each row separately.
+      steps: equations between the parameter and the loop, in order; each acts on each row
+        separately.
     """
 
     input: int
     steps: tuple[Any, ...]
 
     def apply(self, rows: jax.Array) -> jax.Array:
-        """Applies these equations to some rows [n, ...] of the input; returns what the loop
+        """Applies `steps` to some rows [n, ...] of the parameter; returns the rows that the loop
         slices.
         """
         for step in self.steps:
@@ -50,7 +52,9 @@ class Stack:
 
 
 def keeps_products(equation: Any) -> bool:
-    """Returns whether products of this equation may be saved for the backward pass."""
+    """Returns whether an equation has matrix products whose results may be saved for the backward
+    pass.
+    """
     if is_checkpoint(equation) and equation.params["policy"] is None:
         return False
     return equation.primitive.name in ("dot_general", "conv_general_dilated") or any(
@@ -68,7 +72,8 @@ class LayerLoop:
       program: the traced loss, with the loop as an equation at the top level.
       names: for each input of the program, the name of the parameter it belongs to, or None.
       equation: the loop.
-      slices: for each value that the loop slices, its stacked parameter, or None.
+      slices: for each array that the loop slices, the stacked parameter, or None if it is another
+        array.
     """
 
     program: ClosedJaxpr
@@ -102,7 +107,7 @@ class LayerLoop:
 
     @cached_property
     def is_checkpointed(self) -> bool:
-        """Whether all products of a layer are in checkpoints that save none of them."""
+        """Whether all matrix products of a layer are in checkpoints that save no product."""
         return not any(map(keeps_products, self.layer.jaxpr.eqns))
 
     @property
@@ -122,12 +127,12 @@ class LayerLoop:
 
     @property
     def consts(self) -> list[Any]:
-        """Values of the program that every layer takes whole."""
+        """Values of the program that every layer takes without slicing."""
         return self.equation.invars[: split_scan(self.equation)[0]]
 
     @property
     def others(self) -> list[Any]:
-        """Values of the program that the loop slices and that are not parameters."""
+        """Values of the program, other than parameters, that the loop slices."""
         sliced = self.equation.invars[sum(split_scan(self.equation)) :]
         return [a for a, stack in zip(sliced, self.slices, strict=True) if stack is None]
 
@@ -149,7 +154,7 @@ class LayerLoop:
     def dependence(self) -> LabelsOf:
         """Returns a function that maps a value to the loop results that it depends on.
 
-        They are "activations" and "rows".
+        The labels are "activations" (carried values) and "rows" (values returned for each layer).
         """
         sources = {variable: frozenset(["activations"]) for variable in self._carry[1]}
         sources |= {variable: frozenset(["rows"]) for variable in self.row_outputs()}
@@ -160,9 +165,8 @@ def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLo
     """Returns the loop over layers in a loss.
 
     Args:
-      closed: the loss of a batch, traced with all layers of the model. Its first output is the
-        loss.
-      names: for each input, the name of the parameter it belongs to, or None.
+      closed: loss of a batch, traced with all layers of the model. Its first output is the loss.
+      names: for each input, the name of the parameter to which it belongs, or None.
 
     Raises:
       ValueError: there is not exactly one such loop, or it cannot be split into layers that run on
@@ -184,8 +188,8 @@ def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLo
     if loop.equation.params["reverse"]:
         raise ValueError(
             f"{_loop_text(layers.num_layers, layers.stacked)} runs backwards (reverse=True), but a "
-            "pipeline runs layers in the order of their rows: stack them in the order in which "
-            "they run and scan forwards"
+            "pipeline runs layers in the order of their rows; stack the layers in the order in "
+            "which they run, and scan forwards"
         )
     loss = program.jaxpr.outvars[0]
     depends = layers.dependence()(loss)
@@ -193,7 +197,7 @@ def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLo
         raise ValueError(
             f"the loss uses values that {_loop_text(layers.num_layers, layers.stacked)} returns "
             "for each layer (the second result of jax.lax.scan), but pipeline stages exchange "
-            "only carried values: sum them in the carried value instead"
+            "only carried values; sum them in the carried value instead"
         )
     if not depends:
         raise ValueError(_unused_text(layers.num_layers, layers.stacked))
@@ -201,11 +205,11 @@ def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLo
 
 
 def find_stacks(closed: ClosedJaxpr, names: Sequence[str]) -> frozenset[str]:
-    """Returns the names of the parameters that some loop of a loss slices along dimension 0.
+    """Returns the names of the parameters that any loop in a loss slices along dimension 0.
 
     Args:
-      closed: the loss.
-      names: of the first inputs of the loss, which are its parameters.
+      closed: traced loss.
+      names: names of the parameters, which are the first inputs of the loss.
     """
     holders = {v: i for i, v in enumerate(closed.jaxpr.invars[: len(names)])}
     loops = _find_loops(closed.jaxpr, holders, "")
@@ -235,7 +239,7 @@ class _ParameterLoop:
 
 
 def _hold(program: Any, holders: Mapping[Any, int]) -> dict[Any, int]:
-    """Returns {variable: the program input whose rows it contains}."""
+    """Returns {variable: position of the program input whose rows it contains}."""
     held = dict(holders)
     for equation in program.eqns:
         if equation.primitive.name in _ROW_BY_ROW and _get(held, equation.invars[0]) is not None:
@@ -248,7 +252,7 @@ def _get(held: Mapping[Any, int], atom: Any) -> int | None:
 
 
 def _find_loops(program: Any, holders: Mapping[Any, int], inside: str) -> Iterator[_ParameterLoop]:
-    """Yields the loops at any depth that slice parameters held by a program.
+    """Yields the loops, also in nested programs, that slice parameters.
 
     Loops over slices of another loop belong to one layer and do not count.
     """
@@ -280,21 +284,20 @@ def _the_only_one(
     if len(loops) > 1:
         texts = "; ".join(loop.text(names) for loop in loops)
         raise ValueError(
-            f"{_REMEDY}. Found {len(loops)} such loops: {texts}. Put all layers into one loop, or "
-            "train without pipeline stages (stage=1)"
+            f"the loss has {len(loops)} loops over stacked parameters ({texts}), {_REMEDY}"
         )
     if not loops:
         holders = {v: i for i, v in enumerate(inlined.jaxpr.invars) if names[i] is not None}
         for dead in _find_loops(inlined.jaxpr, holders, ""):
             stacked = [name for i in dead.inputs if (name := names[i])]
             raise ValueError(_unused_text(dead.equation.params["length"], stacked))
-        raise ValueError(f"{_REMEDY}. {_describe_loops(inlined, names)}")
+        raise ValueError(f"{_describe_loops(inlined, names)}, {_REMEDY}")
     (loop,) = loops
     if loop.inside:
         raise ValueError(
-            f"{loop.text(names)} is inside of a `{loop.inside}`, which a pipeline cannot split: "
-            "run the loop in the loss itself. To recompute layers in the backward pass, put "
-            "jax.checkpoint around the layer, inside of the loop"
+            f"{loop.text(names)} is inside of a `{loop.inside}`, which a pipeline cannot split; "
+            "run the loop at the top level of the loss. To recompute layers in the backward pass, "
+            "put jax.checkpoint around the layer, inside of the loop"
         )
     return loop
 
@@ -310,10 +313,10 @@ def _describe_loops(closed: ClosedJaxpr, names: Sequence[str | None]) -> str:
             description = f"values computed from {_list(touched)}" if touched else "no parameters"
             loops.append(f"one of {equation.params['length']} steps that slices {description}")
     if not loops:
-        return "Found no loop in the loss: layers that a Python loop calls are unrolled"
+        return "the loss has no loop (layers that a Python loop calls are unrolled)"
     return (
-        f"Found no such loop but {'; '.join(loops)}. The loop must slice the parameters "
-        "themselves (a cast is allowed): move computations with them into the layer"
+        f"the loss has no loop that slices the parameters themselves, only {'; '.join(loops)} "
+        "(a cast is allowed; move other computations with parameters into the layer)"
     )
 
 
@@ -321,7 +324,7 @@ def _describe_loops(closed: ClosedJaxpr, names: Sequence[str | None]) -> str:
 
 
 def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> Stack | None:
-    """Returns the `Stack` of a sliced value; None if the value is not a parameter."""
+    """Returns the `Stack` of a value that the loop slices; None if the value is not a parameter."""
     place = _get(held, atom)
     if place is None:
         return None
@@ -333,39 +336,41 @@ def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> St
 
 
 def _check_effects(closed: ClosedJaxpr) -> None:
-    """Refuses callbacks, which a pipeline would run in idle ticks, twice, or never."""
+    """Raises ValueError for callbacks, which a pipeline would run in idle ticks, twice, or
+    never.
+    """
     if not has_side_effects(closed.effects):
         return
     names = (e.primitive.name for e in closed.jaxpr.eqns if has_side_effects(e.effects))
     raise ValueError(
-        f"the loss has a side effect, `{next(names)}` (as of jax.debug.print), and layers that run "
-        "one by one would repeat or lose it: remove it, or debug without pipeline stages (stage=1) "
-        "and with offload.params=None"
+        f"the loss has a side effect, `{next(names)}` (such as jax.debug.print), which pipeline "
+        "stages and streamed layers would repeat or lose; remove it, or debug without pipeline "
+        "stages (stage=1) and with offload.params=None"
     )
 
 
 def _check_slices(loop: LayerLoop) -> None:
-    """Refuses slices that are computed from parameters."""
+    """Raises ValueError if the loop slices values that are computed from parameters."""
     labels_of = _parameters(loop.program.jaxpr, loop.names)
     for atom in loop.others:
         if labels_of(atom):
             raise ValueError(
                 f"{_loop_text(loop.num_layers, loop.stacked)} also slices values that are computed "
-                f"from {_list(labels_of(atom))}; a pipeline stage has only its own rows of a "
-                "parameter, so the loop must slice the parameter itself (a cast is allowed): move "
+                f"from {_list(labels_of(atom))}; but a pipeline stage has only its own rows of a "
+                "parameter, so the loop must slice the parameter itself (a cast is allowed); move "
                 "the computation into the layer"
             )
 
 
 def _check_uses(loop: LayerLoop, held: Mapping[Any, int]) -> None:
-    """Refuses stacked parameters that are used outside of the loop's slices."""
+    """Raises ValueError if a stacked parameter is used other than by the slices of the loop."""
     stacks = {v: i for v, i in held.items() if loop.names[i] in loop.stacked}
     program = loop.program.jaxpr
     first = sum(split_scan(loop.equation))
     uses = [("the result", program.outvars)]
     for equation in program.eqns:
         if equation is loop.equation:
-            uses.append(("the loop, whole", equation.invars[:first]))
+            uses.append(("the loop as an unsliced value", equation.invars[:first]))
         elif equation.primitive.name not in _ROW_BY_ROW:
             uses.append((f"`{equation.primitive.name}`", equation.invars))
     for user, atoms in uses:
@@ -373,8 +378,8 @@ def _check_uses(loop: LayerLoop, held: Mapping[Any, int]) -> None:
             if (place := _get(stacks, atom)) is not None:
                 raise ValueError(
                     f"{loop.names[place]}, which {_loop_text(loop.num_layers, ())} slices, is also "
-                    f"read outside of the layers, by {user}; a pipeline stage has only the rows of "
-                    "its own layers: use a separate parameter outside of the layers"
+                    f"read outside of the layers, by {user}, but a pipeline stage has only the "
+                    "rows of its own layers; use a separate parameter outside of the layers"
                 )
 
 
@@ -400,7 +405,7 @@ def _without(program: Any, equation: Any) -> Any:
 def _unused_text(num_layers: int, stacked: Any) -> str:
     return (
         f"the loss does not depend on {_loop_text(num_layers, stacked)}, so its layers would not "
-        "be trained. Compute the loss from the final carried value of the loop"
+        "be trained; compute the loss from the final carried value of the loop"
     )
 
 
@@ -410,7 +415,7 @@ def _loop_text(num_layers: int, stacked: Any) -> str:
 
 
 def _list(names: Any) -> str:
-    """Returns a text with at most three names and the number of further ones."""
+    """Returns a text with at most three names, and the number of the remaining names."""
     chosen = sorted(set(names))
     more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
     return ", ".join(chosen[:3]) + more

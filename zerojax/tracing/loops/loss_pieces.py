@@ -1,7 +1,8 @@
 """Splits the traced loss of a microbatch into three parts: before, inside and after the layers.
 
-The computation of the layers is unchanged, with its checkpoints, custom derivatives and reads. Each
-part of the model's own state is written by one piece; if another piece reads it, it is refused.
+The computation of the layers is unchanged, with its checkpoints, custom derivatives and parameter
+reads. Each extra (non-parameter array) is written by one part; an extra that another part reads is
+refused.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ def cut_loss(
     """Splits a loss into three parts around its loop over layers.
 
     Args:
-      function: `(values, extras, key, batch) -> (sums, new extras)`, for one microbatch;
-        sums {"loss", "weight", ...} as in `zerojax.losses.as_sums`. It may close over arrays, also
-        traced ones.
-      values: {name: pytree of `ShapeDtypeStruct`}, parameters as the model gets them, stacked ones
-        with the rows of all layers.
+      function: `(values, extras, key, batch) -> (sums, new extras)`, for one microbatch; `sums` is
+        {"loss": ..., "weight": ..., ...} as in `zerojax.losses.as_sums`. The function may close
+        over arrays, also traced ones.
+      values: {name: pytree of `ShapeDtypeStruct`}, the parameters that the model gets; stacked
+        parameters have the rows of all layers.
       extras, key, batch: pytrees of `ShapeDtypeStruct`.
-      padding: whether rows may be padding (-1). Without it nothing is masked.
-      skips: whether a `cond` skips the computation of rows of padding. Needs layers without
-        collectives, and layers that are checkpointed (`LayerLoop.is_checkpointed`) or whose
-        residuals are not kept, because a `cond` copies its residuals for the backward pass.
-      overwritten: names of the extras that are overwritten with their gradient.
+      padding: whether rows may be padding (numbered -1); if not, nothing is masked.
+      skips: whether a `cond` skips the computation of rows of padding. This needs layers without
+        collectives. The layers must also be checkpointed (`LayerLoop.is_checkpointed`) or run
+        without residuals, because a `cond` copies its residuals for the backward pass.
+      overwritten: names of the extras (non-parameter arrays) that are replaced by their gradient.
 
     Raises:
       ValueError: the program does not have the form that `find_layer_loop` needs, or an extra is
@@ -105,18 +106,19 @@ def cut_loss(
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LossPieces:
-    """Loss in three parts: `embed`, then `layers` once or more, then `head` compute the whole loss.
+    """Loss in three parts: calling `embed`, then `layers` once or more, then `head` computes the
+    loss.
 
-    Each piece is a function to trace, with derivatives by `jax.vjp`; `count` is a fourth piece, for
-    the extras that only count. They have common arguments: `outer` {name: value} has at least the
-    parameters without rows of layers that the piece reads; `extras`, `key` and `batch` are whole,
-    in the form with which the loss was traced.
+    Each part is a function to trace, and can be differentiated by `jax.vjp`. `count` is a fourth
+    part, for the extras (non-parameter arrays) that only count. The parts have common arguments.
+    `outer` is {name: value} and has at least the unstacked parameters that the part reads.
+    `extras`, `key` and `batch` are the full arguments of the traced loss.
 
     Attributes:
       loop: the loop over layers.
-      padding: whether rows may be -1.
-      skips: whether such rows are skipped, and not computed and discarded.
-      overwritten: extras that are overwritten with their gradient, by the piece that reads them.
+      padding: whether rows may be padding (numbered -1).
+      skips: whether rows of padding are skipped; if not, they are computed and discarded.
+      overwritten: extras that are replaced by their gradient, grouped by the part that reads them.
     """
 
     loop: LayerLoop
@@ -145,7 +147,9 @@ class LossPieces:
 
     @property
     def activations(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Values that go from layer to layer; PRNG keys as their data."""
+        """Shapes of the values that go from layer to layer; PRNG keys are represented by their
+        data.
+        """
         return tuple(map(_abstract_data, self.loop.activations))
 
     @property
@@ -155,7 +159,7 @@ class LossPieces:
 
     @property
     def layers_reads_outer(self) -> frozenset[str]:
-        """Names of the parameters without rows of layers that `layers` depends on."""
+        """Names of the unstacked parameters that `layers` depends on."""
         return self.loop.names_of(self._around.inputs)
 
     @property
@@ -166,8 +170,8 @@ class LossPieces:
     def embed(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any
     ) -> tuple[Activations, Arrays]:
-        """Returns (inputs of the first layer, {name: new value} of the extras (non-parameter
-        arrays) written in this part).
+        """Runs the part before the layers: (inputs of the first layer, {name: new value} of its
+        extras (non-parameter arrays)).
         """
         outputs = self._embed((), self._inputs(outer, extras, key, batch))
         count = len(self.activations)
@@ -186,19 +190,20 @@ class LossPieces:
     ) -> tuple[Activations, Arrays]:
         """Runs some layers in sequence.
 
-        Every call computes the other inputs of the loop (keys, masks, tables of positions) for all
-        layers.
+        Every call computes the inputs of the loop that are not parameters (keys, masks, tables of
+        positions) for all layers.
 
         Args:
           stacked: {name: value whose arrays have n rows}.
-          outer, extras, key, batch: see the class.
-          rows: int32 [n], layer of each row. With `padding`, -1 means no layer: the activations
-            are unchanged, and the gradients of the row are exactly zero, whatever the contents.
-          activations: from `embed`, or from earlier layers.
+          outer, extras, key, batch: common arguments, described at the class.
+          rows: number of the layer of each row, int32 [n]. With `padding`, -1 means no layer: the
+            activations are unchanged, and the gradients of the row are exactly zero, whatever the
+            row contains.
+          activations: result of `embed` or of the previous layers.
 
         Returns:
-          (activations, {name: [n, ...] rows of the new value} of the extras that the layers
-          write); rows of padding are zeros.
+          (activations, {name: rows [n, ...] of the new value} of the extras (non-parameter arrays)
+          that the layers write). The rows of padding are zeros.
         """
         inputs = self._inputs(outer, extras, key, batch)
         around = self._around((), inputs)
@@ -206,8 +211,8 @@ class LossPieces:
         present = jnp.asarray(rows) >= 0 if self.padding else None
         sliced = self._slices(self._stack_inputs(stacked), around[len(consts) :], rows)
         if present is not None and not self.skips:
-            # A zero cotangent may become NaN inside a layer (0 times infinity). So it is not enough
-            # to discard the results of a row of padding: the gradients of all its inputs are
+            # A zero cotangent may become NaN inside a layer (0 times infinity). So discarding the
+            # results of a row of padding is not enough; the gradients of all inputs of the row are
             # masked as well.
             sliced = _mask_gradients(sliced, present)
         run = functools.partial(self._one_layer, consts)
@@ -218,10 +223,11 @@ class LossPieces:
     def surroundings(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns (values that every layer uses unsliced, values with one row per layer).
+        """Computes the layers' inputs that are not parameters, such as keys, masks or tables of
+        positions.
 
-        These are the inputs of layers beside parameters (keys, masks, tables of positions), for a
-        caller that runs layers one by one with `layer`.
+        Returns (values that every layer uses unsliced, values with one row per layer), for a caller
+        that runs layers one by one with `layer`.
         """
         around = self._around((), self._inputs(outer, extras, key, batch))
         return around[: len(self.loop.consts)], around[len(self.loop.consts) :]
@@ -236,13 +242,14 @@ class LossPieces:
         """Runs one layer.
 
         Args:
-          rows: {name: the layer's row of a stacked parameter, or a `ShardedWeight` of it}.
+          rows: {name: the layer's row of a stacked parameter, as an array or a `ShardedWeight`}.
           consts: first result of `surroundings`.
           others: the layer's row of each value in the second result of `surroundings`.
-          activations: from `embed`, or from the layer before.
+          activations: result of `embed` or of the previous layer.
 
         Returns:
-          (activations, {name: the layer's row of the new value} of the extras it writes).
+          (activations, {name: the layer's row of the new value} of the extras (non-parameter
+          arrays) that the layer writes).
         """
         stacks, remaining = self._stack_inputs(rows), iter(others)
         sliced = []
@@ -255,9 +262,10 @@ class LossPieces:
         return after, dict(zip(self._layer_extras, written, strict=True))
 
     def find_products(self) -> dict[str, WeightProduct | str]:
-        """Returns {stacked parameter: the product that alone reads its row, or why there is none}.
+        """Returns {stacked parameter: the only product that reads its row, or the reason why there
+        is none}.
 
-        Casts between the parameter and the loop are among those of the product.
+        Casts between the parameter and the loop are included in the casts of the product.
         """
         layer = self.loop.layer.jaxpr
         sliced = layer.invars[len(layer.invars) - len(self.loop.slices) :]
@@ -277,8 +285,8 @@ class LossPieces:
     def head(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any, activations: Activations
     ) -> tuple[Sums, Arrays]:
-        """Returns (loss sums, {name: new value} of the extras (non-parameter arrays) written in
-        this part).
+        """Runs the part after the layers: (loss sums, {name: new value} of the extras
+        (non-parameter arrays) that it writes).
         """
         inputs = self._inputs(outer, extras, key, batch)
         outputs = self._head(self._as_carried(activations), inputs)
@@ -287,10 +295,11 @@ class LossPieces:
         return sums, dict(zip(self._head_extras, outputs[number:], strict=True))
 
     def count(self, extras: Arrays) -> Arrays:
-        """Returns {name: new value} of the extras (non-parameter arrays) that count microbatches.
+        """Returns {name: new value} of the extras (non-parameter arrays) that only count forward
+        passes.
 
-        Each is computed only from such extras, so a microbatch's value is known before any other
-        microbatch has passed the layers: the caller gives each microbatch its own.
+        Such an extra depends only on other extras of this kind. So its value for each microbatch is
+        known in advance, and the caller passes each microbatch its own value.
         """
         written = self._count((), _pair(self._positions[1], extras))
         return dict(zip(self._counters, written, strict=True))
@@ -307,8 +316,8 @@ class LossPieces:
     def _slices(
         self, stacks: dict[int, jax.Array], others: Sequence[jax.Array], rows: jax.Array
     ) -> list[jax.Array]:
-        """Returns the values that the loop slices: rows of parameters and of other values."""
-        # Rows of padding take the values of the first layer; any valid row would do.
+        """Returns the arrays that the loop slices: rows of parameters and of other values."""
+        # Rows of padding take the values of the first layer; any valid layer would do.
         layer_of_row = jnp.maximum(rows, 0) if self.padding else rows
         remaining = iter(others)
         slices = []
@@ -353,7 +362,7 @@ class LossPieces:
         present: jax.Array,
         sliced: list[jax.Array],
     ) -> tuple[Activations, list[jax.Array]]:
-        """Runs a layer under a `cond`, or passes the activations on if the row is padding."""
+        """Runs a layer, or returns the activations unchanged if the row is padding, by a `cond`."""
         compute = lambda *operands: self._one_layer(operands[0], operands[1], (None, operands[2]))  # noqa: E731
         operands = consts, activations, sliced
         nothing = jax.eval_shape(compute, *operands)[1]
@@ -369,7 +378,9 @@ class LossPieces:
         return run(*operands)
 
     def _as_carried(self, activations: Activations) -> list[jax.Array]:
-        """Returns activations as the program carries them, with data of PRNG keys as keys."""
+        """Returns activations as the traced loop carries them: data of PRNG keys become
+        keys again.
+        """
         pairs = zip(activations, self.loop.activations, strict=True)
         return [
             jax.random.wrap_key_data(x, impl=_key_impl(like)) if _is_key(like) else x
@@ -378,15 +389,13 @@ class LossPieces:
 
 
 def _check_rest(loop: LayerLoop, sums: Sums) -> None:
-    """Refuses a weight or metric that no pipeline stage could compute; the loss is checked
-    elsewhere.
-    """
+    """Raises ValueError for a weight or metric of the loss that no pipeline stage can compute."""
     depends = loop.dependence()
     for title, parts in [("weight of the loss", sums["weight"]), *_metrics(sums)]:
         if any("rows" in depends(atom) for atom in jax.tree.leaves(parts)):
             raise ValueError(
                 f"the {title} uses values that the loop of {loop.num_layers} layers returns for "
-                "each layer, but pipeline stages exchange only carried values: sum them in the "
+                "each layer, but pipeline stages exchange only carried values; sum them in the "
                 "carried value instead"
             )
 
@@ -406,10 +415,10 @@ def _pair(positions: Any, values: Any) -> dict[int, Any]:
 def _mask_gradient(value: jax.Array, present: jax.Array) -> jax.Array:
     """Returns `value`, with a gradient of zero where `present` is false.
 
-    `present` has one bool for each leading row.
+    `present` has one bool for each row of the first dimensions of `value`.
 
-    This is a derivative rule, and not a selection between `value` and a copy without gradient,
-    because the result is `value` itself: a backward pass does not save it twice.
+    A custom derivative is used, not a selection between `value` and a copy without gradient, so
+    that the result is `value` itself and a backward pass does not save it twice.
     """
     return value
 
@@ -438,7 +447,9 @@ def _is_key(value: Any) -> bool:
 
 
 def _as_data(value: jax.Array) -> jax.Array:
-    """Returns an array without weak dtype: PRNG keys as their data, Python numbers as arrays."""
+    """Converts a value to an array without weak dtype: PRNG keys to their data, Python numbers to
+    arrays.
+    """
     if _is_key(value):
         return jax.random.key_data(value)
     return lax.convert_element_type(value, value.dtype)
@@ -449,7 +460,7 @@ def _abstract_data(value: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _key_impl(like: jax.ShapeDtypeStruct) -> str:
-    """Returns the name of the generator of a key."""
+    """Returns the name of the random generator (PRNG implementation) of a key."""
     names: list[str] = []
     jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), like)
     return names[0]

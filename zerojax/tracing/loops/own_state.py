@@ -1,5 +1,6 @@
-"""Finds which part of a loss, split at its layers, writes and reads each of the model's extras
-(non-parameter arrays).
+"""Finds which part of a loss, split at its layers, writes and reads each extra of the model.
+
+Extras are the non-parameter arrays of the model, such as running averages.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ class Writers(NamedTuple):
     them.
 
     Attributes:
-      counters: {name: value of the program}, computed only from counters and unwritten extras.
-      embed, head: {name: value of the program}.
-      layers: {name: index among the loop's outputs with a row for each layer}.
+      counters: {name: variable of the program} of extras computed only from counters and unwritten
+        extras.
+      embed, head: {name: variable of the program} of extras that the part before or after the
+        layers writes.
+      layers: {name: index among the loop's outputs that have one row per layer}.
     """
 
     counters: dict[str, Any]
@@ -30,15 +33,16 @@ class Writers(NamedTuple):
 
 
 def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str, int]) -> Writers:
-    """Groups the extras that a loss writes by the part of the loss that writes them.
+    """Groups the extras (non-parameter arrays) that a loss writes by the part of the loss that
+    writes them.
 
     Args:
-      loop: over the layers.
-      written: {name: new value in the program}, without unchanged extras.
-      places: {name: position among the inputs}, of all extras.
+      loop: loop over the layers.
+      written: {name: variable of the new value}, without unchanged extras.
+      places: {name of an extra: position among the inputs of the program}, for all extras.
 
     Raises:
-      ValueError: an extra is computed from the loop's outputs with a row for each layer.
+      ValueError: an extra is computed from outputs of the loop that have one row per layer.
     """
     depends, returned = loop.dependence(), loop.row_outputs()
     by_embed, by_layers, by_head = {}, {}, {}
@@ -52,9 +56,9 @@ def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str
         else:
             raise ValueError(
                 f"the model's state {name} is computed from values that the loop of "
-                f"{loop.num_layers} layers returns for each layer, but no pipeline stage has those "
-                "of all layers: store the rows themselves (the second result of jax.lax.scan), or "
-                "compute the state from the carried value"
+                f"{loop.num_layers} layers returns for each layer, but no pipeline stage has the "
+                "values of all layers; store the rows themselves (the second result of "
+                "jax.lax.scan), or compute the state from the carried value"
             )
     counters = _counters(loop, by_embed, written, places)
     rest = {name: atom for name, atom in by_embed.items() if name not in counters}
@@ -64,8 +68,8 @@ def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str
 def _counters(
     loop: LayerLoop, free: Mapping[str, Any], written: Mapping[str, Any], places: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Returns the extras in `free` that depend only on each other and on extras that the loss does
-    not write.
+    """Returns the extras (non-parameter arrays) in `free` that depend only on each other and on
+    extras that the loss does not write.
     """
     reads = {name: set(cut_piece(loop.program, [atom]).inputs) for name, atom in free.items()}
     counters = dict(free)
@@ -84,10 +88,10 @@ def check_readers(
 
     Args:
       writers: the written extras.
-      places: {name: position among the inputs}, of all extras.
-      embed: the part of the loss that computes the inputs of the first layer.
-      around: the part that computes the other inputs of the loop.
-      head: the part that computes the loss from the loop's results.
+      places: {name of an extra: position among the inputs of the program}, for all extras.
+      embed: part of the loss that computes the inputs of the first layer.
+      around: part of the loss that computes the other inputs of the loop.
+      head: part of the loss that computes the loss from the loop's results.
 
     Raises:
       ValueError: writer and reader are on different stages, which exchange only activations.
@@ -100,14 +104,14 @@ def check_readers(
             for reader in [place for place, p in others.items() if places[name] in p.inputs]:
                 raise ValueError(
                     f"the model's state {name} is written {where} and read {reader}, but pipeline "
-                    "stages exchange only activations: keep a separate state for each place, or "
-                    "put it into the carried value"
+                    "stages exchange only activations; use separate state variables for these "
+                    "parts, or put the value into the carried value"
                 )
 
 
 class Overwritten(NamedTuple):
-    """Extras that are overwritten by their gradient, grouped by the part of the loss that reads
-    them.
+    """Extras (non-parameter arrays) that are replaced by their gradient, grouped by the part of the
+    loss that reads them.
 
     Each extra of `layers` has one row for each layer, which only that layer reads.
     """
@@ -118,7 +122,7 @@ class Overwritten(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of all overwritten extras, sorted."""
+        """Names of all overwritten extras (non-parameter arrays), sorted."""
         return sorted(self.embed | self.layers | self.head)
 
 
@@ -131,18 +135,20 @@ def sort_overwritten(
     around: Piece,
     head: Piece,
 ) -> Overwritten:
-    """Groups overwritten extras by the part of the loss that reads them; omits unread extras.
+    """Groups overwritten extras (non-parameter arrays) by the part of the loss that reads them;
+    omits unread extras.
 
-    The new value is the gradient of one piece. With two readers, or a reader on two stages, there
-    would be two gradients to add, but the values of microbatches are combined by their maximum.
+    The new value of such an extra is its gradient in one part. If two parts, or two pipeline
+    stages, read it, their gradients would have to be added, but new values are combined by their
+    maximum.
 
     Args:
-      loop: over the layers.
-      names: of the overwritten extras.
+      loop: loop over the layers.
+      names: names of the overwritten extras.
       places, embed, around, head: see `check_readers`.
 
     Raises:
-      ValueError: an extra is read by two pieces, or by the layers other than one row by each layer.
+      ValueError: two parts read an extra, or the layers read it other than as one row per layer.
     """
     pieces = {"before the layers": embed, "by the layers": around, "after the layers": head}
     read: dict[str, set[str]] = {place: set() for place in pieces}
@@ -152,7 +158,7 @@ def sort_overwritten(
             raise ValueError(
                 f"the model's state {name}, which is overwritten with its gradient, is read "
                 f"{readers[0]} and {readers[1]}, but each pipeline stage has only a part of that "
-                "gradient: keep a separate state for each place, or use stage=1"
+                "gradient; use separate state variables for these parts, or use stage=1"
             )
         if readers == ["by the layers"]:
             _check_rows(loop, name, places[name])
@@ -162,12 +168,15 @@ def sort_overwritten(
 
 
 def _check_rows(loop: LayerLoop, name: str, place: int) -> None:
-    """Raises unless layers read an overwritten extra only as one row per layer."""
+    """Raises unless layers read an overwritten extra (non-parameter array) only as one row per
+    layer.
+    """
     variable = loop.program.jaxpr.invars[place]
     rest = [atom for atom in loop.others if atom is not variable]
     if place in cut_piece(loop.program, [*loop.consts, *rest]).inputs:
         raise ValueError(
-            f"the model's state {name}, which is overwritten with its gradient, is not only sliced "
-            f"by the loop of {loop.num_layers} layers, one row for each, but no pipeline stage has "
-            "the gradient of all layers: let the loop slice a row for each layer, or use stage=1"
+            f"the model's state {name}, which is overwritten with its gradient, is read by the "
+            f"loop of {loop.num_layers} layers other than as one row per layer, but no pipeline "
+            "stage has the gradient of all layers; let the loop slice a row for each layer, or use "
+            "stage=1"
         )

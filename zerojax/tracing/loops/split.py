@@ -1,9 +1,9 @@
-"""Forward pass, residuals and backward pass as three separate functions.
+"""Splits a function into forward pass, stored residuals and backward pass.
 
-`jax.vjp` returns a backward pass that holds all its residuals. Between the two passes of a pipeline
-stage other microbatches run, so residuals are stored in buffers: only those that depend on the
-microbatch. Residuals that depend only on the weights (a copy in another layout, a transpose) are
-the same for every microbatch and are recomputed.
+`jax.vjp` returns a backward pass that contains all its residuals. A pipeline stage runs other
+microbatches between the two passes of a microbatch, so it stores residuals in buffers. Only
+residuals that depend on the microbatch are stored. Residuals that depend only on the weights (a
+copy in another layout, a transpose) are the same for every microbatch and are recomputed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class SplitPasses:
 
     Attributes:
       forward: `(weights, fixed, inputs, context) -> (outputs, rest, stored)`.
-      backward: `(weights, fixed, stored, cotangents) -> (gradients of weights, of inputs)`.
-      stored: values that are kept between the two, as a tuple of `ShapeDtypeStruct`s.
+      backward: `(weights, fixed, stored, cotangents) -> (gradients of weights, gradients of
+        inputs)`.
+      stored: shapes of the values stored between the two passes, a tuple of `ShapeDtypeStruct`s.
     """
 
     forward: Callable[..., tuple[Arrays, Arrays, list[jax.Array]]]
@@ -53,9 +54,11 @@ def split_passes(
 
     Args:
       function: `(weights, fixed, inputs, context) -> (outputs, rest)`; `outputs` are differentiated
-        with respect to `weights` and `inputs`. All three must be floating-point.
-      weights, fixed: arguments that are available in the backward pass.
-      inputs, context: arguments that are not. All four as arrays or `ShapeDtypeStruct`s.
+        with respect to `weights` and `inputs`. Outputs, weights and inputs must be floating-point.
+      weights, fixed: arguments that are available in the backward pass, as arrays or
+        `ShapeDtypeStruct`s.
+      inputs, context: arguments that are not available in the backward pass, as arrays or
+        `ShapeDtypeStruct`s.
     """
     vjp_tree: Any = None
     keys: list[Any] = []
@@ -115,7 +118,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _depending_on(program: ClosedJaxpr, variables: Sequence[Any]) -> set[Any]:
-    """Returns all variables that depend on any of `variables`, including these."""
+    """Returns all variables that depend on any of `variables`, including `variables` themselves."""
     dependent = set(variables)
     for equation in program.jaxpr.eqns:
         if any(not isinstance(atom, Literal) and atom in dependent for atom in equation.invars):
@@ -126,9 +129,7 @@ def _depending_on(program: ClosedJaxpr, variables: Sequence[Any]) -> set[Any]:
 def _restricted(
     program: ClosedJaxpr, num_inputs: int, outputs: Sequence[Any]
 ) -> Callable[..., list[jax.Array]]:
-    """Returns the part of a program that computes these variables, as a function of the first
-    inputs.
-    """
+    """Returns the part of a program that computes `outputs`, as a function of its first inputs."""
     needed = {atom for atom in outputs if not isinstance(atom, Literal)}
     equations = []
     for equation in reversed(program.jaxpr.eqns):
@@ -189,6 +190,6 @@ def without_gradient(activations: Sequence[Any]) -> list[Any]:
 def interleave(
     differentiable: Sequence[Any], others: Sequence[Any], like: Sequence[Any]
 ) -> list[Any]:
-    """Reverses `with_gradient` and `without_gradient`, in the order of `like`."""
+    """Merges the results of `with_gradient` and `without_gradient` in the order of `like`."""
     first, second = iter(differentiable), iter(others)
     return [next(first) if has_gradient(x) else next(second) for x in like]

@@ -1,4 +1,8 @@
-"""Search for layers that a Python loop calls in a traced loss, and their conversion to one loop."""
+"""Finds layers that a Python loop calls in a traced loss, and converts them to one `jax.lax.scan`.
+
+Such a conversion is called rolling: equal layers become the iterations of one loop over stacked
+parameters.
+"""
 
 from zerojax.tracing.rolling.finding import FoundLoops, Loop, find_loops
 from zerojax.tracing.rolling.flat_program import Mismatch

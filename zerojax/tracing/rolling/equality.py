@@ -1,8 +1,8 @@
-"""Equality of traced equations by their computation.
+"""Compares traced equations by their computation.
 
-Names of variables and the place where a rule was written do not matter. A custom derivative is
-compared by the program of its vector-Jacobian product, since two rules from one factory may have
-captured different numbers.
+Names of variables, and the source lines of a derivative rule, do not matter. Custom derivatives are
+compared by the programs of their vector-Jacobian products, because two rules from one factory may
+have captured different numbers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from zerojax.operators.marks import read_name, read_shape
 from zerojax.tracing.jaxpr import is_checkpoint, variables
 
 Hole = tuple[int, int]
-"""Literal in a nested program: (index of its equation, index of the operand)."""
+"""Position of a literal in a nested program: (index of the equation, index of the operand)."""
 
 
 def same_literals(first: Literal, second: Literal) -> bool:
-    """Returns whether two literals have the same type and the same bits: 0.0 differs from -0.0."""
+    """Returns whether two literals have the same type and the same bits, so 0.0 differs
+    from -0.0.
+    """
     if first.aval != second.aval:
         return False
     dtype = getattr(first.aval, "dtype", None)
@@ -50,11 +52,11 @@ def _is_program(value: Any) -> bool:
 
 
 class Equality:
-    """Comparison of equations of different layers.
+    """Compares equations of different layers.
 
     Attributes:
-      places: {name of a parameter: its place within its layer}; marks of reads are equal if these
-        places are.
+      places: {name of a parameter: its name within the layer}; marks of reads are equal if these
+        names are equal.
     """
 
     def __init__(self, places: Mapping[str, Any]) -> None:
@@ -66,11 +68,12 @@ class Equality:
         """Returns the literals in which two equations differ; None if they also differ in something
         else.
 
-        Their operands are not compared. Only literals in the program of a checkpoint may differ.
+        The operands of the equations are not compared. Only literals in the program of a checkpoint
+        may differ.
         """
         key = id(first), id(second)
         known = self._compared.get(key)
-        if known is None:  # the cache holds the equations too, so that their ids are not reused
+        if known is None:  # the cache also stores the equations, so that their ids are not reused
             holes: set[Hole] = set()
             allowed = holes if is_checkpoint(first) else None
             same = self._same_equation(first, second, allowed, True)
@@ -95,12 +98,13 @@ class Equality:
         return self._same(self._derivative(first), self._derivative(second), None, False)
 
     def _same(self, first: Any, second: Any, holes: set[Hole] | None, rules: bool) -> bool:
-        """Returns whether two parameters of equations are equal.
+        """Returns whether two parameters of equations (settings, nested programs) are equal.
 
         Args:
-          first, second: the parameters.
-          holes: set to which differing literals are added; None: literals must be equal.
-          rules: whether to compare custom derivatives. Inside of a derivative only values matter.
+          first, second: parameters to compare.
+          holes: set to which differing literals are added; None: all literals must be equal.
+          rules: whether to compare custom derivatives; inside of a derivative only values are
+            compared.
         """
         if first is second:
             return True
@@ -176,7 +180,7 @@ def vjp_program(equation: Any) -> ClosedJaxpr:
 
 
 def equation_function(equation: Any, taken: Sequence[Any]) -> Any:
-    """Returns one equation as a function of the variables that it takes, each once."""
+    """Returns one equation as a function of the distinct variables that it takes."""
     like = next((p for p in equation.params.values() if _is_program(p)), None)
     template = _any_program() if like is None else getattr(like, "jaxpr", like)
     alone = template.replace(
@@ -208,7 +212,9 @@ def _context(equation: Any) -> list[Any]:
 
 
 def _rules(equation: Any) -> frozenset[str]:
-    """Returns the parameters of an equation that hold rules of derivatives: Python callables."""
+    """Returns the names of an equation's parameters that are derivative rules (Python
+    callables).
+    """
     if not equation.primitive.name.startswith("custom_"):
         return frozenset()
     params = equation.params.items()
@@ -220,7 +226,7 @@ def _is_rule(value: Any) -> bool:
 
 
 class _Opened:
-    """Constants, inputs, equations and outputs of a nested `Jaxpr` or `ClosedJaxpr`."""
+    """A nested `Jaxpr` or `ClosedJaxpr` as constants, inputs, equations and outputs."""
 
     def __init__(self, program: Any) -> None:
         inner = getattr(program, "jaxpr", program)

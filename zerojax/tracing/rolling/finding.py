@@ -1,4 +1,4 @@
-"""Search for layers that a traced loss calls in sequence, and for their loops."""
+"""Finds layers that a traced loss calls in sequence, and the loops that can replace them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ MIN_LAYERS = 4
 """Minimum length of a list whose reason against a loop is reported."""
 MAX_PERIOD = 8
 MAX_TRIES = 48
-"""Maximum number of runs of layers to try in one list."""
+"""Maximum number of runs of consecutive layers that are tried as a loop in one list."""
 ROW_SHARE = 0.25
-"""Limit of the stacked values that are not parameters, relative to the carried values of all
-iterations; above it, longer periods are tried."""
+"""Largest size of stacked values other than parameters, as a fraction of the carried values of all
+iterations. Above it, loops with more layers per iteration are tried.
+"""
 Run = tuple[int, int, int]
-"""(start, period, count) of layers."""
+"""(first layer, layers per iteration, iterations) of a candidate for a loop."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +39,18 @@ class Loop:
     """Consecutive layers of a list that run as one loop.
 
     Attributes:
-      layers: the list.
-      start, period, count: layers `start` to `start + period * count - 1`, `period` per iteration.
+      layers: list of layers.
+      start, period, count: the loop has layers `start` to `start + period * count - 1` in `count`
+        iterations with `period` layers each.
       stacks: {name of a stack [count, ...]: names of the parameters that are its rows, in order}.
       row_bytes: bytes of values with one row for each iteration that are not parameters.
-      num_other_rows: number of such values.
+      num_other_rows: number of values with one row for each iteration that are not parameters.
       carry_bytes: bytes of the carried values.
-      is_checkpointed: whether all products of an iteration are in checkpoints that save none of
-        them.
-      body: the program of an iteration, see `Rolled`.
+      is_checkpointed: whether all matrix products of an iteration are in checkpoints that save no
+        product.
+      body: program of an iteration (see `rolled.Rolled`).
       why_not_more: reason why other layers of the list are not in the loop; "" if there are none.
-      remat: values of an iteration that the backward pass recomputes, see `Rolled.build`.
+      remat: remat policy of an iteration (see `rolled.Rolled.build`).
     """
 
     layers: LayerList
@@ -92,7 +94,7 @@ class Loop:
         if self.num_other_rows:
             text += f"; {self.num_other_rows} values differ by layer"
         return (
-            f"{text}; other layers stay as they are: {self.why_not_more}"
+            f"{text}; the other layers stay separate: {self.why_not_more}"
             if self.why_not_more
             else text
         )
@@ -103,8 +105,9 @@ class FoundLoops:
     """Loops over layers in a traced loss.
 
     Attributes:
-      loops: in the order in which they are rolled.
-      left: one sentence for each list of layers that was not rolled, with the first difference.
+      loops: loops in the order in which they are rolled.
+      left: one sentence for each list of layers that was not rolled, with the first difference
+        found.
     """
 
     loops: tuple[Loop, ...]
@@ -113,7 +116,7 @@ class FoundLoops:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedProgram:
-    """Program, and for each of its inputs the name of the parameter, or None."""
+    """Program, and for each input the name of the parameter that it is, or None."""
 
     closed: ClosedJaxpr
     names: tuple[str | None, ...]
@@ -122,13 +125,13 @@ class NamedProgram:
 def find_loops(
     trace: ModelTrace, params: Mapping[str, Any], kind_of: Callable[[str], Any] = lambda name: ()
 ) -> FoundLoops:
-    """Finds the layers that a Python loop calls, as loops that compute the same.
+    """Finds layers that a Python loop calls, and loops that compute the same.
 
     Args:
-      trace: of the loss, with a mark at every read.
-      params: parameters of the model, by name.
-      kind_of: name of a parameter -> pairs (option, its setting) that must be the same for all rows
-        of a stack, such as whether it is frozen; comparable.
+      trace: trace of the loss, with a mark at every read of a parameter.
+      params: {name: parameter of the model}.
+      kind_of: function that maps the name of a parameter to pairs (option, its setting) that must
+        be equal for all rows of a stack, for example whether the parameter is frozen.
     """
     names = sorted(params)
     program = trace.program
@@ -148,7 +151,7 @@ def find_loops(
                 break
         else:
             if first.num_layers >= MIN_LAYERS:
-                left.append(f"{first.title_of(first.places)} are not one loop: {why}")
+                left.append(f"{first.title_of(first.places)} cannot become one loop: {why}")
         lists = [layers for layers in lists[1:] if gone.isdisjoint(layers.places)]
     return FoundLoops(tuple(loops), tuple(left))
 
@@ -158,7 +161,7 @@ def _joined(named: NamedProgram, lists: Sequence[LayerList]) -> list[LayerList]:
     alone.
     """
     first, together = lists[0], [lists[0]]
-    # Lists within its layers, such as two norms of each, are no partners.
+    # Lists inside the layers of the first list, such as two norms of each, are not merged with it.
     others = [other for other in lists[1:] if first.places.keys().isdisjoint(other.places)]
     low, high = _program(named, first).span if others else (0, 0)
     for other in others:
@@ -174,11 +177,13 @@ def _joined(named: NamedProgram, lists: Sequence[LayerList]) -> list[LayerList]:
 def _find(
     named: NamedProgram, layers: LayerList, kind_of: Callable[[str], Any]
 ) -> tuple[Loop | None, str]:
-    """Returns (the loop that covers most layers, or None, reason why there is none)."""
+    """Returns (loop that covers most layers, or None; reason why there is no loop over all
+    layers).
+    """
     program, equality = _program(named, layers), Equality(_within(layers))
     effect = next((e.primitive.name for e in program.equations if e.effects), None)
     if effect is not None:
-        return None, f"`{effect}` has effects, whose order a loop may change"
+        return None, f"`{effect}` has side effects, whose order a loop may change"
     why, best = "", None
     runs = _Runs(_kinds(named, layers, kind_of), layers.numbers)
     for run in runs:
@@ -213,8 +218,8 @@ class _Runs:
         """Collects the runs of layers of equal kinds.
 
         Args:
-          kinds: for each layer the properties that layers of one loop share; comparable.
-          numbers: of the layers, for messages.
+          kinds: for each layer, the properties that must be equal in all layers of a loop.
+          numbers: numbers of the layers in their names, for messages.
         """
         self._waiting: list[tuple[int, int, int, int]] = []
         self._seen: set[Run] = set()
@@ -246,8 +251,8 @@ class _Runs:
         """Splits a run of layers that form no loop, and adds the parts to the queue.
 
         Args:
-          run: the run.
-          iteration: the first one that differs from those before it, if known.
+          run: run to split.
+          iteration: first iteration that differs from the earlier ones; None if unknown.
         """
         start, period, count = run
         if iteration is not None:
@@ -262,7 +267,7 @@ class _Runs:
 def _describe_difference(
     first: frozenset[Any], second: frozenset[Any], number: int, other: int
 ) -> str:
-    """Describes how the parameters of two layers differ, from their sets of `_kinds`."""
+    """Describes how the parameters of two layers differ, from their entries in `_kinds`."""
     both = [{within: kind for within, *kind in layer} for layer in (first - second, second - first)]
     within = min((*both[0], *both[1]), default="")
     if not (within in both[0] and within in both[1]):
@@ -292,7 +297,7 @@ def _kinds(
 
 
 def roll_program(named: NamedProgram, loop: Loop) -> NamedProgram:
-    """Returns the program with the layers of `loop` as one loop.
+    """Rewrites a program so that the layers of `loop` run as one loop.
 
     Raises:
       Mismatch: the layers of this program do not form that loop.
@@ -301,7 +306,7 @@ def roll_program(named: NamedProgram, loop: Loop) -> NamedProgram:
     rolled = roll(program, equality, loop.start, loop.period, loop.count)
     stacks = _stacks(rolled, named)
     if stacks != list(loop.stacks.values()):
-        raise Mismatch(f"{loop.title} reads other parameters than in the plan")
+        raise Mismatch(f"{loop.title} read other parameters here than when the plan was made")
     gone = {name for names in stacks for name in names}
     rest = [name for name in named.names if name not in gone]
     return NamedProgram(open_calls(rolled.build(loop.remat)), (*loop.stacks, *rest))
@@ -343,13 +348,15 @@ def _loop(layers: LayerList, start: int, period: int, rolled: Rolled, named: Nam
 
 
 def _check_reads(rolled: Rolled) -> None:
-    """Refuses layers whose parameters are read where a loop cannot read them.
+    """Raises `Mismatch` if layers read parameters where a loop cannot read them.
 
     Raises:
-      Mismatch: with the enclosing operation of the read.
+      Mismatch: a parameter is read inside of an operation that is no loop, call or checkpoint.
     """
     for inside in _reads_inside(rolled.body.jaxpr, ""):
-        raise Mismatch(f"layers read parameters inside of `{inside}`")
+        raise Mismatch(
+            f"layers read parameters inside of `{inside}`, where a loop cannot read its parameters"
+        )
 
 
 def _reads_inside(program: Jaxpr, around: str) -> Iterator[str]:
@@ -364,5 +371,5 @@ def _reads_inside(program: Jaxpr, around: str) -> Iterator[str]:
 
 
 def read_stacks(loops: Sequence[Loop]) -> dict[str, str]:
-    """Returns {name of a parameter: the stack that holds its row}."""
+    """Returns {name of a parameter: name of the stack of which it is a row}."""
     return {name: stack for loop in loops for stack, names in loop.stacks.items() for name in names}

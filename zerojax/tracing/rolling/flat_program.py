@@ -1,7 +1,8 @@
-"""Traced loss as one flat list of equations, with the layers that each value depends on.
+"""Represents a traced loss as one flat list of equations, with the layers that each value depends
+on.
 
 Calls of `jax.jit` are inlined, also inside of checkpoints, so that layers are compared by their
-computation and not by its wrappers. Nothing else changes, and every variable is defined once.
+computation and not by their wrappers. Nothing else changes, and every variable is defined once.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def open_calls(closed: ClosedJaxpr, *, opens: Callable[[Any], bool] | None = Non
     """Returns the same program without calls of `jax.jit` and without dead code.
 
     Args:
-      closed: the program.
-      opens: which of the calls to inline; None: all.
+      closed: program to inline.
+      opens: function that returns whether to inline a call; None: all calls are inlined.
     """
     program = closed.jaxpr
     consts = list(zip(program.constvars, closed.consts, strict=True))
@@ -62,11 +63,11 @@ def _opened(
     """Yields equations with fresh result variables, and with calls inlined.
 
     Args:
-      equations: of a program.
-      names: variable -> its replacement; results are added.
-      consts: (variable, value) of constants, to which those of calls are added; None: calls with
-        constants are not inlined.
-      opens: which calls to inline.
+      equations: equations of a program.
+      names: {variable: replacement}; new result variables are added.
+      consts: list of (variable, value) to which the constants of inlined calls are added; None:
+        calls with constants are not inlined.
+      opens: function that returns whether to inline a call.
     """
     for equation in equations:
         operands = [_read(names, atom) for atom in equation.invars]
@@ -150,16 +151,17 @@ class Place:
 
 
 class LayerProgram:
-    """Flat program and the layers of one list in it.
+    """Flat program, with the positions of the layers of one list in it.
 
     Attributes:
-      closed: the program, see `open_calls`.
-      places: {input of the program: its place}, of the parameters of the list.
-      numbers: of the layers, for messages.
-      position: variable -> index of the equation that defines it; without inputs.
-      made_by: variable -> (equation, index of the result).
-      depth: variable -> the last layer whose parameters it depends on, -1 for none.
-      plain: variables that depend only on parameters of the list: casts, `1 + scale`.
+      closed: program, a result of `open_calls`.
+      places: {input of the program: layer and name within the layer} for the parameters of the
+        list.
+      numbers: numbers of the layers in their names, for messages.
+      position: {variable: index of the equation that defines it}, without inputs.
+      made_by: {variable: (equation that defines it, index of the result)}.
+      depth: {variable: last layer whose parameters it depends on, -1 for none}.
+      plain: variables that depend only on parameters of the list, such as casts or `1 + scale`.
     """
 
     def __init__(
@@ -220,21 +222,23 @@ class LayerProgram:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Indices of the first and the last equation that use parameters of the list."""
+        """Indices of the first and the last equation that use parameters of the list of layers."""
         return min(self._first.values(), default=0), max(self._last.values(), default=0)
 
     def cuts(self, start: int, layers: Sequence[int], *, early: bool) -> list[list[Any]]:
         """Returns, for each of these layers, the values that are live between it and the next
         layer.
 
-        A cut lies between the last use of a layer's parameters and the first of the next layer's,
-        at the place with the fewest live bytes of values defined since the previous cut.
+        The cut between two layers is after the last use of the first layer's parameters and before
+        the first use of the next layer's. Of these positions, the one with the fewest live bytes of
+        values defined since the previous cut is chosen.
 
         Args:
-          start: layer from which on values count.
-          layers: the layers.
-          early: use the first and not the last of equal places: a computation before the next
-            layer's first parameter, such as an activation, then belongs to the next layer.
+          start: first layer; values that depend on no layer from `start` on are ignored.
+          layers: numbers of the layers after which to cut.
+          early: whether to choose the first of equally good positions, not the last. Then a
+            computation before the next layer's first parameter, such as an activation function,
+            belongs to the next layer.
 
         Raises:
           Mismatch: two layers are interleaved, or a layer uses none of its parameters.
@@ -259,7 +263,9 @@ class LayerProgram:
         return cuts
 
     def _last_uses(self) -> list[tuple[int, int, Any]]:
-        """Returns (index of definition, index of last use, variable), in order of the first."""
+        """Returns (index of definition, index of last use, variable) of each value, in order of
+        definition.
+        """
         use = {v: n for n, e in enumerate(self.equations) for v in variables(e.invars)}
         use |= dict.fromkeys(variables(self.closed.jaxpr.outvars), len(self.equations))
         uses = [(self.position[v], last, v) for v, last in use.items() if v in self.position]

@@ -1,4 +1,4 @@
-"""Search for the values that go from layer to layer, and for the program of one iteration."""
+"""Searches for the values that go from layer to layer, and builds the program of one iteration."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from zerojax.tracing.rolling.proof import check_unrolled
 from zerojax.tracing.rolling.rolled import Rolled
 
 Key = tuple[tuple[int, ...], int]
-"""Result of an equation of the body."""
+"""Key of a result of an equation in the loop body: (key of the equation, index of the result)."""
 
 
 def roll(program: LayerProgram, equality: Equality, start: int, period: int, count: int) -> Rolled:
-    """Returns the layers from `start` on as a loop of `count` iterations of `period` layers.
+    """Converts the layers from `start` on to a loop of `count` iterations with `period` layers
+    each.
 
     Raises:
-      Mismatch: iterations are not the same program; with the first difference.
+      Mismatch: iterations are not the same program; the message describes the first difference.
     """
     iterations = Iterations(start, period, tuple(range(count)))
     first: Mismatch | None = None
@@ -49,9 +50,10 @@ def roll(program: LayerProgram, equality: Equality, start: int, period: int, cou
 
 
 class _Search:
-    """Search for the carried values and the body of a loop.
+    """Searches for the carried values and the body of a loop.
 
-    Values that no layer takes, such as losses of each layer in a list, are outputs of the body.
+    Values that no later layer uses, such as a list with the loss of each layer, are outputs of the
+    body.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class _Search:
           program: flat program with the layers.
           equality: comparison of equations.
           iterations: assignment of layers to iterations.
-          strict: leave out values that only the rest of the program reads, such as running means.
-          early: see `LayerProgram.cuts`.
+          strict: whether to ignore values that only the rest of the program reads, such as running
+            means.
+          early: whether to cut between layers as early as possible (see `LayerProgram.cuts`).
 
         Raises:
-          Mismatch: two layers are interleaved, or have different numbers of such values.
+          Mismatch: two layers are interleaved, or the number of values between layers is not
+            constant.
         """
         self.program, self.equality, self.iterations = program, equality, iterations
         self.count = len(iterations.numbers)
@@ -87,7 +91,7 @@ class _Search:
             ]
         other = next((n for n, cut in enumerate(cuts) if len(cut) != len(cuts[0])), None)
         if other is not None:
-            raise Mismatch("the number of values between layers differs", other)
+            raise Mismatch("layers pass on different numbers of values", other)
         self.carry: list[dict[int, Any]] = [
             {i: cut[k] for i, cut in enumerate(cuts, 1)} for k in range(len(cuts[0]))
         ]
@@ -141,7 +145,7 @@ class _Search:
         """Returns values of the last iteration that are computed like the given value of the
         previous iteration.
 
-        The value at the same place among similar values comes first, then the others in order.
+        The value at the same position among similar values comes first, then the others in order.
         """
         before = self._like(variable, self.end - self.iterations.period)
         similar = [v for v in self._like(variable, self.end) if v is not variable]
@@ -210,10 +214,10 @@ class _Search:
 
 
 def _check(rolled: Rolled) -> None:
-    """Refuses loop parameters that are also read outside of the loop.
+    """Raises `Mismatch` if the parameters of the loop are also read outside of the loop.
 
     Raises:
-      Mismatch: with the reason.
+      Mismatch: a parameter is also read elsewhere, or layers have no parameters of their own.
     """
     stacked = {variable for row in rolled.stacks for variable in row}
     if not stacked:
@@ -233,12 +237,13 @@ def _check(rolled: Rolled) -> None:
 def _slice(
     program: LayerProgram, needed: Sequence[Any], is_known: Callable[[Any], bool]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns (equations that compute `needed`, variables that these equations start from).
+    """Returns (equations that compute `needed` from known variables, known variables that they
+    use).
 
     Args:
       program: flat program.
-      needed: variables to compute.
-      is_known: whether a variable is known.
+      needed: variables to be computed.
+      is_known: function that returns whether a variable is already computed.
     """
     visited: dict[Any, None] = dict.fromkeys(needed)
     ends = {variable: None for variable in visited if is_known(variable)}
@@ -254,7 +259,7 @@ def _slice(
 
 
 class _Body:
-    """Program of one iteration, built from the equations of the first."""
+    """Builds the program of one iteration from the equations of the first iteration."""
 
     def __init__(self, matcher: Matcher, carried: Sequence[Any], results: Sequence[Operand]):
         self.matcher, self.results = matcher, results
@@ -267,7 +272,9 @@ class _Body:
         )
 
     def build(self, template: Jaxpr) -> tuple[ClosedJaxpr, list[Any]]:
-        """Returns (the program, the variables that it takes as its shared values)."""
+        """Returns (program of an iteration, variables from outside of the loop that every iteration
+        takes).
+        """
         equations = [self._equation(node) for node in self.nodes]
         outputs = [self._atom(result) for result in self.results]
         body = template.replace(
@@ -301,7 +308,7 @@ class _Body:
 
 
 def _filled(equation: Any, holes: Sequence[tuple[int, int]]) -> Any:
-    """Returns a checkpoint's program with some of its literals turned into inputs."""
+    """Replaces some literals in the program of a checkpoint by inputs."""
     closed = program_of(equation)
     inner = closed.jaxpr
     made = {hole: Var(inner.eqns[hole[0]].invars[hole[1]].aval) for hole in holes}

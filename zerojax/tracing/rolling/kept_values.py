@@ -1,8 +1,9 @@
 """Decides which values of each loop iteration are saved for the backward pass.
 
 XLA recomputes element-wise results that it fuses into their users. It cannot do so between two
-loops: every result of the forward loop is stored for every iteration. The policy here recomputes
-them in the backward loop, from the results of products.
+loops: every result of the forward loop that the backward loop needs is stored for every iteration.
+The policy of this module recomputes element-wise results in the backward loop, from the results of
+matrix products.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zerojax.tracing.rolling.equality import abstract_value
 from zerojax.tracing.rolling.flat_program import num_bytes
 
 ELEMENTWISE = "elementwise"
-"""Name of the policy, beside those of `REMAT_POLICIES`."""
+"""Name of the remat policy of this module, in addition to those of `REMAT_POLICIES`."""
 _NAMES = (
     "abs add add_any broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh div erf "
     "erf_inv exp exp2 expand_dims expm1 floor integer_pow iota log log1p logistic max min mul neg "
@@ -28,12 +29,14 @@ _NAMES = (
     "square squeeze stop_gradient sub tan tanh transpose"
 )
 _COMPUTED_AGAIN = frozenset(_NAMES.split())
-"""Recomputed primitives, without comparisons, whose results take one byte and which consume random
-numbers."""
+"""Primitives whose results the policy recomputes. Comparisons are not among them: their results
+take one byte, and some depend on random numbers.
+"""
 
 
 def keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Returns whether results are saved: all but element-wise results, sums and reads.
+    """Returns whether to save the results of a primitive: not for element-wise results, sums and
+    reads.
 
     It is a policy for `jax.checkpoint`.
     """
@@ -43,16 +46,16 @@ def keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def has_checkpoints(body: ClosedJaxpr) -> bool:
-    """Returns whether a body has checkpoints of its own at top level."""
+    """Returns whether the body of a loop contains a `jax.checkpoint` at its top level."""
     return any(map(is_checkpoint, body.jaxpr.eqns))
 
 
 def kept_bytes(body: ClosedJaxpr, *, elementwise: bool) -> int:
-    """Returns the bytes of one iteration that are saved for the backward pass, beside its inputs.
+    """Returns how many bytes one iteration saves for the backward pass, in addition to its inputs.
 
     Args:
-      body: of a loop, with marks of reads; values that are read count as inputs.
-      elementwise: whether to apply the policy `keep_products`; else as JAX without a checkpoint.
+      body: program of the iteration, with marks of parameter reads; parameters count as inputs.
+      elementwise: whether the policy `keep_products` applies; if not, no checkpoint applies.
     """
     run = jaxpr_as_fun(body)
     if elementwise:

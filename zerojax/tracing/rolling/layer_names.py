@@ -1,4 +1,4 @@
-"""Lists of layers, by the names of their parameters, and names of stacks.
+"""Finds lists of layers by the names of their parameters, and names stacks of parameters.
 
 `layers/3/attention/query`, `blocks_3/kernel` and `h.3/kernel` name layer 3 of a list.
 """
@@ -25,9 +25,10 @@ class LayerList:
     layers 0 to 5.
 
     Attributes:
-      prefix: the text before the number, "layers/" or "blocks_"; of several lists "norms/+mlps/".
-      numbers: numbers in the names of the layers, ascending; for messages.
-      places: {name of a parameter: its place}.
+      prefix: text before the number, such as "layers/" or "blocks_"; for several joined lists
+        "norms/+mlps/".
+      numbers: numbers in the names of the layers, ascending, for messages.
+      places: {name of a parameter: layer and name within the layer}.
     """
 
     prefix: str
@@ -39,7 +40,9 @@ class LayerList:
         return len(self.numbers)
 
     def title_of(self, names: Iterable[str]) -> str:
-        """Returns the name of layers for messages, from their parameters: "layers/0..23"."""
+        """Returns a name such as "layers/0..23" for messages, from the names of the layers'
+        parameters.
+        """
         names, titles = list(names), []
         for prefix in self.prefix.split("+"):
             numbered = re.compile(re.escape(prefix) + r"(\d+)(?:[/.]|$)")
@@ -73,17 +76,19 @@ def _list_of(prefix: str, places: Mapping[str, Place]) -> LayerList:
 
 
 def _repeated(places: Mapping[str, Place]) -> dict[str, Place]:
-    """Drops parameters that only one layer has; all layers may share them (tied weights)."""
+    """Drops parameters that only one layer has, because all layers may share them (tied
+    weights).
+    """
     count = collections.Counter(place.within for place in places.values())
     return {name: place for name, place in places.items() if count[place.within] > 1}
 
 
 def join_lists(lists: Sequence[LayerList]) -> LayerList:
-    """Joins the lists of modules that one Python loop calls to one list of layers.
+    """Joins several lists of modules, which one Python loop calls together, to one list of layers.
 
-    The number of layers is the one that divides the lengths of the lists best. A list that is k
-    times as long has k modules in each layer, such as `Dense_0` to `Dense_11` of six Linen blocks;
-    remaining modules, such as a last norm, belong to further layers.
+    The number of layers is chosen so that it divides the lengths of the lists best. A list that is
+    k times as long has k modules in each layer: `Dense_0` to `Dense_11` of six Linen blocks, for
+    example, are two per layer. Remaining modules, such as a last norm, belong to additional layers.
 
     Raises:
       ValueError: a parameter is in two lists.

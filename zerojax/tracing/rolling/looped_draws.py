@@ -1,13 +1,14 @@
-"""Random draws of one shape as one loop, in a traced program.
+"""Runs equal random draws of a traced program in one loop.
 
-The compiler inlines each call of a random function and compiles it anew: 200 parameters of two
-shapes cost 200 programs. Here equal draws that do not depend on each other become one loop over
+The compiler inlines each call of a random function and compiles it separately: 200 parameters of
+two shapes cost 200 programs. Here equal draws that do not depend on each other become one loop over
 their keys, whose body is compiled once.
 
-A loop computes the same bits. A compiler may round two operations once, such as the product at the
-end of `jax.random.normal` and a sum that follows it, so a loop takes in all arithmetic up to the
-parameter, and a draw from which something else is computed stays outside. A loop holds its results
-twice for a moment, stacked and one by one, so only results that are small together share one.
+The loop computes the same bits. A compiler may fuse two operations and round only once, for example
+the product at the end of `jax.random.normal` and a sum that follows it. So the loop includes all
+arithmetic up to the parameter, and a draw whose result is used in further computations stays
+outside. The results of a loop are in memory twice for a moment, stacked and separate, so a loop
+contains only results that are small together.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from zerojax.tracing.rolling.flat_program import is_plain_call, num_bytes, open_
 from zerojax.tracing.row_rules import ELEMENTWISE
 
 LOOP_BYTES = 16 * 2**20
-"""Most bytes of the results of one loop, over all devices."""
+"""Largest number of bytes of the results of one loop, over all devices."""
 _FEWEST = 3
-"""Draws that are worth a loop."""
+"""Smallest number of draws for which a loop is made."""
 _KEYS = ("random_fold_in", "random_split")
 _DRAWS = ("random_bits", "threefry2x32", *_KEYS)
 _THREEFRY = "key<fry>"
@@ -41,17 +42,18 @@ broadcast_in_dim concatenate convert_element_type copy dynamic_update_slice pad 
 sharding_constraint slice split squeeze stack transpose
 """
 _MOVES = frozenset(_MOVE_NAMES.split())
-"""Primitives that compute nothing, except that a parameter is rounded to its stored dtype."""
+"""Primitives that only move data, or cast a parameter to its stored dtype."""
 _LONGEST = 32
-"""Equations of constants, such as of a standard deviation, that one draw may use."""
+"""Largest number of equations that compute the constants of one draw, such as a standard deviation.
+"""
 
 
 def loop_draws(function: Callable[..., Any], *, limit: int = LOOP_BYTES) -> Callable[..., Any]:
-    """Returns the same function with equal random draws in loops, with the same bits.
+    """Returns a function that computes the same bits, with equal random draws in loops.
 
     Args:
-      function: takes and returns trees of arrays; traced once more.
-      limit: most bytes of the results of one loop.
+      function: function of pytrees of arrays; it is traced.
+      limit: largest number of bytes of the results of one loop.
     """
 
     def looped(*args: Any) -> Any:
@@ -66,9 +68,9 @@ def run_looped(closed: ClosedJaxpr, inputs: Sequence[Any], *, limit: int) -> lis
     """Evaluates a program with equal random draws in loops; traced.
 
     Args:
-      closed: the program. One with side effects is evaluated as it is.
-      inputs: its inputs.
-      limit: most bytes of the results of one loop.
+      closed: program to evaluate; a program with side effects is evaluated without loops.
+      inputs: values of the inputs of the program.
+      limit: largest number of bytes of the results of one loop.
     """
     if closed.effects:
         return jaxpr_as_fun(closed)(*inputs)
@@ -95,9 +97,10 @@ class _Part:
     """Equations that run together.
 
     Attributes:
-      equations: one, or a draw between its constants and the arithmetic that follows it.
-      operands: atoms from outside. Those of equal parts correspond.
-      inside: the variables by which the equations take the operands.
+      equations: a single equation, or a draw with the equations of its constants and the arithmetic
+        that follows it.
+      operands: variables and literals from outside of the part, in the same order in equal parts.
+      inside: variables under which the equations use the operands.
       results: variables that other parts may use.
     """
 
@@ -107,13 +110,15 @@ class _Part:
     results: tuple[Any, ...]
 
     def run(self, program: Jaxpr) -> Callable[..., Any]:
-        """Returns the part as a function of its operands."""
+        """Returns a function that evaluates the equations of the part on values of `operands`."""
         return piece_function(program, self.equations, self.inside, self.results)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """Result of one iteration of a loop, not yet cut out of the stack of all."""
+    """Result of one iteration of a loop over random draws, as a row of the loop's stacked
+    results.
+    """
 
     stack: Any
     number: int
@@ -143,7 +148,7 @@ def _set(values: dict[Any, Any], part: _Part, results: Sequence[Any]) -> None:
 
 
 def _run_loop(program: Jaxpr, parts: Sequence[_Part], values: dict[Any, Any]) -> None:
-    """Evaluates equal parts in one loop over the operands in which they differ."""
+    """Evaluates equal parts in one loop; operands that differ between the parts are stacked."""
     run = parts[0].run(program)
     operands = list(zip(*(part.operands for part in parts), strict=True))
     shared = {
@@ -178,10 +183,11 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def _in_groups(program: Jaxpr) -> Iterator[list[_Part]]:
-    """Yields all parts in an order in which they can run, equal draws together.
+    """Yields groups of parts in an order in which they can run; equal draws are in one group.
 
-    Draws wait until nothing else can run; then the kind with the smallest results goes first. So
-    all keys are made before the first parameter is drawn, also if each key is split off the last.
+    Draws wait until nothing else can run; then the draws with the smallest results go first. So all
+    keys are computed before the first parameter is drawn, even if each key is split from the
+    previous one.
     """
     parts, kinds = _Parts(program).divide()
     maker = {v: number for number, part in enumerate(parts) for v in part.results}
@@ -218,7 +224,7 @@ def _in_groups(program: Jaxpr) -> Iterator[list[_Part]]:
 
 
 class _Parts:
-    """Division of a program into parts."""
+    """Divides a program into parts that run together."""
 
     def __init__(self, program: Jaxpr) -> None:
         self.equations = program.eqns
@@ -235,7 +241,7 @@ class _Parts:
         self.known: dict[Any, list[tuple[int, _Part]]] = {}
 
     def divide(self) -> tuple[list[_Part], dict[int, int]]:
-        """Returns (parts, {position of a draw: position of the first that is equal to it})."""
+        """Returns (parts, {position of a draw: position of the first draw equal to it})."""
         parts, taken = {}, set()
         kinds: dict[int, int] = {}
         for number, equation in enumerate(self.equations):
@@ -254,7 +260,10 @@ class _Parts:
         return in_order, {position[a]: position[b] for a, b in kinds.items()}
 
     def _draw_at(self, number: int) -> tuple[list[int], list[int]] | None:
-        """Returns the equations (of constants, of arithmetic after it) of a draw; None: no loop."""
+        """Returns (equations of a draw's constants, equations of the arithmetic after it).
+
+        Returns None if the draw cannot run in a loop.
+        """
         equation = self.equations[number]
         if _makes_keys(equation):
             return [], []
@@ -277,9 +286,10 @@ class _Parts:
         return sorted(set(before)), after
 
     def _constants(self, equation: Any, result: Any) -> list[int] | None:
-        """Returns the equations of an equation's constant operands.
+        """Returns the equations that compute the constant operands of an equation.
 
-        None if it takes something else beside keys and `result`, or too many constants.
+        Returns None if the equation has other operands than constants, keys and `result`, or too
+        many constants.
         """
         found: dict[int, None] = {}
         waiting = [v for v in variables(equation.invars) if v is not result]
@@ -296,7 +306,7 @@ class _Parts:
         return list(found)
 
     def _is_final(self, result: Any) -> bool:
-        """Returns whether nothing is computed from a result, so that it is stored as it is."""
+        """Returns whether no further computation uses a result, so that it is stored directly."""
         waiting = [result]
         while waiting:
             for user in self.users.get(waiting.pop(), ()):
@@ -306,7 +316,7 @@ class _Parts:
         return True
 
     def _match(self, number: int, before: list[int], after: list[int]) -> tuple[int, _Part]:
-        """Returns (number of the first equal draw, the part that belongs to this draw)."""
+        """Returns (number of the first equal draw, part with this draw)."""
         equations = tuple(self.equations[n] for n in (*before, number, *after))
         results = tuple(equations[-1].outvars)
         alike = self.known.setdefault(tuple(map(_outline, equations)), [])
@@ -316,7 +326,7 @@ class _Parts:
             keys = _makes_keys(equations[0])
             operands = tuple(equations[0].invars if keys else free_variables(equations))
         inside = operands
-        if _makes_keys(equations[0]):  # its operands may be literals
+        if _makes_keys(equations[0]):  # operands of equations for keys may be literals
             inside = tuple(Var(atom.aval) for atom in operands)
             equations = (equations[0].replace(invars=list(inside)),)
         part = _Part(equations, operands, inside, results)
@@ -325,9 +335,10 @@ class _Parts:
         return kind, part
 
     def _operands(self, part: _Part, equations: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Returns the operands of equations that are equal to those of a part; None: they differ.
+        """Returns the operands of `equations` if these are equal to the equations of a part;
+        otherwise None.
 
-        Keys may be made of different literals. Other literals decide what the compiler combines.
+        Literals from which keys are made may differ. All other literals have to be equal.
         """
         if any(
             self.equality.holes(a, b) != set()
@@ -349,7 +360,7 @@ class _Parts:
 
 
 def _outline(equation: Any) -> tuple[Any, ...]:
-    """Returns what equal equations have in common at least."""
+    """Returns a key that is the same for all equal equations, to find candidates."""
     atoms = (*equation.invars, *equation.outvars)
     shapes = tuple((atom.aval.shape, str(atom.aval.dtype)) for atom in atoms)
     return equation.primitive.name, len(equation.invars), shapes
@@ -367,9 +378,7 @@ def _is_key(atom: Any) -> bool:
 
 
 def _is_draw(equation: Any) -> bool:
-    """Returns whether an equation draws by Threefry alone, whose bits depend on nothing but keys
-    and positions.
-    """
+    """Returns whether an equation draws random numbers by Threefry only."""
     if equation.primitive.name not in _DRAWS and not is_plain_call(equation):
         return False
     return _count_draws(equation) > 0 and not _has_other_keys(equation)
@@ -387,7 +396,7 @@ def _count_draws(equation: Any) -> int:
 
 
 def _has_other_keys(equation: Any) -> bool:
-    """Returns whether an equation handles keys of another generator, or bits of one."""
+    """Returns whether an equation uses keys, or random bits, of another generator than Threefry."""
     if equation.primitive.name == "rng_bit_generator":
         return True
     dtypes = (str(atom.aval.dtype) for atom in (*equation.invars, *equation.outvars))

@@ -1,8 +1,8 @@
-"""Program over rows of stacks, run on the stacks: operations that all rows share are mapped.
+"""Runs a program over unstacked layers on stacked arrays, and maps operations that all rows share.
 
-An optimizer updates the parameters of equal layers by the same equations for each layer. They
-become one equation under `jax.vmap`. Operations that mix rows, such as the norm of all gradients,
-take single rows of the results.
+An example is an optimizer, which updates the parameters of equal layers by the same equations for
+each layer. These become one equation under `jax.vmap`. Operations that mix rows, such as the norm
+of all gradients, take single rows of the results.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Shape = tuple[Any, ...]
 
 @dataclasses.dataclass(eq=False)
 class _Kind:
-    """One result of a group of equations that differ only in the row of the stacks.
+    """One result of a `_Group`: the same value computed for every row of the stacks.
 
     Attributes:
       size: number of rows of the stacks.
-      members: {row: its variable}; complete if every row has one.
+      members: {row: variable of this row}; complete if every row has a variable.
     """
 
     size: int
@@ -49,7 +49,7 @@ class _Group:
 
     Attributes:
       first: the first of these equations, in order of the program.
-      results: one kind for each result.
+      results: a `_Kind` for each result of the equations.
     """
 
     first: Any
@@ -58,14 +58,15 @@ class _Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MappedRows:
-    """Program over rows as a function of stacks: equal equations of all rows run as one.
+    """Runs a program over rows on stacks: equal equations of all rows run as one mapped equation.
 
     Attributes:
-      closed: the flat program over rows.
-      groups, outputs: positions of the inputs and of the outputs that are rows of one stack.
-      mapped: {index of an equation: the group that runs in its place}.
-      skipped: indices of the equations that such groups replace.
-      kind_of: variable -> (its kind, its row).
+      closed: flat program over rows.
+      groups, outputs: for each stack, the positions of its rows among the inputs (groups) and among
+        the outputs (outputs).
+      mapped: {index of an equation: group that runs instead of it}.
+      skipped: indices of the other equations that such groups replace.
+      kind_of: {variable: (its `_Kind`, its row)}.
     """
 
     closed: ClosedJaxpr
@@ -81,11 +82,12 @@ class MappedRows:
         """Runs the program on stacks.
 
         Args:
-          stacked: one array [rows, ...] for each of `groups`.
+          stacked: one array [rows, ...] for each entry of `groups`.
           others: {position: value} of every other input.
 
         Returns:
-          (one array [rows, ...] for each of `outputs`, {position: value} of every other output).
+          (one array [rows, ...] for each entry of `outputs`, {position: value} of every other
+          output).
         """
         run = _Run(self, stacked, others)
         in_stacks = {position for rows in self.outputs for position in rows}
@@ -125,7 +127,9 @@ class _Run:
         return self.values[atom]
 
     def stack(self, atoms: Sequence[Any]) -> jax.Array:
-        """Returns rows as one array, without a copy if they are all rows of one stack."""
+        """Returns the values of `atoms` as one array, without a copy if they are all rows of one
+        stack.
+        """
         places = [None if isinstance(a, Literal) else self.mapped.kind_of.get(a) for a in atoms]
         first = places[0]
         if first is not None and first[0] in self.stacks:
@@ -153,9 +157,9 @@ def map_rows(
     """Groups the equations of a program that are equal for every row of a stack.
 
     Args:
-      closed: a program over unstacked arrays.
-      groups: for each stack the positions of its rows among the inputs.
-      outputs: for each stack of results the positions of its rows among the outputs.
+      closed: program over unstacked arrays.
+      groups: for each stack, the positions of its rows among the inputs.
+      outputs: for each stack of results, the positions of its rows among the outputs.
     """
     flat = _without_repeats(open_calls(closed))
     kind_of: dict[Any, tuple[_Kind, int]] = {}
@@ -170,10 +174,10 @@ def map_rows(
 
 
 def _without_repeats(flat: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the program with common subexpressions computed once.
+    """Removes repeated computations from a program (common-subexpression elimination).
 
-    A value that all rows take, such as optax's zeros as imaginary parts, is then one variable, so
-    that equations of rows have equal operands.
+    A value that all rows use, such as optax's zeros for imaginary parts, is then one variable, so
+    that the equations of different rows have equal operands.
     """
     equality, kept = Equality({}), []
     by_signature: dict[Any, list[Any]] = {}
@@ -202,8 +206,8 @@ def _grouped(
     `kind_of`.
 
     Equal equations have operands of the same depth, so the groups of each depth are complete before
-    the next. An equation that only some rows have belongs to no row: a sum over all rows adds one
-    row after the other.
+    the next depth. An equation that only some rows have is not grouped; a sum over all rows, for
+    example, adds one row after the other.
     """
     equality, groups = Equality({}), []
     for level in _levels(flat.jaxpr.eqns):

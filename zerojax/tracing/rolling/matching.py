@@ -1,8 +1,8 @@
 """Matches layers backwards: compares one value of every loop iteration at a time.
 
 The search starts at the values between layers and goes back to their operands; equations of all
-iterations are compared at once. A tuple of values, one of each iteration, is the same value in all
-iterations, a carried value, a row of a stack, or the result of the same equation.
+iterations are compared at once. A tuple with one value of each iteration must be one of these: the
+same value in all iterations, a carried value, a row of a stack, or the result of equal equations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zerojax.tracing.rolling.equality import Equality, Hole, same_kind, same_lit
 from zerojax.tracing.rolling.flat_program import LayerProgram, Mismatch
 
 Values = tuple[Any, ...]
-"""One variable or literal of each iteration."""
+"""Variables or literals that correspond to each other, one of each loop iteration."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Value that is the same in every iteration: a literal, or a variable from outside of the
+    """Operand that is the same in every iteration: a literal, or a variable from outside of the
     loop.
     """
 
@@ -61,8 +61,8 @@ class Node:
 
     Attributes:
       equations: the equation of each iteration.
-      operands: operands of the equation, then the values of its holes.
-      holes: literals in its program that differ between iterations.
+      operands: operands of the equation, then the values of `holes`.
+      holes: positions of literals in the equation's program that differ between iterations.
     """
 
     equations: tuple[Any, ...]
@@ -75,8 +75,8 @@ class Iterations:
     """Assignment of layers to iterations.
 
     Attributes:
-      start: the first layer.
-      period: layers in each iteration.
+      start: first layer of the loop.
+      period: number of layers in each iteration.
       numbers: indices of the iterations that are matched.
     """
 
@@ -89,7 +89,7 @@ class Iterations:
 
 
 Carry = Mapping[int, Any]
-"""{iteration: its input variable}, for all iterations, except perhaps the first."""
+"""{iteration: variable of a carried value at its beginning}; the first iteration may be missing."""
 
 _Step = Generator[Values, Operand, Operand]
 
@@ -98,10 +98,10 @@ class Matcher:
     """Matches values of several iterations, and builds the equations of the loop's body.
 
     Attributes:
-      nodes: the equations of the body.
+      nodes: equations of the body.
       inits: {index of a carried value: its value in the first iteration}.
-      rows: the stacks, each as one value of each iteration.
-      inside: the variables that depend on a carried value.
+      rows: stacks, each as a tuple with one value of each iteration.
+      inside: variables that depend on a carried value.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class Matcher:
         self._known: dict[Values, Operand | Mismatch] = {}
 
     def match(self, values: Sequence[Any]) -> Operand:
-        """Returns the operand of the body that stands for one value of each iteration.
+        """Returns the operand of the loop body that represents these values, one of each iteration.
 
         Raises:
-          Mismatch: iterations differ.
+          Mismatch: the values are not computed in the same way.
         """
-        # A stack of generators, because layers are deeper than Python's recursion limit.
+        # A stack of generators instead of recursion: layers are deeper than Python's limit.
         first = tuple(values)
         answer: Any = self._known.get(_key(first))
         steps: list[tuple[Values, _Step]] = [] if answer else [(first, self._step(first))]
@@ -151,7 +151,11 @@ class Matcher:
         return answer
 
     def _step(self, values: Values) -> _Step:
-        """Matches one value of each iteration; yields the operands that must be matched first."""
+        """Matches one value of each loop iteration, after the operands of the equations that define
+        them.
+
+        It is a generator: it yields tuples of operands that must be matched first.
+        """
         operand = self._simple(values)
         if operand is not None:
             return operand
@@ -160,10 +164,11 @@ class Matcher:
         except Mismatch:
             if any(variable in self.inside for variable in variables(values)):
                 raise
-            return self._stack(values)  # computed before the loop, a row for each iteration
+            return self._stack(values)  # computed before the loop, one row per iteration
 
     def _simple(self, values: Values) -> Operand | None:
-        """Matches values without comparing equations; None if equations must be compared.
+        """Matches one value of each iteration without comparing equations; None if that is not
+        possible.
 
         Raises:
           Mismatch: the values cannot be matched.
@@ -176,12 +181,12 @@ class Matcher:
                 return Carried(number)
         if not any(literals) and all(value is values[0] for value in values):
             if values[0] in self.inside:
-                raise Mismatch("a value of one layer goes into several others")
+                raise Mismatch("several layers use the same value of one layer")
             return Shared(values[0])
         other = next((n for n, v in enumerate(values) if not same_kind(v, values[0])), None)
         if other is not None:
             kinds = sorted({str(value.aval) for value in values})
-            raise Mismatch(f"shapes or dtypes differ: {', '.join(kinds)}", other)
+            raise Mismatch(f"values of layers differ in shape or dtype: {', '.join(kinds)}", other)
         return self._parameters(values)
 
     def _literals(self, values: Values) -> Operand:
@@ -189,7 +194,7 @@ class Matcher:
             return Shared(values[0])
         if all(same_kind(values[0], value) for value in values):
             return self._stack(values)
-        raise Mismatch("constants have other types")
+        raise Mismatch("constants of the layers have different types")
 
     def _is_carried(self, number: int, carry: Carry, values: Values) -> bool:
         pairs = zip(self.iterations.numbers, values, strict=True)
@@ -208,13 +213,15 @@ class Matcher:
             raise Mismatch("the first layer has two inputs where other layers have one", 1)
         if not same_kind(values[0], values[1]):
             raise Mismatch(
-                f"the value passed from layer to layer is {values[0].aval} for the first, but "
-                f"{values[1].aval} for the next one",
+                f"the value passed from layer to layer is {values[0].aval} for the first layer, "
+                f"but {values[1].aval} for the next one",
                 1,
             )
 
     def _parameters(self, values: Values) -> Operand | None:
-        """Matches values that are parameters to a stack; None if they are not parameters."""
+        """Matches values that are parameters of different layers to one stack; None for other
+        values.
+        """
         places = [self.program.places.get(v) for v in values if not isinstance(v, Literal)]
         owners = [place for place in places if place is not None]
         if len(owners) != len(values):
@@ -234,7 +241,7 @@ class Matcher:
         return Row(len(self.rows) - 1)
 
     def _equation(self, values: Values) -> _Step:
-        """Matches the equations that define the values, and their operands."""
+        """Matches the equations that define one value of each iteration, and their operands."""
         made = self._makers(values)
         equations, index = tuple(equation for equation, _ in made), made[0][1]
         if any(k != index for _, k in made):
@@ -268,7 +275,9 @@ class Matcher:
                 raise Mismatch(_difference(first, other, layers), number)
             holes |= differing
         if any(equation.effects for equation in equations):
-            raise Mismatch(f"`{first.primitive.name}` has effects, whose order a loop may change")
+            raise Mismatch(
+                f"`{first.primitive.name}` has side effects, whose order a loop may change"
+            )
         return sorted(holes)
 
 

@@ -1,7 +1,7 @@
-"""Proof that a loop computes the same as the layers it replaces.
+"""Proves that a loop computes the same as the layers that it replaces.
 
-The loop is unrolled again. Every equation of every iteration must equal one of the flat program,
-with the same operands. Knows nothing of the search for the loop.
+The loop is unrolled again. Every equation of every iteration must equal an equation of the flat
+program with the same operands. The proof does not use the search that found the loop.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ class _FlatValues:
 
         Args:
           source: equation of the first iteration.
-          operands: of the equation in the loop: those of `source`, then the values of its holes.
-          holes: literals in the program of `source` that operands replace.
+          operands: operands of the equation in the loop: those of `source`, then the values of
+            `holes`.
+          holes: positions of literals in the program of `source` that operands replace.
 
         Raises:
           Mismatch: the flat program has no such equation.
@@ -97,7 +98,7 @@ class _FlatValues:
         raise Mismatch(f"the unrolled loop computes a different `{source.primitive.name}`")
 
     def check_same(self, expected: Any, result: Any) -> None:
-        """Raises Mismatch if two variables are not one value."""
+        """Raises Mismatch if two variables do not have the same computation."""
         if self._key_of(expected) != self._key_of(result):
             raise Mismatch("the unrolled loop gives a different result")
 
@@ -105,7 +106,9 @@ class _FlatValues:
 def _are_filled(
     source: Any, equation: Any, differing: set[Hole], fillings: Mapping[Hole, Any]
 ) -> bool:
-    """Returns whether an equation equals `source` except for the given values of literals."""
+    """Returns whether an equation differs from `source` only in literals that have the given
+    values.
+    """
 
     def literal(place: Hole) -> Any:
         return program_of(equation).jaxpr.eqns[place[0]].invars[place[1]]
@@ -117,10 +120,10 @@ def _are_filled(
 
 
 def _check_order(rolled: Rolled) -> None:
-    """Refuses a program that reads values, around the loop, before they are computed.
+    """Raises `Mismatch` if the program around the loop would read a value before it is computed.
 
     Raises:
-      Mismatch: with the operation that reads them.
+      Mismatch: the message names the operation that reads the value.
     """
     jaxpr = rolled.program.closed.jaxpr
     stacked = {variable for row in rolled.stacks for variable in row}

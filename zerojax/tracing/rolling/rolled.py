@@ -1,4 +1,4 @@
-"""One loop over layers in place of the equations of each: `jax.lax.scan` in a traced program."""
+"""Program whose layers run as one loop (`jax.lax.scan`) over stacked parameters."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from zerojax.tracing.stacking import REMAT_POLICIES
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rolled:
-    """Program whose layers are one loop.
+    """Program whose layers run as one loop over stacked parameters.
 
     Attributes:
-      program: the flat program.
-      body: takes shared values, carried values and one row of each stack; returns the next carried
-        values, then one row of each further output.
-      sources: for each equation of the body its equation in the first iteration, and the literals
-        in its program that it takes as further operands.
+      program: flat program before rolling.
+      body: program of an iteration. It takes shared values, carried values and one row of each
+        stack; it returns the next carried values, then one row of each further output.
+      sources: for each equation of the body, (equation in the first iteration, positions of the
+        literals in its program that the body passes as operands).
       shared: variables or literals that every iteration takes.
       inits: carried values of the first iteration.
-      rows: for each stack its value in each iteration.
-      finals: variables of the last iteration's carried values, None if unused after the loop.
-      outputs: for each further output {iteration: variable}, of those that are used.
-      before, after: equations of the rest of the program.
+      rows: for each stack, the variable of each iteration.
+      finals: variables of the carried values after the last iteration; None for a value that is
+        unused after the loop.
+      outputs: for each further output, {iteration: variable} of the iterations whose output is
+        used.
+      before, after: equations of the program before and after the loop.
     """
 
     program: LayerProgram
@@ -58,7 +60,7 @@ class Rolled:
 
     @property
     def other_rows(self) -> list[tuple[Any, ...]]:
-        """Stacked values other than parameters: keys, masks, constants that differ between
+        """Stacks other than parameters, such as keys, masks or constants that differ between
         layers.
         """
         return [row for row in self.rows if not self._is_stack(row)]
@@ -80,11 +82,12 @@ class Rolled:
     def build(self, remat: str = "model") -> ClosedJaxpr:
         """Returns the program with its loop.
 
-        Its inputs are the stacks [iterations, ...], then the other inputs of the program in order.
+        The inputs of the result are the stacks [iterations, ...], then the other inputs of the
+        program in order.
 
         Args:
-          remat: recomputation of an iteration in the backward pass: a name of `REMAT_POLICIES`,
-            "elementwise" or "none" replaces the checkpoints in it; "model" keeps them.
+          remat: remat policy of an iteration. A name of `REMAT_POLICIES`, "elementwise" or "none"
+            replaces the checkpoints inside the iteration; "model" keeps them.
         """
         stacks = self.stacks
         stacked = {variable for row in stacks for variable in row}
@@ -138,7 +141,7 @@ class Rolled:
         return [v for v in dict.fromkeys(variables(read)) if v in made]
 
     def _run(self, equations: Sequence[Any], values: dict[Any, Any], needed: Sequence[Any]) -> None:
-        """Runs equations and adds those of their results that are needed to `values`."""
+        """Runs equations, and adds the results in `needed` to `values`."""
         made = {variable for equation in equations for variable in equation.outvars}
         outputs = [variable for variable in needed if variable in made]
         free = dict.fromkeys(v for e in equations for v in variables(e.invars) if v not in made)
@@ -150,7 +153,7 @@ class Rolled:
 
 
 def _layers_with(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
-    """Returns the loop's body as a function with this remat policy."""
+    """Returns the body of the loop as a function with the remat policy `remat`."""
     if remat == "model":
         return jaxpr_as_fun(_without_barriers(body))
 
@@ -167,7 +170,7 @@ def _without_barriers(body: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a body whose checkpoints permit common-subexpression elimination.
 
     The backward pass is a separate loop, so there are no common subexpressions. Without the
-    barriers of these checkpoints, a collective can move into the previous iteration.
+    barriers, the compiler can move a collective into the previous iteration.
     """
     equations = [
         equation.replace(params=equation.params | {"prevent_cse": False})
@@ -179,9 +182,9 @@ def _without_barriers(body: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _without_checkpoints(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates a program with its checkpoints as plain calls.
+    """Evaluates a program as if its checkpoints were plain calls.
 
-    Nested checkpoints would compute twice.
+    Nested checkpoints would recompute values twice.
     """
     return evaluate_in_pieces(
         closed,
@@ -192,7 +195,7 @@ def _without_checkpoints(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any
 
 
 def _stacked(row: Sequence[Any], read: Callable[[Any], Any]) -> jax.Array:
-    """Returns one array of the values of all iterations."""
+    """Stacks the values of all iterations to one array."""
 
     def value(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else read(atom)

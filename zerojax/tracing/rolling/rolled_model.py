@@ -1,4 +1,4 @@
-"""Model whose layers, called by a Python loop, run as one loop over stacked parameters."""
+"""Model whose layers, which a Python loop calls, run as one loop over stacked parameters."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from zerojax.tracing.rolling.flat_program import Mismatch, open_calls
 
 
 class RolledModel:
-    """Model of a user with lists of layers as loops.
+    """Wraps a user's model so that lists of equal layers run as loops.
 
-    Its parameters are stacks [iterations, ...] for the layers of loops, and the user's for the
-    rest. The loss is traced as the user wrote it, layer by layer, and then rolled. If that fails,
-    as may happen in evaluation, layers run one by one on rows of the stacks.
+    Its parameters are stacks [iterations, ...] for the layers of loops, and the user's parameters
+    for the rest. The loss is traced as the user wrote it, layer by layer, and then rolled. If that
+    fails, as may happen in evaluation, layers run one by one on rows of the stacks.
 
     Attributes:
-      inner: the user's model.
-      loops: in the order in which they are rolled.
-      stacks: {name of a stack: names of its rows}, of all loops.
+      inner: model of the user, not rolled.
+      loops: loops in the order in which they are rolled.
+      stacks: {name of a stack: names of the parameters that are its rows}, of all loops.
     """
 
     reads_lazily = True
@@ -40,12 +40,12 @@ class RolledModel:
         loops: Sequence[Loop],
         params: Mapping[str, Any],
     ) -> None:
-        """Binds a model to its loops.
+        """Stacks the parameters of a model for the given loops.
 
         Args:
-          inner: the user's model, not rolled.
-          loops: from `find_loops`.
-          params: {name: value with a shape and a dtype}, all parameters of `inner`.
+          inner: model of the user, not rolled.
+          loops: loops that `find_loops` returned.
+          params: {name: value with shape and dtype} of all parameters of `inner`.
         """
         self.inner, self.loops = inner, tuple(loops)
         self.kind, self.source = inner.kind, inner.source
@@ -55,7 +55,7 @@ class RolledModel:
 
     @property
     def template(self) -> Any:
-        """User's object without arrays, if `inner` has one."""
+        """The template of `inner` (the user's object without arrays); only if `inner` has one."""
         return getattr(self.inner, "template", None)
 
     @property
@@ -94,7 +94,7 @@ class RolledModel:
         return result
 
     def rows(self, params: Mapping[str, Any]) -> Arrays:
-        """Converts parameters to the user's names and order, with stacks replaced by their rows."""
+        """Converts parameters to the user's names and order: replaces each stack by its rows."""
         rows = {}
         for stack, names in self.stacks.items():
             for number, name in enumerate(names):
@@ -111,7 +111,7 @@ class RolledModel:
         train: bool = True,
         on_read: OnRead | None = None,
     ) -> tuple[Any, Arrays]:
-        """Runs the model, see `Model.run`; `params` and `on_read` use the names of stacks."""
+        """Runs the model like `Model.run`; `params` and `on_read` use the names of stacks."""
         reads = on_read or {}
         marks = {name: MarkRead(name) for name in self._order if self._stored(name) in reads}
 
@@ -131,7 +131,9 @@ class RolledModel:
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     def _stored(self, name: str) -> str:
-        """Returns the name of the stack that holds a parameter, or of the parameter itself."""
+        """Returns the name of the stack of which a parameter is a row; else the parameter's own
+        name.
+        """
         return self._stack_of.get(name, name)
 
     def _abstract_rows(self, params: Arrays, reads: OnRead) -> Arrays:
@@ -151,9 +153,7 @@ class RolledModel:
         return named
 
     def _reads_of(self, reads: OnRead) -> dict[str, Callable[[Any], jax.Array]]:
-        """Returns the read functions under the names of rows, which the marks in the program
-        use.
-        """
+        """Returns the read functions by the names of rows, which the marks in the program have."""
         stored = {name: self._stored(name) for name in self._order}
         return {name: reads[holder] for name, holder in stored.items() if holder in reads}
 
@@ -188,7 +188,7 @@ def _read_box(row: Any, box: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:
-    """Returns the initial values of the rows of a stack as one value.
+    """Stacks the initial values of several layers to one array, `LazyArray` or `ShapeDtypeStruct`.
 
     Raises:
       ValueError: some rows have values and others have to be created.
@@ -198,8 +198,8 @@ def stack_rows(rows: Sequence[Any]) -> Any:
         return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype)
     if any(missing):
         raise ValueError(
-            "some layers have initial weights and others do not; give weights to all of them, or "
-            "to none"
+            "some layers of one list have initial weights and others do not; pass initial weights "
+            "for all of these layers or for none"
         )
     return StackedRows(rows)
 
@@ -210,12 +210,13 @@ def stack_rows(rows: Sequence[Any]) -> Any:
 def evaluate_reads(
     closed: ClosedJaxpr, inputs: Sequence[Any], reads: Mapping[str, Callable[[Any], jax.Array]]
 ) -> list[Any]:
-    """Evaluates a program with a function applied at its marks of reads.
+    """Evaluates a program; at each mark of a parameter read it applies a function.
 
     Args:
-      closed: with marks at top level, in checkpoints and in loops.
-      inputs: an input that is only read may be any pytree that its read takes.
-      reads: {name in the mark: function of the input}.
+      closed: program with marks at its top level, in checkpoints and in loops.
+      inputs: values of the inputs. An input that is only read at marks may be any pytree that the
+        read function takes.
+      reads: {name in the mark: function that maps the input to the value that is read}.
 
     Returns:
       The outputs of the program.

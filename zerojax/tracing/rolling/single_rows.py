@@ -1,9 +1,10 @@
-"""Program of one row of a stack, taken from the program that computes all rows.
+"""Computes one row of a stacked result, from a program that computes all rows.
 
-A model draws the stack of its layers at once: by `jax.vmap` over keys, in a loop, by one call with
-the shape of the stack, or layer after layer. If a row depends on nothing that is as large as the
-stack, it is computed alone, by the same operations on the same values. Random bits of
-JAX's partitionable Threefry are functions of a key and the position of an element.
+A model may draw the stack of its layers at once: by `jax.vmap` over keys, in a loop, by one call
+with the shape of the stack, or layer after layer. If a row depends on no value that is as large as
+the stack, it is computed separately, by the same operations on the same values. This works for
+random bits, because bits of JAX's partitionable Threefry are functions of a key and the position of
+an element.
 """
 
 from __future__ import annotations
@@ -30,26 +31,30 @@ from zerojax.tracing.rolling.flat_program import num_bytes, open_calls
 from zerojax.tracing.row_rules import ELEMENTWISE, REDUCTIONS
 
 _SMALL = 2**20
-"""Bytes of a value of all layers, such as their keys, that may be computed for every row."""
+"""Largest number of bytes of a value of all layers (such as their keys) that is computed anew for
+each row.
+"""
 _THREEFRY = "threefry2x32"
 _UINTS = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
 
 class NotByRow(Exception):
-    """Failure to compute a row alone; the message is the reason."""
+    """Raised if a row cannot be computed separately; the message is the reason."""
 
 
 class SingleRow:
-    """One result of a program, [rows, ...], row by row: `(row, inputs) -> [1, ...]`."""
+    """Function `(row number, *inputs) -> [1, ...]` that computes one row of a result [rows,
+    ...].
+    """
 
     def __init__(self, program: ClosedJaxpr, output: int, *, limit: int | None = None) -> None:
-        """Binds a program.
+        """Selects a result of a program.
 
         Args:
-          program: without side effects, and without the calls that `open_calls` removes.
-          output: position of the result.
-          limit: bytes of each other value that may be computed whole; None: those of a row of the
-            result, and at least `_SMALL`.
+          program: program without side effects, and without the calls that `open_calls` inlines.
+          output: position of the result among the outputs.
+          limit: largest number of bytes of an intermediate value that may be computed for all rows;
+            None: the bytes of a row of the result, but at least `_SMALL`.
         """
         self._program, self._atom = program, program.jaxpr.outvars[output]
         atom: Any = program.jaxpr.outvars[output]
@@ -60,11 +65,11 @@ class SingleRow:
         """Computes a row; traced.
 
         Args:
-          row: its number, int32 [].
-          inputs: those of the program.
+          row: number of the row, int32 [].
+          *inputs: inputs of the program.
 
         Raises:
-          NotByRow: a row needs a value that is too large to be computed whole.
+          NotByRow: the row needs all rows of a value that is too large.
         """
         return _Values(self._program, inputs, row, self._limit).row(self._atom)
 
@@ -72,14 +77,14 @@ class SingleRow:
 def find_rows(
     closed: ClosedJaxpr, names: Sequence[str]
 ) -> tuple[dict[str, SingleRow], dict[str, str]]:
-    """Finds the results of a program whose rows can be computed alone.
+    """Finds the results of a program whose rows can be computed separately.
 
     Args:
-      closed: the program.
-      names: of its results, [rows, ...] each.
+      closed: program whose results are stacks [rows, ...].
+      names: names of the results, in order.
 
     Returns:
-      ({name: its rows}, {name of each other result: the reason}).
+      ({name: function that computes a row}, {name of each other result: reason why it has none}).
     """
     flat, rows, whole = open_calls(closed), {}, {}
     inputs = list(map(abstract_value, flat.jaxpr.invars))
@@ -94,7 +99,7 @@ def find_rows(
 
 
 class _Values:
-    """Values of one program, whole or of one row, computed where they are needed; traced."""
+    """Computes values of one program when they are needed, for all rows or for one row; traced."""
 
     def __init__(
         self, program: ClosedJaxpr, inputs: Sequence[Any], number: jax.Array, limit: int
@@ -113,10 +118,10 @@ class _Values:
         }
 
     def whole(self, atom: Any) -> Any:
-        """Returns a whole value.
+        """Returns a value for all rows.
 
         Raises:
-          NotByRow: it or a value that it depends on is too large.
+          NotByRow: the value, or a value that it depends on, is too large.
         """
         if isinstance(atom, Literal):
             return atom.val
@@ -143,7 +148,7 @@ class _Values:
         """Returns a row of a value [rows, ...], as [1, ...].
 
         Raises:
-          NotByRow: it needs a value that is too large.
+          NotByRow: the row needs all rows of a value that is too large.
         """
         if isinstance(atom, Literal) or atom in self._whole:
             return self._cut(self.whole(atom))
@@ -158,12 +163,12 @@ class _Values:
         return self._rows[atom]
 
     def row_inside(self, program: ClosedJaxpr, operands: Sequence[Any], place: int) -> Any:
-        """Returns a row of a result of a program that an equation calls.
+        """Returns a row of a result of a nested program that an equation calls.
 
         Args:
-          program: what is called.
-          operands: its inputs, of this program.
-          place: number of the result.
+          program: nested program.
+          operands: variables of the outer program that are its inputs.
+          place: position of the result among its outputs.
         """
         flat = open_calls(program)
         inside = _Values(
@@ -176,12 +181,13 @@ class _Values:
         return inside.row(flat.jaxpr.outvars[place])
 
     def choose(self, atoms: Sequence[Any]) -> Any:
-        """Returns the value of `atoms[row]`, which have one shape and dtype.
+        """Returns the value of `atoms[row]`, where all `atoms` have the same shape and dtype.
 
-        Values that equal equations define are computed by one of them, from chosen operands.
+        If equal equations define the values, one of these equations is computed from the operands
+        of the row.
 
         Raises:
-          NotByRow: the values have no such equations and are too large to be computed all.
+          NotByRow: no equal equations define the values, and all values together are too large.
         """
         first = atoms[0]
         if all(atom is first for atom in atoms):
@@ -195,7 +201,9 @@ class _Values:
         return self._chosen[key]
 
     def _choose_equation(self, atoms: Sequence[Any]) -> dict[tuple[int, ...], Any] | None:
-        """Returns {ids of values of all rows: value}, the results of equal equations."""
+        """Returns {ids of the values of all rows: value of this row} for results of equal
+        equations, or None.
+        """
         if any(isinstance(atom, Literal) or atom not in self._made for atom in atoms):
             return None
         made = [self._made[atom] for atom in atoms]
@@ -229,10 +237,10 @@ class _Values:
     def _check(self, size: int, equation: Any) -> None:
         if size > self._limit:
             name = "a constant" if equation is None else equation.primitive.name
-            raise NotByRow(f"{name} computes more than one layer at a time")
+            raise NotByRow(f"{name} computes several layers at once")
 
 
-# --- rules: (values, equation, position of the result) -> its row; None: no row alone -----------
+# --- rules: (values, equation, position of the result) -> row of the result; None: not possible ---
 
 _Rule = Callable[[_Values, Any, int], Any]
 
@@ -244,7 +252,9 @@ def _bind(equation: Any, operands: Sequence[Any], place: int = 0, **changed: Any
 
 
 def _elementwise(values: _Values, equation: Any, _: int) -> Any:
-    """Computes a row from rows, and from operands that all rows share."""
+    """Computes a row of an element-wise result from rows of the operands, and from shared
+    operands.
+    """
     rows = equation.outvars[0].aval.shape[0]
     operands = [
         values.row(atom) if atom.aval.shape[:1] == (rows,) else values.whole(atom)
@@ -286,7 +296,7 @@ def _transpose(values: _Values, equation: Any, _: int) -> Any:
 
 
 def _along(key: str) -> _Rule:
-    """Returns the rule of an operation along the dimension with this parameter's number."""
+    """Returns the rule of an operation along one dimension, whose number is the parameter `key`."""
 
     def rule(values: _Values, equation: Any, place: int) -> Any:
         return _of_rows(values, equation, place) if equation.params[key] else None
@@ -326,7 +336,7 @@ def _pad(values: _Values, equation: Any, _: int) -> Any:
 
 
 def _gather(values: _Values, equation: Any, _: int) -> Any:
-    """Takes the same elements of each row, such as a diagonal."""
+    """Computes a row of a gather that takes the same elements of each row, such as a diagonal."""
     operand, indices = equation.invars
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     moved = (
@@ -349,12 +359,15 @@ def _iota(values: _Values, equation: Any, _: int) -> Any:
 
 
 def _of_matrices(values: _Values, equation: Any, place: int) -> Any:
-    """Computes functions of the last two dimensions."""
+    """Computes a row of a function of the last two dimensions, such as a matrix decomposition."""
     return None if equation.outvars[place].aval.ndim < 3 else _of_rows(values, equation, place)
 
 
 def _loop(values: _Values, equation: Any, place: int) -> Any:
-    """Computes one iteration, if a stack of a loop's results does not depend on what it carries."""
+    """Computes one row of a scan's stacked results by running only that iteration.
+
+    Returns None if the row depends on carried values.
+    """
     num_consts, num_carry = split_scan(equation)
     if place < num_carry:
         return None
@@ -376,26 +389,28 @@ def _call(values: _Values, equation: Any, place: int) -> Any:
 
 
 def _branches(values: _Values, equation: Any, place: int) -> Any:
-    """Computes all branches and takes the row of one: as draws of layers need it, a cheap one."""
+    """Computes a row of the result of a `cond`: runs all branches, and selects one result."""
     index, *operands = equation.invars
     rows = [values.row_inside(x, operands, place) for x in equation.params["branches"]]
     return lax.select_n(values.whole(index), *rows)
 
 
 def _random_bits(values: _Values, equation: Any, _: int) -> Any:
-    """Draws the bits of one row: from its own key, or from its part of the positions."""
+    """Draws the random bits of one row, from the row's key or from the positions of its
+    elements.
+    """
     (keys,), params = equation.invars, equation.params
     if keys.aval.ndim:
         own = values.row(keys)
         if str(jax.random.key_impl(own)) != _THREEFRY:
-            return None  # other generators draw for several keys from the first
+            return None  # other generators use only the first of several keys
         return _bind(equation, [own])
     shape, key = params["shape"], values.whole(keys)
     of_a_row, width = math.prod(shape[1:]), params["bit_width"]
     known = str(jax.random.key_impl(key)) == _THREEFRY and width in _UINTS and of_a_row < 2**32
     if not known or not jax.config.jax_threefry_partitionable:  # pyrefly: ignore
         return None
-    # The counter of an element is its position in the stack, 64 bits in two words.
+    # Threefry's counter of an element is its position in the stack, as two words of 32 bits.
     starts = np.arange(shape[0], dtype=np.uint64) * np.uint64(of_a_row)
     words = (starts >> np.uint64(32), starts & np.uint64(2**32 - 1))
     high, low = (jnp.asarray(word.astype(np.uint32))[values.number] for word in words)

@@ -1,9 +1,9 @@
-"""Groups of dimensions that can only be split together, and what splitting one would sum.
+"""Finds groups of dimensions that can only be split together, and the sums that a split needs.
 
-A group is one factor of `factors`, outermost in its dimensions: with the heads of a layer, the
-output dimensions of queries, keys and values, their biases, and the input dimension of the output.
-Splitting a group over devices leaves every operation as it is, except those whose result lacks it,
-which need a sum.
+A group corresponds to one factor (see `factors`), the outermost of its dimensions. The heads of a
+layer, for example, are one group: the output dimensions of queries, keys and values, their biases,
+and the input dimension of the output projection. Splitting a group over devices leaves every
+operation unchanged, except operations that sum over the group, which need an all-reduce.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zerojax.tracing.splitting.factors import Dim
 from zerojax.tracing.splitting.record import Record, Sum, Value, WeightUse
 from zerojax.tracing.splitting.walk import follow_dims
 
-_INSIDE = "lies inside of another dimension of size {}, and a device holds one contiguous part"
-_TWICE = "stands twice in one array"
-_SCORES = "is summed over in a product of two activations, whose whole result would be all-reduced"
+_INSIDE = "is the inner part of a dimension with {} outer parts, so its shards are not contiguous"
+_TWICE = "occurs twice in one array"
+_SCORES = "is summed over in a product of two activations, whose full result would be all-reduced"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,18 +31,18 @@ class DimGroup:
     """Dimensions of parameters that can only be split over devices together.
 
     Attributes:
-      factor: number of the group in its program.
-      size: number of equal pieces into which they can be cut at most.
-      dims: {parameter: its dimension that has the group}; dimensions count from 0.
-      columns: parameters of products whose result has the group.
-      rows: parameters of products that sum over it.
-      tables: parameters whose rows along it are looked up.
-      by_batch: whether the batch decides which of these rows are looked up.
-      inputs: names of inputs besides parameters that have it.
-      obstacles: reasons why it cannot be split without moving values.
-      is_part: whether it is less than what a parameter's output means as a whole: features within
-        a head, or what scores of attention sum over.
-      sums: operations whose result lacks it.
+      factor: number of the group in the program.
+      size: largest number of equal parts into which the dimensions can be split.
+      dims: {parameter: number of the dimension that belongs to the group}, counted from 0.
+      columns: parameters of products whose result has a dimension of the group.
+      rows: parameters of products that sum over the group.
+      tables: parameters whose rows, along the group, are looked up.
+      by_batch: whether the batch decides which rows of `tables` are looked up.
+      inputs: names of other inputs than parameters that have a dimension of the group.
+      obstacles: reasons why the group cannot be split without moving values between devices.
+      is_part: whether the group is an inner factor of a parameter's output dimension, such as the
+        features within a head, which the scores of attention sum over.
+      sums: operations that sum over the group, so that their result lacks it.
     """
 
     factor: int
@@ -60,7 +60,9 @@ class DimGroup:
 
 @dataclasses.dataclass
 class _Role:
-    """Kinds of uses of the parameters that have a dimension in one group; see `DimGroup`."""
+    """Uses of the parameters that have a dimension in one group; the fields are those of
+    `DimGroup`.
+    """
 
     columns: set[str] = dataclasses.field(default_factory=set)
     rows: set[str] = dataclasses.field(default_factory=set)
@@ -69,15 +71,15 @@ class _Role:
 
 
 class DimGroups:
-    """Groups of dimensions of one program that can only be split together.
+    """Finds the groups of dimensions of one program that can only be split together.
 
     Args:
-      program: traced.
-      weights: names of its first inputs, the parameters.
-      state: names of the next inputs, which depend on neither parameters nor batch.
-      batch: names of its other inputs.
-      outputs: names of parameters in the order of the outputs, if these are their gradients: a
-        gradient is split as its parameter.
+      program: traced program.
+      weights: names of the parameters, which are the first inputs.
+      state: names of the next inputs, which are neither parameters nor part of the batch.
+      batch: names of the remaining inputs.
+      outputs: names of parameters in the order of the outputs, if the outputs are their gradients.
+        A gradient is split like its parameter.
     """
 
     def __init__(
@@ -103,7 +105,11 @@ class DimGroups:
                 record.unify(a, b)
 
     def find(self) -> list[DimGroup]:
-        """Returns the groups of dimensions of parameters, in the order of the parameters."""
+        """Returns groups of parameter dimensions that can only be split over devices together, in
+        order.
+
+        The order is that of the parameters.
+        """
         of_weights: dict[int, dict[str, int]] = {}
         for name, dims in self._weights.items():
             for place, dim in enumerate(dims):
@@ -112,7 +118,7 @@ class DimGroups:
         return [self._group(factor, dims) for factor, dims in of_weights.items()]
 
     def group_at(self, name: str, dim: int) -> int | None:
-        """Returns the number of the group that splits a parameter's dimension; None for size 1."""
+        """Returns the number of the outermost group of a parameter's dimension; None for size 1."""
         return next(iter(self._groups(self._weights[name][dim])), None)
 
     def sums_over(self, factor: int) -> tuple[Sum, ...]:
@@ -123,9 +129,9 @@ class DimGroups:
         """Returns (group, sum) for each all-reduce of a program in which these groups are split.
 
         Args:
-          factors: numbers of the groups, which all are split over the same devices.
+          factors: numbers of the groups, which are split over the same devices.
           added_first: whether results of sums that are only added to each other are added before
-            they are all-reduced; the first of these sums then stands for all.
+            the all-reduce. Of these sums only the first is returned.
         """
         found: dict[int, tuple[int, Sum]] = {}
         for number, one in enumerate(self._record.totals):
@@ -139,7 +145,7 @@ class DimGroups:
         return list(found.values())
 
     def meet(self, first: int, second: int) -> bool:
-        """Returns whether any value has dimensions of both groups, so that the two cannot both be
+        """Returns whether any value has dimensions of both groups; then only one of them can be
         split.
         """
         return any(first in held and second in held for held in self._held)
@@ -170,14 +176,16 @@ class DimGroups:
         return any(factor in self._groups(dim)[1:] for dim in every)
 
     def _groups(self, dim: Dim) -> list[int]:
-        """Returns the groups that make up a dimension, outermost first."""
+        """Returns the numbers of the groups (factors split together) that make up a dimension,
+        outermost first.
+        """
         leaves = self._record.factors.leaves(dim)
         return [self._linked.get(factor, factor) for factor in leaves]
 
     @functools.cached_property
     def _linked(self) -> dict[int, int]:
-        """Returns {factor: group} for factors that are contained in, or merged with, another
-        factor.
+        """Returns {factor: group} for factors that are merged with another factor, or are a part of
+        it.
         """
         parents: dict[int, int] = {}
 
@@ -195,7 +203,9 @@ class DimGroups:
 
     @functools.cached_property
     def _held(self) -> list[frozenset[int]]:
-        """Returns the groups of the dimensions of each value, without repeated sets."""
+        """Returns the sets of groups whose dimensions occur together in one value of the
+        program.
+        """
         arrays = (*self._weights.values(), *self._record.seen)
         held = (frozenset(group for dim in dims for group in self._groups(dim)) for dims in arrays)
         return list(dict.fromkeys(held))
@@ -214,7 +224,7 @@ class DimGroups:
 
     @functools.cached_property
     def _obstacles(self) -> dict[int, list[str]]:
-        """Returns {group: reasons why the group cannot be split}."""
+        """Returns {number of a group: reasons why its dimensions cannot be split over devices}."""
         found: dict[int, list[str]] = {}
         for dim, why in self._record.obstacles:
             for group in self._groups(dim):
@@ -238,7 +248,9 @@ class DimGroups:
 
     @functools.cached_property
     def _roles(self) -> dict[int, _Role]:
-        """Returns {group: uses of the parameters that have the group}."""
+        """Returns {number of a group: how products use the parameters with a dimension in the
+        group}.
+        """
         roles: dict[int, _Role] = {}
         for use in self._record.uses:
             places = {"columns": use.free, "rows": use.contracted, "tables": use.looked_up}
@@ -259,14 +271,14 @@ class DimGroups:
 def gradient_program(forward: ClosedJaxpr, trained: Sequence[int]) -> Jaxpr:
     """Returns the program of a loss and its gradients, without dead code.
 
-    Layers in a `jax.checkpoint` are computed again in it, as in a training step.
+    The program recomputes layers in a `jax.checkpoint`, like a training step.
 
     Args:
       forward: traced loss; its first output is the scalar to differentiate.
       trained: positions of the inputs to differentiate by.
 
     Returns:
-      A program of the same inputs; its outputs are the gradients, in the order of `trained`, then
+      A program with the same inputs. Its outputs are the gradients in the order of `trained`, then
       the loss.
     """
     function = jaxpr_as_fun(forward)

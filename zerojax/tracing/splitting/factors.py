@@ -1,10 +1,10 @@
 """Represents dimensions of traced values as products of factors, and records which factors are
 equal.
 
-A dimension is a tuple of factors, outermost first, whose sizes multiply to its size; a dimension
-of size 1 is the empty tuple. A reshape that splits `heads * features` into two dimensions cuts a
-factor in two, for every value that has it; an operation that pairs two dimensions makes their
-factors one.
+A dimension is a tuple of factors, outermost first, whose sizes multiply to its size; a dimension of
+size 1 is the empty tuple. A reshape that splits `heads * features` into two dimensions splits a
+factor into two, for every value that has the factor. An operation that pairs two dimensions, such
+as an addition, makes their factors equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Dims = tuple[Dim, ...]
 
 
 class Factors:
-    """Union-find structure of dimension factors, which can also be split in two."""
+    """Union-find structure of dimension factors; a factor can also be split into two."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -27,11 +27,13 @@ class Factors:
         self._parts: dict[int, tuple[int, int]] = {}
 
     def new_dim(self, size: int) -> Dim:
-        """Returns a new dimension of this size, equal to no other."""
+        """Returns a new dimension of this size, which is not (yet) equal to any other dimension."""
         return () if size == 1 else (self._new(size),)
 
     def new_dims(self, shape: Sequence[int]) -> Dims:
-        """Returns new dimensions of these sizes, equal to no others."""
+        """Returns new dimensions of these sizes, which are not (yet) equal to any other
+        dimension.
+        """
         return tuple(map(self.new_dim, shape))
 
     def size(self, factor: int) -> int:
@@ -39,7 +41,7 @@ class Factors:
         return self._sizes[factor]
 
     def leaves(self, dim: Iterable[int]) -> Dim:
-        """Returns the finest known factors of a dimension."""
+        """Returns the factors of a dimension after all splits and merges recorded so far."""
         found: list[int] = []
         for factor in dim:
             root = self._root(factor)
@@ -51,7 +53,8 @@ class Factors:
         """Records that two dimensions of equal size are the same dimension.
 
         Returns:
-          Whether their factors nest; 6 as 2 x 3 and as 3 x 2 do not, and stay apart.
+          Whether this is possible: the factors have to nest. 6 = 2 x 3 and 6 = 3 x 2 do not, and
+          stay separate.
         """
         left, right = [*self.leaves(first)], [*self.leaves(second)]
         while left and right:

@@ -1,4 +1,4 @@
-"""Defines the facts that a walk over a program collects about dimensions: sums, uses of weights,
+"""Defines the records of a traversal over a program: dimensions, sums, uses of weights,
 obstacles.
 """
 
@@ -19,10 +19,11 @@ class Value:
     """Value of a traced program, with its dimensions.
 
     Attributes:
-      dims: its dimensions.
-      weights: names of the parameters it is computed from, if from nothing else; None if it
-        depends on the batch.
-      total: number of the sum that it is the result of, or of the addition of such results.
+      dims: dimensions of the value.
+      weights: names of the parameters from which the value is computed; None if it also depends on
+        the batch.
+      total: number, in `Record.totals`, of the sum (or addition of sums) whose result the value is;
+        None: no sum.
     """
 
     dims: Dims
@@ -34,17 +35,17 @@ class Value:
 class Sum:
     """An operation whose result lacks a dimension of its operands.
 
-    If that dimension is split over devices, each has a part of the result, and an all-reduce
-    follows.
+    If that dimension is split over devices, each device computes a part of the sum, and an
+    all-reduce follows.
 
     Attributes:
       kind: "product", "lookup" or "reduction".
-      over: the dimensions that the result lacks.
-      num_bytes: of the result, in one run.
-      times: number of runs.
-      weights: parameters that an operand is made of.
-      is_matrix: whether it is a product of two activations with a dimension from each, such as the
-        scores of attention.
+      over: dimensions that the result lacks.
+      num_bytes: bytes of the result of one run.
+      times: number of times that the operation runs.
+      weights: parameters from which an operand is computed.
+      is_matrix: whether the operation is a product of two activations whose result has a dimension
+        from each, such as the scores of attention.
     """
 
     kind: str
@@ -61,7 +62,7 @@ class WeightUse:
 
     Attributes:
       weights: names of the parameters.
-      free: dimensions that the result has from the parameters.
+      free: dimensions of the parameters that the result has.
       contracted: dimensions that are summed over.
       looked_up: dimensions along which rows are looked up.
       by_batch: whether the batch decides which rows are looked up.
@@ -75,10 +76,10 @@ class WeightUse:
 
 
 class Record:
-    """All facts found by a walk over one program; equal factors are resolved afterwards.
+    """All facts found by a traversal of one program; equal factors are resolved afterwards.
 
-    `totals` holds sums, and additions of two results of sums as the numbers of both: the compiler
-    may add parts before it all-reduces them.
+    `totals` contains sums. It also contains additions of two sums, as a pair of their numbers,
+    because the compiler may add parts before it all-reduces them.
     """
 
     def __init__(self) -> None:
@@ -91,8 +92,8 @@ class Record:
         self.times: float = 1.0
 
     def unify(self, first: Dim, second: Dim) -> None:
-        """Records that two dimensions are the same; if their factors do not nest, both become
-        unsplittable.
+        """Records that two dimensions are equal; if their factors do not nest, neither can be
+        split.
         """
         if self.factors.total(first) != self.factors.total(second):
             return  # one of them is 1: broadcast
@@ -106,8 +107,8 @@ class Record:
             self.obstacles.append((dim, why))
 
     def cut_from(self, dim: Dim, size: int, why: str) -> Dim:
-        """Returns a new dimension that is a part (or concatenation) of an old one; both become
-        unsplittable.
+        """Returns a new dimension, a part (or concatenation) of an old one; neither can be
+        split.
         """
         made = self.factors.new_dim(size)
         self.block(dim, why)
@@ -117,7 +118,7 @@ class Record:
         return made
 
     def add_sum(self, kind: str, over: Dims, result: Any, **more: Any) -> None:
-        """Notes a sum; `result` is the variable that holds it."""
+        """Records a sum; `result` is the variable of the sum."""
         over = tuple(dim for dim in over if dim)
         if over:
             size = math.prod(result.aval.shape) * result.aval.dtype.itemsize

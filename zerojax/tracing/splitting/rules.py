@@ -1,5 +1,5 @@
-"""Defines rules by primitive: which dimensions of an equation's result equal which dimensions of
-its operands.
+"""Rules for each primitive: which dimensions of its results equal which dimensions of its
+operands.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from zerojax.tracing.splitting.factors import Dim, Dims
 from zerojax.tracing.splitting.record import Record, Value, WeightUse
 
 Rule = Callable[[Record, Any, Sequence[Value]], Sequence[Dims]]
-"""(record, equation, operands) -> the dimensions of each result."""
+"""`(record, equation, operands) -> dimensions of each result`."""
 _ALONG = {
     "concatenate": "dimension",
     "cumlogsumexp": "axis",
@@ -25,13 +25,15 @@ _ALONG = {
 }
 _SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 _DRAWS = ("iota", "random_bits", "rng_bit_generator", "rng_uniform")
-"""Primitives whose results have dimensions of their own; every device makes its part."""
+"""Primitives whose results have new dimensions; every device can compute its own part of them."""
 
 
 def dims_after(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Returns the dimensions of each result of an equation without a nested program.
+    """Returns the dimensions of each result of an equation, expressed by the dimensions of its
+    operands.
 
-    An equation without a rule is an obstacle for every dimension of its operands.
+    The equation has no nested program. If there is no rule for its primitive, no dimension of its
+    operands can be split.
     """
     kind = equation.primitive.name
     if kind in ELEMENTWISE or kind == "optimization_barrier":
@@ -60,7 +62,7 @@ def _new(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[D
 
 
 def _elementwise(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    if len(equation.outvars) > 1:  # each result is its operand
+    if len(equation.outvars) > 1:  # each result equals its operand
         return [operand.dims for operand in operands]
     ndim = len(_shape(equation.outvars[0]))
     first, *others = [operand.dims for operand in operands if len(operand.dims) == ndim]
@@ -94,7 +96,9 @@ def _product(
     contracted: Sequence[Sequence[int]],
     batched: Sequence[Sequence[int]],
 ) -> Dims:
-    """Returns (batch dimensions, free ones of the left, of the right), and notes the sum."""
+    """Records the sum of a product; returns the dimensions (batch, free of the left, free of the
+    right).
+    """
     left, right = operands
     for pairs in (contracted, batched):
         for a, b in zip(*pairs, strict=True):
@@ -201,9 +205,7 @@ def _transpose(record: Record, equation: Any, operands: Sequence[Value]) -> Sequ
 
 
 def _part(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Handles slices and padding: the result's dimension of another size is a part of the operand's
-    dimension.
-    """
+    """Handles slices and padding: a dimension whose size changes becomes a new dimension."""
     kind, value = equation.primitive.name, operands[0]
     shape = _shape(equation.outvars[0])
     padding = equation.params.get("padding_config", [(0, 0, 0)] * len(shape))
@@ -221,7 +223,7 @@ def _rev(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[D
 
 
 def _along(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Handles operations that need all of one dimension and preserve all other dimensions."""
+    """Handles operations that need one dimension complete and keep all other dimensions."""
     kind = equation.primitive.name
     axis = equation.params[_ALONG[kind]]
     arrays = [value.dims for value in operands]
@@ -281,7 +283,7 @@ def _dynamic_update_slice(
 
 
 def _gather(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Handles lookups of rows by an index, which take all other dimensions of the table in full."""
+    """Handles lookups of rows by an index; the other dimensions of the table are not sliced."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     table, index = operands[:2]
     variable = equation.outvars[0]

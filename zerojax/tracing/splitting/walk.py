@@ -1,4 +1,4 @@
-"""Walk over a traced program that notes which dimensions of its values are the same."""
+"""Traverses a traced program and records which dimensions of its values are equal."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _LOOP = "counts the layers or steps of a loop"
 def follow_dims(record: Record, program: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
     """Follows the dimensions of a program's inputs to its outputs.
 
-    Bodies of loops are walked once, and count as often as they run; a `while` loop counts once.
-    Branches of a `cond` count as their mean.
+    The body of a loop is traversed once; its sums are multiplied by the number of iterations (1 for
+    a `while` loop). Branches of a `cond` count with their mean.
 
     Args:
-      record: gets all sums, uses of weights and obstacles.
-      program: traced.
-      inputs: one value for each input.
+      record: record to which sums, uses of weights and obstacles are added.
+      program: traced program.
+      inputs: a `Value` for each input of the program.
 
     Returns:
-      One value for each output.
+      A `Value` for each output of the program.
     """
     values: dict[Any, Value] = dict(zip(program.invars, inputs, strict=True))
 
@@ -51,7 +51,9 @@ def follow_dims(record: Record, program: Jaxpr, inputs: Sequence[Value]) -> list
     )
 
     def operand(atom: Any) -> Value:
-        """Returns an operand's value, without `total` if other equations use it as well."""
+        """Returns the value of an operand, without `total` if other equations use the operand as
+        well.
+        """
         value = read(atom)
         if isinstance(atom, Literal) or uses[atom] == 1 or value.total is None:
             return value
@@ -84,10 +86,10 @@ def _after(record: Record, equation: Any, operands: list[Value]) -> Sequence[Val
 
 
 def _total(record: Record, kind: str, operands: list[Value], before: int) -> int | None:
-    """Returns the index in `record.totals` of the sum that an equation returns; None if none.
+    """Returns the index in `record.totals` of the sum that an equation computes; None: no sum.
 
     Args:
-      before: number of sums before the equation.
+      before: number of recorded sums before the equation.
     """
     if len(record.totals) > before:
         return before
@@ -101,7 +103,7 @@ def _total(record: Record, kind: str, operands: list[Value], before: int) -> int
 
 
 def _joined(values: Sequence[Value]) -> frozenset[str] | None:
-    """Returns the parameters that a value consists of; None if the value depends on the batch."""
+    """Returns the parameters from which a value is computed; None if it depends on the batch."""
     names: frozenset[str] = _CONSTANT
     for value in values:
         if value.weights is None:
@@ -111,7 +113,9 @@ def _joined(values: Sequence[Value]) -> frozenset[str] | None:
 
 
 def _same(record: Record, first: Value, second: Value) -> Value:
-    """Returns a value that is one of two alternatives, whose dimensions are thereby equal."""
+    """Merges two alternative values, such as the results of two branches; their dimensions become
+    equal.
+    """
     for a, b in zip(first.dims, second.dims, strict=True):
         record.unify(a, b)
     return Value(first.dims, _joined([first, second]))
@@ -140,12 +144,12 @@ def _scan(record: Record, equation: Any, operands: list[Value]) -> list[Value]:
 
 
 def _carried(value: Value) -> Value:
-    """Returns a carried value, which in later iterations depends on the batch."""
+    """Returns a carried value as later iterations see it: it depends on the batch."""
     return Value(value.dims, None)
 
 
 def _while(record: Record, equation: Any, operands: list[Value]) -> list[Value]:
-    """Processes a loop once; expert rounds that equal loads do not need count as 0 iterations."""
+    """Processes a loop once; rounds of `zerojax.experts` after the first count as 0 iterations."""
     params, before = equation.params, record.times
     if FURTHER_ROUNDS in str(equation.source_info.name_stack):
         record.times = 0.0

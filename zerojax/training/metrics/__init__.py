@@ -1,6 +1,6 @@
 """Writes a run's metrics to the terminal, metrics.jsonl, TensorBoard and an HTML report.
 
-The package does not need JAX.
+This package does not need JAX.
 """
 
 from zerojax.training.metrics.metric_files import read_metrics

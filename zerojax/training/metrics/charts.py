@@ -1,7 +1,7 @@
 """Draws line charts as HTML and SVG, without scripts.
 
-Curves are drawn in a 1000 x 1000 box that the page stretches. Labels are HTML beside it, so a chart
-fits any width.
+Curves are drawn in a box of 1000 x 1000 units that the page stretches. Labels are HTML beside the
+box, so a chart fits any width.
 """
 
 import math
@@ -13,44 +13,44 @@ from zerojax.config.display import as_html
 BOX = 1000
 MAX_POINTS = 800
 FEW_POINTS = 12
-"""A curve with at most this many values has a dot on each."""
+"""Maximum number of values of a curve for which each value is drawn as a dot."""
 
 Points = list[tuple[float, float | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve."""
+    """One curve of a chart."""
 
     label: str
     points: Points
-    """(step, value), ascending; None where the value was not finite."""
+    """(step, value) in ascending order of steps; the value is None where it was not finite."""
     style: str
-    """CSS class: "first" or "second"; "faint" for raw values beside their smoothed curve."""
+    """CSS class: "first" or "second"; "faint" for raw values drawn with their smoothed curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves over steps, on common axes."""
+    """A chart: one or several curves over steps, on common axes."""
 
     title: str
     unit: str
     series: Sequence[Series]
     text: Callable[[float], str] = "{:.4g}".format
-    """Formats a value for the axis and the legend."""
+    """Function that formats a value for the axis and the legend."""
     from_zero: bool = False
     log_above: float = math.inf
-    """The axis is logarithmic if highest over lowest value is at least this."""
+    """The axis is logarithmic if the highest value divided by the lowest is at least this."""
     wide: bool = False
     axis: str = "step"
     """Name of the horizontal axis."""
     tick: Callable[[float], str] = "{:,.0f}".format
-    """Formats a place on the horizontal axis."""
+    """Function that formats a position on the horizontal axis."""
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> Points:
-    """Reduces a curve to about `limit` points; keeps the lowest and highest point and gaps of each
-    bucket.
+    """Reduces a curve to about `limit` points. Keeps the lowest and highest point of each bucket of
+    neighbouring points, and gaps.
     """
     if len(points) <= limit:
         return points
@@ -67,9 +67,10 @@ def thin(points: Points, limit: int = MAX_POINTS) -> Points:
 
 
 def smooth(points: Points, *, half_width: int) -> Points:
-    """Returns means over a window centred on each point; the window shrinks at both ends.
+    """Returns means of the values over a window centred on each point.
 
-    Unlike averages of past values, they do not lag behind a falling curve.
+    The window shrinks at both ends. Unlike averages of past values, these means do not lag behind a
+    falling curve.
     """
     smoothed: Points = []
     for i, (step, _) in enumerate(points):
@@ -103,7 +104,7 @@ def log_ticks(low: float, high: float, count: int = 7) -> list[float]:
 
 
 def draw(chart: Chart, steps: tuple[float, float]) -> str:
-    """Returns the chart as a `<figure>`; `steps` are the ends of the horizontal axis."""
+    """Returns the chart as an HTML `<figure>`; `steps` are the ends of the horizontal axis."""
     shown = [s for s in chart.series if any(value is not None for _, value in s.points)]
     low, high, log = _value_axis(chart, shown)
     first, last = steps
@@ -148,7 +149,7 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
 
 
 def _value_axis(chart: Chart, shown: Sequence[Series]) -> tuple[float, float, bool]:
-    """Returns lowest and highest value of the axis, and whether it is logarithmic."""
+    """Returns (lowest value, highest value, True if logarithmic) of the value axis."""
     values = [value for series in shown for _, value in series.points if value is not None]
     low, high = min(values), max(values)
     if low > 0 and high / low >= chart.log_above:
@@ -168,7 +169,7 @@ def _label_class(place: float) -> str:
 
 
 def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Returns the SVG path of lines between neighbouring points; a missing value is a gap."""
+    """Returns the SVG path of lines between neighbouring points, with a gap for a missing value."""
     parts, pen = [], "M"
     for step, value in points:
         if value is not None:
@@ -178,7 +179,7 @@ def _path(points: Points, x: Callable[[float], float], y: Callable[[float], floa
 
 
 def _dots(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Returns the SVG path of dots: on isolated values, and on all values of a short curve."""
+    """Returns the SVG path of dots on isolated values, and on all values of a short curve."""
     values = [value for _, value in points]
     few = sum(value is not None for value in values) <= FEW_POINTS
     around = [None, *values, None]

@@ -30,21 +30,21 @@ from zerojax.training.metrics.report import (
 
 FILE_NAME = "comparison.html"
 MAX_RUNS = 6
-"""Runs on one page: each has a colour."""
+"""Maximum number of runs on one page, because each run has a colour of its own."""
 Run = tuple[str, Metrics, Mapping[str, Any]]
-"""(name, metrics, settings)"""
+"""(name of the run, its metrics, its settings)."""
 
 
 def write_comparison(run_dirs: Sequence[str | Path], path: str | Path | None = None) -> Path:
-    """Writes a page that compares runs, and returns its path.
+    """Writes an HTML page that compares runs, and returns its path.
 
     Args:
       run_dirs: folders of 2 to `MAX_RUNS` runs.
-      path: of the page; None: `comparison.html` beside the first folder.
+      path: path of the page; None: `comparison.html` beside the first folder.
 
     Raises:
       FileNotFoundError: a folder has no metrics.
-      ValueError: too many runs, a folder twice, or a run that reported nothing yet.
+      ValueError: there are too many runs, a folder occurs twice, or a run has not reported yet.
     """
     folders = [user_path(each) for each in run_dirs]
     if not 2 <= len(folders) <= MAX_RUNS:
@@ -68,9 +68,7 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path | None = N
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Returns a short name for each run: the trailing parts of its path that differ between the
-    runs.
-    """
+    """Returns a short name for each run: the trailing parts of its path that tell runs apart."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
@@ -105,7 +103,7 @@ def _page(runs: Sequence[Run], folders: Sequence[Path]) -> str:
 
 
 def comparing_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Returns charts with one curve per run; omits metrics that no run measured."""
+    """Returns charts with one curve per run, without charts for metrics that no run measured."""
     units = {loss_unit(metrics) for _, metrics, _ in runs}
     unit = units.pop() if len(units) == 1 else "in units that differ"
     size: dict[str, Any] = {"text": short, "from_zero": True}
@@ -140,7 +138,7 @@ def _curves(
 
 
 def _results(runs: Sequence[Run]) -> str:
-    """Returns a table with a column per run."""
+    """Returns an HTML table of results with one column per run."""
     rows: list[tuple[str, Callable[[Metrics], str]]] = [
         ("steps", lambda metrics: f"{metrics.train[-1]['step']:,}"),
         ("last training loss", lambda metrics: _loss(metrics.train[-1:])),
@@ -180,7 +178,7 @@ def _devices(metrics: Metrics) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    """Returns a table of the settings that are not the same in all runs."""
+    """Returns an HTML table of the settings that differ between the runs."""
     flat = [dict(_flat(settings)) for _, _, settings in runs]
     keys = sorted({key for settings in flat for key in settings})
     rows = [(key, [_text(settings.get(key)) for settings in flat]) for key in keys]

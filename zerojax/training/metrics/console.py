@@ -1,6 +1,6 @@
-"""Prints a run's output: a live display on terminals, plain lines elsewhere.
+"""Prints a run's reports: a live display on terminals, plain lines elsewhere.
 
-No information is shown by colour alone.
+Colour is never the only sign of any information.
 """
 
 import importlib
@@ -22,8 +22,8 @@ from zerojax.config.display import as_html, printable, show
 GIB = 2**30
 SPARKS = "▁▂▃▄▅▆▇█"
 SLOWEST_TFLOPS = 1.0
-"""TFLOP/s per device from which the rate is shown: a CPU's says nothing about a GPU's. It is always
-in the metrics file and in the report."""
+"""Minimum TFLOP/s per device at which the console shows this rate, because a CPU's rate is of no
+interest for GPUs. The metrics file and the report always have it."""
 OWN_WORDS = {
     "loss", "grad_norm", "learning_rate", "tokens_per_second_per_device", "tflops_per_device",
     "mfu", "memory_in_use", "memory_peak", "memory_limit", "memory_source", "step_seconds",
@@ -32,7 +32,7 @@ OWN_WORDS = {
 
 
 class Display(Protocol):
-    """The interface that `RunLog` uses for terminal output."""
+    """Terminal output as `RunLog` uses it: reports, messages, and a note while compiling."""
 
     def update(self, step: int, values: Mapping[str, Any], eta: float | None) -> None: ...
     def message(self, text: str) -> None: ...
@@ -41,7 +41,7 @@ class Display(Protocol):
 
 
 def make_display(kind: str, stream: TextIO, *, total_steps: int, start_step: int) -> Display:
-    """Returns the display for `LogConfig.console`: "auto", "live", "lines" or "quiet"."""
+    """Returns the display for `LogConfig.console`, which is "auto", "live", "lines" or "quiet"."""
     if kind == "quiet":
         return QuietDisplay()
     if kind == "auto" and stream is sys.stdout and is_notebook():
@@ -77,17 +77,17 @@ def format_number(value: float | None) -> str:
 
 
 def _fixed(value: float, digits: int) -> str:
-    """Formats a number with fixed decimals, so that columns align; very small or large numbers
-    differ.
+    """Formats a number with fixed decimals, so that columns align; very small or large numbers are
+    formatted in scientific notation.
     """
     usual = value == 0 or 10.0**-digits <= abs(value) < 1e5
     return f"{value:.{digits}f}" if usual else format_number(value)
 
 
 def format_loss(value: float | None) -> str:
-    """Formats a loss with four decimals; a small or very large one in scientific notation.
+    """Formats a loss with four decimals, or in scientific notation if it is small or very large.
 
-    1.0639, 0.0251, 2.831e-04, 8.730e+18; "not finite" for None.
+    Examples: 1.0639, 0.0251, 2.831e-04, 8.730e+18. None gives "not finite".
     """
     if value is None or not math.isfinite(value):
         return format_number(value)
@@ -100,7 +100,7 @@ def _short_loss(value: float) -> str:
 
 
 def format_memory(values: Mapping[str, Any]) -> str:
-    """Formats peak memory, with the limit if there is one: 41.2/79.6 GiB (52 %)."""
+    """Formats peak memory and, if known, its limit, such as 41.2/79.6 GiB (52 %)."""
     peak, limit = values["memory_peak"], values.get("memory_limit")
     source = values.get("memory_source", "device")
     if source != "device":
@@ -111,7 +111,7 @@ def format_memory(values: Mapping[str, Any]) -> str:
 
 
 def learning_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns (label, value) of the metrics that show whether the model learns."""
+    """Returns (label, value) texts of the metrics that show if the model learns."""
     words = []
     if "loss" in values:
         words.append(("loss", format_loss(values["loss"])))
@@ -127,12 +127,12 @@ def learning_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _format_other(key: str, value: float | None) -> str:
-    """Formats a user's metric; a name that ends with "_loss" is formatted as a loss."""
+    """Formats a user's metric; a metric whose name ends in "_loss" is formatted as a loss."""
     return format_loss(value) if key.endswith("_loss") else format_number(value)
 
 
 def speed_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns (label, value) of the metrics that show how well the hardware is used."""
+    """Returns (label, value) texts of the metrics that show how well the hardware is used."""
     words = []
     if "tokens_per_second_per_device" in values:
         words.append(("tokens/s/device", f"{values['tokens_per_second_per_device']:,.0f}"))
@@ -162,7 +162,7 @@ def format_line(
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draws a curve in `width` characters; non-finite values leave a gap."""
+    """Draws a curve with `width` block characters; non-finite values leave a gap."""
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
         values = [_mean(values[a:b]) for a, b in itertools.pairwise(edges)]
@@ -220,7 +220,7 @@ class LineDisplay:
 
 
 class NotebookDisplay(LineDisplay):
-    """A display for Jupyter: messages are lines, and the report is one line that is replaced."""
+    """A display for Jupyter: messages are lines, and each report replaces the previous report."""
 
     def __init__(self, stream: TextIO, *, total_steps: int) -> None:
         super().__init__(stream, total_steps=total_steps)
@@ -232,10 +232,10 @@ class NotebookDisplay(LineDisplay):
 
     def message(self, text: str) -> None:
         super().message(text)
-        self._handle = None  # the next report stands below this line
+        self._handle = None  # the next report is printed below this line
 
     def _show(self, text: str) -> None:
-        theirs = importlib.import_module("IPython.display")  # is there where a notebook runs
+        theirs = importlib.import_module("IPython.display")  # exists if a notebook runs
         if self._handle is None:
             self._handle = theirs.display(theirs.HTML(text), display_id=True)
         else:
@@ -243,7 +243,7 @@ class NotebookDisplay(LineDisplay):
 
 
 def is_notebook() -> bool:
-    """Returns whether this process is the kernel of a Jupyter notebook."""
+    """Returns True if this process is the kernel of a Jupyter notebook."""
     interpreter = sys.modules.get("IPython")
     shell = None if interpreter is None else interpreter.get_ipython()
     return shell is not None and hasattr(shell, "kernel")

@@ -1,4 +1,4 @@
-"""Detects loss spikes."""
+"""Detects loss spikes: values far above the values before."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import statistics
 from dataclasses import dataclass
 
 WINDOW = 100
-"""Number of previous values that a new value is compared with."""
+"""Number of previous values with which a new value is compared."""
 LEAST = 32
-"""Minimum number of values for an estimate of their spread."""
+"""Minimum number of values from which their spread is estimated."""
 LEAST_JUMP = 0.05
-"""Minimum jump of a spike as a fraction of the median, however small the spread."""
+"""Minimum jump of a spike, as a fraction of the median, however small the spread is."""
 LEAST_SETBACK = 0.01
-"""Minimum jump of a spike as a fraction of the decrease since the first loss. Losses of a converged
-run near zero vary by large factors, but these changes are small beside the first loss."""
+"""Minimum jump of a spike, as a fraction of the decrease since the first loss. Losses near zero, of
+a converged run, vary by large factors, but the changes are small compared with the first loss."""
 _NORMAL = 1.4826
-"""Standard deviations of a normal distribution per median absolute deviation."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,8 @@ class Spike:
 
     Attributes:
       value: the value.
-      median: of the previous values.
-      times: distance above the median in robust standard deviations of the previous values.
+      median: median of the previous values.
+      times: distance of the value above the median, in robust standard deviations.
     """
 
     value: float
@@ -42,8 +42,8 @@ class SpikeDetector:
     next. A lasting rise counts as one spike.
 
     Args:
-      threshold: robust standard deviations; None: no spike is detected.
-      first: first loss of the run if it is not the first value passed here (a resumed run).
+      threshold: number of robust standard deviations that make a spike; None: detect no spikes.
+      first: first loss of the run, if the first value passed here is a later one (resumed run).
     """
 
     def __init__(self, threshold: float | None, *, first: float | None = None) -> None:
@@ -53,9 +53,7 @@ class SpikeDetector:
         self._is_high = False
 
     def see(self, value: float) -> Spike | None:
-        """Adds a value; returns a `Spike` if the value is a spike and the previous value was
-        not.
-        """
+        """Adds a value; returns a `Spike` if the value is a spike and the value before was not."""
         if self._threshold is None or not math.isfinite(value):
             return None
         if self._first is None:

@@ -1,8 +1,9 @@
 """Writes and reads metrics.jsonl (append-only), and writes TensorBoard event files.
 
-metrics.jsonl has one JSON object per line; a step's last line is valid. TensorBoard is not needed:
-an event file is a sequence of records: length (u64), its checksum, an Event message, its checksum,
-all little-endian
+metrics.jsonl has one JSON object per line; if a step occurs twice, its last line is valid.
+
+Event files are written without TensorBoard. An event file is a sequence of records: length (u64),
+its checksum, an Event message, its checksum, all little-endian
 (tensorflow/core/lib/io/record_writer.h). The few message fields used here are from
 tensorflow/core/util/event.proto and tensorflow/core/framework/summary.proto.
 """
@@ -29,15 +30,15 @@ FILE_NAME = "metrics.jsonl"
 OVERTAKEN = ("train", "eval")
 KINDS = ("start", "train", "eval", "event", "processes", "end")
 TEXTS = ("event", "text", "leaf", "host", "error", "device_kind", "loss_unit", "memory_source")
-"""Keys whose values are text. Other values are numbers, except additional values of events."""
+"""Keys whose values are text. Values of other keys are numbers, except extra entries of events."""
 
 CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bit-reversed (RFC 3720, appendix B.4)
-MASK_DELTA = 0xA282EAD8  # record_writer.h masks checksums so that data may contain checksums
+MASK_DELTA = 0xA282EAD8  # record_writer.h masks checksums because data may contain checksums
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """The metrics of a run in step order, without steps that a resumed run repeated."""
+    """The metrics of a run in order of steps, without steps that a resumed run repeated."""
 
     starts: list[dict[str, Any]]
     """One record per start or resume: devices, units and totals."""
@@ -50,13 +51,13 @@ class Metrics:
     processes: list[dict[str, Any]]
     """One record per report with several processes: the spread of their times."""
     ends: list[dict[str, Any]]
-    """One record per start that ended regularly: time by activity after the last report."""
+    """One record per start that ended regularly: seconds by activity after the last report."""
     unreadable_lines: int
-    """Number of incomplete lines that killed processes left."""
+    """Number of incomplete lines, which killed processes left."""
 
 
 class MetricsFile:
-    """Appends records to `path`; starts a new line if a killed process left an incomplete one."""
+    """Appends records to a file; starts a new line if a killed process left a partial line."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -68,13 +69,13 @@ class MetricsFile:
                 self._file.write(b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes and flushes a record; NaN and infinities become null, since JSON has neither."""
+        """Writes a record and flushes; NaN and infinities become null, because JSON lacks them."""
         finite = {key: _finite(value) for key, value in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def copy(self, other: "MetricsFile") -> None:
-        """Appends the content of another file, which may have been deleted while open."""
+        """Appends the content of `other`, whose file may have been deleted while it was open."""
         other._file.seek(0)
         self._file.write(other._file.read())
         self._file.flush()
@@ -84,12 +85,12 @@ class MetricsFile:
 
 
 def set_aside(path: str | Path) -> Path | None:
-    """Renames the metrics file of an earlier run, so that the new run writes its own file.
+    """Renames the metrics file of an earlier run, so that a new run gets a file of its own.
 
-    Removes the file if it has no reports, as after a failure at the first step.
+    Removes the file if it has no reports, for example after a failure at the first step.
 
     Args:
-      path: of a `MetricsFile`.
+      path: path of a `MetricsFile`.
 
     Returns:
       The new path, such as metrics.1.jsonl; None if there were no reports.
@@ -109,16 +110,16 @@ def read_metrics(run_dir: str | Path) -> Metrics:
     """Reads the metrics of a run folder.
 
     A run that resumes from step 500 after it had reported step 540 repeats some steps. Later lines
-    replace earlier ones: reports of an earlier attempt after the resumed step are dropped.
+    replace earlier lines, and earlier reports of steps after the resumed step are dropped.
 
     Raises:
-      FileNotFoundError: the folder has no metrics; names the folder.
-      ValueError: an invalid value; names file, line and key.
+      FileNotFoundError: the folder has no metrics; the message names the folder.
+      ValueError: a value is invalid; the message names file, line and key.
     """
     path = user_path(run_dir) / FILE_NAME
     if not path.exists():
         raise FileNotFoundError(
-            f"no {FILE_NAME} in '{run_dir}'; give the folder of a run, such as runs/default"
+            f"no {FILE_NAME} in '{run_dir}'; pass the folder of a run, such as runs/default"
         )
     kept: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     unreadable = 0
@@ -135,7 +136,7 @@ def read_metrics(run_dir: str | Path) -> Metrics:
             for other in OVERTAKEN:
                 _drop(kept[other], at_least=step if kind == other else step + 1)
         elif kind == "start":
-            # Later steps in the file belong to an earlier attempt that was abandoned.
+            # Records of later steps before this line belong to an abandoned attempt.
             for other in ("event", "processes"):
                 _drop(kept[other], at_least=step + 1)
         lines.append(record)
@@ -156,7 +157,7 @@ def _lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a record after checking the types of its values, with non-finite values as None."""
+    """Checks the types of a record's values; returns the record with non-finite values as None."""
     for key, value in record.items():
         if key == "step":
             is_good, wanted = type(value) is int and 0 <= value < 2**63, "a number of steps"
@@ -210,7 +211,7 @@ def _masked(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF)
 
 
-# Protocol-buffer fields, each a key (number and wire type) and its payload.
+# Fields of protocol buffers: each is a key (field number and wire type) and a payload.
 
 
 def _varint(value: int) -> bytes:
@@ -243,12 +244,12 @@ def _double(field: int, value: float) -> bytes:
 
 
 class EventWriter:
-    """Appends scalars to one new event file in `folder`; TensorBoard may read it meanwhile.
+    """Appends scalars to a new event file in `folder`; TensorBoard may read it at the same time.
 
     Args:
-      folder: created if missing.
-      first_step: TensorBoard ignores values of this and later steps in older files of the folder,
-        so that a resumed run does not draw repeated steps twice.
+      folder: folder of the event file; created if missing.
+      first_step: first step of this file. TensorBoard ignores values of this and later steps in
+        older files of the folder, so a resumed run does not draw repeated steps twice.
     """
 
     def __init__(self, folder: str | Path, *, first_step: int = 0):
@@ -263,7 +264,7 @@ class EventWriter:
         self._write(_integer(2, first_step) + session_start)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one number per tag, as in {"train/loss": 3.2}, and flushes."""
+        """Writes one number for each tag, such as {"train/loss": 3.2}, and flushes."""
         summary = b"".join(
             _bytes(1, _bytes(1, tag.encode()) + _float(2, value)) for tag, value in values.items()
         )

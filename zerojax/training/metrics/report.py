@@ -1,7 +1,7 @@
 """Writes the HTML report of a run: plan, loss, speed, memory, events and time on one page.
 
-The page is self-contained: it needs no network and can be printed. `report.html` beside this file
-is its template, with style and script.
+The page is self-contained: it needs no network and can be printed. Its template, with style and
+script, is `report.html` beside this module.
 """
 
 import itertools
@@ -29,9 +29,9 @@ from zerojax.training.metrics.stragglers import ACTIVITIES
 
 FILE_NAME = "report.html"
 SMOOTHED_FROM = 40
-"""Minimum number of reports for smoothing a curve."""
+"""Minimum number of reports for which a smoothed curve is drawn."""
 MAX_BOXES = 5000
-"""Maximum operations of a pipeline schedule that a report draws: about 1.5 MB of page."""
+"""Maximum number of operations of a pipeline schedule that a report draws: about 1.5 MB of HTML."""
 MAX_EVENTS = 200
 _REMEDY = "delete this file, or continue training in this folder, which writes it again"
 ACTIVITY_NAMES = {
@@ -41,7 +41,7 @@ ACTIVITY_NAMES = {
     "eval": ("evaluating", "validation data, with their compilation"),
     "host": ("host", "start-up, callbacks and reports, while no step was awaited"),
 }
-"""{activity: (name, meaning)}"""
+"""{activity: (name on the page, meaning)}."""
 EVENT_NAMES = {
     "loss_spike": "loss spike",
     "not_finite": "not finite",
@@ -60,7 +60,7 @@ def write_report(run_dir: str | Path) -> Path:
 
     Raises:
       FileNotFoundError: the folder has no metrics.
-      ValueError: the run reported nothing yet.
+      ValueError: the run has reported nothing yet.
     """
     run_dir = user_path(run_dir)
     metrics = read_metrics(run_dir)
@@ -105,12 +105,12 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
         "unreadable": f" {lost} half-written lines of metrics.jsonl were left out." if lost else "",
         "data": embedded(charts, ends),
     }
-    # In one pass, since inserted text may contain braces.
+    # All parts are inserted in one pass, because inserted text may contain braces.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template())
 
 
 def template() -> str:
-    """Returns the page with `{{name}}` in place of its parts."""
+    """Returns the template of the page, in which `{{name}}` marks each part to insert."""
     return _text(Path(__file__).with_name("report.html"))
 
 
@@ -118,10 +118,10 @@ def template() -> str:
 
 
 def make_charts(metrics: Metrics) -> list[Chart]:
-    """Returns the charts of a page, without charts for metrics that the run did not measure."""
+    """Returns the charts of a run's report, without metrics that the run did not measure."""
     train, evals, processes = metrics.train, metrics.evals, metrics.processes
     loss = [*_loss(train), *_series("validation", evals, "loss", "second")]
-    # Metrics that the user's loss returns, training and validation together.
+    # Metrics that the user's loss returns; training and validation share a chart.
     own = sorted({name for row in [*train, *evals] for name in row})
     size: dict[str, Any] = {"text": short, "from_zero": True}
     charts = [
@@ -160,14 +160,14 @@ def make_charts(metrics: Metrics) -> list[Chart]:
 
 
 def loss_unit(metrics: Metrics) -> str:
-    """Returns the unit of a run's loss; "" if it is not known."""
+    """Returns the unit of a run's loss, or "" if it is not known."""
     return str(_start(metrics).get("loss_unit") or "")
 
 
 def _chart(
     title: str, unit: str, *curves: tuple[str, Records, str], scale: float = 1, **options: Any
 ) -> Chart:
-    """Returns a chart of one or two curves (label, records, key); divides values by `scale`."""
+    """Returns a chart with one curve for each (label, records, key); divides values by `scale`."""
     series = [
         one
         for curve, style in zip(curves, ("first", "second"), strict=False)
@@ -193,7 +193,7 @@ def _loss(train: Records) -> list[Series]:
 
 
 def points_of(records: Records, key: str, scale: float = 1) -> Points:
-    """Returns (step, value / scale) of the records that have a value of this name."""
+    """Returns (step, value / scale) of each record that has a value for `key`."""
     return [(r["step"], None if r[key] is None else r[key] / scale) for r in records if key in r]
 
 
@@ -203,7 +203,7 @@ def finite(points: Points) -> list[float]:
 
 
 def embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
-    """Returns the data for the page's script: the points, with values formatted as text."""
+    """Returns the data for the page's script: points of the curves, with values as text."""
     curves = [
         [
             {
@@ -264,7 +264,7 @@ def _learning(metrics: Metrics) -> Rows:
     if skipped := last.get("skipped"):
         yield "Steps skipped", f"{skipped:,}", "loss or gradient not finite"
     spent, starts = breakdown(metrics), len(metrics.starts)
-    # A run without a breakdown by activity has only the times of its reports.
+    # A run without seconds by activity has only the times of its reports.
     total = sum(spent.values())
     seconds = total or sum(_seconds_of_each_start(metrics))
     yield "Time", format_seconds(seconds), f"in {starts} starts" if starts > 1 else ""
@@ -299,7 +299,8 @@ def _start(metrics: Metrics) -> Mapping[str, Any]:
 
 
 def _seconds_of_each_start(metrics: Metrics) -> Iterable[float]:
-    """Yields the seconds of each start, from its last report: the clock restarts at a resume."""
+    """Yields the seconds of each start of the run, from its last report, because the clock restarts
+    at a resume."""
     before = 0.0
     for record in metrics.train:
         seconds = record.get("seconds") or 0.0
@@ -318,8 +319,8 @@ def _memory_source(train: Records) -> str:
 
 
 def ending(metrics: Metrics) -> tuple[str, str] | None:
-    """Returns ("failed" or "interrupted", message) if the run's last start ended in that way; else
-    None.
+    """Returns ("failed" or "interrupted", message) if the last start of the run ended in this way;
+    else None.
     """
     since = _start(metrics).get("time") or 0.0
     for event in reversed(metrics.events):
@@ -329,13 +330,13 @@ def ending(metrics: Metrics) -> tuple[str, str] | None:
 
 
 def breakdown(metrics: Metrics) -> dict[str, float]:
-    """Returns the seconds by activity of the whole run, including time after the last reports."""
+    """Returns {activity: seconds} of the whole run, including the time after the last reports."""
     records = [*metrics.train, *metrics.ends]
     return {a: sum(record.get(f"spent_{a}") or 0.0 for record in records) for a in ACTIVITIES}
 
 
 def _times(metrics: Metrics) -> str:
-    """Returns a table of the time per activity; "" for a run that did not measure it."""
+    """Returns an HTML table of the time per activity; "" if the run did not measure it."""
     spent = breakdown(metrics)
     total = sum(spent.values())
     rows = [
@@ -352,9 +353,9 @@ def _times(metrics: Metrics) -> str:
 
 
 def _events(events: Records) -> str:
-    """Returns a table of events, newest first: spikes, non-finite steps, slow processes."""
+    """Returns an HTML table of events, newest first: spikes, non-finite steps, slow processes."""
     numbered = itertools.groupby(
-        enumerate(events),  # consecutive non-finite events of one parameter are one row
+        enumerate(events),  # consecutive non-finite events of one parameter share a row
         lambda item: _where(item[1]) if item[1]["event"] == "not_finite" else item[0],
     )
     groups = [[event for _, event in group] for _, group in numbered]
@@ -405,15 +406,15 @@ def _lines(rows: Rows) -> str:
 
 
 def cells(texts: Sequence[str], tag: str) -> str:
-    """Returns a row of a table; `tag` is "td" or "th"."""
+    """Returns a row of an HTML table; `tag` is "td" or "th"."""
     return f"<tr>{''.join(f'<{tag}>{as_html(text)}</{tag}>' for text in texts)}</tr>"
 
 
 def _schedule(path: Path) -> str:
-    """Returns an SVG of the pipeline schedule; "" if there is none or it is too large.
+    """Returns an SVG of the pipeline schedule; "" if there is no schedule or it is too large.
 
     Args:
-      path: of plan.json.
+      path: path of plan.json.
     """
     pipeline = object_in(path).get("pipeline")
     try:
@@ -429,12 +430,12 @@ def _schedule(path: Path) -> str:
         raise ValueError(
             f"{path}: the entry 'pipeline' is no valid schedule ({cut(str(error), 200)}); {_REMEDY}"
         ) from error
-    # SVG inside HTML needs no namespace, and the page should contain no address.
+    # SVG inside HTML needs no namespace, and the page should contain no URL.
     return picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
 
 
 def short(value: float) -> str:
-    """Formats a number with a unit letter, as in 12.3k or 4.5M."""
+    """Formats a number with a unit letter, such as 12.3k or 4.5M."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{letter}"
@@ -442,7 +443,7 @@ def short(value: float) -> str:
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a file; "" if the file does not exist."""
+    """Returns the text of a file, or "" if the file does not exist."""
     try:
         return bounded_json.read_bytes(path).decode("utf-8")
     except FileNotFoundError:
@@ -452,11 +453,11 @@ def _text(path: Path) -> str:
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; an empty one if the file does not exist."""
+    """Returns the JSON object in a file, or {} if the file does not exist."""
     try:
         value = bounded_json.loads(_text(path) or "{}", finite=False)
     except bounded_json.JsonError as error:
         raise ValueError(f"{path} {error.what}; {_REMEDY}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__} in place of an object; {_REMEDY}")
+        raise ValueError(f"{path} holds a {type(value).__name__}, not an object; {_REMEDY}")
     return value

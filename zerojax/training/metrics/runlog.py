@@ -1,4 +1,4 @@
-"""Writes the log of a run: reports, derived rates, and MFU from published peaks."""
+"""Writes a run's log: reports, rates, and MFU (model FLOPs utilization) from published peaks."""
 
 import contextlib
 import importlib
@@ -39,19 +39,19 @@ TAGS = {
     "memory_peak": "memory/peak_bytes",
 }
 SPENT = "spent_"
-"""Prefix of keys for the seconds spent on an activity (`stopwatch.ACTIVITIES`) since the last
-report."""
+"""Prefix of metric names for the seconds spent on an activity (`stragglers.ACTIVITIES`) since the
+last report."""
 SETTINGS = ("plan.txt", "plan.json", "config.json")
 MAX_REASONS = 20
 STILL_COMPILING_SECONDS = 30.0
-"""Interval of lines that report a compilation in progress."""
+"""Seconds between lines that report a compilation in progress."""
 
 
 class Work(Protocol):
-    """Tokens and FLOPs of steps, over all devices."""
+    """Numbers of tokens and FLOPs of steps, summed over all devices."""
 
     def tokens(self, after: int, until: int) -> int | None:
-        """Returns the tokens of the steps `after` + 1 to `until`; None: not known."""
+        """Returns the tokens of the steps `after` + 1 to `until`; None if they are not known."""
         ...
 
     def flops(self, after: int, until: int) -> float:
@@ -63,22 +63,23 @@ class RunLog:
     """Writes the reports of a run to the terminal and to `run_dir`.
 
     Args:
-      run_dir: created if missing; see `start` for metrics that it already has. None: no files are
-        written.
+      run_dir: folder for files, created if missing; `start` describes what happens to existing
+        metrics. None: write no files.
       config: outputs and intervals.
       total_steps: step at which the run ends.
-      tokens_per_step: over all devices; None if examples do not consist of tokens.
-      loss_unit: of the mean loss, see `zerojax.losses`; None: not known.
-      flops_per_step: over all devices, forward and backward, without recomputation (remat); None:
-        not known.
-      work: tokens and FLOPs of steps, in place of the two numbers, where they differ by step.
-      num_devices: over all processes.
-      device_kind: name of the device; MFU is reported if its peak is published.
-      precision: "bf16" or "fp32": selects the peak.
-      read_memory: a function like `hardware.devices.device_memory`; None: memory is not reported.
-      process_index: only process 0 writes and prints.
-      stream: terminal; None: standard output.
-      clock: returns seconds; monotonic.
+      tokens_per_step: number of tokens of a step over all devices; None if examples are not made of
+        tokens.
+      loss_unit: unit of the mean loss (`zerojax.losses`); None if it is not known.
+      flops_per_step: FLOPs of a step over all devices, forward and backward, without recomputation
+        (remat); None if they are not known.
+      work: tokens and FLOPs of each step, if steps differ; replaces the two numbers above.
+      num_devices: number of devices over all processes.
+      device_kind: kind of the devices; MFU is reported if its peak is published.
+      precision: "bf16" or "fp32", which selects the published peak.
+      read_memory: function like `hardware.devices.device_memory`; None: do not report memory.
+      process_index: index of this process; only process 0 writes and prints.
+      stream: output stream; None: standard output.
+      clock: function that returns a monotonic time in seconds.
     """
 
     def __init__(
@@ -138,15 +139,15 @@ class RunLog:
         Args:
           plan_line: the resolved plan in one line.
           reasons: one sentence for each default that was chosen.
-          plan_table: the plan, many lines.
-          plan_dict: the plan, JSON-serialisable.
-          config_dict: the configuration, JSON-serialisable.
-          start_step: steps already done when the run resumes.
-          is_new: whether metrics in the folder belong to another run; they are then renamed, and
+          plan_table: the plan as text of many lines.
+          plan_dict: the plan as JSON values.
+          config_dict: the configuration as JSON values.
+          start_step: number of steps that were done before the run resumed.
+          is_new: True: existing metrics in the folder belong to another run; they are renamed, and
             the new name is printed. False: this run appends to them.
 
         Raises:
-          OSError: the run folder cannot be written; has a remedy.
+          OSError: the run folder cannot be written; the message has a remedy.
         """
         if not self.is_enabled:
             return
@@ -174,10 +175,10 @@ class RunLog:
         self._began = self._last_time = self._clock()
 
     def keep_files(self, names: Sequence[str]) -> None:
-        """Stores the contents of these files in memory, to rewrite them if the folder is deleted.
+        """Reads these files into memory, so that they can be rewritten if the folder is deleted.
 
         If the folder of a running run is deleted or replaced, writing does not fail: open files
-        stay writable, but no one can find them.
+        stay writable, but nobody can find them.
         """
         if not self.is_enabled or self.run_dir is None:
             return
@@ -186,7 +187,7 @@ class RunLog:
         self._identity = _identity(self.run_dir)
 
     def _see_folder(self, step: int) -> None:
-        """Rewrites the run's files if the run folder was deleted or replaced."""
+        """Rewrites the run's files if another program deleted or replaced the run folder."""
         folder = self.run_dir
         if folder is None or self._identity is None:
             return
@@ -222,10 +223,10 @@ class RunLog:
         """Reports a finished step.
 
         Args:
-          step: batches consumed, including this one.
-          values: numbers; "loss", "grad_norm", "learning_rate" and "skipped" (non-finite steps so
-            far) have fixed places, others follow by name.
-          spent: seconds since the last report, by activity of `stopwatch.ACTIVITIES`.
+          step: number of batches consumed, including this step's.
+          values: numbers of the report. "loss", "grad_norm", "learning_rate" and "skipped" (number
+            of non-finite steps so far) come first; other values follow by name.
+          spent: {activity: seconds since the last report}.
         """
         if not self.is_enabled:
             return
@@ -251,7 +252,7 @@ class RunLog:
         self._display.message(f"{line}  (validation)")
 
     def see_loss(self, step: int, loss: float) -> str | None:
-        """Adds the loss of a step; returns a description if the loss spiked. Call this method for
+        """Adds the loss of a step; returns a description if the loss spiked. Must be called for
         every step.
         """
         spike = self._spikes.see(loss)
@@ -268,9 +269,9 @@ class RunLog:
           kind: "loss_spike", "not_finite", "slow_process", "fast_again", "epoch",
             "sequence_length", "failed" or "interrupted".
           step: number of the step.
-          text: the line.
-          say: whether to print the line.
-          facts: additional JSON values, such as the responsible parameter as `leaf`.
+          text: the line to print.
+          say: True: print the line.
+          facts: further JSON values, such as the name of the affected parameter as `leaf`.
         """
         if not self.is_enabled:
             return
@@ -279,7 +280,7 @@ class RunLog:
             self._display.message(text)
 
     def write_processes(self, step: int, rows: Sequence[ProcessTimes]) -> None:
-        """Reports the spread of process times, and processes that the others wait for."""
+        """Reports the spread of process times, and processes for which the others wait."""
         if not self.is_enabled:
             return
         found = spread(rows)
@@ -291,7 +292,7 @@ class RunLog:
             self.event(kind, step, text, process=finding.process, host=rows[finding.process].name)
 
     def end(self, step: int, spent: Mapping[str, float]) -> None:
-        """Records the seconds by activity after the last report, such as for the last save."""
+        """Records {activity: seconds} after the last report, for example for the last save."""
         if self.is_enabled:
             seconds = {f"{SPENT}{key}": round(value, 6) for key, value in spent.items()}
             self._record("end", step, seconds)
@@ -303,10 +304,10 @@ class RunLog:
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Reports that a program is being compiled in the block, and how long it took.
+        """Reports that a program is being compiled in the `with` block, and how long it took.
 
         Args:
-          what: such as "the training step".
+          what: name of the program, such as "the training step".
         """
         if not self.is_enabled:
             yield
@@ -323,7 +324,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
-        """Excludes the duration of the block (evaluation, saving) from the time of training
+        """Excludes the duration of a `with` block (evaluation, saving) from the time of training
         steps.
         """
         began = self._clock()
@@ -351,14 +352,14 @@ class RunLog:
     # The folder and the files
 
     def _fill_folder(self, folder: Path, texts: Mapping[str, str], *, is_new: bool) -> list[str]:
-        """Writes the texts into the folder, and returns lines for the terminal."""
+        """Writes `texts` as files into the folder; returns lines to print on the terminal."""
         _make_folder(folder)
         earlier = set_aside(folder / FILE_NAME) if is_new else None
         for name, text in texts.items():
             replace_text(folder / name, text + "\n")
         said = [open_to_everybody(folder)]
         if earlier is not None:
-            said.insert(0, f"the metrics of an earlier run there are now {earlier.name}")
+            said.insert(0, f"the metrics of an earlier run in this folder are now {earlier.name}")
         return [text for text in said if text is not None]
 
     def _open_files(self, folder: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
@@ -403,7 +404,7 @@ class RunLog:
             self._wandb.log(dict(tagged), step=step)
 
     def _give_up(self, writer: MetricsFile | EventWriter | None, what: str, error: OSError) -> None:
-        """Stops writing a file after an error such as a full disk; warns once.
+        """Stops writing a file after an error such as a full disk, and warns once.
 
         Training continues.
         """
@@ -425,14 +426,15 @@ class RunLog:
             where = "trainer.plan.reasons" if self.run_dir is None else self.run_dir / "plan.txt"
             say(f"  - and {rest} more: {where}")
         if start_step and not 0 < self._total_steps <= start_step:
-            say(f"resuming after step {start_step} of {self._total_steps or 'an open length'}")
+            say(f"resuming after step {start_step} of {self._total_steps or 'an open number'}")
         if self.run_dir is not None:
             say(f"run folder {self.run_dir}")
 
-    # Numbers that follow from the clock
+    # Numbers that are computed from the clock
 
     def _speed(self, step: int, now: float) -> dict[str, float]:
-        """Returns the throughput since the last report, except for the first (with compilation)."""
+        """Returns rates since the last report; for the first interval only its seconds, because it
+        includes compilation."""
         steps, seconds = step - self._last_step, now - self._last_time - self._untimed
         self._last_step, self._last_time, self._untimed = step, now, 0.0
         if self._first_interval is None:
@@ -458,14 +460,14 @@ class RunLog:
         return report
 
     def _work_of(self, after: int, until: int) -> tuple[float | None, float | None]:
-        """Returns (tokens, FLOPs) of the steps `after` + 1 to `until`; None: not known."""
+        """Returns (tokens, FLOPs) of the steps `after` + 1 to `until`; None if not known."""
         if self._work is not None:
             return self._work.tokens(after, until), self._work.flops(after, until)
         tokens, flops, steps = self._tokens_per_step, self._flops_per_step, until - after
         return tokens and tokens * steps, flops and flops * steps
 
     def _seen(self, step: int) -> dict[str, int]:
-        """Returns the tokens of all steps so far, if steps have different numbers of tokens."""
+        """Returns the tokens of all steps so far, if steps differ in their numbers of tokens."""
         if self._work is None:
             return {}
         before, tokens = self._tokens_seen
@@ -489,7 +491,7 @@ class RunLog:
 
 @contextlib.contextmanager
 def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
-    """Calls `say` every `seconds` seconds, from a thread, while the block runs."""
+    """Calls `say` every `seconds` seconds, from a thread, while a `with` block runs."""
     over = threading.Event()
 
     def repeat() -> None:
@@ -512,12 +514,12 @@ def _make_folder(folder: Path) -> None:
     except OSError as error:
         raise type(error)(
             f"cannot write to the run folder '{folder}' ({error.strerror}); "
-            "choose another with run_dir="
+            "choose another folder with run_dir="
         ) from None
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Returns (device, inode) of a folder; None if it does not exist."""
+    """Returns (device, inode) of a folder, which identify it; None if it does not exist."""
     try:
         found = folder.stat()
     except OSError:
@@ -526,7 +528,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _number(value: Any) -> int | float:
-    """Converts a number of Python, NumPy or JAX (a scalar on the host) to a Python number."""
+    """Converts a Python, NumPy or JAX number (a scalar on the host) to a Python number."""
     try:
         return operator.index(value)
     except TypeError:
@@ -534,7 +536,7 @@ def _number(value: Any) -> int | float:
 
 
 def _first_loss(run_dir: Path) -> float | None:
-    """Returns the first loss that a resumed run reported; None if its file does not have it."""
+    """Returns the first loss that a resumed run has reported; None if its file has none."""
     try:
         train = read_metrics(run_dir).train
     except OSError:
@@ -543,14 +545,14 @@ def _first_loss(run_dir: Path) -> float | None:
 
 
 def _close(writer: MetricsFile | EventWriter | None) -> None:
-    with contextlib.suppress(OSError):  # a full disk was reported before
+    with contextlib.suppress(OSError):  # the error of a full disk was reported before
         if writer is not None:
             writer.close()
 
 
 def _start_wandb(project: str, run_dir: Path, config_dict: Mapping[str, Any]) -> Any:
     try:
-        # Optional and slow to import, so imported only if log.wandb is set.
+        # An optional package that is slow to import; imported only if log.wandb is set.
         wandb = importlib.import_module("wandb")
     except ImportError:
         raise ConfigError(
@@ -564,20 +566,20 @@ def _start_wandb(project: str, run_dir: Path, config_dict: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class Peak:
-    """Published limits of a device kind: dense matrix products, accumulated in float32."""
+    """Published limits of a device kind, for dense matrix products accumulated in float32."""
 
     bf16: float | None
-    """TFLOP/s of bfloat16 products; None: the device has no such units."""
+    """TFLOP/s of bfloat16 products; None if the device has no units for them."""
     fp32: float | None
-    """TFLOP/s of float32 products as JAX runs them by default: with TF32 units if there are any."""
+    """TFLOP/s of float32 products as JAX runs them by default, with TF32 units if there are any."""
     memory: float
-    """GB (10^9 bytes), as sold."""
+    """Memory in GB (10^9 bytes), as sold."""
     source: str
-    """Where the numbers are published. Rates published with sparsity are halved."""
+    """Publication with these numbers. Rates that are published with sparsity are halved."""
 
 
 def find_peak(device_kind: str) -> Peak | None:
-    """Returns the limits of a device kind such as "NVIDIA H100 80GB HBM3"; None if not known."""
+    """Returns the limits of a device kind such as "NVIDIA H100 80GB HBM3"; None if unknown."""
     gpu = gpu_of_device(device_kind)
     if gpu is None:
         return None
@@ -590,7 +592,7 @@ def find_peak(device_kind: str) -> Peak | None:
 
 
 def peak_flops(device_kind: str, precision: str = "bf16") -> float | None:
-    """Returns the peak FLOP/s of one device in "bf16" or "fp32"; None if not known."""
+    """Returns the peak FLOP/s of one device in "bf16" or "fp32"; None if unknown."""
     gpu = gpu_of_device(device_kind)
     if gpu is None:
         return None

@@ -1,8 +1,8 @@
-"""Detects stragglers from the seconds of each process by activity.
+"""Detects stragglers (slow processes) from the seconds that each process spends on activities.
 
-All processes end a step together, so its length does not show which one was slow. What differs is
-the time that a process spends on its own work (data, callbacks) while its devices are idle:
-`late_data` and `late_host` below. The other processes wait in a collective for that time.
+All processes end a step together, so its duration does not show which process was slow. But each
+process measures the time that it spends on its own work (data, callbacks) while its devices are
+idle: `late_data` and `late_host`. The other processes wait in a collective during that time.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 LEAST_SECONDS = 0.01
-"""Minimum delay per step of a straggler; the OS scheduler can cause smaller delays."""
+"""Minimum delay of a straggler in seconds per step; the OS scheduler can cause smaller delays."""
 IN_A_ROW = 3
-"""Consecutive reports after which a process is reported as slow, or as no longer slow."""
+"""Number of consecutive reports after which a process is reported as slow, or as no longer slow."""
 
 _FORMAT = struct.Struct("<6d40s")
 
 DATA, STEP, SAVE, EVAL, HOST = "data", "step", "save", "eval", "host"
 ACTIVITIES = (DATA, STEP, SAVE, EVAL, HOST)
-"""In order: waiting for the next batch; dispatching or waiting for the training step; saving;
-evaluating; everything else in the loop, such as callbacks and reports."""
+"""Activities, in this order: waiting for the next batch; dispatching the training step or waiting
+for it; saving; evaluating; everything else in the loop, such as callbacks and reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessTimes:
-    """The times that one process has measured since its last report, in seconds.
+    """Seconds that one process has measured since its last report.
 
     Attributes:
-      steps: number of steps.
+      steps: number of steps since the last report.
       seconds: wall time of these steps, without saving and evaluating.
       data: part of `seconds` spent waiting for batches.
       host: part of `seconds` spent on the process's own work between steps.
-      late_data, late_host: parts of `data` and `host` while its devices were idle.
-      name: of its machine.
+      late_data: part of `data` during which the process's devices were idle.
+      late_host: part of `host` during which the process's devices were idle.
+      name: name of the process's machine.
     """
 
     steps: float
@@ -50,13 +51,13 @@ class ProcessTimes:
     name: str
 
     def as_bytes(self) -> bytes:
-        """Returns the times in a fixed number of bytes."""
+        """Returns the times encoded in a fixed number of bytes."""
         *numbers, name = astuple(self)
         return _FORMAT.pack(*numbers, name.encode()[:40])
 
     @classmethod
     def from_bytes(cls, row: bytes) -> ProcessTimes:
-        """Returns the times from the bytes of `as_bytes`."""
+        """Decodes the times from bytes that `as_bytes` returned."""
         *numbers, name = _FORMAT.unpack(row)
         text = name.rstrip(b"\0").decode(errors="replace")
         names = ("steps", "seconds", "data", "host", "late_data", "late_host")
@@ -64,12 +65,13 @@ class ProcessTimes:
 
     @property
     def late(self) -> float:
-        """Seconds per step in which the devices were idle because of this process."""
+        """Seconds per step during which devices were idle because of this process."""
         return (self.late_data + self.late_host) / max(self.steps, 1)
 
 
 def spread(rows: Sequence[ProcessTimes]) -> dict[str, Any]:
-    """Returns minimum, median and maximum over processes, in seconds per step, and the slowest."""
+    """Returns the minimum, median and maximum over processes of each kind of time, in seconds per
+    step, and the slowest process."""
     late = [row.late for row in rows]
     waits = [row.data / max(row.steps, 1) for row in rows]
     steps = [row.seconds / max(row.steps, 1) for row in rows]
@@ -84,7 +86,7 @@ def spread(rows: Sequence[ProcessTimes]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A message that a process has become slow, or is no longer slow."""
+    """A change to report: a process has become slow, or is no longer slow."""
 
     process: int
     is_slow: bool
@@ -92,10 +94,10 @@ class Finding:
 
 
 class Stragglers:
-    """Finds processes that the others wait for at several consecutive reports.
+    """Finds processes for which the others wait, at several consecutive reports.
 
     Args:
-      threshold: minimum delay as a fraction of the step time; None disables the detection.
+      threshold: minimum delay as a fraction of the step time; None: detect no stragglers.
     """
 
     def __init__(self, threshold: float | None) -> None:
@@ -104,7 +106,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def see(self, rows: Sequence[ProcessTimes]) -> list[Finding]:
-        """Adds one report of all processes, in process order; returns new findings."""
+        """Adds one report of all processes, in process order; returns what is new."""
         findings = []
         for process, row in enumerate(rows):
             others = [other.late for at, other in enumerate(rows) if at != process]
@@ -135,28 +137,28 @@ def _slow_words(who: str, row: ProcessTimes, others: Sequence[float]) -> str:
     of_it = ", ".join(f"{what} {part / steps:.2g} s" for what, part in parts if part > 0.1 * step)
     without = max(step - (row.late - usual), 0.0)
     return (
-        f"{who} is slow: {row.late:.2g} s of each step pass before it joins "
-        f"({of_it or 'waiting for data and own work'}), {usual:.2g} s on the others; a step takes "
-        f"{step:.2g} s, without this about {without:.2g} s"
+        f"{who} is slow: it begins each step {row.late:.2g} s late "
+        f"({of_it or 'waiting for data and own work'}), the others {usual:.2g} s; a step takes "
+        f"{step:.2g} s, and would take about {without:.2g} s without this delay"
     )
 
 
 class Stopwatch:
-    """Adds up seconds by activity; time outside of `during` blocks counts as `HOST`.
+    """Sums seconds by activity; time outside of `during` blocks counts as `HOST`.
 
     Args:
-      clock: returns seconds; monotonic.
+      clock: function that returns a monotonic time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        # (current activity, its start, seconds before it) in one tuple, so that another thread
+        # (current activity, its start, earlier seconds) are in one tuple, so that another thread
         # reads a consistent state.
         self._state = HOST, clock(), dict.fromkeys(ACTIVITIES, 0.0)
 
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Counts the time in the block as `activity`; an inner block counts as its own activity."""
+        """Counts the time of a `with` block as `activity`; inner blocks count separately."""
         before = self._turn_to(activity)
         try:
             yield
@@ -164,7 +166,7 @@ class Stopwatch:
             self._turn_to(before)
 
     def read(self) -> dict[str, float]:
-        """Returns the seconds by activity since the start. Thread-safe."""
+        """Returns {activity: seconds} since the start. Thread-safe."""
         activity, since, spent = self._state
         return spent | {activity: spent[activity] + self._clock() - since}
 
@@ -176,5 +178,5 @@ class Stopwatch:
 
 
 def difference(later: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
-    """Returns the seconds by activity between two readings."""
+    """Returns {activity: seconds} between two readings of a stopwatch."""
     return {activity: later[activity] - earlier[activity] for activity in later}

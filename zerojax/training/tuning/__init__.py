@@ -1,4 +1,4 @@
-"""Measures which kernels are fastest on the GPUs of a run, before its state exists."""
+"""Measures which kernels are fastest on the GPUs of a run, before the state of the run exists."""
 
 from zerojax.training.tuning.kept_choices import Kept, KeptChoices
 from zerojax.training.tuning.measured_choices import Answer, Question, Way, decide

@@ -1,8 +1,9 @@
-"""Measures which attention implementation is fastest where a model says "auto".
+"""Measures which attention implementation is fastest where a model sets "auto".
 
-The choice of "auto" is timed against implementations that need no more memory, so that the plan's
-memory does not grow. One call is timed, forward and backward, on arrays of its sizes. Calls whose
-time depends on data (packed texts, positions) and attention layouts keep the choice of "auto".
+Candidates are the plan's choice for "auto" and implementations that need no more memory, so the
+memory of the plan does not grow. One call is timed, forward and backward, on arrays of the call's
+sizes. Calls whose time depends on data (packed texts, positions) or that have attention layouts
+keep the choice of "auto".
 """
 
 from __future__ import annotations
@@ -28,29 +29,30 @@ from zerojax.training.tuning.measured_choices import Answer, Question, Way
 from zerojax.training.tuning.trials import Repeated, base_key, on_device, room
 
 ARRAYS = 24
-"""Arrays of a query's size that exist at once: four inputs, three times four compared results, and
-temporaries of an implementation besides scores (from programs compiled for an H200)."""
+"""Number of arrays of a query's size that exist at once: four inputs, three times four compared
+results, and temporaries besides scores (from programs compiled for an H200)."""
 SCORES = 6
-"""float32 arrays of a row's scores: scores, probabilities, their gradients and transposed copies.
-For all queries and keys if an implementation stores them, else for one block (from programs
-compiled for an H200)."""
+"""Number of float32 arrays of a row's attention scores: scores, probabilities, their gradients and
+transposed copies. They cover all queries and keys if an implementation stores them, otherwise one
+block (from programs compiled for an H200)."""
 TOKENS, CHANNELS = 128, 64
-"""The compiler pads dimensions of matrix products to multiples of these."""
+"""Numbers to whose multiples the compiler pads dimensions of matrix products."""
 AT_ONCE = 4
 """Number of computations in one timed program."""
 ROUNDING_LIMIT = 2.0**-6
-"""Maximum difference relative to an array's largest element: 16-bit products, in two orders."""
+"""Maximum difference relative to an array's largest element, for 16-bit products in two orders."""
 
 
 def choose_attention(
     plan: Plan, call: Call, decided: Callable[[Callable[[], Question]], Answer]
 ) -> Answer:
-    """Returns the fastest implementation of one call; each candidate is compared with the best.
+    """Returns the fastest implementation of a call; each candidate is compared with the best so
+    far.
 
     Args:
-      plan: on GPUs of this machine.
+      plan: plan on GPUs of this machine.
       call: the attention call.
-      decided: answers a question, as `decide` does.
+      decided: function that answers a question, as `decide` does.
     """
     best, reasons = str(call.implementation), []
     for other in NO_MORE_MEMORY[best]:
@@ -63,9 +65,7 @@ def choose_attention(
 
 
 def attention_question(plan: Plan, call: Call, reference: str, other: str) -> Question:
-    """Returns the question (two candidates) which of two attention implementations is faster,
-    gradients included.
-    """
+    """Builds the `Question` which of two attention implementations is faster, with gradients."""
     sizes = _on_one_device(plan, call)
     make = on_device(plan, lambda: _drawn(sizes))
     assert isinstance(plan.mesh, Mesh)
@@ -96,13 +96,13 @@ def attention_question(plan: Plan, call: Call, reference: str, other: str) -> Qu
 def programs_of(call: Call, name: str, mesh: Mesh) -> tuple[Any, Any]:
     """Returns two jitted functions: forward and backward pass once, and `AT_ONCE` times.
 
-    Both take query, key, value and the gradient of the output.
+    Both functions take query, key, value and the gradient of the output.
 
     Args:
-      call: options of the call.
-      name: of the implementation.
-      mesh: of one device. The call runs under `shard_map` as in a step, since cuDNN's
-        implementation differs outside of it.
+      call: options of the attention call.
+      name: name of the implementation.
+      mesh: mesh of one device. The call runs under `shard_map` as in a step, because cuDNN's
+        implementation differs outside of `shard_map`.
     """
 
     def once(query: Any, key: Any, value: Any, slope: Any) -> tuple[jax.Array, ...]:
@@ -120,7 +120,7 @@ def programs_of(call: Call, name: str, mesh: Mesh) -> tuple[Any, Any]:
     def several(query: Any, key: Any, value: Any, slope: Any) -> jax.Array:
         def again(_: jax.Array, query: jax.Array) -> jax.Array:
             out, *gradients = once(query, key, value, slope)
-            # Uses all gradients, so that none is removed, without changing the next input.
+            # Uses all gradients, so that XLA removes none, without changing the next input.
             return out + sum(0 * jnp.sum(x).astype(out.dtype) for x in gradients)
 
         return lax.fori_loop(0, AT_ONCE, again, query)
@@ -133,7 +133,7 @@ def _on_one_device(plan: Plan, call: Call) -> Call:
     """Returns the call with the heads of one device and as many rows as fit in memory.
 
     Raises:
-      ValueError: there is no memory for one row.
+      ValueError: the memory does not suffice for one row.
     """
     split = plan.mesh.shape[MODEL]
     heads, kv_heads = call.heads // split, max(call.kv_heads // split, 1)
@@ -142,13 +142,13 @@ def _on_one_device(plan: Plan, call: Call) -> Call:
     if rows < 1:
         raise ValueError(
             f"one row takes {row:,} bytes, and measurements may use {room(plan):,}; the plan's "
-            "choice stays"
+            "choice is used"
         )
     return dataclasses.replace(call, rows=rows, heads=heads, kv_heads=kv_heads)
 
 
 def row_bytes(call: Call) -> int:
-    """Returns the maximum bytes for measuring one row of a call in two implementations."""
+    """Returns the maximum number of bytes needed to measure one row of a call in two ways."""
     tokens = [-(-n // TOKENS) * TOKENS for n in (call.queries, call.keys)]
     channels = -(-call.head_dim // CHANNELS) * CHANNELS
     arrays = ARRAYS * max(tokens) * call.heads * channels * call.itemsize
@@ -157,7 +157,7 @@ def row_bytes(call: Call) -> int:
 
 
 def _drawn(call: Call) -> tuple[jax.Array, ...]:
-    """Returns random query, key, value and gradient of the output."""
+    """Returns random arrays for query, key, value and gradient of the output."""
     of_queries = (call.rows, call.queries, call.heads, call.head_dim)
     of_keys = (call.rows, call.keys, call.kv_heads, call.head_dim)
     keys = jax.random.split(jax.random.key(2), 4)
@@ -176,7 +176,7 @@ def _obstacle(trace: Callable[[], Any]) -> str | None:
 
 
 def difference(ours: Any, theirs: Any) -> str | None:
-    """Describes how output and gradients differ by more than rounding; None if they agree."""
+    """Describes a difference of output or gradients beyond rounding; None if they agree."""
     names = ("the result", "the gradient of query", "of key", "of value")
     for name, mine, other in zip(names, ours, theirs, strict=True):
         a, b = (np.asarray(x).astype(np.float64) for x in (mine, other))

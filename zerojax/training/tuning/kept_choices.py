@@ -1,6 +1,7 @@
-"""Caches measured choices in the user's cache by device, versions, source and sizes.
+"""Caches measured choices on disk, by device, versions, source code and sizes.
 
-If the file cannot be read or written, the choice is measured again; nothing else happens.
+The cache is in the user's cache folder. If its file cannot be read or written, the choice is
+measured again, without an error.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ MAX_ENTRIES = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A stored decision which of two implementations is faster.
+    """A cached decision between two implementations of a computation.
 
     Attributes:
       choice: name of the chosen implementation.
-      seconds: time of the reference, on the slowest process.
-      other_seconds: time of the other implementation, on the slowest process.
-      date: when it was measured, YYYY-MM-DD.
+      seconds: time of the reference on the slowest process.
+      other_seconds: time of the other implementation on the slowest process.
+      date: date of the measurement, YYYY-MM-DD.
     """
 
     choice: str
@@ -44,14 +45,14 @@ class Kept:
 
 
 class KeptChoices:
-    """The stored decisions of this machine, and marker files of trials that run or have failed.
+    """The cached decisions of this machine, and marker files of trials that run or have failed.
 
-    A mark is a file `trying-*` in the cache. It exists while a trial runs, and stays there if the
-    trial fails or its process ends.
+    A marker is a file `trying-*` in the cache folder. It exists while a trial runs, and remains if
+    the trial fails or ends its process.
 
     Args:
-      folder: of the cache; None caches nothing.
-      process: number of this process, for marks.
+      folder: cache folder; None: cache nothing.
+      process: index of this process, for the names of markers.
     """
 
     def __init__(self, folder: Path | None, process: int = 0) -> None:
@@ -59,16 +60,16 @@ class KeptChoices:
 
     @classmethod
     def of_user(cls, process: int = 0) -> KeptChoices:
-        """Returns the choices in the user's cache (`ZEROJAX_CACHE`)."""
+        """Returns the choices in the user's cache folder (`ZEROJAX_CACHE`)."""
         return cls(user_cache(), process)
 
     def find(self, key: Mapping[str, Any]) -> Kept | None:
-        """Returns the stored decision for a key; None if there is none or it is malformed."""
+        """Returns the cached decision for a key; None if there is none or it is malformed."""
         entry: Any = self._read().get(_text(key))
         return Kept(**entry) if _has_form(entry) else None
 
     def all(self) -> list[tuple[dict[str, Any], Kept]]:
-        """Returns (key, decision) of every well-formed decision, oldest first."""
+        """Returns (key, decision) for every well-formed decision, oldest first."""
         found = []
         for text, entry in self._read().items():
             with contextlib.suppress(ValueError):
@@ -79,7 +80,7 @@ class KeptChoices:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0."""
+        """True if this is process 0."""
         return self._process == 0
 
     def tried(self) -> list[dict[str, Any]]:
@@ -95,9 +96,7 @@ class KeptChoices:
         return found
 
     def keep(self, key: Mapping[str, Any], kept: Kept) -> None:
-        """Stores a decision and replaces an older one; does nothing if the same decision is
-        stored.
-        """
+        """Caches a decision, replacing an older one; does nothing if the same one is cached."""
         if self._folder is None or self.find(key) == kept:
             return
         entries = self._read()
@@ -110,12 +109,12 @@ class KeptChoices:
 
     @contextlib.contextmanager
     def marked(self, key: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-        """Keeps a marker file in the cache during a trial, because the trial may end this process.
+        """Creates a marker file for the duration of a trial, because the trial may end the process.
 
-        It replaces the marks of earlier starts.
+        The file replaces the markers of earlier starts.
 
         Yields:
-          A function that makes the mark stay, so that the next start skips the trial.
+          A function that makes the marker permanent, so that the next start skips the trial.
         """
         old, mark = self._left_by_others(key), self._new_mark(key)
         for path in old:
@@ -123,7 +122,7 @@ class KeptChoices:
         stays: list[bool] = []
         try:
             yield lambda: stays.append(True)
-        finally:  # not reached if the process is killed, so the mark stays
+        finally:  # not reached if the process is killed, so the marker remains
             if mark is not None:
                 path, lock = mark
                 if not stays:
@@ -131,9 +130,9 @@ class KeptChoices:
                 os.close(lock)
 
     def is_marked(self, key: Mapping[str, Any]) -> bool:
-        """Returns whether this trial failed in, or ended, an earlier start of this process.
+        """Returns True if this trial failed in, or ended, an earlier start of this process.
 
-        The mark of another run that is trying the same at this moment does not count.
+        A marker of another run that is trying the same at this moment does not count.
         """
         return bool(self._left_by_others(key))
 
@@ -162,7 +161,7 @@ class KeptChoices:
             self._folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             os.write(lock, _text(key).encode())
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.rename(unseen, mark)
         except OSError:
@@ -183,18 +182,18 @@ class KeptChoices:
 
 
 def _is_over(mark: Path) -> bool:
-    """Returns whether the process that wrote a marker file has ended (the OS then releases its
-    lock).
+    """Returns True if the process that wrote a marker file has ended, so that the operating system
+    has released its lock.
     """
     try:
         lock = os.open(mark, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # removed meanwhile
+    except OSError:  # the file was removed meanwhile
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
+    except OSError:  # the file system has no locks
         return True
     finally:
         os.close(lock)

@@ -1,7 +1,7 @@
-"""Decides between implementations of a computation: checks, times, agrees and caches.
+"""Decides between two implementations of a computation by checking and timing both.
 
-Knows no kernels: a `Question` has the functions to run. In doubt, the reference is chosen, with a
-reason.
+Processes agree on the decision, and it is cached. This module does not know kernels: a `Question`
+has the functions to run. In doubt, the reference is chosen, with a reason.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from jax.experimental import multihost_utils
 from zerojax.training.tuning.kept_choices import Kept, KeptChoices
 
 MARGIN = 0.97
-"""The other implementation is chosen if its time is at most this share of the reference's."""
+"""The other implementation is chosen if its time is at most this fraction of the reference's time.
+"""
 NOISE = 0.25
-"""Maximum interquartile range of times relative to the median; above it, nothing is decided."""
+"""Maximum interquartile range of times, relative to the median, at which a decision is made."""
 DOUBT = 2.6
-"""The gain must exceed this many interquartile ranges over the square root of the number of times.
-That is twice the standard error of the difference of two medians of normally distributed times."""
+"""The gain must exceed this factor times the interquartile range over the square root of the number
+of times: twice the standard error of the difference of two medians of normally distributed times.
+"""
 LEAST_ROUNDS = 3
 REFERENCE = "xla"
 Exchange = Callable[[np.ndarray], np.ndarray]
-"""Gathers numbers: this process's [n] -> those of all processes [processes, n]; collective."""
+"""Function that gathers numbers from all processes: [n] -> [processes, n]; all must call it."""
 During = Callable[[str], contextlib.AbstractContextManager[None]]
-"""Takes a description ("trying ...") and returns a context that a watchdog supervises."""
+"""Function from a description ("trying ...") to a context manager that a watchdog supervises."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effort:
-    """Limits on the time of measuring.
+    """Limits on the time spent on measuring.
 
     Attributes:
-      rounds: maximum rounds per question, after the first, which is discarded.
-      seconds: per question; no round starts later, except the first `LEAST_ROUNDS`.
-      total: seconds for all questions together; nothing starts later.
+      rounds: maximum number of rounds per question, after the first, which is discarded.
+      seconds: seconds per question after which no round starts, except the first `LEAST_ROUNDS`.
+      total: seconds for all questions together after which nothing starts.
     """
 
     rounds: int
@@ -59,13 +61,14 @@ BY_ITSELF = Effort(rounds=101, seconds=10.0, total=math.inf)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """An implementation to check and time.
+    """An implementation of a computation, to be checked and timed.
 
     Attributes:
-      name: as `pallas_kernels.choice.Choice.implementation`.
-      run: computes once, always from the same inputs, and returns the results.
-      repeat: computes once in place, as a step does, and blocks until done; None: `run` is timed.
-      obstacle: reason why it cannot run here, known without a trial; None if it can.
+      name: name of the implementation, as in `pallas_kernels.choice.Choice.implementation`.
+      run: function that computes once, always from the same inputs, and returns the results.
+      repeat: function that computes once in place, as a step does, and blocks until done; None:
+        time `run` instead.
+      obstacle: reason, known without a trial, why it cannot run here; None if it can.
     """
 
     name: str
@@ -79,11 +82,12 @@ class Question:
     """A choice between two implementations of one computation.
 
     Attributes:
-      title: a noun phrase, such as "update by adamw".
-      key: cache key: device, versions, source, dtypes, sizes.
-      reference: chosen in doubt; its results count as correct.
-      other: the implementation that may be faster.
-      difference: (results of the other, of the reference) -> how they differ, or None.
+      title: noun phrase for the computation, such as "update by adamw".
+      key: cache key: device, versions, source code, dtypes, sizes.
+      reference: implementation that is chosen in doubt; its results count as correct.
+      other: implementation that may be faster.
+      difference: function (results of `other`, results of `reference`) -> description of how they
+        differ, or None.
     """
 
     title: str
@@ -95,10 +99,10 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The decision of a `Question`, with its reason.
+    """The answer to a `Question`, with its reason.
 
     Attributes:
-      choice: name of the implementation, the same on every process.
+      choice: name of the chosen implementation, equal on every process.
       reason: one line for the log.
     """
 
@@ -108,7 +112,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Here:
-    """The environment of `decide`: cache, time limits, clock and communication between
+    """The environment in which `decide` works: cache, time limits, clock, and communication between
     processes.
     """
 
@@ -122,17 +126,17 @@ class _Here:
     during: During
 
     def anywhere(self, flag: bool) -> bool:
-        """Returns whether the flag is set in any process; collective."""
+        """Returns True if `flag` is True in any process; every process must call it."""
         return bool(self.exchange(np.array([float(flag)])).any())
 
     def why_over(self) -> str | None:
-        """Returns a reason if any process has used up the total time; else None."""
+        """Returns a reason if any process has used up the total time, else None."""
         if not self.anywhere(self.clock() >= self.deadline):
             return None
-        return f"the {self.effort.total:g} s of a start were used up; zerojax tune measures it"
+        return f"the {self.effort.total:g} s for measurements are used up; run zerojax tune"
 
     def same(self, found: Kept | None) -> bool:
-        """Returns whether every process found the same stored decision; caches may differ between
+        """Returns True if every process found the same cached decision; caches may differ between
         machines.
         """
         told = found and (found.choice, found.seconds, found.other_seconds)
@@ -152,26 +156,27 @@ def decide(
     exchange: Exchange | None = None,
     during: During | None = None,
 ) -> Answer:
-    """Returns the faster of two implementations of one computation. Collective.
+    """Returns the faster of two implementations of one computation. Every process must call it.
 
-    The other implementation is checked against the reference at every start, also with a cached
-    answer, since drivers and cards may have changed.
+    The other implementation is checked against the reference at every start, even with a cached
+    answer, because drivers and cards may have changed.
 
     Args:
-      ask: returns the question, equal on all processes; if it fails, the reference is chosen.
-      kept: cached answers of this machine, and marks of failed trials.
-      planned: the answer with the other implementation if the plan already uses it. It is then
+      ask: function that returns the question, equal on all processes; if it raises, the reference
+        is chosen.
+      kept: cached answers of this machine, and markers of failed trials.
+      planned: answer that selects the other implementation, if the plan already uses it. It is then
         only checked, whatever time is left, and not timed.
-      again: measures even if an answer is cached, and repeats trials that failed in earlier starts.
+      again: True: measure even if an answer is cached, and repeat trials that failed before.
       effort: limits on rounds and time.
-      deadline: on `clock`; nothing starts later.
-      clock: returns seconds.
-      exchange: gathers numbers of all processes; None: through JAX.
-      during: context for work that may hang and does not wait for other processes; None: not
-        supervised.
+      deadline: time on `clock` after which nothing starts.
+      clock: function that returns seconds.
+      exchange: function that gathers numbers from all processes; None: gather through JAX.
+      during: context manager for work that may hang and does not wait for other processes; None: no
+        supervision.
 
     Raises:
-      RuntimeError: the device cannot be used any more after trying the other implementation.
+      RuntimeError: the device cannot be used any more after a trial of the other implementation.
     """
     here = _Here(
         kept=kept,
@@ -205,11 +210,11 @@ def decide(
 
 
 def _unmeasured(planned: Answer | None, why: str | None) -> Answer:
-    """Returns the answer without a comparison.
+    """Returns the answer if nothing could be compared.
 
     Args:
-      planned: as in `decide`.
-      why: the failure on this process; None if it was on another one.
+      planned: answer that selects the other implementation, if the plan already uses it.
+      why: description of the failure on this process; None if another process failed.
     """
     why = why or "it failed on another process"
     if planned is not None:
@@ -241,19 +246,19 @@ def _refused(
     *,
     is_reference: bool = False,
 ) -> Answer | None:
-    """Returns the reference if an implementation failed on any process; else None.
+    """Returns the reference as answer if an implementation failed on any process, else None.
 
     Args:
       question: the question.
-      here: see `_Here`.
-      why: the failure on this process; None if there was none.
-      leave_mark: makes the mark stay, see `KeptChoices.marked`.
-      is_reference: the failure is that of the reference, which says nothing about the other.
+      here: environment of `decide`.
+      why: description of the failure on this process; None if it did not fail.
+      leave_mark: function that makes the trial's marker permanent (`KeptChoices.marked`).
+      is_reference: True if the reference failed, which says nothing about the other implementation.
     """
     if why is not None and not is_reference:
         leave_mark()
         if not _still_works(question):
-            # Raises before any exchange, which would need the device.
+            # Raised before any exchange, because an exchange needs the device.
             raise RuntimeError(
                 f"{question.title}: {question.other.name} was tried, {why}, and this process can "
                 "no longer use its device; start again: the failed trial is skipped then"
@@ -266,21 +271,21 @@ def _refused(
 
 
 def _check(question: Question) -> tuple[bool, str | None]:
-    """Runs both implementations.
+    """Runs both implementations once and compares their results.
 
     Returns:
-      (whether the reference failed, why it failed or what is wrong with the other implementation;
-      None if nothing is).
+      (True if the reference failed, description of the failure or of a difference; None if there is
+      neither).
     """
     is_reference = True
     try:
-        # Errors on a device are raised only when the result is awaited.
+        # Errors on a device are raised only when the result is waited for.
         wanted = jax.block_until_ready(question.reference.run())
         is_reference = False
         first = jax.block_until_ready(question.other.run())
         second = jax.block_until_ready(question.other.run())
         why = question.difference(first, wanted)
-    except Exception as error:  # whatever a kernel does
+    except Exception as error:  # a kernel may raise anything
         name = f"{question.reference.name}: " if is_reference else ""
         return is_reference, f"{name}it failed: {_line(error)}"
     if why is not None:
@@ -292,7 +297,7 @@ def _check(question: Question) -> tuple[bool, str | None]:
 
 
 def _still_works(question: Question) -> bool:
-    """Returns whether the device still works; an invalid memory access ends its context."""
+    """Returns True if the device still works; an invalid memory access ends its context."""
     try:
         jax.block_until_ready(question.reference.run())
     except Exception:  # a lost device may raise anything
@@ -305,7 +310,7 @@ def _measured(question: Question, here: _Here, leave_mark: Callable[[], None]) -
         with here.during(f"timing {question.other.name} for {question.title}"):
             taken = _times((question.reference, question.other), here)
         why, mine = None, np.array([number for times in taken for number in _summary(times)])
-    except Exception as error:  # whatever a kernel does
+    except Exception as error:  # a kernel may raise anything
         why, mine = f"it failed: {_line(error)}", np.full(6, math.inf)
     if refused := _refused(question, here, why, leave_mark):
         return refused
@@ -313,11 +318,11 @@ def _measured(question: Question, here: _Here, leave_mark: Callable[[], None]) -
     (base, *base_noise), (time_, *noise) = slowest.reshape(2, 3).tolist()
     spread, doubt = map(max, base_noise, noise)
     if spread > NOISE:
-        return _reference(question, f"times were too noisy to tell (quartiles {spread:.0%} apart)")
+        return _reference(question, f"times vary too much to decide (quartiles {spread:.0%} apart)")
     is_faster = time_ <= MARGIN * base
     if is_faster and 1 - time_ / base <= DOUBT * doubt:
         gain = f"{1 - time_ / base:.1%} less, +- {DOUBT * doubt:.1%}"
-        return _reference(question, f"times were too noisy to tell ({gain})")
+        return _reference(question, f"times vary too much to decide ({gain})")
     found = Kept(
         choice=(question.reference, question.other)[is_faster].name,
         seconds=base,
@@ -329,19 +334,19 @@ def _measured(question: Question, here: _Here, leave_mark: Callable[[], None]) -
 
 
 def _keep(question: Question, found: Kept, here: _Here) -> None:
-    """Stores the decision in the cache of every machine.
+    """Caches the decision on every machine.
 
-    A machine without the answer would make all processes measure again.
+    If one machine lacked it, all processes would measure again.
     """
     if here.kept.is_first:
         here.kept.keep(question.key, found)
-    here.anywhere(False)  # a barrier: processes of one machine share a cache, so one writes first
+    here.anywhere(False)  # a barrier: processes of one machine share a cache; one writes first
     if not here.kept.is_first:
         here.kept.keep(question.key, found)
 
 
 def _times(ways: Sequence[Way], here: _Here) -> list[list[float]]:
-    """Returns the seconds of each implementation, timed alternately; discards the first round."""
+    """Returns the seconds of each implementation, timed in turn; discards the first round."""
     taken: list[list[float]] = [[] for _ in ways]
     end = min(here.clock() + here.effort.seconds, here.deadline)
     for number in range(1 + here.effort.rounds):
@@ -357,7 +362,7 @@ def _times(ways: Sequence[Way], here: _Here) -> list[list[float]]:
 def _summary(times: Sequence[float]) -> tuple[float, float, float]:
     """Returns (median, interquartile range, that range over the square root of the count).
 
-    The second and third are relative to the median.
+    The second and the third value are relative to the median.
     """
     median = statistics.median(times)
     low, _, high = statistics.quantiles(times, n=4)
@@ -366,7 +371,7 @@ def _summary(times: Sequence[float]) -> tuple[float, float, float]:
 
 def _reference(question: Question, why: str) -> Answer:
     return Answer(
-        choice=question.reference.name, reason=f"{question.other.name} was not taken: {why}"
+        choice=question.reference.name, reason=f"{question.other.name} was not chosen: {why}"
     )
 
 
@@ -381,9 +386,9 @@ def _line(error: Exception) -> str:
 
 
 def exchange_between_processes(values: np.ndarray) -> np.ndarray:
-    """Gathers the numbers of all processes, one row per process; collective."""
+    """Gathers numbers from all processes, one row per process; every process must call it."""
     if jax.process_count() == 1:
         return values[None]
-    # Sent as bytes: JAX would round float64 to float32.
+    # Sent as bytes, because JAX would round float64 to float32.
     rows = multihost_utils.process_allgather(np.frombuffer(values.tobytes(), np.uint8))
     return np.asarray(rows).reshape(jax.process_count(), -1).copy().view(np.float64)

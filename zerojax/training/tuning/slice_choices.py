@@ -1,7 +1,7 @@
 """Measures which slice size is fastest for optimizer state that is offloaded to the host.
 
-Times the update of a part of one parameter on the plan's GPU: the step's code loads each slice from
-pinned host memory, updates it and stores it. Results are bit-identical for every size.
+Times the update of a part of one parameter on a GPU of the plan. As in the step, each slice is
+loaded from pinned host memory, updated and stored. Results are bit-identical for every size.
 """
 
 from __future__ import annotations
@@ -32,26 +32,29 @@ from zerojax.training.tuning.trials import Repeated, base_key, lone_context, roo
 
 SLICES = "slices of offloaded state"
 AT_ONCE = 4
-"""Minimum number of updated slices of the larger size: the first and the last one are copied
-outside of the loop."""
+"""Minimum number of slices of the larger size that are updated, because the first and the last
+slice are copied outside of the loop."""
 SETS, RESULTS = 2, 3
-"""Arrays that exist at once on device and host: the state of both sizes while they are timed; or
-the inputs of one and the compared results, one of the reference and two of the other size."""
+"""Number of copies of the arrays that exist at once on device and host: the state of both sizes
+while they are timed; or the inputs of one size, and compared results: one of the reference, two of
+the other size."""
 LOADED = 4
-"""Slices of each host array that are on the device at once: 3.3 in programs compiled for an H100,
-three of them waiting or in use, the rest values between two kernels."""
+"""Number of slices of each host array that are on the device at once. Programs compiled for an H100
+have 3.3: three slices that wait or are in use, the rest for values between two kernels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedPart:
     """The part of a parameter whose update is timed; arrays are `ShapeDtypeStruct`s.
 
-    Fields have the order of `LeafUpdate`'s arguments.
+    Fields have the order of the arguments of `LeafUpdate`.
 
     Attributes:
-      leaf: the part of a parameter: a shard of complete slices, all of them on the host.
-      weights, grad: [elements of the part].
-      master, moments: {"host": [slices, elements]}.
+      leaf: the part as a sliced parameter: a shard made of complete slices, all on the host.
+      weights: weights of the part, [elements].
+      master: master weights as {"host": [slices, elements]}.
+      moments: optimizer moments, each as {"host": [slices, elements]}.
+      grad: gradient of the part, [elements].
     """
 
     leaf: SlicedLeaf
@@ -66,12 +69,12 @@ class SlicedPart:
 
     @property
     def host_bytes(self) -> int:
-        """Maximum bytes of host memory that measuring takes."""
+        """Maximum number of bytes of host memory that the measurement needs."""
         return self._held(is_host=True)
 
     @property
     def device_bytes(self) -> int:
-        """Maximum bytes of device memory that measuring takes."""
+        """Maximum number of bytes of device memory that the measurement needs."""
         on_host = sum(x.dtype.itemsize for x in jax.tree.leaves(self.arrays) if _is_host(x))
         loaded = LOADED * on_host * self.leaf.slice_elements
         filled = max(_bytes(x) for x in jax.tree.leaves(self.arrays))
@@ -97,20 +100,20 @@ def _is_host(x: jax.ShapeDtypeStruct) -> bool:
 def choose_slices(
     plan: Plan, decided: Callable[[Callable[[], Question]], Answer]
 ) -> tuple[Plan, str]:
-    """Returns (the plan with the fastest slice size, the reason).
+    """Returns (plan with the fastest slice size, reason for the log).
 
-    Each size is compared with the best so far.
+    Each size is compared with the best size so far.
 
     Args:
-      plan: for which `why_slices_are_fixed` returns None.
-      decided: answers a question, as `decide` does.
+      plan: plan for which `why_slices_are_fixed` returns None.
+      decided: function that answers a question, as `decide` does.
     """
     best, reasons = plan, []
     for size in SIZES:
         reference = best
         try:
             other = with_slices(plan, size)
-        except ValueError as error:  # too many slices
+        except ValueError as error:  # there are too many slices
             reasons.append(str(error))
             continue
         if sizes_of_slices(other) == sizes_of_slices(best):
@@ -123,7 +126,7 @@ def choose_slices(
 
 
 def slice_question(plan: Plan, other: Plan) -> Question:
-    """Returns the question (two candidates) with which of two plans an update is faster.
+    """Builds the `Question` whether an update is faster with the slices of `plan` or of `other`.
 
     Times a part of the largest parameter that the plans slice differently.
     """
@@ -155,11 +158,12 @@ def slice_question(plan: Plan, other: Plan) -> Question:
 
 
 def parts_of(plan: Plan, other: Plan, mesh: Any) -> tuple[SlicedPart, SlicedPart]:
-    """Returns the same part of the same parameter under both plans, in the slices of each.
+    """Returns the same part of the same parameter for both plans, each with the plan's slices.
 
     Args:
-      plan, other: the two plans.
-      mesh: of one device.
+      plan: the first plan.
+      other: the second plan.
+      mesh: mesh of one device.
     """
     mine, theirs = sizes_of_slices(plan), sizes_of_slices(other)
     assert plan.offload is not None
@@ -172,7 +176,8 @@ def parts_of(plan: Plan, other: Plan, mesh: Any) -> tuple[SlicedPart, SlicedPart
 
 
 def elements_of(shard: int, *sizes: int) -> int:
-    """Returns the updated elements of a shard: a multiple of each size, >= `AT_ONCE` x the largest.
+    """Returns how many elements of a shard are updated: a multiple of each size in `sizes`, if
+    possible at least `AT_ONCE` times the largest.
 
     >>> elements_of(24000, 500, 2000)
     8000
@@ -215,21 +220,20 @@ def _part(plan: Plan, name: str, elements: int, size: int, mesh: Any) -> SlicedP
 
 
 def update_of(plan: Plan, part: SlicedPart, mesh: Any) -> Callable[..., Any]:
-    """Returns a function (weights, master, moments, grad) -> (weights, master, moments).
-
-    The function is to be jitted.
+    """Returns a function (weights, master, moments, grad) -> (weights, master, moments), which the
+    caller jits.
 
     Args:
-      plan: has the optimizer.
-      part: the updated part.
-      mesh: of one device; the update runs under `shard_map`, as in a step.
+      plan: plan whose optimizer is used.
+      part: the part of the parameter that is updated.
+      mesh: mesh of one device; the update runs under `shard_map`, as in a step.
     """
     assert plan.offload is not None
     name, counts = part.leaf.name, without_moments(plan.abstract_stored["opt_state"])
 
     def update(weights: Any, master: Any, moments: Any, grad: Any) -> Any:
-        # As in a step, the count is not a constant: the compiler would divide by it in another way
-        # inside of a loop than outside.
+        # As in a step, the count is not a constant: the compiler would divide by a constant in
+        # another way inside of a loop than outside.
         before = lax.optimization_barrier(
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts)
         )
@@ -280,7 +284,7 @@ def _filler(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Call
 
 
 def _no_room(plan: Plan, parts: tuple[SlicedPart, SlicedPart]) -> str | None:
-    """Returns why measuring would need too much memory; None if it fits."""
+    """Returns why the measurement would need too much memory; None if it fits."""
     free = least_room()
     needed = {
         "device": (max(part.device_bytes for part in parts), room(plan)),
@@ -297,7 +301,7 @@ def _name(plan: Plan) -> str:
 
 
 def difference(ours: Any, theirs: Any) -> str | None:
-    """Returns how two updated parts differ in bits; None if they are equal."""
+    """Describes how the bits of two updated parts differ; None if they are equal."""
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         a, b = (np.asarray(x).reshape(-1) for x in (mine, other))
         if a.dtype != b.dtype or not np.array_equal(a, b):

@@ -1,4 +1,4 @@
-"""Computes memory limits, inputs and cache keys of trials on one device of a plan."""
+"""Computes memory limits, inputs and cache keys for trials on one device of a plan."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from zerojax.plan.make import Plan
 from zerojax.runtime.memory import least_room
 
 SHARE = 0.02
-"""Share of the free memory, of a device or of the host, that measuring may use."""
+"""Fraction of the free memory, of a device or of the host, that a measurement may use."""
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt"),
     *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
-"""Packages whose versions determine the compiled programs and cuDNN's kernels."""
+"""Packages whose versions affect the compiled programs and cuDNN's kernels."""
 SOURCES = (pallas_kernels, operators, tracing, models, zoo, optim, parallel)
 """Packages whose source code is part of the cache key."""
 
 
 class Repeated:
-    """Calls a function repeatedly on its own results, as training steps do; the first call creates
-    inputs.
+    """Calls a function repeatedly on its own results, as training steps do. The first call creates
+    the inputs.
     """
 
     def __init__(self, begin: Callable[[], Any], again: Callable[[Any, Any], Any]) -> None:
@@ -54,30 +54,30 @@ class Repeated:
 
 
 def room(plan: Plan) -> int:
-    """Returns the bytes of device memory that a measurement may use: a share of what is free."""
+    """Returns the bytes of device memory that a measurement may use, a part of the free memory."""
     assert isinstance(plan.mesh, Mesh)
     stats = plan.mesh.local_devices[0].memory_stats()
-    if not stats:  # a CPU's memory is the host's
+    if not stats:  # on CPU, device memory is host memory
         free = least_room()
         return share_of(free.free if free else 0)
     return share_of(stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0))
 
 
 def share_of(free: int) -> int:
-    """Returns the bytes that a measurement may use of `free` bytes: a share, a power of two."""
+    """Returns how many of `free` bytes a measurement may use: a fraction, a power of two."""
     # Rounded, so that processes with slightly different free memory build the same question.
     return 2 ** int(math.log2(max(free * SHARE, 2**20)))
 
 
 def on_device(plan: Plan, make: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns `make` jitted, with results on this process's first device of the plan."""
+    """Returns `make`, jitted with results on this process's first device of the plan."""
     assert isinstance(plan.mesh, Mesh)
     place = SingleDeviceSharding(plan.mesh.local_devices[0])
     return jax.jit(make, out_shardings=place)
 
 
 def lone_context(plan: Plan, choice: Choice) -> UpdateContext:
-    """Returns the `UpdateContext` of an update on a single device; call it while tracing."""
+    """Returns the `UpdateContext` for an optimizer update on one device; call it while tracing."""
     return UpdateContext(
         gradient_scale=jnp.float32(0.5),
         skip=jnp.bool_(False),
@@ -89,9 +89,9 @@ def lone_context(plan: Plan, choice: Choice) -> UpdateContext:
 
 
 def whole_params(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns {name: shape and dtype of the unsharded parameter} of all parameters.
+    """Returns {name: shape and dtype of the unsharded parameter} for all parameters.
 
-    Parameters whose layers are in files are included: the state on the device does not have them.
+    Parameters whose layers are in files are included, although the state on the device lacks them.
     """
     stored = plan.abstract_stored["params"]
     shapes = true_shapes(plan)
@@ -99,7 +99,7 @@ def whole_params(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def base_key(plan: Plan, what: str) -> dict[str, Any]:
-    """Returns the common part of cache keys: device, software versions and measured computation."""
+    """Returns the common part of cache keys: device, software versions, measured computation."""
     assert isinstance(plan.mesh, Mesh)
     device = plan.mesh.local_devices[0]
     return {
@@ -116,7 +116,7 @@ def base_key(plan: Plan, what: str) -> dict[str, Any]:
 
 @functools.cache
 def source_hash() -> str:
-    """Returns a hash of the source of kernels and references; a change invalidates the cache."""
+    """Returns a hash of the source code of kernels and references; it is part of cache keys."""
     digest = hashlib.sha256()
     for package in SOURCES:
         folder = Path(package.__file__).parent
@@ -129,5 +129,5 @@ def source_hash() -> str:
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # for other hardware, or not installed
+    except importlib.metadata.PackageNotFoundError:  # is for other hardware, or not installed
         return None

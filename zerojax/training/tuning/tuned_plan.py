@@ -1,4 +1,4 @@
-"""Tunes a plan on its own GPUs; builds the questions on update and gradient statistics."""
+"""Tunes a plan on its GPUs: selects the fastest measured kernels, attention and slice size."""
 
 from __future__ import annotations
 
@@ -47,27 +47,28 @@ from zerojax.training.tuning.trials import Repeated, base_key, lone_context, on_
 
 MAX_ELEMENTS = 16 * 2**20
 BYTES_PER_ELEMENT = 56
-"""Memory per element: float32 parameters, two moments and gradients while they are drawn, and two
-results of an update, with which a third is compared."""
+"""Memory per element: float32 parameters, two moments and gradients while random inputs are drawn,
+two results of an update, and a third one that is compared with them."""
 BYTES_OF_AVERAGE = 16
 """Additional memory per element if the update also computes an EMA of the parameters."""
 SMALLEST = 128
 AT_ONCE = 8
 """Number of computations in one timed program, so that the launch overhead is small."""
 MAX_ARRAYS = 24
-"""Maximum number of arrays. Lowering a kernel over GPT-2's 148 takes some ten seconds."""
+"""Maximum number of arrays in a trial. Lowering a kernel for GPT-2's 148 arrays takes some ten
+seconds."""
 FLOAT32_LIMIT = 1e-5
-"""Maximum difference relative to the largest element: kernels compute divisions and square roots to
-two units in the last place, and sum squares in another order."""
+"""Maximum difference relative to the largest element. Kernels compute divisions and square roots to
+two units in the last place, and add squares in another order."""
 STORED_LIMIT = 2.0**-6
 """Maximum relative difference of bfloat16 elements: two units in the last place."""
 CODES_LIMIT = 2.0**-9
-"""Maximum share of 8-bit moment codes that may differ by one, which rounding can cause."""
+"""Maximum fraction of 8-bit moment codes that may differ by one, which rounding can cause."""
 TRIAL_SECONDS = 180.0
-"""A trial that takes longer counts as hanging. Compiling a kernel takes some seconds, and longer
+"""Seconds after which a trial counts as hanging. Compiling a kernel takes some seconds, and longer
 if many processes share a few cores."""
 OTHER_KERNEL = "mosaic_gpu"
-"""The implementation that is compared with XLA's fusions."""
+"""Implementation that is compared with XLA's fusions."""
 _TITLES = {"update": "optimizer update", "statistics": "gradient statistics"}
 
 
@@ -84,20 +85,20 @@ def tune(
     """Returns the plan with the fastest update, statistics, attention and offload slice size.
 
     `zerojax.train` calls it on GPUs if `kernels` and `tune` are "auto". Each implementation is
-    checked against XLA's results at every start. Without a cached answer, both are timed
-    alternately on arrays of the plan's sizes, before the state exists. Nothing starts after 10
-    seconds (`AT_START`): questions not reached stay as planned until a later start. The plan's
-    reasons say what was chosen. Collective: every process calls it.
+    checked against XLA's results at every start. Without a cached answer, both are timed in turn on
+    arrays of the plan's sizes, before the state exists. Nothing starts after 10 seconds
+    (`AT_START`): choices not measured by then stay as planned until a later start. The reasons of
+    the plan say what was chosen. Every process must call it.
 
     Args:
-      plan: on GPUs of this machine; any other plan is returned unchanged.
-      again: measures even if answers are cached, for longer, and repeats trials that failed in
+      plan: plan on GPUs of this machine; any other plan is returned unchanged.
+      again: True: measure even if answers are cached, for longer, and repeat trials that failed in
         earlier starts.
-      watch: whether to end a process that hangs in a trial, after `TRIAL_SECONDS`; None: yes,
-        unless it is an interactive interpreter.
-      kept: cached answers; None: the user's cache.
-      clock: returns seconds.
-      exchange: see `decide`.
+      watch: settings that decide if a process that hangs in a trial is ended after `TRIAL_SECONDS`;
+        None: it is, unless it is an interactive interpreter.
+      kept: cached answers; None: those in the user's cache folder.
+      clock: function that returns seconds.
+      exchange: function that gathers numbers from all processes; None: gather through JAX.
 
     Raises:
       TypeError: `plan` is not a `Plan`.
@@ -148,15 +149,17 @@ def _tuned(plan: Plan, decided: Callable[..., Answer]) -> Plan:
 
 
 def why_not_measured(plan: Plan) -> str | None:
-    """Returns why nothing is measured for a plan, with a remedy; None if something is."""
+    """Returns why nothing is measured for a plan, with a remedy; None if something is measured."""
     why = why_closed(plan)
     if why is None and not is_on_gpus(plan):
-        return "the devices are not NVIDIA GPUs of this machine; run it where the GPUs are"
+        return (
+            "the devices are not NVIDIA GPUs of this machine; run it on the machine with the GPUs"
+        )
     return why
 
 
 def is_on_gpus(plan: Plan) -> bool:
-    """Returns whether a plan's devices are GPUs of this machine, not of a compile-only client."""
+    """Returns True if a plan's devices are GPUs of this machine, not of a compile-only client."""
     if not isinstance(plan.mesh, Mesh):
         return False
     devices = list(plan.mesh.devices.flat)
@@ -188,7 +191,7 @@ def with_answers(plan: Plan, answers: Mapping[str, Answer]) -> Plan:
 
 
 def statistics_question(plan: Plan, kernel: str) -> Question:
-    """Returns the question on gradient statistics: one XLA fusion per array, or one kernel.
+    """Builds the `Question` which gradient statistics are faster: XLA's fusions, or one kernel.
 
     The statistics are the sums of squares and the finite check of all gradients.
     """
@@ -203,7 +206,8 @@ def statistics_question(plan: Plan, kernel: str) -> Question:
         @jax.jit
         def several(grads: Any) -> Any:
             def once_more(number: jax.Array, total: Any) -> Any:
-                # Another scale each time, so that the computation is not hoisted out of the loop.
+                # A different scale each time, so that XLA does not move the computation out of the
+                # loop.
                 found = sums_of_squares(grads, scale * (1 + number), choice)
                 return jax.tree.map(jnp.add, total, found)
 
@@ -226,7 +230,7 @@ def statistics_question(plan: Plan, kernel: str) -> Question:
 
 
 def update_question(plan: Plan, kernel: str) -> Question:
-    """Returns the question on the update of all parameters with the plan's optimizer."""
+    """Builds the `Question` which update of all parameters is faster: XLA's fusions, or kernels."""
     tx = plan.tx
     assert isinstance(tx, Optimizer)
     shapes = sample_shapes(plan)
@@ -236,7 +240,7 @@ def update_question(plan: Plan, kernel: str) -> Question:
     def state() -> tuple[Any, Any, Any]:
         drawn = _gradients(shapes, 1.0)
         params = {name: x.astype(structs[name].dtype) for name, x in drawn.items()}
-        # Masks and groups may name any parameter; those outside of the sample are never computed.
+        # Masks and groups may name any parameter; those outside of the sample are not computed.
         zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in structs.items()}
         return params, _of_sample(tx.init(zeros | params), params), _gradients(shapes)
 
@@ -314,7 +318,8 @@ def sample_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def _cut_rows(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Returns the shape reduced to at most `most` elements by halving; dimension 0 goes last."""
+    """Returns the shape reduced to at most `most` elements by halving dimensions; dimension 0 is
+    halved last."""
     cut = list(shape)
     for dim in (*range(1, len(cut)), 0):
         while math.prod(cut) > most and cut[dim] > 1:
@@ -323,12 +328,12 @@ def _cut_rows(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 def has_average(plan: Plan) -> bool:
-    """Returns whether the update also computes an EMA of the weights."""
+    """Returns True if the update also computes an EMA of the weights."""
     return isinstance(plan.abstract_state["opt_state"], EmaState)
 
 
 def _gradients(shapes: Mapping[str, tuple[int, ...]], size: float = 1e-2) -> dict[str, jax.Array]:
-    """Returns random float32 arrays, always the same; drawn as one array to compile quickly."""
+    """Returns fixed random float32 arrays; drawn as one array, so that it compiles quickly."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     drawn = size * jax.random.normal(jax.random.key(1), (sum(sizes),))
     parts = jnp.split(drawn, np.cumsum(sizes)[:-1])
@@ -336,7 +341,7 @@ def _gradients(shapes: Mapping[str, tuple[int, ...]], size: float = 1e-2) -> dic
 
 
 def obstacle_of(plan: Plan, name: str, kernel: str) -> str | None:
-    """Returns why an implementation cannot run on a plan's devices; None if it can run."""
+    """Returns why an implementation cannot run on a plan's devices; None if it can."""
     if name == "xla":
         return None
     assert isinstance(plan.mesh, Mesh)
@@ -348,7 +353,7 @@ def obstacle_of(plan: Plan, name: str, kernel: str) -> str | None:
 
 
 def difference(ours: Any, theirs: Any) -> str | None:
-    """Returns how two results differ by more than the rounding of their dtypes; else None."""
+    """Describes how two results differ by more than the rounding of their dtypes; else None."""
     if jax.tree.structure(ours) != jax.tree.structure(theirs):
         return "they have another structure"
     named, _ = jax.tree_util.tree_flatten_with_path(theirs)
@@ -361,7 +366,7 @@ def difference(ours: Any, theirs: Any) -> str | None:
             return f"{name} is not finite"
         far = np.abs(a - b)
         if mine.dtype == jnp.int8:
-            # A moment between two codes may be rounded either way, which is rare.
+            # A moment between two codes may be rounded to either code, which is rare.
             limit = np.ones(())
             if (far > 0).mean() > CODES_LIMIT:
                 return f"{name}: {(far > 0).mean():.2%} of its codes differ"
@@ -377,13 +382,13 @@ def difference(ours: Any, theirs: Any) -> str | None:
 
 
 def key_of(plan: Plan, what: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Returns the cache key of a kernel for these shapes."""
+    """Returns the key under which the choice of kernel `what` for these shapes is cached."""
     params = plan.abstract_state["params"].values()
     moments = jax.tree.leaves(plan.abstract_state["opt_state"])
     return {
         **base_key(plan, what),
         "dtypes": sorted({x.dtype.name for x in params}),
-        # The number of arrays per parameter is part of the key, too: SGD may have none.
+        # The number of arrays per parameter is part of the key, because SGD may have none.
         "moments": sorted({x.dtype.name for x in moments}),
         "arrays_of_state": len(moments) // max(len(params), 1),
         "arrays": len(shapes),

@@ -1,8 +1,8 @@
-"""Times complete training steps: as planned, with other kernels, with other buckets.
+"""Times complete training steps of variants of a plan: other kernels, other buckets, other loops.
 
-A measurement of a single computation does not see what runs concurrently in a step. Here each
-variant of a plan trains for some steps on a batch of zeros; its state is freed before the next
-variant's is created.
+A measurement of a single computation does not show what runs concurrently in a step. Here each
+variant of a plan trains for some steps on a batch of zeros. The state of a variant is freed before
+the state of the next variant is created.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from zerojax.training.tuning.measured_choices import Exchange, exchange_between_
 AS_PLANNED = "as planned"
 FIRST_STEPS, STEPS = 3, 12
 SECONDS = 10.0
-"""Time limit of the steps after the first ones."""
+"""Maximum seconds for the steps after the first ones."""
 WARM_UP = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimedStep:
-    """The step time of a variant of a plan.
+    """The measured step time of a variant of a plan.
 
     Attributes:
       name: the changed setting, as written in a run file.
-      seconds: median of a step, on the slowest process; infinite if it failed.
-      failure: the failure on this process, if any.
+      seconds: median seconds of a step on the slowest process; infinite if a step failed.
+      failure: description of the failure on this process; None if it did not fail.
     """
 
     name: str
@@ -54,12 +54,12 @@ def time_steps(
     clock: Callable[[], float] = time.perf_counter,
     exchange: Exchange | None = None,
 ) -> Iterator[TimedStep]:
-    """Trains each variant for some steps, one after the other. Collective.
+    """Trains each variant for some steps, one after the other. Every process must call it.
 
     Args:
-      variants: {name: plan}, in order; each on the devices of this job.
-      clock: returns seconds.
-      exchange: see `decide`.
+      variants: {name: plan} in order; each plan is on the devices of this job.
+      clock: function that returns seconds.
+      exchange: function that gathers numbers from all processes; None: gather through JAX.
 
     Yields:
       Each result as soon as it is measured, so that it is not lost if a later variant ends the
@@ -69,23 +69,23 @@ def time_steps(
     for name, plan in variants.items():
         trial = TimedSteps(plan, clock)
         slowest = float(exchange(np.array([trial.median_of(FIRST_STEPS)])).max())
-        # All processes must take the same number of steps, since a step is collective.
+        # All processes must take the same number of steps, because a step is collective.
         more = min(STEPS - FIRST_STEPS, int(SECONDS / slowest)) if math.isfinite(slowest) else 0
         if more:
             slowest = float(exchange(np.array([trial.median_of(more)])).max())
         yield TimedStep(name=name, seconds=slowest, failure=trial.failure)
-        del trial  # and its state, before the next one's is made
+        del trial  # frees its state before the state of the next variant is created
 
 
 class TimedSteps:
     """Takes and times steps of one plan on a batch of zeros.
 
     Args:
-      plan: on devices of this machine.
-      clock: returns seconds.
+      plan: plan on devices of this machine.
+      clock: function that returns seconds.
 
     Attributes:
-      failure: the error that ended it; None if there was none.
+      failure: description of the error that ended the steps; None if there was none.
     """
 
     def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
@@ -95,7 +95,7 @@ class TimedSteps:
         self.failure: str | None = None
 
     def median_of(self, steps: int) -> float:
-        """Takes `steps` more steps; returns the median seconds, infinite if one failed."""
+        """Takes `steps` more steps; returns their median seconds, infinite if a step failed."""
         try:
             self._take(steps)
         except Exception as error:  # a failing variant must not end the others
@@ -119,10 +119,10 @@ class TimedSteps:
 
 
 def variants_of(plan: Plan, kernel: str | None = None) -> dict[str, Plan]:
-    """Returns the plan and variants with other kernels, other buckets, and unrolled layers.
+    """Returns {name: plan}: the plan, and variants with other kernels, buckets or unrolled layers.
 
     Args:
-      plan: on devices of this machine.
+      plan: plan on devices of this machine.
       kernel: implementation to try besides "xla"; None: "mosaic_gpu".
     """
     kernel = kernel or tuned_plan.OTHER_KERNEL
@@ -130,7 +130,7 @@ def variants_of(plan: Plan, kernel: str | None = None) -> dict[str, Plan]:
 
 
 def _of_kernels(plan: Plan, kernel: str) -> dict[str, Plan]:
-    """Returns variants with all or no kernels, if they can run and differ from the plan."""
+    """Returns variants with all or no kernels that can run and differ from the plan."""
     known, planned = tuned_plan.open_kernels(plan), plan.program.kernels
     found = {}
     for name in ("xla", kernel):
@@ -144,7 +144,7 @@ def _of_kernels(plan: Plan, kernel: str) -> dict[str, Plan]:
 
 
 def _of_buckets(plan: Plan) -> dict[str, Plan]:
-    """Returns variants with other bucket sizes that change the collectives."""
+    """Returns variants with other bucket sizes, if these change the collectives."""
     found = {}
     for option, size in other_bucket_sizes(plan):
         changes: dict[str, Any] = {option: size}
@@ -154,14 +154,14 @@ def _of_buckets(plan: Plan) -> dict[str, Plan]:
 
 
 def _of_loops(plan: Plan) -> dict[str, Plan]:
-    """Returns a variant with unrolled layer loops, if the settings and the model allow it."""
+    """Returns a variant with unrolled layer loops, if settings and model allow it."""
     if plan.settings.unroll:
         return {}
     remake: Any = plan.remake
     settings = dataclasses.replace(plan.settings, unroll=True)
     try:
         unrolled = dataclasses.replace(remake, settings=settings)(plan.mesh)
-    except ValueError:  # an option needs the loop, or there is none
+    except ValueError:  # an option needs the loop, or there is no loop
         return {}
     return {"mesh.unroll=true": dataclasses.replace(unrolled, program=plan.program)}
 
