@@ -257,6 +257,9 @@ def search_config(
             "--search chooses num_microbatches, and so does elasticity; set elasticity.enabled="
             "false and global_batch_size to the batch that `zerojax elastic` shows"
         )
+    if config.mesh.offload.auto:  # the search tries offload by itself
+        mesh = dataclasses.replace(config.mesh, offload=config.mesh.offload.chosen())
+        config = dataclasses.replace(config, mesh=mesh)
     candidates = list_candidates(
         devices,
         config.global_batch_size,

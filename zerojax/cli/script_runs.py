@@ -88,7 +88,7 @@ def plan_of_script(
       ValueError: the script makes no such call or fails before it; or an error of `make_plan`.
     """
     call, mesh = _call_and_mesh(path, overrides, num_devices, gpu)()
-    return call.plan_on(mesh)
+    return call.plan_on(mesh, gpu)
 
 
 def call_of_script(

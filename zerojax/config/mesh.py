@@ -41,6 +41,10 @@ class OffloadConfig:
     """Memory of the parts of a training state that are stored outside device memory. By default all
     parts are in device memory."""
 
+    auto: bool = False
+    """Choose opt_state, params and activations by compiling the step for the run's GPUs: as little
+    offload as fits device and host memory, files last. The choice is made by zerojax.train, run
+    files and zerojax plan; on a CPU nothing is offloaded."""
     opt_state: str | Shares = DEVICE
     """Memory of moments and float32 master weights: device, host (pinned memory), nvme (files on a
     disk, see folder), or shares of several, as in {device: 0.4, host: 0.6}. The update moves slices
@@ -86,6 +90,8 @@ class OffloadConfig:
             self._imply_files()
         expand_folders(self, "folder")
         check_at_least(self, 1, "slice_elements", "min_elements", "tile_bytes")
+        if self.auto:
+            self._check_auto()
         if self.tile_bytes is not None and self.params == DEVICE:
             refuse(
                 "tile_bytes",
@@ -107,10 +113,32 @@ class OffloadConfig:
                 "layers; set "
                 "params: nvme as well, or activations: host",
             )
-        if self.durable and not self.on_disk:
+        if self.durable and not (self.on_disk or self.auto):
             refuse(
                 "durable", True, "applies to files on a disk; set opt_state: nvme, or leave it out"
             )
+
+    def _check_auto(self) -> None:
+        """Refuses settings that `auto` chooses, or that need one of its choices."""
+        for name in ("opt_state", "params", "activations", "update_in_backward", "tile_bytes"):
+            value = getattr(self, name)
+            if value not in (DEVICE, False, None):
+                refuse(
+                    name,
+                    value,
+                    "is set, and auto: true chooses the memory of each part of the state; leave "
+                    "one of the two out",
+                )
+
+    def chosen(self, **parts: Any) -> "OffloadConfig":
+        """Returns the settings with `auto` replaced by its choice.
+
+        Args:
+          **parts: `opt_state`, `params` and `activations` that are not on the device.
+        """
+        on_disk = NVME in parts.values()
+        durable = self.durable and on_disk
+        return dataclasses.replace(self, auto=False, durable=durable, **parts)
 
     def _imply_files(self) -> None:
         """Sets opt_state to nvme if the layer weights are on nvme, because both are updated

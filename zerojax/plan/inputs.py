@@ -109,6 +109,12 @@ def resolve_mesh(
         settings = dataclasses.replace(as_mesh_config(mesh), **options)
         mesh = meshes.make_mesh(settings)
     settings = dataclasses.replace(settings, data=mesh.shape[DATA])
+    if settings.offload.auto:
+        raise ValueError(
+            "offload.auto=True is decided by zerojax.train, run files and `zerojax plan`, which "
+            "compile the step for the GPUs; set offload.opt_state, params or activations, or let "
+            "zerojax.search choose"
+        )
     if zero is not None:
         settings = dataclasses.replace(settings, zero=zero)
     return settings, mesh

@@ -17,7 +17,7 @@ from zerojax.data import RowSource, array_names, as_feed, as_source
 from zerojax.data.text_set import is_text_set, read_text_sidecar
 from zerojax.data.tokenizer import as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
-from zerojax.hardware.gpus import Gpu
+from zerojax.hardware.gpus import Gpu, gpu_of_device
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.host_budget import check_host_memory, host_bytes
@@ -381,7 +381,8 @@ def plan_from_config(
     }
     platform = jax.devices()[0].platform if is_here else None
     inputs = _inputs_of(config, batch, vocab_size_of(config), platform)
-    return plan_elsewhere(inputs, config.mesh, mesh)
+    card = gpu_of_device(jax.devices()[0].device_kind) if is_here else gpu
+    return plan_elsewhere(inputs, config.mesh, mesh, gpu=card)
 
 
 def _check_pieces(config: RunConfig, shards: int) -> None:

@@ -21,11 +21,16 @@ from zerojax.config import (
     LogConfig,
     MeshConfig,
     MixturePart,
+    OffloadConfig,
     WatchConfig,
     as_mesh_config,
 )
+from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.data import Feed, RowSource, local_rows_of_mesh
+from zerojax.forecasting.offload_choice import plan_choosing_offload
+from zerojax.hardware.gpus import Gpu, gpu_of_device
+from zerojax.plan.host_budget import check_offload
 from zerojax.plan.inputs import PlanInputs, plan_options
 from zerojax.plan.make import Plan, plan_of
 from zerojax.plan.rung_plans import with_rungs
@@ -102,12 +107,41 @@ def plan_run(spec: RunSpec, mesh: Any = None) -> Plan:
     mesh = with_disk_folder(spec.mesh if mesh is None else mesh, spec.offload_folder)
     planning = "planning: tracing the model and its loss ..."
     with print_if_slow(spec.log, planning), phase("planning"):
-        plan = plan_of(spec.inputs, mesh, **spec.mesh_options)
+        plan = _plan_here(spec, mesh)
         return with_rungs(tune(plan, watch=spec.watch))
 
 
+def _plan_here(spec: RunSpec, mesh: Any) -> Plan:
+    if isinstance(mesh, Mesh) or not as_mesh_config(mesh).offload.auto:
+        return plan_of(spec.inputs, mesh, **spec.mesh_options)
+    settings = as_mesh_config(mesh)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"offload.auto=True compiles in one process, and this job has {jax.process_count()}; "
+            "set the offload that `zerojax plan` chooses for these GPUs"
+        )
+
+    def make(offload: OffloadConfig) -> Plan:
+        changed = dataclasses.replace(settings, offload=offload)
+        return plan_of(spec.inputs, changed, **spec.mesh_options)
+
+    is_quiet = spec.log is not None and spec.log.console == "quiet"
+    return plan_choosing_offload(
+        make,
+        settings.offload,
+        gpu_of_device(jax.devices()[0].device_kind),
+        check=check_offload,
+        report=lambda text: None if is_quiet else show(f"offload.auto: {text} ..."),
+    )
+
+
 def plan_elsewhere(
-    inputs: PlanInputs, settings: MeshConfig, mesh: Mesh | AbstractMesh, **mesh_options: Any
+    inputs: PlanInputs,
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    *,
+    gpu: Gpu | None = None,
+    **mesh_options: Any,
 ) -> Plan:
     """Returns the plan of a run on a mesh whose devices may be absent.
 
@@ -115,10 +149,16 @@ def plan_elsewhere(
       inputs: model, loss, optimizer and batch of the run.
       settings: mesh options of the run; sizes of axes are taken from `mesh`.
       mesh: abstract mesh from `make_abstract_mesh`, or a mesh of devices.
+      gpu: GPU for which `offload.auto` chooses; None: nothing is offloaded.
       **mesh_options: values that override fields of `settings`.
     """
     options = {**plan_options(settings), **mesh_options}
-    return plan_of(inputs, mesh, zero=settings.zero, **options)
+
+    def make(offload: OffloadConfig) -> Plan:
+        return plan_of(inputs, mesh, zero=settings.zero, **{**options, "offload": offload})
+
+    check = check_offload if isinstance(mesh, Mesh) else lambda plan: None
+    return plan_choosing_offload(make, options["offload"], gpu, check=check)
 
 
 @contextlib.contextmanager
@@ -154,7 +194,8 @@ def with_disk_folder(mesh: Any, folder: Path | None) -> Any:
     if folder is None or not isinstance(mesh, MeshConfig | Mapping):
         return mesh
     settings = as_mesh_config(mesh)
-    if not settings.offload.on_disk or settings.offload.folder is not None:
+    uses_files = settings.offload.on_disk or settings.offload.auto
+    if not uses_files or settings.offload.folder is not None:
         return settings
     offload = dataclasses.replace(settings.offload, folder=str(folder / OFFLOAD_FOLDER))
     return dataclasses.replace(settings, offload=offload)

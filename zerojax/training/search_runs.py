@@ -61,9 +61,14 @@ class PlannedCall:
     mesh_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_deepspeed: bool = False
 
-    def plan_on(self, mesh: AbstractMesh) -> Plan:
-        """Returns the plan of the run on a mesh of absent devices."""
-        return plan_elsewhere(self.inputs, self.settings, mesh, **self.mesh_options)
+    def plan_on(self, mesh: AbstractMesh, gpu: Gpu | None = None) -> Plan:
+        """Returns the plan of the run on a mesh of absent devices.
+
+        Args:
+          mesh: of the devices.
+          gpu: kind of the devices; None: not known, and `offload.auto` offloads nothing.
+        """
+        return plan_elsewhere(self.inputs, self.settings, mesh, gpu=gpu, **self.mesh_options)
 
     def with_settings(self, num_microbatches: int | None, **fields: Any) -> PlannedCall:
         """Returns the same call with other mesh options and number of microbatches."""
@@ -216,6 +221,9 @@ def searched_run(
 
     rows = _rows(call.inputs.example_batch)
     settings = call.settings
+    if settings.offload.auto:  # the search tries offload by itself
+        settings = dataclasses.replace(settings, offload=settings.offload.chosen())
+        call = dataclasses.replace(call, settings=settings)
     listed: dict[str, Any] = {
         "node_devices": gpu.node_devices,
         "replicas": settings.replica,

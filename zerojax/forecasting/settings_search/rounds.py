@@ -134,15 +134,15 @@ class _Rounds:
         for fields in OFFLOADS:
             if not self.left() and result is not without:
                 break
-            options = {"offload": dataclasses.replace(self.run.offload, **fields)}
+            options = {"offload": self.run.offload.chosen(**fields)}
             candidates = self.run.candidates
             if fields.keys() - {"opt_state"}:  # layers move one by one, in a loop
                 candidates = [dataclasses.replace(one, unroll=False) for one in candidates]
-            found = self.round(candidates, options, f" with {', '.join(_words(fields))}")
-            sentences.append(f"With {', '.join(_words(fields))}: {found.sentence}")
+            found = self.round(candidates, options, f" with {', '.join(offload_words(fields))}")
+            sentences.append(f"With {', '.join(offload_words(fields))}: {found.sentence}")
             if found.chosen is None:
                 continue
-            result = dataclasses.replace(found, settings=tuple(_words(fields)))
+            result = dataclasses.replace(found, settings=tuple(offload_words(fields)))
             if fields == {"opt_state": HOST}:
                 result, options, more = self.with_share(result, options)
                 sentences += more
@@ -162,11 +162,11 @@ class _Rounds:
         chosen, before = result.chosen, result.forecast
         assert chosen is not None
         assert before is not None
-        share = self.share_that_fits(chosen.candidate, options, before)
+        share = share_that_fits(self.run.plan_for(chosen.candidate, options), before)
         if share < LEAST_SHARE or not self.left():
             return result, options, []
         shares = ((DEVICE, share), (HOST, round(1 - share, 2)))
-        offload = dataclasses.replace(self.run.offload, opt_state=shares)
+        offload = self.run.offload.chosen(opt_state=shares)
         self.report(f"compiling with {share:.0%} of the optimizer's state on the device")
         try:
             found = self.forecast_of(self.run.plan_for(chosen.candidate, {"offload": offload}))
@@ -179,7 +179,7 @@ class _Rounds:
             chosen, seconds=seconds, peak=found.memory.peak, status=CHOSEN, reason="state in shares"
         )
         trials: tuple[Trial, ...] = (trial, *(x for x in result.trials if x is not chosen))
-        words = tuple(_words({"opt_state": shares}))
+        words = tuple(offload_words({"opt_state": shares}))
         result = dataclasses.replace(
             result, trials=trials, chosen=trial, forecast=found, settings=words
         )
@@ -188,20 +188,6 @@ class _Rounds:
             {"offload": offload},
             [f"With {words[0]} the plan still fits, and is faster."],
         )
-
-    def share_that_fits(
-        self, candidate: Candidate, options: Mapping[str, Any], forecast: ForecastNumbers
-    ) -> float:
-        """Returns the share of the optimizer state that fits on the device instead of the host,
-        rounded down to hundredths.
-
-        Loading slices of the remaining state needs as much device memory as before.
-        """
-        tiers = role_tiers(self.run.plan_for(candidate, options)).values()
-        on_host = sum(tier.get(HOST, 0) for tier in tiers)
-        if not on_host:
-            return 0.0
-        return math.floor(100 * min(SPARED * forecast.verdict.headroom / on_host, 0.99)) / 100
 
     def with_buckets(self, result: SearchResult, options: Mapping[str, Any]) -> SearchResult:
         """Adds bucket sizes for the chosen candidate to the result, searched within the remaining
@@ -222,7 +208,23 @@ class _Rounds:
         return dataclasses.replace(result, buckets=found)
 
 
-def _words(fields: Mapping[str, Any]) -> list[str]:
+def share_that_fits(plan: Plan, forecast: ForecastNumbers) -> float:
+    """Returns the share of the optimizer state that fits on the device instead of the host, rounded
+    down to hundredths.
+
+    Loading slices of the remaining state needs as much device memory as before.
+
+    Args:
+      plan: plan with `opt_state: host`.
+      forecast: compiled forecast of the plan.
+    """
+    on_host = sum(tier.get(HOST, 0) for tier in role_tiers(plan).values())
+    if not on_host:
+        return 0.0
+    return math.floor(100 * min(SPARED * forecast.verdict.headroom / on_host, 0.99)) / 100
+
+
+def offload_words(fields: Mapping[str, Any]) -> list[str]:
     """Returns the KEY=VALUE texts that set these fields of `OffloadConfig`."""
 
     def text(value: Any) -> str:

@@ -1,0 +1,204 @@
+"""Chooses the least offload with which a run fits its GPUs (`offload.auto`), by compiling its step.
+
+Choices are tried in order of the bytes that they move per step: no offload, parts of the state in
+host memory, and last files. A choice is compiled only if the formulas do not rule it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zerojax.config.mesh import DEVICE, HOST, NVME, OffloadConfig
+from zerojax.forecasting.compiled_step import forecast
+from zerojax.forecasting.forecast_numbers import ForecastNumbers, Verdict
+from zerojax.forecasting.settings_search.rounds import (
+    LEAST_SHARE,
+    OFFLOADS,
+    offload_words,
+    share_that_fits,
+)
+from zerojax.hardware import compile_client
+from zerojax.hardware.compile_client import CompileError
+from zerojax.hardware.gpus import Gpu
+from zerojax.plan.make import Plan, Remake
+from zerojax.tracing.trees import format_bytes
+
+FILES: tuple[Mapping[str, Any], ...] = (
+    {"opt_state": NVME, "params": NVME},
+    {"opt_state": NVME, "params": NVME, "activations": NVME},
+)
+"""Choices with files, the least transfers per step first."""
+
+Compile = Callable[[Plan], ForecastNumbers]
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadChoice:
+    """The plan of a run with the least offload that fits.
+
+    Attributes:
+      plan: with the chosen offload; its reasons contain `sentence`.
+      sentence: the choice, and why each choice with less offload was ruled out.
+    """
+
+    plan: Plan
+    sentence: str
+
+
+def choose_offload(
+    plan_with: Callable[[OffloadConfig], Plan],
+    asked: OffloadConfig,
+    gpu: Gpu,
+    *,
+    files: bool,
+    check: Callable[[Plan], None] = lambda plan: None,
+    compile_plan: Compile | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> OffloadChoice:
+    """Returns the plan of a run with the least offload that fits.
+
+    Args:
+      plan_with: plans the run with the given offload; raises ValueError where that is impossible.
+      asked: settings of the run, with `auto`.
+      gpu: the card.
+      files: whether files may be used, which need a folder.
+      check: raises ValueError if the plan needs more host memory or disk space than is free.
+      compile_plan: plan -> forecast of its compiled step; None uses `forecast`.
+      report: called with a few words about each stage of the work.
+
+    Raises:
+      ValueError: no choice fits, or the run cannot be planned without offload.
+    """
+    compile_plan = compile_plan or (lambda plan: forecast(plan, gpu=gpu, fast=True))
+    search = _Choice(plan_with, asked, gpu, check, compile_plan, report)
+    for fields in ({}, *OFFLOADS, *(FILES if files else ())):
+        plan = search.plan_if_fits(fields)
+        if plan is not None:
+            return search.found(plan)
+    more = "" if files else ", or set offload.folder, which permits files"
+    raise ValueError(
+        f"offload.auto: the step does not fit {gpu.title} with any offload; {search.why()}; use "
+        f"more devices, a smaller batch or more microbatches{more}"
+    )
+
+
+def plan_choosing_offload(
+    make: Callable[[OffloadConfig], Plan],
+    asked: OffloadConfig,
+    gpu: Gpu | None,
+    *,
+    check: Callable[[Plan], None] = lambda plan: None,
+    report: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Returns the plan of a run whose offload may be `auto`.
+
+    Args:
+      make: plans the run with the given offload.
+      asked: settings of the run.
+      gpu: the card; None (a CPU, or a card without a description): `auto` offloads nothing, and a
+        reason says so.
+      check, report: as in `choose_offload`.
+
+    Raises:
+      ValueError: as in `choose_offload`.
+      CompilerMissing: `auto` needs the compile-only client, which is not installed.
+    """
+    if not asked.auto:
+        return make(asked)
+    if gpu is None:
+        why = "offload.auto: nothing is offloaded; the devices are no GPUs with a description"
+        return _with_reason(make(asked.chosen()), why)
+    missing = compile_client.missing()
+    if missing is not None:
+        raise compile_client.CompilerMissing(f"offload.auto compares compiled plans, but {missing}")
+    files = asked.folder is not None
+    return choose_offload(make, asked, gpu, files=files, check=check, report=report).plan
+
+
+def _with_reason(plan: Plan, reason: str) -> Plan:
+    assert isinstance(plan.remake, Remake)
+    inputs = dataclasses.replace(plan.inputs, reasons=(*plan.inputs.reasons, reason))
+    remake = dataclasses.replace(plan.remake, inputs=inputs)
+    return dataclasses.replace(plan, reasons=(*plan.reasons, reason), remake=remake)
+
+
+@dataclasses.dataclass
+class _Choice:
+    """State of one choice; `ruled_out` has a clause for each offload that was ruled out."""
+
+    plan_with: Callable[[OffloadConfig], Plan]
+    asked: OffloadConfig
+    gpu: Gpu
+    check: Callable[[Plan], None]
+    compile_plan: Compile
+    report: Callable[[str], None]
+    ruled_out: list[str] = dataclasses.field(default_factory=list)
+
+    def plan_if_fits(self, fields: Mapping[str, Any]) -> Plan | None:
+        """Returns the plan with these fields of `OffloadConfig`; None if it does not fit."""
+        name = _name(fields)
+        try:
+            plan = self.plan_with(self.asked.chosen(**fields))
+            self.check(plan)
+        except ValueError as error:
+            if not fields:  # not a question of offload
+                raise
+            return self.rule_out(name, str(error))
+        bound = forecast(plan, gpu=self.gpu, why_formula="a bound rules out what cannot fit")
+        if bound.verdict.fits is False:
+            return self.rule_out(name, _needs(bound.verdict))
+        self.report(f"compiling with {name}")
+        try:
+            found = self.compile_plan(plan)
+        except CompileError as error:
+            return self.rule_out(name, str(error))
+        if not found.verdict.fits:
+            return self.rule_out(name, _needs(found.verdict))
+        return self.with_share(plan, found) if fields == {"opt_state": HOST} else plan
+
+    def rule_out(self, name: str, why: str) -> None:
+        self.ruled_out.append(f"{name}: {why}")
+
+    def with_share(self, plan: Plan, found: ForecastNumbers) -> Plan:
+        """Returns the plan with as much of the optimizer's state on the device as fits."""
+        share = share_that_fits(plan, found)
+        if share < LEAST_SHARE:
+            return plan
+        fields = {"opt_state": ((DEVICE, share), (HOST, round(1 - share, 2)))}
+        self.report(f"compiling with {_name(fields)}")
+        try:
+            shared = self.plan_with(self.asked.chosen(**fields))
+            fits = self.compile_plan(shared).verdict.fits
+        except (CompileError, ValueError):
+            return plan
+        return shared if fits else plan
+
+    def found(self, plan: Plan) -> OffloadChoice:
+        """Returns the choice with its sentence."""
+        offload = plan.settings.offload
+        fields = {
+            name: value
+            for name in ("opt_state", "params", "activations")
+            if (value := getattr(offload, name)) != DEVICE
+        }
+        sentence = f"offload.auto: {_name(fields)}"
+        if self.ruled_out:
+            sentence += f"; ruled out: {self.why()}"
+        return OffloadChoice(_with_reason(plan, sentence), sentence)
+
+    def why(self) -> str:
+        """Returns why each offload was ruled out."""
+        return "; ".join(self.ruled_out)
+
+
+def _name(fields: Mapping[str, Any]) -> str:
+    return ", ".join(offload_words(fields)) or "no offload"
+
+
+def _needs(verdict: Verdict) -> str:
+    return (
+        f"needs {format_bytes(verdict.needed)} of the {format_bytes(verdict.limit)} that JAX may "
+        "use"
+    )
