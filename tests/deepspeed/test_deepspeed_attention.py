@@ -223,7 +223,7 @@ REFUSED = {
     ),
     "another layout": (
         own(BigBirdLayout(block=4, num_random_blocks=0)),
-        "set the layout in one place",
+        r"blocks of 4.*blocks of \d+; remove layout=",
     ),
     "a reference model": (llama(None), r"attention_layout=zerojax.config.FixedLayout\(block=2"),
     "with another": (llama(FixedLayout(block=4)), "mode fixed.* the model has"),

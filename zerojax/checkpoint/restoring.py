@@ -376,7 +376,7 @@ class Candidates:
         self._damaged.update(lost)
 
     def note(self, text: str) -> None:
-        """Adds a sentence to `notes` and issues it as a warning, in one process only."""
+        """Adds a sentence to `notes` and issues it as a warning; only process 0 does either."""
         if is_first_process():
             self.notes.append(text)
             warn_user(text, RuntimeWarning)

@@ -142,7 +142,7 @@ class CurriculumConfig:
             return self.lengths[-1]
         if self.max_length is None:
             raise ConfigError(
-                "null is the length of the data's rows, which is not known here; set max_length",
+                "null means the row length of the data, which is not known here; set max_length",
                 ("max_length",),
             )
         return self.max_length

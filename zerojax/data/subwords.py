@@ -79,7 +79,8 @@ class BpeTokenizer:
         Raises:
           ValueError: `vocab_size` is below 257 (the bytes and the end-of-text token) or above
             2**20.
-          ImportError: the package `tokenizers` is not installed; has the command to install it.
+          ImportError: the package `tokenizers` is not installed; the message has the
+            command to install it.
         """
         if not MIN_BPE_SIZE <= vocab_size <= 1 << 20:
             raise ValueError(

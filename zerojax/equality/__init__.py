@@ -237,8 +237,8 @@ def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tupl
     if rows < 2 * MICROBATCHES:
         raise ValueError(
             f"the batch has {rows} rows; a check needs at least {2 * MICROBATCHES} rows, for 2 "
-            "devices "
-            f"with {MICROBATCHES} microbatches each; 16 or more are better"
+            f"devices with {MICROBATCHES} microbatches each; with 16 or more it compares more "
+            "devices"
         )
     notes = []
     fitting = max(n for n in range(2, devices + 1) if n * MICROBATCHES <= rows)

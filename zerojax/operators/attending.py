@@ -581,13 +581,14 @@ def _table(
     if in_force is None:
         return _own_table(layout, query, key)
     table = _own_table(in_force[0], query, key)
+    assert table is not None
     own = _own_table(layout, query, key)
     if own is not None and own != table:
         raise ValueError(
-            f"a call of zerojax.attention has layout={own.name}, but the run sets "
-            f"layout={in_force[0].mode} for all calls; set the layout in one place"
+            f"a call of zerojax.attention has layout={own.name} with blocks of {own.block}, but "
+            f"sparse_attention of the ds_config is {table.name} with blocks of {table.block}; "
+            "remove layout= from the call, or sparse_attention from the ds_config"
         )
-    assert table is not None
     in_force[1].append(table)
     return table
 

@@ -52,8 +52,8 @@ def _check_node(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
 def with_gradient_wire(
     placement: Placement, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> Placement:
-    """Adds the codes or the dtype in which each parameter's gradient is sent to the placement
-    table.
+    """Returns the placement table with the format in which gradients are sent: integer codes
+    (`wire.gradients`), or float32 for the parameters that `wire.exact` matches.
 
     Raises:
       ValueError: a pattern of `wire.exact` matches no parameter name.

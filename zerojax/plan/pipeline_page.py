@@ -182,7 +182,9 @@ def _wrap(sentence: str) -> list[str]:
 
 
 def pipeline_dict(layout: PipelineLayout, placement: Placement) -> dict[str, Any]:
-    """Returns the pipeline of a plan as a JSON-compatible dictionary; sizes are in bytes.
+    """Returns the pipeline of a plan as a JSON-compatible dictionary.
+
+    Memory and messages are in bytes.
 
     `table` is None if the schedule has more than `MAX_CELLS` cells.
     """

@@ -336,8 +336,8 @@ def _fullest(spans: Sequence[_Span]) -> tuple[int, list[tuple[_Span, int]]]:
 
 
 def _own_bytes(spans: Sequence[_Span]) -> list[tuple[_Span, int]]:
-    """Returns each value with the number of its bytes that no later value reuses; the numbers add
-    up to the bytes in use."""
+    """Returns each of the values live at one moment with the number of its bytes that no value
+    which starts later reuses; the numbers add up to the bytes in use."""
     owned, taken = [], []
     for span in sorted(spans, key=lambda span: (-span.start, span.end, span.value.name)):
         block, first, end = span.place

@@ -167,7 +167,7 @@ class LeafUpdate:
                 continue
             state = (None if master is None else master[tier], *(m[tier] for m in moments))
             at_once = tier == DEVICE and not self._on_host
-            run = self._whole if at_once else self._in_loop
+            run = self._together if at_once else self._in_loop
             weights, state = run(tier, weights, state, grad)
             if master is not None:
                 new_master[tier] = state[0]
@@ -175,8 +175,8 @@ class LeafUpdate:
                 own[tier] = new
         return weights.reshape(leaf.shard_shape), new_master, new_moments
 
-    def _whole(self, tier: str, weights: Any, state: tuple[Any, ...], grad: Any) -> Any:
-        """Updates all slices on the device at once, without a loop."""
+    def _together(self, tier: str, weights: Any, state: tuple[Any, ...], grad: Any) -> Any:
+        """Updates all slices of a tier in device memory together, without a loop."""
         first, count = self._leaf.first(tier), self._leaf.counts[tier]
         part = lambda x: lax.slice_in_dim(x, first, first + count)  # noqa: E731
         master, *moments = state
