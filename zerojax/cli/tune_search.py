@@ -66,7 +66,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def tune_by_search(args: argparse.Namespace, run: RunWords) -> int:
-    """Times the best plans of a search and the run's own plan, and writes the fastest one.
+    """Times the best plans of a search and the run's own plan; `--out` gets the fastest one.
 
     Returns:
       Exit code: 0 if a plan was timed, 1 if no plan of the search fits the GPU.

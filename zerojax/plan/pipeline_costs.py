@@ -51,10 +51,10 @@ def ticks_of(layout: PipelineLayout, slot: str) -> int:
 
 
 def bubble(layout: PipelineLayout) -> float:
-    """Returns the share of a step's slots without useful computation, for equal stages.
+    """Returns the share of a step's time without useful computation, for equal stages.
 
-    The executor runs all stages in lockstep, so every slot of a run takes its time (`slot_costs`)
-    on all of them.
+    All stages run in lockstep: in each tick, every slot of the loop body (`TickRun`) takes its time
+    (`slot_costs`) on every stage, also on stages where its result is discarded.
     """
     schedule, times = layout.schedule, slot_costs(layout).of(layout.schedule)
     whole = sum(

@@ -376,7 +376,8 @@ def _read_instruction(line: str, computation: Computation) -> Instruction:
     found = _INSTRUCTION.match(line)
     if found is None:
         raise ValueError(
-            f"a line of computation {computation.name!r} is not an HLO instruction: {line[:200]!r}"
+            f"a line of computation {computation.name!r} is not an HLO instruction: "
+            f"{line[:200]!r}; pass the unchanged result of compiled.as_text()"
         )
     return Instruction(
         found[2],
