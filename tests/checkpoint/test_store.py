@@ -317,8 +317,8 @@ def test_numbers_that_are_too_small(tmp_path, options, match):
     ("options", "match"),
     [
         ({"dtype": "f8"}, "dtype=float64 has 8 bytes, which does not divide bucket_bytes=12"),
-        ({"order": [0, 3]}, "bucket 3, but the buckets are 0 to 2"),
-        ({"order": [-1]}, "bucket -1, but the buckets are 0 to 2"),
+        ({"order": [0, 3]}, r"bucket 3\b.* 0 to 2"),
+        ({"order": [-1]}, r"bucket -1\b.* 0 to 2"),
     ],
 )
 def test_a_sweep_that_does_not_fit(tmp_path, options, match):

@@ -76,7 +76,7 @@ def test_other_spellings_are_refused():
         read_groups("V9(8)", 8)
     with pytest.raises(ValueError, match="is not a mesh with axes such as"):
         read_groups("mesh(8)", 8)
-    with pytest.raises(ValueError, match="names 2 devices of 4"):
+    with pytest.raises(ValueError, match="2 devices.* 4"):
         read_groups("mesh['a'=2,'b'=2], device_ids=([0, 2]) {'b'}", 8)
 
 

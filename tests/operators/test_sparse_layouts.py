@@ -113,8 +113,8 @@ REFUSED = {
     ),
     "one head": (FixedLayout, {"num_different_global_patterns": 2}, "different_layout_per_head"),
     "direction": (FixedLayout, {"attention": "both"}, "bidirectional, unidirectional"),
-    "windows": (VariableLayout, {"local_window_blocks": []}, "at least 1"),
-    "no window": (VariableLayout, {"local_window_blocks": [4, 0]}, "at least 1"),
+    "windows": (VariableLayout, {"local_window_blocks": []}, "local_window_blocks.* 1"),
+    "no window": (VariableLayout, {"local_window_blocks": [4, 0]}, "local_window_blocks.* 1"),
     "ends": (VariableLayout, {"global_block_end_indices": [1, 2]}, "has 2 entries"),
     "empty": (
         VariableLayout,

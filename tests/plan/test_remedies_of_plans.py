@@ -410,7 +410,7 @@ def test_what_a_loss_returns():
     one = lambda m, batch: (mean(m, batch), {"rows": m(batch["x"])[:, 0].mean()})  # noqa: E731
     Refusal(row, "float32[6] rows", "x.mean()", [one]).check(line_with)
     pair = lambda model, batch: (mean(model, batch), mean(model, batch))  # noqa: E731
-    message = refused(lambda: line_with(pair), "bias second", "has_aux=True")
+    message = refused(lambda: line_with(pair), "bias weight", "has_aux=True")
     for start in ("loss, {", "loss_sum, jax"):
         written = code_in(message, start)
 

@@ -333,7 +333,7 @@ TINY = "-- zerojax train configs/tiny_shakespeare.yaml"
 JOBS = table(
     f"""
 {TWO} | command | "zerojax launch {TWO} {TINY}" | {TWO} {TINY}
-{RUN} | GPU processes | "{TWO} --cpu-devices 2" | $ {RUN}
+{RUN} | GPU --nprocs | "{TWO} --cpu-devices 2" | $ {RUN}
 --nprocs 0 {RUN} | --nprocs 0 | 1 | --nprocs $ {RUN}
 {TWO} --nnodes 0 {RUN} | --nnodes 0 | 1 | {TWO} --nnodes $ {RUN}
 {TWO} --max-restarts -1 {RUN} | --max-restarts -1 | 0 | {TWO} --max-restarts $ {RUN}

@@ -108,7 +108,7 @@ def test_inner_factors_and_scores_are_obstacles():
     features = [group for group in groups.values() if group.size == FEATURES]
     scores = next(group for group in features if dict(group.dims) == {"q": 1, "k": 1})
     assert any("two activations" in why for why in scores.obstacles)
-    assert all("inside of another" in " ".join(group.obstacles) for group in features)
+    assert all("not contiguous" in " ".join(group.obstacles) for group in features)
 
 
 def test_what_all_values_have_is_another_group_and_the_bias_is_of_the_result():
@@ -169,7 +169,10 @@ def test_operations_that_keep_a_split_dimension(change):
         (lambda y: jnp.sort(y), "`sort`"),
         (lambda y: jnp.concatenate([y[..., 16:], y[..., :16]], axis=-1), "`slice`"),
         (lambda y: jnp.pad(y, ((0, 0), (0, 0), (1, 0)))[..., :32], "`pad`"),
-        (lambda y: y.reshape(ROWS, TOKENS // 4, 4 * 32)[..., :32].repeat(4, axis=1), "inside of"),
+        (
+            lambda y: y.reshape(ROWS, TOKENS // 4, 4 * 32)[..., :32].repeat(4, axis=1),
+            "not contiguous",
+        ),
         (lambda y: jnp.fft.fft(y).real, "`fft`"),
         (lambda y: y + jnp.einsum("btf,btg->bfg", y, y).sum(1)[:, None], "twice"),
     ],

@@ -84,7 +84,7 @@ def test_nothing_is_written_where_nothing_fits(tmp_path, monkeypatch, capsys):
     [
         (["--best", "2"], "--search"),
         (["--search", "--no-steps"], "--no-steps"),
-        (["--search", "--best", "0"], "at least 1"),
+        (["--search", "--best", "0"], "--best 0"),
         (["--search", "--budget", "0"], "above 0"),
         (["--search"], "--gpu"),
         (["--search", "--gpu", "h300"], "h300"),

@@ -183,8 +183,8 @@ class Shared(nnx.Module):
 @pytest.mark.parametrize(
     ("whole", "words"),
     [
-        (True, ["not only sliced by the loop of 4 layers", "let the loop slice a row for each"]),
-        (False, ["read by the layers and after the layers", "keep a separate state for each"]),
+        (True, ["by the loop of 4 layers", "let the loop slice a row for each"]),
+        (False, ["read by the layers and after the layers", "separate state"]),
     ],
 )
 def test_state_of_several_stages_is_refused(whole, words):

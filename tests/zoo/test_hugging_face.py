@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -266,8 +267,8 @@ DROPPED = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
 @pytest.mark.parametrize(
     ("rates", "dropout", "words"),
     [
-        (DROPPED, 0.0, "embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1; here dropout=0.0 holds"),
-        (DROPPED, 0.1, "attn_pdrop=0.1; here dropout=0.1 holds"),
+        (DROPPED, 0.0, "embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1.* dropout=0.0"),
+        (DROPPED, 0.1, "attn_pdrop=0.1.* dropout=0.1"),
         ({**DROPPED, "attn_pdrop": 0.0}, 0.1, None),
         (dict.fromkeys(DROPPED, 0.0), 0.0, None),
     ],
@@ -276,7 +277,7 @@ def test_dropout_of_a_file_that_a_run_has_not_is_said(tmp_path, rates, dropout, 
     folder = write_folder(tmp_path / "gpt2", "gpt2", **rates)
     said = [x for x in plan_for(from_hugging_face(folder, dropout=dropout)).reasons if "drop" in x]
     assert len(said) == (words is not None)
-    assert all(words in x for x in said)
+    assert all(re.search(words, x) for x in said)
 
 
 def test_a_change_is_a_setting_of_the_model(folders):

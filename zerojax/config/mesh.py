@@ -41,10 +41,6 @@ class OffloadConfig:
     """Memory of the parts of a training state that are stored outside device memory. By default all
     parts are in device memory."""
 
-    auto: bool = False
-    """Choose opt_state, params and activations by compiling the step for the run's GPUs: as little
-    offload as fits device and host memory, files last. The choice is made by zerojax.train, run
-    files and zerojax plan; on a CPU nothing is offloaded."""
     opt_state: str | Shares = DEVICE
     """Memory of moments and float32 master weights: device, host (pinned memory), nvme (files on a
     disk, see folder), or shares of several, as in {device: 0.4, host: 0.6}. The update moves slices
@@ -69,6 +65,10 @@ class OffloadConfig:
     dtype; with params: host or nvme. A larger weight that only one matrix product reads is split
     into tiles, which are gathered, used and reduced one after the other, so that layers larger than
     device memory can be trained. null: weights are not split."""
+    auto: bool = False
+    """Choose opt_state, params and activations by compiling the step for the run's GPUs: as little
+    offload as fits device and host memory, files last. The choice is made by zerojax.train, run
+    files and zerojax plan; on a CPU nothing is offloaded."""
     folder: str | None = None
     """Folder for the files of nvme. null: a folder next to the run's checkpoints."""
     durable: bool = False

@@ -59,9 +59,9 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
         )
     if not _says_so(model):
         raise ValueError(
-            f"{asked} splits sequences, but the class of the {model.kind} has no method "
-            "before_cut(batch), which declares that the loss supports parts of "
-            "rows; use context=1, or a reference decoder (zerojax.zoo.Llama, GPT2)"
+            f"{asked} splits sequences, but the class of the {model.kind} defines no method "
+            "before_cut(batch) of its own, which declares that the loss supports parts of rows; "
+            "use context=1, or a reference decoder (zerojax.zoo.Llama, GPT2)"
         )
     if loss is not None:
         raise ValueError(
