@@ -406,6 +406,6 @@ def test_first_values_of_a_trillion_parameters_are_drawn_on_eight_gpus():
         compile_client.lower_for_gpus(traced), devices=list(mesh.devices.flat)
     )
     assert sizes[name] <= compiled.memory.peak < 1.01 * sizes[name]
-    page = (ROOT / "docs/offload.md").read_text()
+    page = " ".join((ROOT / "docs/offload.md").read_text().split())
     assert f"{compiled.memory.peak / 2**30:.1f} GiB of each GPU" in page
     assert not hlo.find_collectives(hlo.read_program(compiled.text), 8)
