@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zerojax.config import (
         CheckpointConfig,
         CurriculumConfig,
+        ExpectConfig,
         LayerDropConfig,
         LogConfig,
         LoraConfig,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from zerojax.deepspeed_engine import Engine, initialize
     from zerojax.equality import CheckResult, check
     from zerojax.forecasting import forecast
+    from zerojax.forecasting.program_rules import expect
     from zerojax.operators import attention, batch_mean, batch_sum, experts
     from zerojax.optim import adam8bit, adamw, lamb, lion, muon, sgd, with_ema
     from zerojax.optim.precision import Precision
@@ -58,6 +60,7 @@ __all__ = [
     "CurriculumConfig",
     "EarlyStopping",
     "Engine",
+    "ExpectConfig",
     "KeepBest",
     "LayerDropConfig",
     "LoadedRun",
@@ -86,6 +89,7 @@ __all__ = [
     "build_evaluation",
     "build_step",
     "check",
+    "expect",
     "experts",
     "forecast",
     "from_hugging_face",
@@ -123,6 +127,7 @@ _HOME_OF_NAME = {
     "CurriculumConfig": "config",
     "EarlyStopping": "training.evaluation",
     "Engine": "deepspeed_engine",
+    "ExpectConfig": "config",
     "KeepBest": "training.evaluation",
     "LoadedRun": "training.loading",
     "LayerDropConfig": "config",
@@ -150,6 +155,7 @@ _HOME_OF_NAME = {
     "build_evaluation": "parallel.step",
     "build_step": "parallel.step",
     "check": "equality",
+    "expect": "forecasting.program_rules",
     "experts": "operators",
     "forecast": "forecasting",
     "from_portable_state": "parallel.reshard",

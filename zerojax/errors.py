@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from zerojax.config import ConfigError
     from zerojax.equality import DisagreementError
+    from zerojax.forecasting.program_rules import ExpectationError
     from zerojax.hardware.compile_client import CompileError, CompilerMissing
     from zerojax.runtime.distributed import PeerLostError
     from zerojax.runtime.preemption import Interrupted
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "DamagedError",
     "DisagreementError",
+    "ExpectationError",
     "FolderInUseError",
     "Interrupted",
     "MachineError",
@@ -46,6 +48,7 @@ _HOME_OF_NAME = {
     "ConfigError": "config",
     "DamagedError": "checkpoint.errors",
     "DisagreementError": "equality",
+    "ExpectationError": "forecasting.program_rules",
     "FolderInUseError": "checkpoint.errors",
     "Interrupted": "runtime.preemption",
     "MachineError": "checkpoint.errors",

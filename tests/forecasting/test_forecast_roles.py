@@ -346,3 +346,27 @@ def test_every_argument_of_the_step_has_a_role():
     names = argument_roles(plan)
     for argument in live.arguments:
         assert roles.unescape(argument.op_name) in names
+
+
+@pytest.mark.parametrize(
+    ("type_text", "result"),
+    [
+        ("(f32[2], f32[4])", [(("start", (0,)), 0), (("start", (1,)), 1)]),
+        ("((f32[2], f32[4]), (f32[2], f32[4]))", [(("start", (1, i)), i) for i in range(2)]),
+    ],
+)
+def test_an_all_reduce_passes_its_operands_on_however_its_start_is_printed(type_text, result):
+    """The text of a compiled program has the operands as well, a dump only the results."""
+    text = f"""HloModule a
+
+ENTRY %main (x: f32[2], y: f32[4]) -> (f32[2], f32[4]) {{
+  %x = f32[2] parameter(0)
+  %y = f32[4] parameter(1)
+  %start = {type_text} all-reduce-start(%x, %y)
+  ROOT %done = (f32[2], f32[4]) all-reduce-done(%start)
+}}
+"""
+    flow = Dataflow(read_program(text))
+    for value, number in result:
+        assert flow.sources(value) == [(("xy"[number], ()), Edge.SAME)]
+        assert (("done", (number,)), Edge.SAME) in flow.targets(value)

@@ -245,3 +245,39 @@ def events_of_reading(copies: int) -> int:
 def test_the_work_of_reading_grows_with_the_text_and_no_faster():
     """Real programs have megabytes. 2.1: twice the text, and a part that does not grow."""
     assert events_of_reading(1000) < 2.1 * events_of_reading(500)
+
+
+# --- lines of Python ------------------------------------------------------------------------------
+
+FRAMES = """
+HloModule jit_step
+
+FileNames
+1 "main.py"
+2 "model.py"
+
+FunctionNames
+1 "<module>"
+2 "Model.loss"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=0 end_column=9}
+2 {file_name_id=2 function_name_id=2 line=30 end_line=31 column=4 end_column=8}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0), metadata={op_name="x"}
+  %a = f32[8]{0} add(%x, %x), metadata={op_name="jit(step)/add" stack_frame_id=2}
+  ROOT %b = f32[8]{0} add(%a, %x), metadata={op_name="add" source_file="old.py" source_line=3}
+}
+"""
+
+
+def test_the_lines_that_traced_an_instruction_innermost_first():
+    """As printed by jaxlib 0.12, and in the last line by older ones."""
+    program = read_program(FRAMES)
+    lines = {name: program.frames_of(program.entry[name]) for name in ("x", "a", "b")}
+    assert lines == {"x": [], "a": [("model.py", 30), ("main.py", 7)], "b": [("old.py", 3)]}

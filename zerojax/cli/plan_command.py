@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from zerojax.cli.arguments import (
 )
 from zerojax.cli.jax_environment import use_the_cpu_alone
 from zerojax.cli.progress import Progress
-from zerojax.config import RunConfig, load
+from zerojax.config import ExpectConfig, RunConfig, load
 from zerojax.config.display import show
 from zerojax.hardware.gpus import Gpu, find_gpu
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 PlanFor = Callable[..., Any]
 """Function (number of devices, gpu=None) that returns the plan of a run."""
 
-EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED = 0, 1, 3
+EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED, EXIT_VIOLATED = 0, 1, 3, 4
 NO_COMPILE = "--no-compile was given"
 
 _HELP = """\
@@ -48,12 +49,17 @@ examples:
   zerojax plan train.py --devices 8 --propose-rules model=4
   zerojax plan train.py --gpu h100 --devices 8 zero=3
   zerojax plan train.py --gpu h100 --devices 8 --search
+  zerojax plan train.py --gpu h100 --devices 8 --expect rules.yaml --golden plan.json
 
 A script (train.py) runs up to its first zerojax.train, make_plan or engine step, whose arguments
 are planned; KEY=VALUE changes their mesh options and num_microbatches.
 
+The section expect of a run file, or the fields of FILE.yaml of --expect, are rules that the
+compiled step must keep (zerojax keys expect).
+
 exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 the formulas alone cannot decide
-whether it fits. ZEROJAX_CACHE: folder for cached results, or off."""
+whether it fits, 4 a rule of expect is violated or the golden file differs. ZEROJAX_CACHE: folder
+for cached results, or off."""
 
 MAX_DEVICES = 2**18
 MOST_UNROLLED = 64
@@ -106,6 +112,16 @@ def add(commands) -> None:
         metavar="SECONDS",
         help="time limit of the search (%(default)g)",
     )
+    parser.add_argument(
+        "--expect",
+        metavar="FILE.yaml",
+        help="rules that the compiled step must keep, in place of the run file's section expect",
+    )
+    parser.add_argument(
+        "--golden",
+        metavar="FILE",
+        help="compare the compiled step with this file; write it if it does not exist",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,17 +153,17 @@ def run(args: argparse.Namespace) -> int:
     if is_script:
         plan_for = functools.partial(_plan_of_script, str(path), overrides)
     if needs_no_gpu:
+        if args.expect or args.golden:
+            raise ValueError(
+                "--expect and --golden read the compiled step; leave out --parameter and "
+                "--propose-rules, and give --gpu"
+            )
         use_the_cpu_alone()
         show(_answer(args, plan_for(devices)))
         return EXIT_FITS
     gpu = find_gpu(args.gpu)
-    if args.budget <= 0:
-        raise ValueError(f"--budget {args.budget:g}: give seconds above 0, such as 300")
-    if args.search and args.no_compile:
-        raise ValueError(
-            "--search needs the compiler to decide what fits, and --no-compile disables it; "
-            "leave out one of them"
-        )
+    _check_options(args)
+    expected = config.expect if args.expect is None else load(ExpectConfig, args.expect)
     use_the_cpu_alone()
     if args.search:
         how = {"as_json": args.json, "budget": args.budget}
@@ -156,9 +172,27 @@ def run(args: argparse.Namespace) -> int:
         return search_config(config, gpu, devices, words=words, **how)
     if not is_script:
         _check_mesh(config, devices)
-    return predict(
-        plan_for, gpu, devices, as_json=args.json, no_compile=args.no_compile, fast=args.fast
-    )
+    how = {"as_json": args.json, "no_compile": args.no_compile, "fast": args.fast}
+    if expected.names or args.golden:
+        return check(plan_for, gpu, devices, expected=expected, golden=args.golden, **how)
+    return predict(plan_for, gpu, devices, **how)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that cannot be combined, and for an invalid budget."""
+    if args.budget <= 0:
+        raise ValueError(f"--budget {args.budget:g}: give seconds above 0, such as 300")
+    if (args.expect or args.golden) and (args.search or args.no_compile):
+        other = "--search" if args.search else "--no-compile"
+        raise ValueError(
+            f"{'--expect' if args.expect else '--golden'} reads the compiled step of one plan and "
+            f"cannot be combined with {other}; leave out one of them"
+        )
+    if args.search and args.no_compile:
+        raise ValueError(
+            "--search needs the compiler to decide what fits, and --no-compile disables it; "
+            "leave out one of them"
+        )
 
 
 def _plan_of_config(config: RunConfig, devices: int, gpu: Gpu | None = None) -> Plan:
@@ -224,6 +258,70 @@ def predict(
     show(json.dumps(forecast_dict(found), indent=2) if as_json else forecast_page(found))
     fits = found.verdict.fits
     return {True: EXIT_FITS, False: EXIT_DOES_NOT_FIT, None: EXIT_NOT_DECIDED}[fits]
+
+
+def check(
+    plan_for: PlanFor,
+    gpu: Gpu,
+    devices: int,
+    *,
+    expected: ExpectConfig,
+    golden: str | None,
+    as_json: bool,
+    no_compile: bool,
+    fast: bool,
+) -> int:
+    """Prints the forecast of a run, checks rules in its compiled step, and compares a golden file.
+
+    Without a compiler only the forecast is printed, and nothing is checked.
+
+    Args:
+      plan_for: as in `predict`.
+      expected: the rules; none may be set.
+      golden: path of the golden file, if any.
+
+    Returns:
+      As `predict`; 3 also if nothing was checked, and 4 for a violation or a difference.
+
+    Raises:
+      ValueError: a rule cannot be checked. CompileError: the compiler refused the step.
+    """
+    from zerojax.forecasting.forecast_page import forecast_dict, forecast_page
+    from zerojax.forecasting.program_rules import check_golden, check_step, plan_record
+    from zerojax.hardware import compile_client
+
+    if no_compile or compile_client.missing() is not None:
+        how = {"as_json": as_json, "no_compile": no_compile, "fast": fast}
+        code = predict(plan_for, gpu, devices, **how)
+        show("expect: not checked, because nothing was compiled", file=sys.stderr)
+        return EXIT_NOT_DECIDED if code == EXIT_FITS else code
+    with Progress(quiet=as_json) as progress:
+        progress(f"planning for {devices} x {gpu.title}")
+        plan = plan_for(devices, gpu=gpu)
+        checked = check_step(plan, expected, gpu, fast=fast, progress=progress)
+    assert checked.forecast is not None
+    differences = None if golden is None else check_golden(plan_record(checked), golden)
+    if as_json:
+        found = {"expect": checked.as_dict()["rules"], "differences": differences}
+        show(json.dumps({**forecast_dict(checked.forecast), **found}, indent=2))
+    else:
+        show(forecast_page(checked.forecast))
+        if expected.names:
+            show(f"\n{checked.page()}")
+        if golden is not None:
+            show(f"\n{_golden_page(golden, differences)}")
+    if checked.violations or differences:
+        return EXIT_VIOLATED
+    return EXIT_DOES_NOT_FIT if checked.forecast.verdict.fits is False else EXIT_FITS
+
+
+def _golden_page(path: str, differences: list[str] | None) -> str:
+    if differences is None:
+        return f"GOLDEN: {path} was written"
+    if not differences:
+        return f"GOLDEN: the step is that of {path}"
+    lines = [f"GOLDEN: {len(differences)} differences from {path}; delete it to accept them"]
+    return "\n".join([*lines, *(f"  - {line}" for line in differences)])
 
 
 def search_config(

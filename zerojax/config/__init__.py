@@ -13,6 +13,7 @@ from zerojax.config.attention_layouts import (
 )
 from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
+from zerojax.config.expect import ExpectConfig
 from zerojax.config.expert_settings import MoEConfig
 from zerojax.config.layer_drop import LayerDropConfig
 from zerojax.config.loader import ConfigError, from_dict, to_dict
@@ -45,6 +46,7 @@ __all__ = [
     "DataConfig",
     "ElasticBatch",
     "ElasticityConfig",
+    "ExpectConfig",
     "FixedLayout",
     "LayerDropConfig",
     "LayoutConfig",

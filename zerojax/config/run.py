@@ -28,6 +28,7 @@ from zerojax.config.checks import (
 )
 from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
+from zerojax.config.expect import ExpectConfig
 from zerojax.config.expert_settings import MoEConfig
 from zerojax.config.layer_drop import LayerDropConfig
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict, load_dataclass, to_dict
@@ -337,6 +338,7 @@ class RunConfig:
     elasticity: ElasticityConfig = dataclasses.field(default_factory=ElasticityConfig)
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
+    expect: ExpectConfig = dataclasses.field(default_factory=ExpectConfig)
     precision: ComputeDtype | None = None
     """Dtype of forward and backward; norms and losses are always float32. null: bf16, or fp32 on
     CPU devices."""

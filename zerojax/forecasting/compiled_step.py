@@ -3,6 +3,7 @@ from the result."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 import time
@@ -33,6 +34,13 @@ from zerojax.forecasting.hlo.overlap import find_overlap
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.roles import bytes_by_role
 from zerojax.forecasting.roofline import estimate, verdict
+from zerojax.forecasting.step_contents import (
+    SentArray,
+    StepContents,
+    contents_of,
+    lines_in_programs,
+    read_sent,
+)
 from zerojax.forecasting.transfers import attention_wire_bytes, find_traffic, offload_numbers
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu, target_text
@@ -136,6 +144,36 @@ def forecast(
       TypeError: `plan` is not a plan.
     """
     require_plan(plan, "forecast")
+    options = {"fast": fast, "why_formula": why_formula, "progress": progress}
+    return forecast_step(plan, gpu=gpu, devices=devices, **options).forecast
+
+
+class ForecastStep(NamedTuple):
+    """A forecast, the plan on the forecast's mesh, and contents of the step for program rules.
+
+    `contents` is None if they were not asked for or nothing was compiled.
+    """
+
+    forecast: Forecast
+    plan: Plan
+    contents: StepContents | None
+
+
+def forecast_step(
+    plan: Plan,
+    *,
+    gpu: Gpu | str,
+    devices: int | None = None,
+    fast: bool = False,
+    why_formula: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    with_contents: bool = False,
+) -> ForecastStep:
+    """Forecasts a plan's step as `forecast` does.
+
+    Args:
+      with_contents: also read what program rules ask of the step; other arguments as in `forecast`.
+    """
     card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     count = plan.mesh.size if devices is None else devices
     settings = dataclasses.replace(plan.settings, data=-1)
@@ -158,6 +196,7 @@ def forecast(
         why_formula=why,
         fast=fast,
         progress=progress,
+        with_contents=with_contents,
     )
 
 
@@ -182,7 +221,8 @@ def _make_forecast(
     why_formula: str | None = None,
     fast: bool = False,
     progress: Callable[[str], None] | None = None,
-) -> Forecast:
+    with_contents: bool = False,
+) -> ForecastStep:
     """Forecasts one step of a plan.
 
     Args:
@@ -196,6 +236,7 @@ def _make_forecast(
       why_formula: reason why the step is not compiled; None: it is compiled.
       fast: whether to skip the compiler's search for faster kernels.
       progress: called with a few words at each stage of the work.
+      with_contents: see `forecast_step`.
 
     Raises:
       CompileError: the compiler rejected the step.
@@ -210,18 +251,33 @@ def _make_forecast(
     attention_bytes = attention_wire_bytes(traced.jaxpr, plan.mesh.shape)
     if why_formula is None:
         say("lowering")
-        lowered = traced.lower() if devices is None else compile_client.lower_for_gpus(traced)
+        with lines_in_programs() if with_contents else contextlib.nullcontext():
+            lowered = traced.lower() if devices is None else compile_client.lower_for_gpus(traced)
         key = cache_key(counted, gpu, fast, program=lowered.as_text())
         facts = forecast_cache.load(key)
-        if facts is None:
+        lines = _digest_of_lines(lowered) if with_contents else None
+        if facts is None or (with_contents and facts.get("lines") != lines):
             say(f"compiling for {plan.mesh.size} {gpu.title}" + " (fast options)" * fast)
             began = time.perf_counter()
-            facts = _compile(lowered, counted, devices, fast)
+            facts = _compile(lowered, counted, devices, fast, lines)
             seconds = time.perf_counter() - began
             forecast_cache.store(key, facts)
     made_by = compile_client.compiler_version(fast=fast)
     work = _Work(flops, eight_bits, attention_bytes)
-    return _assemble(plan, gpu, work, facts, why_formula, seconds, made_by)
+    made = _assemble(plan, gpu, work, facts, why_formula, seconds, made_by)
+    if facts is None or not with_contents:
+        return ForecastStep(made, counted, None)
+    contents = contents_of(
+        counted,
+        traced.jaxpr,
+        map(SentArray.from_json, facts["sent"]),
+        peak=compile_client.MemoryUse(**facts["memory"]).peak,
+        wire_bytes=made.traffic.wire_bytes or 0,
+        network_bytes=made.traffic.network_bytes,
+        calls_cudnn=facts["calls_cudnn"],
+        on_gpus=True,
+    )
+    return ForecastStep(made, counted, contents)
 
 
 # --- facts of the compiled step -------------------------------------------------------------------
@@ -243,7 +299,19 @@ def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
     )
 
 
-def _compile(lowered: Any, plan: Plan, devices: Sequence[Any] | None, fast: bool) -> Facts:
+def _digest_of_lines(lowered: Any) -> str:
+    """Returns a hash of a program with the lines of its sources, which its cache key ignores."""
+    return forecast_cache.key_of(lowered.as_text(debug_info=True))
+
+
+def _compile(
+    lowered: Any, plan: Plan, devices: Sequence[Any] | None, fast: bool, lines: str | None
+) -> Facts:
+    """Compiles a step and reads it.
+
+    Args:
+      lines: `_digest_of_lines`, to read what collectives send as well; None: only the rest.
+    """
     own = {} if devices is None else plan.program.options  # otherwise `jax.jit` has them
     with tempfile.TemporaryDirectory(prefix="zerojax-plan-") as folder:
         compiled = compile_client.compile_for_gpus(
@@ -258,11 +326,16 @@ def _compile(lowered: Any, plan: Plan, devices: Sequence[Any] | None, fast: bool
     collectives = find_collectives(program, plan.mesh.size)
     overlap = find_overlap(program, collectives)
     nodes = _nodes(plan.mesh if devices is None else devices)
+    axes = {one.name: axes_of(one.group, plan.mesh) for one in collectives}
     rows = [
-        _collective_facts(one, overlap.get(one.name), _axes_of(one.group, plan.mesh), nodes)
-        for one in collectives
+        _collective_facts(one, overlap.get(one.name), axes[one.name], nodes) for one in collectives
     ]
+    sent = {}
+    if lines is not None:
+        arrays = read_sent(program, collectives, axes, plan)
+        sent = {"lines": lines, "sent": [dataclasses.asdict(one) for one in arrays]}
     return {
+        **sent,
         "memory": dataclasses.asdict(compiled.memory),
         "roles": roles,
         "collectives": rows,
@@ -305,7 +378,7 @@ def _copy_facts(copy: HostCopy) -> Facts:
     }
 
 
-def _axes_of(group: Sequence[int], mesh: Mesh | AbstractMesh) -> str:
+def axes_of(group: Sequence[int], mesh: Mesh | AbstractMesh) -> str:
     """Returns the mesh axes along which the devices of a group differ, such as "data+model".
 
     A compiled program numbers its devices in the order of the mesh.

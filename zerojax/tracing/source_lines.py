@@ -18,8 +18,9 @@ _OURS = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple(
     str(Path(module.__file__ or "").resolve().parent) + os.sep for module in (jax, flax, np, optax)
 )
+_KERNELS = str(_OURS.parent / "pallas_kernels") + os.sep
 _STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
-_WRITTEN_BY_USERS_TOO = (str(_OURS / "models") + os.sep, str(_OURS / "losses.py"))
+_WRITTEN_BY_USERS_TOO = (str(_OURS / "zoo") + os.sep, str(_OURS / "models" / "losses.py"))
 """Parts of zerojax that count as user code if no stack frame is in the user's code."""
 
 
@@ -36,7 +37,7 @@ def is_of_users(filename: str) -> bool:
     path = os.path.abspath(filename)
     if filename.startswith("<"):
         return bool(linecache.getlines(filename))
-    if path.startswith((*_LIBRARIES, str(_OURS) + os.sep)) or "site-packages" in path:
+    if path.startswith((*_LIBRARIES, str(_OURS) + os.sep, _KERNELS)) or "site-packages" in path:
         return False
     return not path.startswith(_STANDARD) and not path.startswith(sys.base_prefix + "/lib")
 

@@ -97,6 +97,14 @@ class Dataflow:
         contribution."""
         return self._out_of.get(value, [])
 
+    def values_of(self, name: str) -> list[Value]:
+        """Returns the values that an instruction computes."""
+        return [(name, index) for index, _ in _elements(self.instructions[name].type)]
+
+    def operands(self, name: str) -> list[Value]:
+        """Returns the values that an instruction takes."""
+        return self._operands(name)
+
     def array(self, value: Value) -> Array | None:
         """Returns the array type (dtype and shape) of a value; None for tuples and unknown
         values."""
@@ -173,12 +181,12 @@ class Dataflow:
     def _connect_asynchronous(self, instruction: Instruction, operands: list[Value]) -> None:
         """Adds the edges of an asynchronous instruction.
 
-        The start of an all-reduce returns only its result; other starts return (operands, result,
-        ...).
+        A start returns (operands, result, ...). The start of an all-reduce returns only its result,
+        unless the text prints its operands as a tuple of their own.
         """
         name, opcode = instruction.name, instruction.opcode
         if opcode.startswith("all-reduce-"):
-            self._connect_operation(instruction, operands)
+            self._connect_all_reduce(instruction, operands)
         elif opcode.endswith("-update"):
             self._pass_on(operands[0], (name, ()))
         elif opcode.endswith("-done"):
@@ -196,6 +204,20 @@ class Dataflow:
                 place = (position,) if len(operands) > 1 else ()
                 self._add_edge(operand, (name, (0, *place)), Edge.SAME)
                 self._add_edge(operand, (name, (1, *place)), Edge.SAME)
+
+    def _connect_all_reduce(self, instruction: Instruction, operands: list[Value]) -> None:
+        """Links the start of an all-reduce, `result` or `((operands), result)`, or its end."""
+        is_start = instruction.opcode == "all-reduce-start"
+        start = instruction if is_start else self.instructions[operands[0][0]]
+        has_operands = not isinstance(_parts(start.type)[0], Array)
+        if not is_start:
+            self._pass_on((start.name, (1,) if has_operands else ()), (instruction.name, ()))
+        elif not has_operands:
+            self._connect_operation(instruction, operands)
+        else:
+            for position, operand in enumerate(operands):
+                place = (position,) if len(operands) > 1 else ()
+                self._add_edge(operand, (start.name, (1, *place)), Edge.SAME)
 
     def _connect_operation(self, instruction: Instruction, operands: list[Value]) -> None:
         name, opcode = instruction.name, instruction.opcode

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
+from zerojax.forecasting.hlo.source_frames import Frame, SourceFrames
 from zerojax.forecasting.hlo.trip_counts import derive_trip_count
 from zerojax.operators.marks import FURTHER_ROUNDS, share_of_branch
 
@@ -251,13 +252,20 @@ class Program:
         does not state them.
     """
 
-    def __init__(self, header: str, computations: dict[str, Computation], entry: Computation):
+    def __init__(
+        self,
+        header: str,
+        computations: dict[str, Computation],
+        entry: Computation,
+        frames: SourceFrames | None = None,
+    ):
         def number(key: str) -> int:
             found = re.search(rf"\b{key}=(\d+)", header)
             return int(found[1]) if found else 1
 
         self.computations = computations
         self.entry = entry
+        self._frames = frames or SourceFrames([])
         self.is_scheduled = "is_scheduled=true" in header
         self.num_partitions = number("num_partitions")
         self.num_replicas = number("replica_count")
@@ -304,6 +312,10 @@ class Program:
             for name in instruction.branches
         ]
 
+    def frames_of(self, instruction: Instruction) -> list[Frame]:
+        """Returns (file, line) of the Python frames that traced an instruction, innermost first."""
+        return self._frames.of(instruction.attribute_text)
+
     @functools.cached_property
     def unknown_loops(self) -> tuple[str, ...]:
         """Names of executed loops whose number of iterations is unknown; all counts assume one
@@ -344,7 +356,7 @@ def read_program(text: str) -> Program:
     computations: dict[str, Computation] = {}
     current: Computation | None = None
     entry: Computation | None = None
-    header = ""
+    header, tables = "", []
     for line in _INDEX_COMMENT.sub("", text).splitlines():
         if current is None:
             if line.startswith("HloModule"):
@@ -352,6 +364,8 @@ def read_program(text: str) -> Program:
             elif line.endswith("{") and (opening := _COMPUTATION.match(line)):
                 current = computations[opening[2]] = Computation(opening[2])
                 entry = current if opening[1] else entry
+            else:
+                tables.append(line)
         elif line.startswith("}"):
             current = None
         elif line.strip():
@@ -369,7 +383,7 @@ def read_program(text: str) -> Program:
                 # Exchange rounds that are not needed if experts have equal loads.
                 count = 0 if FURTHER_ROUNDS in instruction.op_name else count
                 instruction.derived_trip_count = count
-    return Program(header, computations, entry)
+    return Program(header, computations, entry, SourceFrames(tables))
 
 
 def _read_instruction(line: str, computation: Computation) -> Instruction:

@@ -211,9 +211,34 @@ def find_stacks(closed: ClosedJaxpr, names: Sequence[str]) -> frozenset[str]:
       closed: traced loss.
       names: names of the parameters, which are the first inputs of the loss.
     """
+    loops = find_stack_loops(closed, names)
+    return frozenset(name for loop in loops for name in loop.stacked)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackLoop:
+    """Loop of a loss that slices parameters along dimension 0.
+
+    Attributes:
+      equation: the loop.
+      stacked: names of these parameters.
+    """
+
+    equation: Any
+    stacked: tuple[str, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return self.equation.params["length"]
+
+
+def find_stack_loops(closed: ClosedJaxpr, names: Sequence[str]) -> list[StackLoop]:
+    """Returns the loops of a loss that slice parameters; arguments as in `find_stacks`."""
     holders = {v: i for i, v in enumerate(closed.jaxpr.invars[: len(names)])}
-    loops = _find_loops(closed.jaxpr, holders, "")
-    return frozenset(names[i] for loop in loops for i in loop.inputs)
+    return [
+        StackLoop(loop.equation, tuple(names[i] for i in loop.inputs))
+        for loop in _find_loops(closed.jaxpr, holders, "")
+    ]
 
 
 # --- search for the loop --------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""Program rules in steps compiled for H100: attention, bytes between nodes, no false alarm."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.config import ModelConfig
+from zerojax.errors import ExpectationError
+from zerojax.forecasting.program_rules import check_step
+from zerojax.hardware import compile_client
+from zerojax.zoo import build_model
+
+MISSING = compile_client.missing()
+pytestmark = [
+    pytest.mark.gpu_programs,
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+]
+
+SEQ, WIDTH = 128, 256
+SOUND = {
+    "max_gather_mb": 0.0,
+    "max_replicated_mb": 0.001,
+    "max_peak_gib": 1.0,
+    "gradients_in": "bf16",
+    "layer_loops": 1,
+    "fused_attention": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def quick_to_compile(monkeypatch):
+    """With the least work: collectives are exact, and no test depends on the memory."""
+    monkeypatch.setenv("ZEROJAX_CACHE", "off")
+    monkeypatch.setattr(compile_client, "FAST_OPTIONS", compile_client.SKETCH_OPTIONS)
+
+
+def text_plan(zero, devices=8, microbatches=1, mesh=None, **changes):
+    config = ModelConfig(
+        name="gpt2", num_layers=2, num_heads=4, embed_dim=WIDTH, max_seq_len=SEQ, **changes
+    )
+    tokens = np.zeros((2 * devices * microbatches, SEQ), np.int32)
+    return zerojax.make_plan(
+        build_model(config, 512),
+        zerojax.make_abstract_mesh(mesh or {}, devices),
+        example_batch={"tokens": tokens, "targets": tokens},
+        precision="bf16",
+        zero=zero,
+        num_microbatches=microbatches,
+        persistence_threshold=1000,
+    )
+
+
+@pytest.mark.parametrize(("zero", "parts"), [(0, 1), (1, 1), (2, 2), (3, 1), (3, 2)])
+def test_a_sound_step_keeps_every_rule(zero, parts):
+    checked = zerojax.expect(
+        text_plan(zero, microbatches=parts), gpu="h100", devices=8, max_network_gb=0, **SOUND
+    )
+    assert checked.contents.attention_kernels
+    assert checked.forecast is not None
+    assert checked.plan.mesh.size == 8
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_sound_step_with_tensor_parallelism(zero):
+    plan = text_plan(zero, mesh={"model": 2})
+    checked = zerojax.expect(plan, gpu="h100", devices=8, rules_split=True, **SOUND)
+    assert len(checked.rules) == len(SOUND) + 1
+
+
+def test_attention_that_stores_its_scores():
+    """And gradients that are summed in bfloat16: both are named, with their lines."""
+    with pytest.raises(ExpectationError) as caught:
+        zerojax.expect(
+            text_plan(2, attention="xla"), gpu="h100", fused_attention=True, gradients_in="fp32"
+        )
+    narrow, stored = caught.value.violations
+    assert narrow.rule == "gradients_in"
+    assert "bf16" in str(narrow.collective)
+    assert f"[2, 4, {SEQ}, 1, {SEQ}] in float32" in stored.found
+    assert "zerojax/zoo" in str(stored.line)
+
+
+def test_bytes_between_nodes():
+    with pytest.raises(ExpectationError, match="between nodes") as caught:
+        zerojax.expect(
+            text_plan(1, devices=16), gpu="h100", devices=16, max_network_gb=1e-6, max_wire_gb=1
+        )
+    (found,) = caught.value.violations
+    assert found.rule == "max_network_gb"
+    checked = check_step(text_plan(1, devices=16), zerojax.ExpectConfig(), "h100", 16)
+    # A ring over two nodes of eight crosses between them with one eighth of its bytes.
+    contents = checked.contents
+    assert contents.network_bytes == pytest.approx(contents.wire_bytes / 8, rel=0.01)
