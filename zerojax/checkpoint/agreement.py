@@ -27,12 +27,15 @@ from zerojax.checkpoint.errors import (
     GivenUpError,
     MachineError,
 )
+from zerojax.checkpoint.store import StoreError, StoreFailedError
 
 _TEXT_BYTES = 1024
 _KINDS = (
     *(CheckpointError, DiskFullError, DamagedError, DivergedError, MachineError),
     FolderInUseError,
     BaseWeightsError,
+    StoreError,
+    StoreFailedError,
     GivenUpError,  # last: reported only if no process has another error
 )
 _UNDER_WAY = 255
@@ -43,8 +46,8 @@ def raise_together(error: BaseException | None) -> None:
     """Raises on every process if `error` is not None on any of them.
 
     Raises:
-      CheckpointError: on all processes, with the type and text of the first process that failed by
-        itself. With one process, `error` itself.
+      CheckpointError, StoreError: on all processes, with the type and text of the first process
+        that failed by itself. With one process, `error` itself.
     """
     if jax.process_count() == 1:
         if error is not None:
@@ -86,7 +89,7 @@ def failing_together() -> Iterator[Callable[[], None]]:
         # An error of a device is raised inside a collective, in which the other processes still
         # wait.
         if not is_told and not isinstance(error, jax.errors.JaxRuntimeError):
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(CheckpointError, StoreError):
                 raise_together(error)
         raise
     raise_together(None)
@@ -127,7 +130,8 @@ def _exchange(error: BaseException | None, *, is_under_way: bool = False) -> np.
     """
     buffer = np.zeros(_TEXT_BYTES, np.uint8)
     if error is not None:
-        other = CheckpointError if isinstance(error, CheckpointError) else MachineError
+        own = (CheckpointError, StoreError)
+        other = next((kind for kind in own if isinstance(error, kind)), MachineError)
         kind = _KINDS.index(type(error) if type(error) in _KINDS else other)
         text = bytes([1 + kind]) + (str(error) or type(error).__name__).encode()
         buffer[: len(text)] = np.frombuffer(text, np.uint8)[:_TEXT_BYTES]

@@ -60,10 +60,11 @@ class OffloadConfig:
     and its gradient sent in tiles, each by collectives of its own, so that layers larger than
     device memory train. null: whole weights."""
     folder: str | None = None
-    """Folder for the files of nvme. null: next to the run's checkpoints."""
+    """Folder for the files of nvme, one folder for each process. null: next to the run's
+    checkpoints."""
     durable: bool = False
-    """Keep two generations on disk, so that a killed run resumes from its last complete step, for
-    twice the disk space. false: it resumes from the last checkpoint."""
+    """Keep two generations on disk, so that a killed run resumes from its last complete step (of
+    all processes), for twice the disk space. false: it resumes from the last checkpoint."""
     slice_elements: int | None = None
     """Elements of a parameter's shard that are moved and updated at once. The device holds
     three slices of each array: 600 MB for Adam with 16 million elements. null: 16 million (2**24),

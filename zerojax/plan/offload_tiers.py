@@ -337,7 +337,7 @@ def check_update_in_backward(
             )
 
 
-def check_durable(config: OffloadConfig, precision: Precision, num_processes: int) -> None:
+def check_durable(config: OffloadConfig, precision: Precision) -> None:
     """Raises if `durable` is set but a killed run could not continue from files alone.
 
     Raises:
@@ -358,9 +358,4 @@ def check_durable(config: OffloadConfig, precision: Precision, num_processes: in
             "offload.durable with param_dtype=bfloat16: weights are rebuilt from float32 masters "
             "in the files, which such parameters do not have; use param_dtype=float32, or "
             f"{remedy}"
-        )
-    if num_processes > 1:
-        raise ValueError(
-            f"offload.durable with {num_processes} processes: killed between two of their commits, "
-            f"they would be left with different steps; use one process, or {remedy}"
         )

@@ -4,7 +4,9 @@ A step is Python's loop over pages: the forward pass reads the weights of layer 
 backward pass those of the layers in reverse and writes their gradients; a jitted end reduces the
 other gradients, decides about clipping and skipping, and updates what is in memory; then a sweep
 over the optimizer's state reads gradients and writes weights. Threads read one page ahead. Until
-the end of the pass the given state is unchanged, so an error before it loses nothing.
+the end of the pass the given state is unchanged, so an error before it loses nothing. Each process
+has files of its own; an error of one disk is raised by all processes, at the end of the pass or of
+the sweep.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from zerojax.models.losses import no_sums
 from zerojax.parallel.offload.disk import (
     DiskState,
 )
+from zerojax.parallel.offload.disk_errors import DiskErrors
 from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice
 from zerojax.parallel.offload.disk_step import (
     SliceUpdates,
@@ -91,6 +94,7 @@ class PagedStep:
         self._key_and_factor = jax.jit(key_and_factor, out_shardings=NamedSharding(plan.mesh, P()))
         # A sum of its own for each microbatch, as in a loop that starts from zeros.
         self._add = jax.jit(lambda sums, more: jax.tree.map(jnp.add, sums, more))
+        self._zeros = jax.tree.map(np.asarray, no_sums(plan.traced.metric_names))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         disk = state["disk"]
@@ -112,25 +116,37 @@ class PagedStep:
         prepared, extras, outer, device = self.programs.begin(*given)
         sums: Any = None
         squares: Any = {}
+        errors = DiskErrors()
         for number in range(self._number):
             context = Context(prepared, extras, key_data, batch, np.int32(number))
-            more, outer, after, extras = self._microbatch(pages, context, outer, device, factor)
+            given = outer, device, factor
+            more, outer, after, extras = self._microbatch(pages, context, given, errors)
             device, squares = after.device, after.squares
             if self._number > 1:
-                zeros = no_sums(self._plan.traced.metric_names) if sums is None else sums
-                more = self._add(zeros, more)
+                more = self._add(self._zeros if sums is None else sums, more)
             sums = more
-        return PassTotals(sums, outer, device, squares, extras)
+        totals = PassTotals(sums, outer, device, squares, extras)
+        errors.raise_together(totals)
+        return totals
 
     def _microbatch(
-        self, pages: Pages, context: Context, outer: Any, device: Any, factor: Any
+        self, pages: Pages, context: Context, given: tuple[Any, Any, Any], errors: DiskErrors
     ) -> tuple[Any, Any, Any, Any]:
-        """Returns (sums, totals outside the layers, `Backward` after layer 0, extras)."""
+        """Returns (sums, totals outside the layers, `Backward` after layer 0, extras).
+
+        Args:
+          pages: all pages.
+          context: of the microbatch.
+          given: totals outside the layers and of small stacks so far; factor of the loss.
+          errors: keeps those of the disk.
+        """
         programs, last = self.programs, pages.num_layers - 1
+        outer, device, factor = given
         there_and_back = [*range(last + 1), *reversed(range(last))]
+        tier = self._plan.settings.offload.activations
         with (
-            PageSweep(pages.weights, there_and_back) as weights,
-            inputs_of(self._plan.settings.offload.activations, pages.inputs) as inputs,
+            PageSweep(pages.weights, there_and_back, errors=errors) as weights,
+            inputs_of(tier, pages.inputs, errors) as inputs,
         ):
             activations, around, changes = programs.embed(context)
             entering, rows = activations, {}
@@ -147,15 +163,21 @@ class PagedStep:
                 context, activations, around, device, factor
             )
             inputs.turn()
-            given = rows, entering, inputs, around
-            state = self._backward(pages, weights, context, given, state)
+            forward = rows, entering, inputs, around
+            state = self._backward(pages, weights, context, forward, state, errors)
             inputs.end()
             weights.end()
         outer, extras = programs.embed_backward(context, of_head, state, (written, changes), outer)
         return sums, outer, state, extras
 
     def _backward(
-        self, pages: Pages, weights: PageSweep, context: Context, forward: Any, state: Any
+        self,
+        pages: Pages,
+        weights: PageSweep,
+        context: Context,
+        forward: Any,
+        state: Any,
+        errors: DiskErrors,
     ) -> Any:
         """Runs the layers in reverse, and writes their gradients.
 
@@ -166,13 +188,15 @@ class PagedStep:
           forward: (rows and input of the last layer, inputs of the others, other inputs of a
             layer).
           state: `Backward` after the head.
+          errors: keeps those of the disk.
         """
         rows, entering, inputs, around = forward
         order, adds = [*reversed(range(pages.num_layers))], self._number > 1
         has_earlier = adds and int(context.index) > 0
         if pages.gradients.store.is_broken:  # by a pass that failed
-            pages.gradients.renew()
-        with PageSweep(pages.gradients, order, read=has_earlier) as sweep:
+            with errors.kept():
+                pages.gradients.renew()
+        with PageSweep(pages.gradients, order, read=has_earlier, errors=errors) as sweep:
             for layer in order:
                 if layer < order[0]:
                     page = weights.next()
@@ -206,6 +230,7 @@ class PagedStep:
         )
         left, page, target = 0, None, None
         with (
+            disk.together(),
             disk.updating(),
             contextlib.closing(pieces),
             PageSweep(pages.gradients, layers) as gradients,
@@ -304,12 +329,15 @@ class PagedEvaluation:
         begun = programs.begin(state["params"], state["frozen"], extras, key_data, batch)
         context = Context(begun[0], begun[1], key_data, batch, np.int32(0))
         activations, around, changes = programs.embed(context)
-        with PageSweep(pages.weights, range(pages.num_layers)) as weights:
-            for layer in range(pages.num_layers):
+        errors, layers = DiskErrors(), range(pages.num_layers)
+        with PageSweep(pages.weights, layers, errors=errors) as weights:
+            for layer in layers:
                 rows = pages.weights.on_devices(weights.next().array)
                 activations, changes = programs.forward(
                     context, rows, np.int32(layer), activations, around, changes
                 )
                 weights.use((rows, activations))
             weights.end()
-        return programs.evaluate(context, activations)
+        sums = programs.evaluate(context, activations)
+        errors.raise_together(sums)
+        return sums
