@@ -5,7 +5,8 @@
 trains on DEVICES virtual devices of each process until step STEPS. OPTIONS is JSON: "offload",
 "zero", "microbatches", "layers", "every" (steps between checkpoints, in FOLDER/checkpoints), and
 "fault" with "process", "call" ("preadv", "pwritev" or "commit"), "folder" (part of the path of the
-file), "count" (the number of the call that fails) and "kills". Each process adds step and loss to
+file), "after" (calls count when this step has been noted), "count" (the number of the call that
+fails) and "kills". Each process adds step and loss to
 FOLDER/losses-PROCESS, and writes the text of a StoreError to FOLDER/error-PROCESS.
 """
 
@@ -21,6 +22,8 @@ from typing import Any
 import jax
 
 LAYERS = 3
+noted: list[int] = []
+"""Steps whose losses this process has noted."""
 
 
 def install(fault: dict[str, Any]) -> None:
@@ -36,14 +39,15 @@ def install(fault: dict[str, Any]) -> None:
 
     def is_due(path: str) -> bool:
         nonlocal calls
-        calls += fault["folder"] in path
-        return fault["folder"] in path and calls == fault["count"]
+        counts = fault["folder"] in path and fault["after"] in noted
+        calls += counts
+        return counts and calls == fault["count"]
 
     if fault["call"] == "commit":
         save = store.save_manifest
 
         def save_or_fail(folder: Path, manifest: Any) -> None:
-            if is_due(f"{folder}/"):
+            if folder.name == fault["folder"] and is_due(str(folder)):
                 fail()
             save(folder, manifest)
 
@@ -90,6 +94,7 @@ def main(folder: Path, devices: int, steps: int, options: dict[str, Any]) -> Non
 
             def note(trainer: Any, metrics: Any) -> None:
                 losses.write(f"{metrics['step']} {metrics['loss'].hex()}\n")
+                noted.append(int(metrics["step"]))
 
             trainer = zerojax.train(
                 small(layers=options.get("layers", LAYERS), width=16, rate=0.2),

@@ -45,7 +45,8 @@ class OffloadConfig:
     """Memory of the layer weights that forward and backward read. host: weights are moved to
     the device layer by layer, and gradients back, so that device memory does not grow with
     depth. nvme: weights and gradients of layers are in files, too, so that host memory does not
-    grow with depth either; opt_state is then nvme. For models whose layers run in one scan."""
+    grow with depth either; opt_state is then nvme. For models whose layers run in one scan or are
+    equal layers of a Python list."""
     activations: Literal["device", "host", "nvme"] = DEVICE
     """Memory of each layer's input until the backward pass. host: one activation per layer is moved
     to the host, and layers are recomputed in the backward pass. nvme: to files, with params: nvme
