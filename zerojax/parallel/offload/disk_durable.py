@@ -17,7 +17,7 @@ import json
 import re
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class AnotherPlanError(StoreError):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class Generations:
     """The generations in the files of one process, or of all of them together.
 
     Attributes:
@@ -131,18 +131,30 @@ def _last_generation(plan: Plan) -> int | None:
     with failing_together():
         own = _find(folder)
     rows = gather(np.array(dataclasses.astuple(own), np.int32)).tolist()
-    every = [_Found(*row) for row in rows]
-    last = min(found.generation for found in every)
-    fits = len({found.filling for found in every}) == 1
-    if last > 0 and fits and all(found.oldest <= last for found in every):
+    return common_generation(folder, [Generations(*row) for row in rows])
+
+
+def common_generation(folder: Path, every: Sequence[Generations]) -> int | None:
+    """Returns the last generation that all processes have; None if there is none.
+
+    Args:
+      folder: of this process, for messages.
+      every: of each process.
+
+    Raises:
+      StoreError: the files of the processes do not belong together.
+    """
+    last = min(own.generation for own in every)
+    fits = len({own.filling for own in every}) == 1
+    if last > 0 and fits and all(own.oldest <= last for own in every):
         return last
-    if max(found.generation for found in every) <= 0:
+    if max(own.generation for own in every) <= 0:
         return None
     if 0 <= last <= 1:
         return None  # a start was interrupted while the processes filled their files
     has = ", ".join(
-        f"process {number}: {'none' if found.generation < 0 else found.generation}"
-        for number, found in enumerate(every)
+        f"process {number}: {'none' if own.generation < 0 else own.generation}"
+        for number, own in enumerate(every)
     )
     raise StoreError(
         f"{folder}: the durable files of the processes do not belong together (generations: "
@@ -151,17 +163,17 @@ def _last_generation(plan: Plan) -> int | None:
     )
 
 
-def _find(folder: Path) -> _Found:
+def _find(folder: Path) -> Generations:
     """Returns the generations in the files of this process."""
     if not (folder / MANIFEST).exists():
-        return _Found(-1, -1, 0)
+        return Generations(-1, -1, 0)
     manifest = load_manifest(folder)  # only this: a scratch store may be mixed and is not used
     last = manifest.generation
     if not manifest.durable or not (folder / _name_of(last)).exists():
-        return _Found(0, 0, 0)
+        return Generations(0, 0, 0)
     goes_back = manifest.has_previous and (folder / _name_of(last - 1)).exists()
     filling = _unpacked(folder / _name_of(last))[1].get("filling", 0)
-    return _Found(last, last - 1 if goes_back else last, filling)
+    return Generations(last, last - 1 if goes_back else last, filling)
 
 
 def _read_step(folder: Path, generation: int) -> int:
