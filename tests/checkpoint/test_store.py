@@ -126,6 +126,25 @@ def test_an_order_may_go_there_and_back(tmp_path, durable):
         assert [int(b.array[0]) for b in store.sweep(order=[3])] == [7]
 
 
+def test_a_durable_store_goes_back_by_one_generation(tmp_path):
+    with make(tmp_path, durable=True) as store:
+        for _ in range(3):
+            advance(store)
+    with pytest.raises(StoreError, match="generation 1 .*delete"):
+        BucketStore.open(tmp_path, generation=1)
+    for _ in range(2):
+        with BucketStore.open(tmp_path, generation=2) as store:
+            assert (store.generation, wrong_buckets(store)) == (2, [])
+        with BucketStore.open(tmp_path) as store:
+            assert store.generation == 2
+            advance(store)
+            assert (store.generation, wrong_buckets(store)) == (3, [])
+    with make(tmp_path / "scratch") as store:
+        advance(store)
+    with pytest.raises(StoreError, match="generation 0"):
+        BucketStore.open(tmp_path / "scratch", generation=0)
+
+
 def test_buckets_that_were_never_written_are_zeros(tmp_path, durable):
     """Also where another bucket was in the same memory before."""
     with make(tmp_path, durable=durable) as store:

@@ -41,7 +41,7 @@ def save(folder, plan, state, step=1):
 
 def restore(folder, plan):
     names = saved_names(plan) if plan.offload is not None else {}
-    unread = [name for arrays in names.values() for name in arrays.values()]
+    unread = [n for arrays in names.values() for each in arrays.values() for n in each]
     with Checkpointer(folder) as checkpointer:
         restored = checkpointer.restore(plan.abstract_portable, unread=unread)
     return from_portable_state(plan, restored.state)
@@ -74,7 +74,7 @@ def test_such_a_checkpoint_holds_every_array_once(saved):
         described = checkpointer.metadata().arrays
         files = checkpointer.metadata().files
     assert described.keys() == expected.keys()
-    names = [name for arrays in saved_names(plan).values() for name in arrays.values()]
+    names = [n for arrays in saved_names(plan).values() for each in arrays.values() for n in each]
     padded = [plan.abstract_stored["params"][leaf.name].size for leaf in plan.offload.off_device]
     assert len(names) == 3 * len(padded)
     assert files["pieces/process_0.bin"] == 3 * 4 * sum(padded)
@@ -94,8 +94,7 @@ def test_its_fingerprints_are_those_of_whole_arrays(saved):
 def test_a_flipped_bit_in_its_pieces_is_noticed(saved, tmp_path, tier):
     folder, expected, _, plan = saved
     copy = shutil.copytree(folder, tmp_path / "copy")
-    name = next(iter(saved_names(plan).values())).values()
-    name = sorted(name)[0]
+    [name] = sorted(next(iter(saved_names(plan).values())).values())[0]
     path = copy / "1" / "pieces" / "process_0.bin"
     content = bytearray(path.read_bytes())
     place = content.index(np.asarray(expected[name]).reshape(-1)[:8].tobytes())

@@ -89,7 +89,7 @@ def mixed_scratch_store(folder):
         piece.write()
         break  # the sweep is left, as by a kill
     close(state)
-    with pytest.raises(StoreError, match="did not end"):
+    with pytest.raises(StoreError, match="interrupted"):
         BucketStore.open(folder / "process_0")
 
 

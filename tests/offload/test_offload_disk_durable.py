@@ -15,12 +15,18 @@ from tests.support.offload_disk_runs import (
     portable,
     train,
 )
+from tests.support.refusals import refused
 from tests.support.trajectories import regression_batch
 from zerojax.checkpoint.store import StoreError
 from zerojax.config import MeshConfig
 from zerojax.optim import adamw
 from zerojax.optim.precision import Precision, as_precision
-from zerojax.parallel.offload.disk_durable import resume, resume_step
+from zerojax.parallel.offload.disk_durable import (
+    Generations,
+    common_generation,
+    resume,
+    resume_step,
+)
 from zerojax.plan.offload_tiers import check_durable
 from zerojax.training.checkpointing import first_state
 from zerojax.training.entry import train as train_run
@@ -80,24 +86,48 @@ def test_a_scratch_store_is_never_gone_on_from(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shares", "precision", "processes", "match"),
+    ("shares", "precision", "match"),
     [
-        (SHARES, Precision(), 1, "state in device and host memory is lost with the process"),
+        (SHARES, Precision(), "state in device and host memory is lost with the process"),
         (
             "nvme",
             as_precision("bf16", param_dtype="bf16"),
-            1,
             "rebuilt from float32 master weights",
         ),
-        ("nvme", Precision(), 2, "durable with 2 processes: if they are killed"),
     ],
 )
-def test_what_a_killed_run_could_not_go_on_from(tmp_path, shares, precision, processes, match):
+def test_what_a_killed_run_could_not_go_on_from(tmp_path, shares, precision, match):
     config = offload(tmp_path, shares, durable=True)
     with pytest.raises(ValueError, match=rf"{match}.*leave durable out"):
-        check_durable(config, precision, processes)
-    check_durable(offload(tmp_path, shares), precision, processes)
+        check_durable(config, precision)
+    check_durable(offload(tmp_path, shares), precision)
     assert np.isclose(sum(config.shares.values()), 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "common"),
+    [
+        ([(7, 6, 1), (7, 6, 1)], 7),
+        ([(7, 6, 1), (6, 5, 1)], 6),
+        ([(6, 6, 1), (7, 6, 1)], 6),
+        ([(-1, -1, 0), (-1, -1, 0)], None),
+        ([(1, 1, 2), (300, 299, 1)], None),  # killed while it filled its files anew
+        ([(0, 0, 0), (300, 299, 1)], None),
+        ([(7, 6, 1), (5, 4, 1)], "process 0: 7, process 1: 5"),
+        ([(7, 7, 1), (6, 5, 1)], "process 0: 7, process 1: 6"),
+        ([(7, 6, 1), (7, 6, 2)], "process 0: 7, process 1: 7"),
+        ([(7, 6, 1), (-1, -1, 0)], "process 0: 7, process 1: none"),
+    ],
+)
+def test_the_last_generation_of_several_processes(tmp_path, found, common):
+    every = [Generations(*own) for own in found]
+    if not isinstance(common, str):
+        assert common_generation(tmp_path, every) == common
+        return
+    value = [tmp_path, common]
+    refused(
+        lambda: common_generation(tmp_path, every), value, "delete checkpoint", error=StoreError
+    )
 
 
 @pytest.mark.thorough

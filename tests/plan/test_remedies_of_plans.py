@@ -20,10 +20,8 @@ from tests.config.test_remedies_of_options import line, mean, text
 from tests.support.refusals import Refusal, code_in, refused, table
 from zerojax import zoo
 from zerojax.cli import main
-from zerojax.config import OffloadConfig
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.leaf_placement import tensor_parallel_axes
-from zerojax.plan.offload_tiers import check_durable
 from zerojax.plan.pipeline import partition_layers
 from zerojax.plan.refusals import check_batch
 from zerojax.plan.schedules import (
@@ -311,14 +309,6 @@ def test_slices_of_offloaded_state():
 
     value, remedy = "slice_elements=1 263,552 65,536", "slice_elements=8 16777216"
     Refusal(1, value, remedy, [8, 16777216]).check(plan)
-
-
-def test_durable_state_of_several_processes():
-    config = OffloadConfig(opt_state="nvme", durable=True, folder="files")
-    check = lambda config, count: check_durable(config, zerojax.Precision(), count)  # noqa: E731
-    refused(lambda: check(config, 2), "offload.durable 2", "one durable")
-    check(config, 1)
-    check(dataclasses.replace(config, durable=False), 2)
 
 
 def test_parts_of_a_pipeline():

@@ -27,13 +27,16 @@ from zerojax.checkpoint.errors import (
     GivenUpError,
     MachineError,
 )
+from zerojax.checkpoint.store import StoreError, StoreFailedError
 
 _TEXT_BYTES = 1024
 _KINDS = (
     *(CheckpointError, DiskFullError, DamagedError, DivergedError, MachineError),
     FolderInUseError,
     BaseWeightsError,
-    GivenUpError,  # the last kind: reported only if no process has another error
+    StoreError,
+    StoreFailedError,
+    GivenUpError,  # last: reported only if no process has another error
 )
 _UNDER_WAY = 255
 _ROUND_SECONDS = 0.5
@@ -46,8 +49,8 @@ def raise_together(error: BaseException | None) -> None:
       error: the error of this process; None if it has none.
 
     Raises:
-      CheckpointError: on all processes, with the type and text of the error of the first process
-        that has one. A single process raises `error` itself.
+      CheckpointError, StoreError: on all processes, with the type and text of the error of the
+        first process that has one. A single process raises `error` itself.
     """
     if jax.process_count() == 1:
         if error is not None:
@@ -89,7 +92,7 @@ def failing_together() -> Iterator[Callable[[], None]]:
         # A device error can be raised inside a collective while the other processes still wait in
         # the same collective.
         if not is_told and not isinstance(error, jax.errors.JaxRuntimeError):
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(CheckpointError, StoreError):
                 raise_together(error)
         raise
     raise_together(None)
@@ -130,7 +133,8 @@ def _exchange(error: BaseException | None, *, is_under_way: bool = False) -> np.
     """
     buffer = np.zeros(_TEXT_BYTES, np.uint8)
     if error is not None:
-        other = CheckpointError if isinstance(error, CheckpointError) else MachineError
+        own = (CheckpointError, StoreError)
+        other = next((kind for kind in own if isinstance(error, kind)), MachineError)
         kind = _KINDS.index(type(error) if type(error) in _KINDS else other)
         text = bytes([1 + kind]) + (str(error) or type(error).__name__).encode()
         buffer[: len(text)] = np.frombuffer(text, np.uint8)[:_TEXT_BYTES]

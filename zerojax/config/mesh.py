@@ -51,7 +51,7 @@ class OffloadConfig:
     moved to the device when needed and its gradients back to the host, so that device memory does
     not grow with depth. nvme: weights and gradients of layers are in files, so that host memory
     does not grow with depth either; opt_state is then nvme, too. For models whose layers run in one
-    scan."""
+    scan or are equal layers of a Python list."""
     activations: Literal["device", "host", "nvme"] = DEVICE
     """Memory of each layer's input until the backward pass, which recomputes the layer from it.
     host: host memory. nvme: files, only with params: nvme, so that host memory grows neither with
@@ -70,11 +70,12 @@ class OffloadConfig:
     offload as fits device and host memory, files last. The choice is made by zerojax.train, run
     files and zerojax plan; on a CPU nothing is offloaded."""
     folder: str | None = None
-    """Folder for the files of nvme. null: a folder next to the run's checkpoints."""
+    """Folder for the files of nvme, with a folder for each process. null: a folder next to the
+    run's checkpoints."""
     durable: bool = False
-    """true: two generations of the files are kept, so that a killed run resumes from its last
-    complete step, for twice the disk space. false: a killed run resumes from its last
-    checkpoint."""
+    """true: two generations of the files are kept, so that a killed run resumes from the last step
+    that all processes completed, for twice the disk space. false: a killed run resumes from its
+    last checkpoint."""
     slice_elements: int | None = None
     """Number of elements of a parameter's shard that are moved and updated at once. The device
     holds three slices of each array: 600 MB for Adam with 16 million elements. null: 16 million

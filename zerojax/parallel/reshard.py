@@ -271,7 +271,7 @@ def from_portable_state(
         return recoded
     state = cut_state(plan, recoded)
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(portable)):
-        return restore_pieces(plan, portable, state, data_state=data_state)
+        return restore_pieces(plan, given, state, data_state=data_state)
     if plan.offload.on_disk:
         state["disk"] = fill_disk(plan, recoded, rest_writer(plan, state, data_state))
     return state
@@ -422,11 +422,11 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
     moves = [None] * len(leaves) if rows is None else structure.flatten_up_to(rows)
     changing, result = [], list(leaves)
     for index, (leaf, target, move) in enumerate(zip(leaves, targets, moves, strict=True)):
+        if not _is_read(leaf):  # see `parallel.offload.disk_saving`
+            result[index] = target if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+            continue
         if isinstance(leaf, StackRows) or isinstance(target, StackRows):
             result[index] = _convert_stack(leaf, target, move, to_rows=to_rows)
-            continue
-        if not isinstance(leaf, jax.Array):  # see `parallel.offload.disk_saving`
-            result[index] = target if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
             continue
         lies: Any = leaf.sharding
         same = leaf.shape == target.shape and lies == target.sharding
@@ -447,6 +447,11 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
         for index, found in zip(changing, change([leaves[i] for i in changing]), strict=True):
             result[index] = found
     return structure.unflatten(result)
+
+
+def _is_read(leaf: Any) -> bool:
+    """Returns whether a leaf of a state is an array, or holds the rows of one."""
+    return all(isinstance(x, jax.Array) for x in (_rows(leaf) or (leaf,)))
 
 
 def _convert_stack(leaf: Any, target: Any, move: StageRows | None, *, to_rows: bool) -> Any:

@@ -425,12 +425,12 @@ def _describe_offload(task: _Task, offload: OffloadLayout | None, tiles: LayerTi
 def _plan_offload(
     task: _Task, placement: Placement, tx: optax.GradientTransformation, stacked: frozenset[str]
 ) -> OffloadLayout | None:
-    settings, mesh, number = task.settings, task.mesh, jax.process_count()
-    check_durable(settings.offload, task.precision, number)
+    settings, mesh = task.settings, task.mesh
+    check_durable(settings.offload, task.precision)
     layout = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
     check_update_in_backward(layout, task.num_microbatches, task.precision, tx)
     averages = layout is not None and optim.EMA in layout.moments
-    check_pages(settings, mesh, task.precision, num_processes=number, averages=averages)
+    check_pages(settings, mesh, task.precision, averages=averages)
     return layout
 
 

@@ -19,7 +19,6 @@ def check_pages(
     mesh: Mesh | AbstractMesh,
     precision: Precision,
     *,
-    num_processes: int,
     averages: bool,
 ) -> None:
     """Raises if layers in files cannot be combined with another part of the plan.
@@ -28,7 +27,6 @@ def check_pages(
       settings: mesh options.
       mesh: the device mesh.
       precision: dtypes of the run, which say whether there are float32 master weights.
-      num_processes: number of processes of the run.
       averages: whether the optimizer keeps an average of the weights.
 
     Raises:
@@ -36,7 +34,7 @@ def check_pages(
     """
     if settings.offload.params != NVME:
         return
-    for obstacle, remedy in _obstacles(settings, mesh, precision, num_processes, averages):
+    for obstacle, remedy in _obstacles(settings, mesh, precision, averages):
         raise ValueError(f"{_ASKED} {obstacle}; {remedy}, or use offload.params: host")
 
 
@@ -44,7 +42,6 @@ def _obstacles(
     settings: MeshConfig,
     mesh: Mesh | AbstractMesh,
     precision: Precision,
-    num_processes: int,
     averages: bool,
 ) -> Iterator[tuple[str, str]]:
     """Yields (reason why layers cannot be in files, remedy), as parts of a sentence."""
@@ -54,12 +51,6 @@ def _obstacles(
                 f"reads whole layers from files, but {axis}={size} splits them or their inputs",
                 f"use {axis}=1",
             )
-    if num_processes > 1:
-        yield (
-            f"supports one process, but this run has {num_processes}, which would wait for each "
-            "other if one of them cannot read a file",
-            "use one process",
-        )
     if not precision.has_masters:
         yield (
             f"makes weights from float32 master weights in files, but param_dtype="

@@ -351,7 +351,7 @@ def check_update_in_backward(
             )
 
 
-def check_durable(config: OffloadConfig, precision: Precision, num_processes: int) -> None:
+def check_durable(config: OffloadConfig, precision: Precision) -> None:
     """Raises if `durable` is set but a killed run could not continue from its files alone.
 
     Raises:
@@ -373,9 +373,4 @@ def check_durable(config: OffloadConfig, precision: Precision, num_processes: in
             "master weights in the files, but bfloat16 parameters have none; use "
             "param_dtype=float32, or "
             f"{remedy}"
-        )
-    if num_processes > 1:
-        raise ValueError(
-            f"offload.durable with {num_processes} processes: if they are killed while a step "
-            f"is committed, their files may differ in the step; use one process, or {remedy}"
         )

@@ -187,7 +187,8 @@ def _why_never(model: tracing.Model, wishes: Wishes) -> str | None:
             "in a "
             "checkpoint; zerojax.adamw, lion, lamb and sgd do not have this limit"
         )
-    if wishes.settings.offload.on_disk:
+    offload = wishes.settings.offload
+    if offload.on_disk and offload.params == DEVICE:
         return "offload.opt_state uses nvme, whose files store each layer's parameter separately"
     return None
 

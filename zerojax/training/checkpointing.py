@@ -116,8 +116,7 @@ def save_state(
 ) -> None:
     """Saves a state; parameters with slices on the host or on disk are copied slice by slice.
 
-    If the plan stacks layers, the state is joined in host memory instead, and each layer is written
-    under its own name.
+    If the plan stacks layers, each layer is written under its own name.
 
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
@@ -130,7 +129,7 @@ def save_state(
     Raises:
       CheckpointError: this or the previous save failed.
     """
-    apart = plan.offload is not None and bool(plan.offload.off_device) and not plan.stacks
+    apart = plan.offload is not None and bool(plan.offload.off_device)
     sums = checkpointer.fingerprints
     pieces = functools.partial(write_pieces, plan, state, with_fingerprints=sums)
     portable = to_portable_state(plan, state, joined=not apart, rows_on_host=True)
@@ -162,8 +161,9 @@ def restore_state(
         later step than the newest undamaged checkpoint.
     """
     unread = []
-    if plan.offload is not None and plan.offload.off_device and not plan.stacks:
-        unread = [name for arrays in saved_names(plan).values() for name in arrays.values()]
+    if plan.offload is not None and plan.offload.off_device:
+        arrays = [each for arrays in saved_names(plan).values() for each in arrays.values()]
+        unread = [name for names in arrays for name in names]
     abstract = portable_to_read(plan)
     names = average_names(abstract["params"])
     has_average = isinstance(abstract["opt_state"], EmaState)

@@ -24,7 +24,7 @@ from zerojax.config.display import quoted
 from zerojax.runtime.bounded_json import JsonError, loads, read_bytes
 
 NAME = "manifest.json"
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Manifest:
       slots: for each bucket, the number (0 or 1) of the file that holds it.
       checksums: for each bucket, its checksum (`BucketTransfer.wait`); None if the bucket was never
         written and contains zeros.
+      slots_before, checksums_before: `slots` and `checksums` of the previous generation, which a
+        durable store still holds until the next sweep writes; () if it does not hold it.
     """
 
     sizes: tuple[int, ...]
@@ -51,6 +53,8 @@ class Manifest:
     begun: int
     slots: tuple[int, ...]
     checksums: tuple[int | None, ...]
+    slots_before: tuple[int, ...] = ()
+    checksums_before: tuple[int | None, ...] = ()
 
     @property
     def num_buckets(self) -> int:
@@ -76,6 +80,24 @@ class Manifest:
     def num_slots(self) -> int:
         """Number of bucket files, each with room for all buckets: 2 if durable, else 1."""
         return 2 if self.durable else 1
+
+    @property
+    def has_previous(self) -> bool:
+        """Whether `previous` is possible."""
+        return bool(self.slots_before)
+
+    def previous(self) -> Manifest:
+        """Returns the manifest of the previous generation of a durable store."""
+        assert self.has_previous
+        return dataclasses.replace(
+            self,
+            generation=self.generation - 1,
+            begun=self.generation - 1,
+            slots=self.slots_before,
+            checksums=self.checksums_before,
+            slots_before=(),
+            checksums_before=(),
+        )
 
 
 def first_manifest(
@@ -169,7 +191,8 @@ def load_manifest(folder: Path) -> Manifest:
                 f"{path}: written as format {quoted(found)}, this version reads {_FORMAT}; delete "
                 "the folder and fill the store again, from a checkpoint"
             )
-        for name in ("sizes", "slots", "checksums"):
+        before = "slots_before", "checksums_before"
+        for name in ("sizes", "slots", "checksums", *before):
             fields[name] = tuple(fields[name])
         manifest = Manifest(**fields)
         if _is_possible(manifest):
@@ -197,9 +220,35 @@ def _is_possible(manifest: Manifest) -> bool:
         and type(manifest.durable) is bool
         and number(generation, 0)
         and number(manifest.begun, generation, generation + 1)
-        and all(number(slot, 0, manifest.num_slots - 1) for slot in manifest.slots)
-        and all(x is None or number(x, 0, 2**32 - 1) for x in manifest.checksums)
+        and len(manifest.slots_before) == len(manifest.checksums_before)
+        and (not manifest.has_previous or (len(manifest.slots_before) == count and generation > 0))
+        and all(
+            number(slot, 0, manifest.num_slots - 1)
+            for slot in manifest.slots + manifest.slots_before
+        )
+        and all(
+            x is None or number(x, 0, 2**32 - 1)
+            for x in manifest.checksums + manifest.checksums_before
+        )
     )
+
+
+def go_back(folder: Path, manifest: Manifest, generation: int) -> Manifest:
+    """Makes the previous generation of a durable store the current one; returns its manifest.
+
+    Raises:
+      StoreError: the store does not have this generation.
+      OSError: as in `save_manifest`.
+    """
+    if not manifest.has_previous or generation != manifest.generation - 1:
+        raise StoreError(
+            f"{folder}: this store does not have generation {generation} any more (it has "
+            f"{manifest.generation}); delete the folder and fill the store again, from a checkpoint"
+        )
+    previous = manifest.previous()
+    # First, since a sweep overwrites the buckets of the generation that is given up.
+    save_manifest(folder, previous)
+    return previous
 
 
 def slot_path(folder: Path, slot: int) -> Path:

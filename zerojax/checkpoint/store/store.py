@@ -22,6 +22,7 @@ from zerojax.checkpoint.store.manifest import (
     check_at_least,
     check_files,
     first_manifest,
+    go_back,
     load_manifest,
     make_files,
     save_manifest,
@@ -129,19 +130,23 @@ class BucketStore:
         cls,
         folder: str | os.PathLike[str],
         *,
+        generation: int | None = None,
         num_threads: int = NUM_THREADS,
         num_buffers: int = FEWEST_BUFFERS,
     ) -> Self:
-        """Opens a store with its last complete generation.
+        """Opens a store with its last complete generation, or the one before.
 
         Args:
           folder: folder of the store.
+          generation: generation to continue from; None: the last complete one. A durable store can
+            also go back to the previous one, until a sweep writes.
           num_threads: number of concurrent transfers, each of at most 4 MiB.
           num_buffers: number of buckets in memory, at least 3.
 
         Raises:
-          StoreError: there is no store, it is open elsewhere, a file has the wrong length, or a
-            sweep of a scratch store did not finish, so that its buckets are of two generations.
+          StoreError: there is no store, it is open elsewhere, a file has the wrong length, a sweep
+            of a scratch store did not finish, so that its buckets are of two generations, or the
+            store does not have `generation`.
         """
         _check_counts(num_threads, num_buffers)
         path = Path(folder)
@@ -153,6 +158,8 @@ class BucketStore:
         try:
             manifest = load_manifest(path)
             check_files(path, manifest)
+            if generation is not None and generation != manifest.generation:
+                manifest = go_back(path, manifest, generation)
             return cls(path, manifest, lock, num_threads=num_threads, num_buffers=num_buffers)
         except BaseException:
             lock.release()
@@ -404,6 +411,8 @@ class BucketStore:
             begun=generation,
             slots=tuple(slots),
             checksums=tuple(checksums),
+            slots_before=self._manifest.slots if self.is_durable else (),
+            checksums_before=self._manifest.checksums if self.is_durable else (),
         )
         # From here until the return it is unknown which of two manifests is on disk.
         self._refusal = self._refusal or _tell_unsure(self.folder, new)

@@ -7,6 +7,7 @@ slice of a parameter; `disk_places` defines their layout.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,9 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zerojax.checkpoint.agreement import from_process_0
 from zerojax.checkpoint.store import BucketStore, StoreError, StoreFailedError
 from zerojax.config.mesh import NVME
 from zerojax.optim import EMA
+from zerojax.parallel.offload.disk_errors import DiskErrors, failing_together
 from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice, disk_leaves
 from zerojax.parallel.offload.pages import Pages
 from zerojax.plan.make import Plan
@@ -51,6 +54,7 @@ class DiskState:
       data_state: position of the data after the next step, for a durable store (files from which a
         killed run resumes).
       has_frozen: whether the frozen parameters were written beside the buckets of a durable store.
+      filling: number of the call that filled the files, drawn at random; equal in all processes.
       pages: weights and gradients of layers in files (`offload.params: nvme`); None without them.
     """
 
@@ -60,6 +64,7 @@ class DiskState:
         self.failure: str | None = None
         self.data_state: dict[str, Any] | None = None
         self.has_frozen = False
+        self.filling = 0
         self.pages: Pages | None = None
 
     def slices(
@@ -114,6 +119,23 @@ class DiskState:
         )
 
     @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Marks the state as failed in all processes if an update fails in one of them.
+
+        Collective.
+
+        Raises:
+          StoreError: the disk of a process reports an error.
+        """
+        try:
+            with failing_together():
+                yield
+        except StoreError as error:
+            if jax.process_count() > 1:
+                self.failure = self.failure or str(error)
+            raise
+
+    @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """Marks the state as failed if the body of the `with` statement, an update, ends with an
         error.
@@ -145,20 +167,20 @@ class DiskState:
           before_commit: called after all buckets are written, before they replace the previous
             generation.
         """
-        current, source = None, None
-        for piece in self.slices(read=False, before_commit=before_commit):
-            if piece.place is not current:
+        errors, source = DiskErrors(), None
+        pieces = self.slices(read=False, before_commit=before_commit)
+        with contextlib.closing(pieces):
+            for place in self.leaves.values():
                 source = None
-                current, source = piece.place, source_of(piece.place)
-            assert source is not None
-            for name, target in piece.arrays.items():
-                rows = source(name, piece.number)
-                if rows is None:
-                    target[:] = 0
-                    continue
-                for device, row in piece.place.row_of.items():
-                    target[row] = rows[device]
-            piece.write()
+                source = source_of(place)
+                first = place.leaf.first(NVME)
+                for number in range(first, first + place.num_buckets):
+                    _fill_slice(place, number, source, pieces, errors)
+            if errors.first is None:
+                with errors.kept():
+                    for _ in pieces:
+                        raise AssertionError("more slices than the parameters have")
+        errors.raise_together()
 
     def read(self, leaf: SlicedLeaf, array: str) -> Rows:
         """Reads one array's optimizer-state slices in files: {device: copies, [slices, elements]};
@@ -212,6 +234,37 @@ def _text_of(error: BaseException) -> str:
         return "an error while one of the slices was updated"
     text = error.strerror if isinstance(error, OSError) else str(error)
     return text or type(error).__name__
+
+
+def _fill_slice(
+    place: DiskLeaf,
+    number: int,
+    source: Source,
+    pieces: Generator[DiskSlice],
+    errors: DiskErrors,
+) -> None:
+    """Writes the next of `pieces`: a slice whose values are from `source`.
+
+    After an error the source is called all the same, since it may compute with other processes.
+    """
+    piece = None
+    if errors.first is None:
+        with errors.kept():
+            piece = next(pieces)
+    for name in place.dtypes:
+        rows = source(name, number)
+        if piece is None:
+            continue
+        assert (piece.place, piece.number) == (place, number)
+        target = piece.arrays[name]
+        if rows is None:
+            target[:] = 0
+            continue
+        for device, row in place.row_of.items():
+            target[row] = rows[device]
+    if piece is not None:
+        with errors.kept():
+            piece.write()
 
 
 def create_disk(plan: Plan) -> DiskState:
@@ -317,16 +370,26 @@ def filled_disk(
     before_commit: Callable[[DiskState], None] = lambda disk: None,
 ) -> DiskState:
     """Creates a store and fills it with the slices that `source_of` returns (see
-    `DiskState.fill`).
+    `DiskState.fill`). All processes call it together.
+
+    Raises:
+      StoreError, OSError: as in `create_disk`; in all processes if one of them fails.
     """
-    disk = create_disk(plan)
+    disk: DiskState | None = None
     try:
-        disk.fill(source_of, before_commit=lambda: before_commit(disk))
-        disk.add_pages(plan)
+        with failing_together():
+            disk = create_disk(plan)
+        assert disk is not None
+        made = disk
+        made.filling = from_process_0(secrets.randbelow(2**31))
+        made.fill(source_of, before_commit=lambda: before_commit(made))
+        with failing_together():
+            made.add_pages(plan)
     except BaseException:
-        disk.close()
+        if disk is not None:
+            disk.close()
         raise
-    return disk
+    return made
 
 
 def array_source(plan: Plan, place: DiskLeaf, arrays: Mapping[str, jax.Array]) -> Source:

@@ -4,23 +4,30 @@ A step writes one generation: new contents of all buckets, and one file with eve
 that is in no bucket (counters, random key, position of the data, parameters too small for slices).
 The file is written before the generation is committed, and the previous file is kept until then.
 Weights are not written; they are recomputed from the masters.
+
+Each process of a run has its own files and commits by itself. No process begins a sweep before all
+processes have committed the one before, since the pass between the two needs all processes. So the
+files of a killed run are at most one generation apart, and a process that is ahead goes back by
+one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from zerojax.checkpoint.arrays import array_of_parts
+from zerojax.checkpoint.agreement import gather
+from zerojax.checkpoint.arrays import Index, array_of_parts
 from zerojax.checkpoint.store import BucketStore, StoreError
 from zerojax.checkpoint.store.direct_io import replace_file
 from zerojax.checkpoint.store.manifest import NAME as MANIFEST
@@ -29,6 +36,7 @@ from zerojax.config.regular_files import open_regular
 from zerojax.parallel.offload.disk import (
     DiskState,
 )
+from zerojax.parallel.offload.disk_errors import failing_together
 from zerojax.parallel.offload.disk_places import disk_leaves
 from zerojax.parallel.offload.disk_step import build_weights
 from zerojax.plan.make import Plan
@@ -52,8 +60,12 @@ def write_rest(plan: Plan, disk: DiskState, state: TrainState) -> None:
     if not disk.has_frozen:
         replace_file(folder / _FROZEN, _packed(flatten_names(state["frozen"]), {}))
         disk.has_frozen = True
-    about = {"data_state": disk.data_state, "signature": _signature(plan)}
-    replace_file(folder / f"state-{generation}.npz", _packed(_rest(plan, state), about))
+    about = {
+        "data_state": disk.data_state,
+        "signature": _signature(plan),
+        "filling": disk.filling,
+    }
+    replace_file(folder / _name_of(generation), _packed(_rest(plan, state), about))
     for path in _rest_files(folder):
         if _generation_of(path) < generation - 1:
             path.unlink()
@@ -85,66 +97,142 @@ class AnotherPlanError(StoreError):
     """Raised if durable files belong to another plan than the one that should resume from them."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Generations:
+    """The generations in the files of one process, or of all of them together.
+
+    Attributes:
+      generation: the last one; -1: there are no files.
+      oldest: the oldest one that the files can go back to.
+      filling: see `DiskState.filling`.
+    """
+
+    generation: int
+    oldest: int
+    filling: int
+
+
 def resume_step(plan: Plan) -> int | None:
     """Returns the step of the last complete generation in the plan's folder; None: there is none.
 
+    Collective: it is the last generation that all processes have.
+
     Raises:
-      StoreError: this version did not write the contents of the folder.
+      StoreError: this version did not write the contents of the folder, or the files of the
+        processes do not belong together.
     """
-    if not _may_be_there(plan):
+    generation = _last_generation(plan)
+    if generation is None:
+        return None
+    with failing_together():
+        return _read_step(store_folder(plan.settings.offload), generation)
+
+
+def _last_generation(plan: Plan) -> int | None:
+    """Returns the last generation that the files of all processes have; None if there is none."""
+    if plan.offload is None or not plan.offload.on_disk or not plan.settings.offload.durable:
         return None
     folder = store_folder(plan.settings.offload)
-    manifest = load_manifest(folder)  # only this: a scratch store may be mixed and is not used
-    path = folder / f"state-{manifest.generation}.npz"
-    if not manifest.durable or not path.exists():
+    with failing_together():
+        own = _find(folder)
+    rows = gather(np.array(dataclasses.astuple(own), np.int32)).tolist()
+    return common_generation(folder, [Generations(*row) for row in rows])
+
+
+def common_generation(folder: Path, every: Sequence[Generations]) -> int | None:
+    """Returns the last generation that all processes have; None if there is none.
+
+    Args:
+      folder: of this process, for messages.
+      every: of each process.
+
+    Raises:
+      StoreError: the files of the processes do not belong together.
+    """
+    last = min(own.generation for own in every)
+    fits = len({own.filling for own in every}) == 1
+    if last > 0 and fits and all(own.oldest <= last for own in every):
+        return last
+    if max(own.generation for own in every) <= 0:
         return None
+    if 0 <= last <= 1:
+        return None  # a start was interrupted while the processes filled their files
+    has = ", ".join(
+        f"process {number}: {'none' if own.generation < 0 else own.generation}"
+        for number, own in enumerate(every)
+    )
+    raise StoreError(
+        f"{folder}: the durable files of the processes do not belong together (generations: "
+        f"{has}); start the processes that wrote them, or delete the folder of every process to "
+        "continue from the last checkpoint"
+    )
+
+
+def _find(folder: Path) -> Generations:
+    """Returns the generations in the files of this process."""
+    if not (folder / MANIFEST).exists():
+        return Generations(-1, -1, 0)
+    manifest = load_manifest(folder)  # only this: a scratch store may be mixed and is not used
+    last = manifest.generation
+    if not manifest.durable or not (folder / _name_of(last)).exists():
+        return Generations(0, 0, 0)
+    goes_back = manifest.has_previous and (folder / _name_of(last - 1)).exists()
+    filling = _unpacked(folder / _name_of(last))[1].get("filling", 0)
+    return Generations(last, last - 1 if goes_back else last, filling)
+
+
+def _read_step(folder: Path, generation: int) -> int:
+    path = folder / _name_of(generation)
     step = _unpacked(path)[0].get("step")
-    if step is None or step.ndim or step.dtype.kind not in "iu":
+    if step is None or step.shape != (1,) or step.dtype.kind not in "iu":
         raise StoreError(
             f"{path} has no step number, so this version of zerojax did not write it; delete "
             "its folder to continue from the last checkpoint"
         )
-    return int(step)
+    return int(step[0])
 
 
 def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
     """Returns (state, position of the data) of the last complete generation.
 
-    Call it only if `resume_step` returned a step.
+    Call it only if `resume_step` returned a step. Collective.
 
     Raises:
-      AnotherPlanError: the files are of another model, optimizer, mesh, order of layers or slicing.
+      AnotherPlanError: the files are of another model, number of processes, optimizer, mesh, order
+        of layers or slicing.
       StoreError: the files are damaged.
     """
-    folder = store_folder(plan.settings.offload)
-    store, disk = BucketStore.open(folder), None
+    folder, generation = store_folder(plan.settings.offload), _last_generation(plan)
+    disk: DiskState | None = None
+    store: BucketStore | None = None
     try:
-        arrays, about = _unpacked(folder / f"state-{store.generation}.npz")
+        with failing_together():
+            store = BucketStore.open(folder, generation=generation)
+            arrays, about = _unpacked(folder / _name_of(store.generation))
+        # Equal in all processes, which filled their files together.
         if about.get("signature") != _signature(plan):
             raise AnotherPlanError(
-                f"{folder} holds the optimizer state of a run with another model, optimizer, "
-                "mesh, order of layers or slicing. Resume with the settings of that run and save "
-                "a checkpoint, which fits any mesh, or delete the folder to continue from the "
-                "last checkpoint"
+                f"{folder} holds the optimizer state of a run with another model, number of "
+                "processes, optimizer, mesh, order of layers or slicing. Resume with the settings "
+                "of that run and save a checkpoint, which fits any mesh, or delete the folder to "
+                "continue from the last checkpoint"
             )
-        disk = DiskState(store, disk_leaves(plan))
-        arrays |= {f"frozen/{n}": x for n, x in _unpacked(folder / _FROZEN)[0].items()}
-        disk.has_frozen = True
-        state = _place(plan, arrays)
-        disk.add_pages(plan)
-        state["params"] |= build_weights(plan, disk.leaves, disk, {})
+        with failing_together():
+            disk = DiskState(store, disk_leaves(plan))
+            arrays |= {f"frozen/{n}": x for n, x in _unpacked(folder / _FROZEN)[0].items()}
+            disk.has_frozen, disk.filling = True, about.get("filling", 0)
+            state = _place(plan, arrays)
+            disk.add_pages(plan)
+            state["params"] |= build_weights(plan, disk.leaves, disk, {})
     except BaseException:
-        store.close() if disk is None else disk.close()
+        if disk is not None:
+            disk.close()
+        elif store is not None:
+            store.close()
         raise
     state["params"] = {name: state["params"][name] for name in plan.abstract_state["params"]}
     state["disk"] = disk
     return state, about.get("data_state")
-
-
-def _may_be_there(plan: Plan) -> bool:
-    offload = plan.settings.offload
-    on_disk = plan.offload is not None and bool(plan.offload.on_disk)
-    return on_disk and offload.durable and (store_folder(plan.settings.offload) / MANIFEST).exists()
 
 
 def _rest(plan: Plan, state: Any) -> dict[str, Any]:
@@ -169,7 +257,12 @@ def _place(plan: Plan, arrays: dict[str, np.ndarray]) -> Any:
     wanted = _rest(plan, abstract) | flatten_names({"frozen": abstract["frozen"]})
 
     def place(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return array_of_parts(leaf.shape, leaf.sharding, lambda part: np.array(arrays[name][part]))
+        numbers = {part: n for n, part in enumerate(_own_parts(leaf.shape, leaf.sharding))}
+
+        def read(index: Index) -> np.ndarray:
+            return np.array(arrays[name][numbers[_start(index)]])
+
+        return array_of_parts(leaf.shape, leaf.sharding, read)
 
     placed = {name: place(name, leaf) for name, leaf in wanted.items()}
     kept = {n: x for n, x in abstract["params"].items() if f"params/{n}" in placed}
@@ -188,11 +281,26 @@ def _signature(plan: Plan) -> str:
         layers = () if rows is None else (rows,)
         slices.append((*shards, leaf.slice_elements, *leaf.counts.values(), *layers))
     devices = [device.id for device in plan.mesh.devices.flat] if plan.mesh else []
-    return json.dumps([plan.fingerprint, dict(plan.mesh.shape), devices, slices])
+    processes = jax.process_count()
+    return json.dumps([plan.fingerprint, dict(plan.mesh.shape), devices, slices, processes])
 
 
-def _packed(arrays: dict[str, Any], about: dict[str, Any]) -> bytes:
-    hosts = {name: np.asarray(x) for name, x in arrays.items()}
+def _own_parts(shape: tuple[int, ...], sharding: Any) -> list[tuple[int, ...]]:
+    """Returns the starts of the parts of an array that devices of this process hold, in order."""
+    places = sharding.addressable_devices_indices_map(shape).values()
+    return sorted({_start(index) for index in places})
+
+
+def _start(index: Index) -> tuple[int, ...]:
+    return tuple(part.start or 0 for part in index)
+
+
+def _packed(arrays: dict[str, jax.Array], about: dict[str, Any]) -> bytes:
+    """Returns the contents of a file: of each array the parts of this process, [parts, ...]."""
+    hosts = {}
+    for name, x in arrays.items():
+        parts = {_start(shard.index): shard.data for shard in x.addressable_shards}
+        hosts[name] = np.stack([np.asarray(parts[start]) for start in sorted(parts)])
     kinds = {name: (x.dtype.name, x.shape) for name, x in hosts.items()}
     text = json.dumps({**about, "kinds": kinds}).encode()
     raw: dict[str, Any] = {n: np.frombuffer(x.tobytes(), np.uint8) for n, x in hosts.items()}
@@ -222,6 +330,10 @@ def _unpacked(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             "last checkpoint"
         ) from error
     return arrays, about
+
+
+def _name_of(generation: int) -> str:
+    return f"state-{generation}.npz"
 
 
 def _rest_files(folder: Path) -> list[Path]:

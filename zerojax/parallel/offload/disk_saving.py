@@ -7,9 +7,10 @@ shards of the new mesh or storage tier need.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from zerojax.parallel.offload.disk import (
 from zerojax.parallel.offload.disk_durable import rest_writer
 from zerojax.parallel.offload.disk_places import DiskLeaf, places_of
 from zerojax.parallel.offload.disk_step import build_weights
+from zerojax.plan.layer_stacks import StackRows, group_rows
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import Tiers, abstract_tiers, array_of_shards, map_moments, shards_of
 from zerojax.plan.state import TrainState
@@ -47,17 +49,23 @@ class Saved(Protocol):
         """
 
 
-def saved_names(plan: Plan) -> dict[str, dict[str, str]]:
-    """Returns {offloaded parameter: {array: name of that array in a portable state}}.
+def saved_names(plan: Plan) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Returns {offloaded parameter: {array: names of that array in a portable state}}.
 
     Offloaded parameters are those with slices in host memory or in files; arrays are "master" and
-    the moments.
+    the moments. An array has one name, or one for each layer of a stack that the user's model has
+    as a list.
     """
     assert plan.offload is not None
     names = jax.tree_util.tree_map_with_path(
         lambda path, _: path_name(path), plan.abstract_portable
     )
-    return arrays_of(plan, names, plan.offload.off_device)
+    found = arrays_of(plan, group_rows(names, plan.stacks), plan.offload.off_device)
+    return {name: {a: _rows(x) for a, x in arrays.items()} for name, arrays in found.items()}
+
+
+def _rows(leaf: Any) -> tuple[Any, ...]:
+    return leaf.values if isinstance(leaf, StackRows) else (leaf,)
 
 
 def write_pieces(
@@ -79,16 +87,17 @@ def write_pieces(
     with PieceWriter(folder, jax.process_index()) as writer:
         for piece in state["disk"].slices() if state["disk"] else ():
             for array, rows in piece.arrays.items():
-                name = names[piece.place.leaf.name][array]
+                own = names[piece.place.leaf.name][array]
                 for row in piece.place.own_rows:
-                    block = _block(plan, piece.place, row, name, with_fingerprints)
-                    writer.write(block, piece.number * piece.place.leaf.slice_elements, rows[row])
+                    first = piece.number * piece.place.leaf.slice_elements
+                    for part in _parts(plan, piece.place, row, (first, rows[row].size)):
+                        part.write(writer, own, rows[row], with_fingerprints)
         for place in places_of(plan, leaves).values():
             for array, tiers in arrays[place.leaf.name].items():
                 for row, number, values in _slices_in_memory(place, tiers):
-                    name = names[place.leaf.name][array]
-                    block = _block(plan, place, row, name, with_fingerprints)
-                    writer.write(block, number * place.leaf.slice_elements, values)
+                    first = number * place.leaf.slice_elements
+                    for part in _parts(plan, place, row, (first, values.size)):
+                        part.write(writer, names[place.leaf.name][array], values, with_fingerprints)
 
 
 def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -102,15 +111,57 @@ def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int,
                 yield row, place.leaf.first(tier) + index, values
 
 
-def _block(plan: Plan, place: DiskLeaf, row: int, name: str, with_fingerprint: bool) -> ShardBlock:
-    whole = plan.placement.leaves[place.leaf.name]
-    return ShardBlock(
-        name=name,
-        start=_start(plan, place, row),
-        shape=place.leaf.shard_shape,
-        rows=whole.layer_rows,
-        whole=whole.shape if with_fingerprint else None,
-    )
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The part of a run of a shard's elements that belongs to one array of a checkpoint.
+
+    Attributes:
+      number: of the array, among the names of the parameter in `saved_names`.
+      inside: the elements of the run.
+      first: index of the first of them in `shard`.
+      shard: (start, shape) of the device's part of the stored array.
+      whole: shape of the array, and the row of it that each stored row holds, as `ShardBlock`.
+    """
+
+    number: int
+    inside: slice
+    first: int
+    shard: Box
+    whole: tuple[Shape, tuple[int, ...] | None]
+
+    def write(
+        self, writer: PieceWriter, names: Sequence[str], values: np.ndarray, with_sums: bool
+    ) -> None:
+        """Writes the part of a run's values."""
+        block = ShardBlock(
+            name=names[self.number],
+            start=self.shard[0],
+            shape=self.shard[1],
+            rows=self.whole[1],
+            whole=self.whole[0] if with_sums else None,
+        )
+        writer.write(block, self.first, values[self.inside])
+
+
+def _parts(plan: Plan, place: DiskLeaf, row: int, run: tuple[int, int]) -> Iterator[_Part]:
+    """Yields the parts of a run (first, count) of the shard of a row; of a list one per layer.
+
+    Padding layers are left out.
+    """
+    leaf, (first, count) = plan.placement.leaves[place.leaf.name], run
+    start, shape = _start(plan, place, row), place.leaf.shard_shape
+    if place.leaf.name not in plan.stacks:
+        yield _Part(0, slice(0, count), first, (start, shape), (leaf.shape, leaf.layer_rows))
+        return
+    size, done = math.prod(shape[1:]), 0
+    while done < count:
+        layer, at = divmod(first + done, size)
+        length, stored = min(size - at, count - done), start[0] + layer
+        number = stored if leaf.layer_rows is None else leaf.layer_rows[stored]
+        if 0 <= number < leaf.shape[0]:
+            shard, whole = (start[1:], shape[1:]), (leaf.shape[1:], None)
+            yield _Part(number, slice(done, done + length), at, shard, whole)
+        done += length
 
 
 def _start(plan: Plan, place: DiskLeaf, row: int) -> Shape:
@@ -134,7 +185,7 @@ def restore_pieces(
     Args:
       plan: a plan with slices on the host or in files.
       portable: state read from the checkpoint, with a `Saved` for each array of an offloaded
-        parameter.
+        parameter, in `StackRows` for a stack.
       state: state with all other values; its values of offloaded parameters are ignored.
       data_state: position of the data, for a durable store (files from which a killed run resumes).
 
@@ -217,47 +268,35 @@ def _tiers(place: DiskLeaf, array: str, source: Source, mesh: Mesh) -> Tiers:
     return result
 
 
-def _read_slices(plan: Plan, place: DiskLeaf, saved: Mapping[str, Saved]) -> Source:
+def _read_slices(plan: Plan, place: DiskLeaf, saved: Mapping[str, Saved | StackRows]) -> Source:
     """Returns a function that reads a parameter's slices from a checkpoint, one at a time."""
-    reader = functools.cache(lambda array: saved[array].open())  # opened on first use, once
-    whole = plan.placement.leaves[place.leaf.name]
     elements = place.leaf.slice_elements
-    starts = [_start(plan, place, row) for row in range(len(place.shards))]
+    # Each array is opened on first use, once: slices are read in order. Of a list only the layers
+    # of one slice are open.
+    layers = 1 + elements // max(math.prod(place.leaf.shard_shape[1:]), 1)
+
+    @functools.lru_cache(maxsize=len(saved) * layers)
+    def reader(array: str, number: int) -> Read:
+        return _rows(saved[array])[number].open()
+
+    def read(array: str, number: int, row: int) -> np.ndarray:
+        result = np.zeros(elements, place.dtypes[array])
+        for part in _parts(plan, place, row, (number * elements, elements)):
+            _read_part(reader(array, part.number), part, result[part.inside])
+        return result
 
     def source(array: str, number: int) -> Mapping[jax.Device, np.ndarray]:
-        rows = [
-            _read_run(
-                reader(array),
-                (start, place.leaf.shard_shape),
-                (number * elements, elements),
-                (whole.shape, whole.layer_rows),
-                place.dtypes[array],
-            )
-            for start in starts
-        ]
+        rows = [read(array, number, row) for row in range(len(place.shards))]
         return {device: rows[row] for device, row in place.row_of.items()}
 
     return source
 
 
-def _read_run(
-    read: Read,
-    shard: Box,
-    run: tuple[int, int],
-    whole: tuple[Shape, tuple[int, ...] | None],
-    dtype: np.dtype,
-) -> np.ndarray:
-    """Reads `run` = (first, count), a range of elements of a shard of the stored parameter; padding
-    is 0.
-
-    Args:
-      whole: (true shape of the parameter, for each stored row the number of the true row that it
-        holds).
-    """
-    (_, count), (true_shape, rows) = run, whole
-    result = np.zeros(count, dtype)
+def _read_part(read: Read, part: _Part, result: np.ndarray) -> None:
+    """Reads the elements of a part into `result`; padding is not changed."""
+    true_shape, rows = part.whole
     limits = tuple(0 for _ in true_shape), true_shape
-    for before, sizes, inside, box in parts_of_run(shard, run, rows, limits):
-        part = result[before : before + math.prod(sizes)].reshape(sizes)
-        part[inside] = read(box)
-    return result
+    run = part.first, len(result)
+    for before, sizes, inside, box in parts_of_run(part.shard, run, rows, limits):
+        target = result[before : before + math.prod(sizes)].reshape(sizes)
+        target[inside] = read(box)

@@ -74,10 +74,11 @@ class DiskStep:
         # Waits for the jitted part: its result says whether the gradients are finite.
         if not int(metrics["skipped"]):
             rest = functools.partial(self._write_rest, disk, new)
-            for piece in disk.slices(before_commit=rest if disk.store.is_durable else None):
-                name = piece.place.leaf.name
-                new["params"][name] = self._update(piece, new["params"][name], pending)
-                piece.write()
+            with disk.together():
+                for piece in disk.slices(before_commit=rest if disk.store.is_durable else None):
+                    name = piece.place.leaf.name
+                    new["params"][name] = self._update(piece, new["params"][name], pending)
+                    piece.write()
         return new, metrics
 
 

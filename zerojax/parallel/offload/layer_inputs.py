@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zerojax.config.mesh import HOST, HOST_KIND
+from zerojax.parallel.offload.disk_errors import DiskErrors
 from zerojax.parallel.offload.page_files import PageFiles, PageSweep
 from zerojax.parallel.offload.streaming_layers import has_gradient
 
@@ -164,16 +165,17 @@ class InputsInFiles(LayerInputs):
     backward.
     """
 
-    def __init__(self, pages: InputPages) -> None:
-        self._pages, self._stayed = pages, []
+    def __init__(self, pages: InputPages, errors: DiskErrors) -> None:
+        self._pages, self._stayed, self._errors = pages, [], errors
         self._order = range(pages.store.num_buckets)
         self._sweep: PageSweep | None = None
         self._taken = False
 
     def __enter__(self) -> InputsInFiles:
         if self._pages.store.is_broken:  # by a pass that failed
-            self._pages.renew()
-        self._sweep = PageSweep(self._pages, self._order, read=False)
+            with self._errors.kept():
+                self._pages.renew()
+        self._sweep = PageSweep(self._pages, self._order, read=False, errors=self._errors)
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -189,7 +191,7 @@ class InputsInFiles(LayerInputs):
     def turn(self) -> None:
         assert self._sweep is not None
         self._sweep.end()
-        self._sweep = PageSweep(self._pages, self._order[::-1])
+        self._sweep = PageSweep(self._pages, self._order[::-1], errors=self._errors)
 
     def take(self) -> Activations:
         assert self._sweep is not None
@@ -206,11 +208,12 @@ class InputsInFiles(LayerInputs):
         self._sweep.end()
 
 
-def inputs_of(tier: str, pages: InputPages | None) -> LayerInputs:
+def inputs_of(tier: str, pages: InputPages | None, errors: DiskErrors) -> LayerInputs:
     """Returns the storage for the layer inputs of one microbatch.
 
     Args:
       tier: value of `offload.activations`.
       pages: files of the layer inputs; None if inputs stay in memory.
+      errors: errors of the disk in this pass.
     """
-    return InputsInMemory(tier) if pages is None else InputsInFiles(pages)
+    return InputsInMemory(tier) if pages is None else InputsInFiles(pages, errors)

@@ -6,17 +6,19 @@ A page holds arrays, each at an aligned offset. This module does not know the me
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from zerojax.checkpoint.store import BucketStore, StoreFailedError
+from zerojax.checkpoint.store import BucketStore
 from zerojax.checkpoint.store.sweep import Bucket
+from zerojax.parallel.offload.disk_errors import DiskErrors, in_one_sentence
 from zerojax.parallel.offload.disk_places import ALIGNMENT
 
 
@@ -71,19 +73,51 @@ class PageFiles:
     def renew(self) -> None:
         """Replaces the store by an empty one, after an error interrupted a pass over the pages."""
         self.store.close()
-        with _told():
+        with in_one_sentence():
             self.store = self._create()
+
+    @functools.cached_property
+    def spare(self) -> SparePage:
+        """A page without a place in the files, for use after an error."""
+        return SparePage(np.zeros(self.page_bytes, np.uint8))
+
+
+class SparePage(NamedTuple):
+    """Memory in place of a page that could not be read or will not be written.
+
+    Attributes:
+      array: uint8 [bytes of a page], of undefined values.
+    """
+
+    array: np.ndarray
 
 
 class PageSweep:
     """Reads or writes pages (the data of one layer each) in a given order, with prefetch.
 
     Devices may still read a page while the caller requests the next one. Use the object in a `with`
-    statement. Errors of the disk become `StoreFailedError`.
+    statement. Errors of the disk become `StoreFailedError`. If errors are kept, the sweep continues
+    with spare pages after an error, and neither reads nor writes.
     """
 
-    def __init__(self, pages: PageFiles, order: Sequence[int], *, read: bool = True) -> None:
+    def __init__(
+        self,
+        pages: PageFiles,
+        order: Sequence[int],
+        *,
+        read: bool = True,
+        errors: DiskErrors | None = None,
+    ) -> None:
+        """Begins a sweep.
+
+        Args:
+          pages: the pages.
+          order: their numbers.
+          read: whether pages are read before they are returned.
+          errors: keeps errors of the disk; None: they are raised at once.
+        """
         self._pages = pages
+        self._errors = DiskErrors(several=False) if errors is None else errors
         self._sweep = pages.store.sweep(order=list(order), read=read)
         self._using: collections.deque[Any] = collections.deque()
 
@@ -99,15 +133,17 @@ class PageSweep:
         while len(self._using) > most:
             jax.block_until_ready(self._using.popleft())
 
-    def next(self) -> Bucket:
+    def next(self) -> Bucket | SparePage:
         """Returns the next page (the data of one layer) in order, once it has been read.
 
         First it waits for the arrays computed from the oldest page, whose memory is filled again.
         """
         self._wait(self._pages.store.num_buffers - 2)
         self._using.append(())
-        with _told():
-            return next(self._sweep)
+        if self._errors.first is None:
+            with self._errors.kept(), in_one_sentence():
+                return next(self._sweep)
+        return self._pages.spare
 
     def use(self, arrays: Any) -> None:
         """Registers arrays computed from the last returned page; its memory is reused when they are
@@ -115,30 +151,20 @@ class PageSweep:
         """
         self._using[-1] = arrays
 
-    def write(self, page: Bucket) -> None:
+    def write(self, page: Bucket | SparePage) -> None:
         """Starts to write a page, the data of one layer, to its file."""
-        with _told():
-            page.write()
+        if self._errors.first is None:
+            assert isinstance(page, Bucket)
+            with self._errors.kept(), in_one_sentence():
+                page.write()
 
     def end(self) -> None:
         """Ends the pass over the pages (one per layer), and commits all written pages together."""
         self._wait()
-        with _told():
-            for _ in self._sweep:
-                raise AssertionError("the pass over the pages ended before its last page")
-
-
-class _told:
-    """Context manager that turns an error of the disk into `StoreFailedError` with a short
-    message.
-    """
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if isinstance(error, OSError):
-            raise StoreFailedError(error.strerror or str(error)) from error
+        if self._errors.first is None:
+            with self._errors.kept(), in_one_sentence():
+                for _ in self._sweep:
+                    raise AssertionError("the pass over the pages ended before its last page")
 
 
 def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:

@@ -5,7 +5,9 @@ reads the weights of layer 0, 1, ...; the backward pass reads the weights in rev
 writes the gradients. Then a jitted function reduces the other gradients, decides about clipping and
 skipping, and updates the parameters in memory. Last, a loop over the optimizer state in files reads
 gradients and writes weights. Threads read one page ahead. Until the forward and backward pass have
-ended, the given state is unchanged, so an error before that loses nothing.
+ended, the given state is unchanged, so an error before that loses nothing. Each
+process has its own files; an error of one disk is raised by all processes, at the end of the pass
+or of the sweep.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from zerojax.models.losses import no_sums
 from zerojax.parallel.offload.disk import (
     DiskState,
 )
+from zerojax.parallel.offload.disk_errors import DiskErrors
 from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice
 from zerojax.parallel.offload.disk_step import (
     SliceUpdates,
@@ -94,6 +97,7 @@ class PagedStep:
         self._key_and_factor = jax.jit(key_and_factor, out_shardings=NamedSharding(plan.mesh, P()))
         # Adds the sums of one microbatch at a time, like a loop that starts from zeros.
         self._add = jax.jit(lambda sums, more: jax.tree.map(jnp.add, sums, more))
+        self._zeros = jax.tree.map(np.asarray, no_sums(plan.traced.metric_names))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         disk = state["disk"]
@@ -115,30 +119,42 @@ class PagedStep:
         prepared, extras, outer, device = self.programs.begin(*given)
         sums: Any = None
         squares: Any = {}
+        errors = DiskErrors()
         for number in range(self._number):
             context = Context(prepared, extras, key_data, batch, np.int32(number))
-            more, outer, after, extras = self._microbatch(pages, context, outer, device, factor)
+            given = outer, device, factor
+            more, outer, after, extras = self._microbatch(pages, context, given, errors)
             device, squares = after.device, after.squares
             if self._number > 1:
-                zeros = no_sums(self._plan.traced.metric_names) if sums is None else sums
-                more = self._add(zeros, more)
+                more = self._add(self._zeros if sums is None else sums, more)
             sums = more
-        return PassTotals(sums, outer, device, squares, extras)
+        totals = PassTotals(sums, outer, device, squares, extras)
+        errors.raise_together(totals)
+        return totals
 
     def _microbatch(
-        self, pages: Pages, context: Context, outer: Any, device: Any, factor: Any
+        self, pages: Pages, context: Context, given: tuple[Any, Any, Any], errors: DiskErrors
     ) -> tuple[Any, Any, Any, Any]:
         """Runs forward and backward pass of one microbatch.
+
+        Args:
+          pages: all pages.
+          context: inputs of the microbatch.
+          given: sums of gradients outside the layers and of small stacks so far; factor of the
+            loss.
+          errors: keeps errors of the disk.
 
         Returns:
           (sums of loss and weight, sums of gradients outside the layers, `Backward` after layer 0,
           extras (non-parameter arrays)).
         """
         programs, last = self.programs, pages.num_layers - 1
+        outer, device, factor = given
         there_and_back = [*range(last + 1), *reversed(range(last))]
+        tier = self._plan.settings.offload.activations
         with (
-            PageSweep(pages.weights, there_and_back) as weights,
-            inputs_of(self._plan.settings.offload.activations, pages.inputs) as inputs,
+            PageSweep(pages.weights, there_and_back, errors=errors) as weights,
+            inputs_of(tier, pages.inputs, errors) as inputs,
         ):
             activations, around, changes = programs.embed(context)
             entering, rows = activations, {}
@@ -155,15 +171,21 @@ class PagedStep:
                 context, activations, around, device, factor
             )
             inputs.turn()
-            given = rows, entering, inputs, around
-            state = self._backward(pages, weights, context, given, state)
+            forward = rows, entering, inputs, around
+            state = self._backward(pages, weights, context, forward, state, errors)
             inputs.end()
             weights.end()
         outer, extras = programs.embed_backward(context, of_head, state, (written, changes), outer)
         return sums, outer, state, extras
 
     def _backward(
-        self, pages: Pages, weights: PageSweep, context: Context, forward: Any, state: Any
+        self,
+        pages: Pages,
+        weights: PageSweep,
+        context: Context,
+        forward: Any,
+        state: Any,
+        errors: DiskErrors,
     ) -> Any:
         """Runs the backward pass of all layers, the last one first, and writes their gradients to
         files.
@@ -175,13 +197,15 @@ class PagedStep:
           forward: (weights of the last layer, its input, storage of the inputs of all other layers,
             (consts, others) of the layers).
           state: `Backward` as the head returns it.
+          errors: keeps errors of the disk.
         """
         rows, entering, inputs, around = forward
         order, adds = [*reversed(range(pages.num_layers))], self._number > 1
         has_earlier = adds and int(context.index) > 0
         if pages.gradients.store.is_broken:  # an earlier pass failed
-            pages.gradients.renew()
-        with PageSweep(pages.gradients, order, read=has_earlier) as sweep:
+            with errors.kept():
+                pages.gradients.renew()
+        with PageSweep(pages.gradients, order, read=has_earlier, errors=errors) as sweep:
             for layer in order:
                 if layer < order[0]:
                     page = weights.next()
@@ -217,6 +241,7 @@ class PagedStep:
         )
         left, page, target = 0, None, None
         with (
+            disk.together(),
             disk.updating(),
             contextlib.closing(pieces),
             PageSweep(pages.gradients, layers) as gradients,
@@ -316,12 +341,15 @@ class PagedEvaluation:
         begun = programs.begin(state["params"], state["frozen"], extras, key_data, batch)
         context = Context(begun[0], begun[1], key_data, batch, np.int32(0))
         activations, around, changes = programs.embed(context)
-        with PageSweep(pages.weights, range(pages.num_layers)) as weights:
-            for layer in range(pages.num_layers):
+        errors, layers = DiskErrors(), range(pages.num_layers)
+        with PageSweep(pages.weights, layers, errors=errors) as weights:
+            for layer in layers:
                 rows = pages.weights.on_devices(weights.next().array)
                 activations, changes = programs.forward(
                     context, rows, np.int32(layer), activations, around, changes
                 )
                 weights.use((rows, activations))
             weights.end()
-        return programs.evaluate(context, activations)
+        sums = programs.evaluate(context, activations)
+        errors.raise_together(sums)
+        return sums
