@@ -33,7 +33,8 @@ from zerojax.plan.device_mesh import (
 )
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.slices import put_slice, take_slice, to_device, to_host
-from zerojax.tracing.tiled_products import ShardedWeight, TiledProduct, WeightProduct
+from zerojax.tracing.tiled_products import TiledProduct, WeightProduct
+from zerojax.tracing.tiled_programs import ShardedWeight
 
 Arrays = dict[str, Any]
 
@@ -169,10 +170,8 @@ class LayerRows:
             wanted.
           product: matrix product that reads the weight.
         """
-        tiles, leaf = self.tiles[name], self.collectives[name]
-        if tiles.groups > 1:
-            size = leaf.size // tiles.count
-            leaf = dataclasses.replace(leaf, size=size, padded_size=size)
+        tiles = self.tiles[name]
+        leaf = self.collectives[name].of_tile(tiles)
         shard, sink = row if isinstance(row, tuple) else (row, None)
         tiled = TiledProduct(
             product=product,
