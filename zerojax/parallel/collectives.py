@@ -43,7 +43,6 @@ from zerojax.parallel.sums import (
 )
 from zerojax.plan.device_mesh import PASS_AXES
 from zerojax.plan.leaf_placement import FULL_ENOUGH, LeafPlacement
-from zerojax.plan.state_layout import WeightTiles
 from zerojax.tracing import trees
 from zerojax.tracing.reads import asked_eight_bits
 from zerojax.zoo import fp8
@@ -239,13 +238,6 @@ class LeafCollectives:
         padded = pad_dim(whole, dim, self.padded_size)
         chunk = self.padded_size // self.num_shards
         return lax.dynamic_slice_in_dim(padded, index * chunk, chunk, dim)
-
-    def of_tile(self, tiles: WeightTiles) -> LeafCollectives:
-        """Returns the collectives of one tile of the parameter."""
-        if tiles.groups == 1:  # each shard has a part of every tile
-            return self
-        size = self.size // tiles.count
-        return dataclasses.replace(self, size=size, padded_size=size)
 
     def shard_shape(self, whole_shape: Sequence[int]) -> tuple[int, ...]:
         dim = len(whole_shape) + self.zero_dim

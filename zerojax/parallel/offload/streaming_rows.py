@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax.parallel import collectives
 from zerojax.parallel.offload.streaming_layers import Inputs, has_gradient
 from zerojax.parallel.sums import over_auto_axes
-from zerojax.parallel.zero import PassConfig
+from zerojax.parallel.zero import PassConfig, tile_collectives
 from zerojax.plan.device_mesh import (
     DATA_AXES,
     EXPERT,
@@ -171,7 +171,7 @@ class LayerRows:
           product: matrix product that reads the weight.
         """
         tiles = self.tiles[name]
-        leaf = self.collectives[name].of_tile(tiles)
+        leaf = tile_collectives(self.collectives[name], tiles)
         shard, sink = row if isinstance(row, tuple) else (row, None)
         tiled = TiledProduct(
             product=product,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from zerojax.plan.device_mesh import (
     communicates_through_gloo,
 )
 from zerojax.plan.leaf_placement import Access, LeafPlacement
+from zerojax.plan.state_layout import WeightTiles
 from zerojax.tracing.tiled_products import TiledProduct, WeightProduct
 from zerojax.tracing.tiled_programs import Tilings
 
@@ -210,6 +212,16 @@ def owned_tables(config: PassConfig) -> dict[str, OwnedTable]:
     return tables
 
 
+def tile_collectives(
+    leaf: collectives.LeafCollectives, tiles: WeightTiles
+) -> collectives.LeafCollectives:
+    """Returns the collectives of one tile of a parameter."""
+    if tiles.groups == 1:  # each shard has a part of every tile
+        return leaf
+    size = leaf.size // tiles.count
+    return dataclasses.replace(leaf, size=size, padded_size=size)
+
+
 def build_tilings(config: PassConfig, frozen: Arrays) -> Tilings:
     """Returns {parameter: its product in tiles, from the product in the traced loss}."""
     names = _of_access(config, config.tiles, Access.GATHER_ON_USE)
@@ -217,7 +229,7 @@ def build_tilings(config: PassConfig, frozen: Arrays) -> Tilings:
 
     def tiling(name: str) -> Callable[[WeightProduct], TiledProduct]:
         tiles = config.tiles[name]
-        leaf = table[name].of_tile(tiles)
+        leaf = tile_collectives(table[name], tiles)
         return lambda product: TiledProduct(
             product=product,
             gather=lambda shard: mark_read(leaf.gather(shard), name),
