@@ -104,7 +104,8 @@ def test_tiles_train_as_whole_weights(tmp_path, name, tier, more, remat):
 def test_two_lists_of_layers_train_as_with_whole_weights():
     """Each becomes a loop; streamed layers need one loop.
 
-    Gradients of this model are steep (norms of 60): small steps, in which rounding does not grow.
+    Gradients of this model are large (norms of 60), so steps are small. Two runs with whole weights
+    were seen to differ by 2.2e-6 of the loss.
     """
     model = build_decoder("encoder_decoder", layers=4, width=WIDTH, vocab=64)
     more = {"roll_remat": "full", "devices": 2, "optimizer": zerojax.adamw(1e-4, eps=1e-5)}
@@ -113,7 +114,7 @@ def test_two_lists_of_layers_train_as_with_whole_weights():
     loops = {name.split("/")[0] for name in found.plan.tiles.cut}
     assert loops == {"encoder", "decoder"}
     assert expected.losses[0] - expected.losses[-1] > 1
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(found.norms[0], expected.norms[0], rtol=4e-6)
 
 
