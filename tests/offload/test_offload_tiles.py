@@ -114,8 +114,8 @@ def test_two_lists_of_layers_train_as_with_whole_weights():
     loops = {name.split("/")[0] for name in found.plan.tiles.cut}
     assert loops == {"encoder", "decoder"}
     assert expected.losses[0] - expected.losses[-1] > 1
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-    np.testing.assert_allclose(found.norms[0], expected.norms[0], rtol=4e-6)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-4)
+    np.testing.assert_allclose(found.norms[0], expected.norms[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize("place", [HOST, DEVICE], ids=["host", "device"])
