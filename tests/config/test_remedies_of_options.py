@@ -74,8 +74,6 @@ mesh.offload.opt_state=[host] | opt_state host | "{device: 0.4, host: 0.6}"
 'mesh.offload.opt_state=[[host, 0.5], [host, 0.5]]' | opt_state host |
   | 'mesh.offload.opt_state=[[host, 1.0]]'
 mesh.offload.durable=true | durable | opt_state nvme | mesh.offload.durable=true opt_state=nvme
-mesh.offload.tile_bytes=4096 | tile_bytes 4096 | params host nvme
-  | mesh.offload.tile_bytes=4096 mesh.offload.params=host
 mesh.offload.update_in_backward=true | update_in_backward | params host
   | mesh.offload.update_in_backward=true mesh.offload.params=host
 'mesh.partition=[2, 0]' | partition 0 | "[3, 3, 2, 2]" | mesh.stage=4 'mesh.partition=$'

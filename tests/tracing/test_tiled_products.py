@@ -13,13 +13,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.tracing.tiled_products import (
-    ShardedWeight,
-    TiledProduct,
-    WeightProduct,
-    find_product,
-    run_with_tiles,
-)
+from zerojax.tracing.tiled_products import TiledProduct, WeightProduct, find_product
+from zerojax.tracing.tiled_programs import ShardedWeight, run_with_tiles
 
 DEVICES = 4
 

@@ -62,9 +62,10 @@ class OffloadConfig:
     fp32. A non-finite gradient is detected only after later layers were updated."""
     tile_bytes: int | None = None
     """Largest part of a layer's weight that a device gathers at once, in bytes of the compute
-    dtype; with params: host or nvme. A larger weight that only one matrix product reads is split
-    into tiles, which are gathered, used and reduced one after the other, so that layers larger than
-    device memory can be trained. null: weights are not split."""
+    dtype; with zero: 3, or with params: host or nvme. A larger weight of a loop over layers that
+    only one matrix product reads is split into tiles, which are gathered, used and reduced one
+    after the other, so that layers larger than device memory can be trained. null: weights are not
+    split."""
     auto: bool = False
     """Choose opt_state, params and activations by compiling the step for the run's GPUs: as little
     offload as fits device and host memory, files last. The choice is made by zerojax.train, run
@@ -93,13 +94,6 @@ class OffloadConfig:
         check_at_least(self, 1, "slice_elements", "min_elements", "tile_bytes")
         if self.auto:
             self._check_auto()
-        if self.tile_bytes is not None and self.params == DEVICE:
-            refuse(
-                "tile_bytes",
-                self.tile_bytes,
-                "splits layer weights that are stored outside device memory; set params: host or "
-                "nvme as well, or leave it out",
-            )
         if self.update_in_backward and self.params != HOST:
             refuse(
                 "update_in_backward",
@@ -121,7 +115,7 @@ class OffloadConfig:
 
     def _check_auto(self) -> None:
         """Refuses settings that `auto` chooses, or that need one of its choices."""
-        for name in ("opt_state", "params", "activations", "update_in_backward", "tile_bytes"):
+        for name in ("opt_state", "params", "activations", "update_in_backward"):
             value = getattr(self, name)
             if value not in (DEVICE, False, None):
                 refuse(

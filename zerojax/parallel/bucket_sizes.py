@@ -74,6 +74,7 @@ def elements_of_a_layer(plan: Plan) -> int:
     """
     layer: collections.Counter[int] = collections.Counter()
     for leaf in plan.placement.leaves.values():
-        if leaf.access in IN_LOOPS and leaf.num_slices > 1:
+        in_tiles = leaf.name in plan.tiles.cut
+        if leaf.access in IN_LOOPS and leaf.num_slices > 1 and not in_tiles:
             layer[leaf.num_slices] += num_elements(leaf.shape) // leaf.num_slices
     return max(layer.values(), default=0)

@@ -303,7 +303,8 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     gradients of one; all gradients are stored where the weights are, on the host or in files, or
     not at all with an update in the backward pass. Parameters that are gathered on use are in
     memory together if one part of the loss without a loop reads them: one layer of a loop, or all
-    layers that a Python loop calls (`zerojax.plan.placement.straight_pieces`).
+    layers that a Python loop calls (`zerojax.plan.placement.straight_pieces`). Weights in tiles
+    are gathered one after the other.
 
     Three kinds of parameters need no copy: frozen parameters stored in the compute dtype, shards
     that are gathered on use, and copies that are part of the state (`wire.weights`). Coded
@@ -326,7 +327,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
     reduce = jnp.dtype(plan.precision.reduce_dtype).itemsize
     several = _adds_up(plan)
-    weights = gradients = far_gradients = 0
+    weights = gradients = far_gradients = tiled = 0
     on_use: dict[str, int] = {}
     by_layer: dict[str | None, list[tuple[int, int]]] = {}
     pieces = straight_pieces(plan.traced.forward.jaxpr)
@@ -362,6 +363,9 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
         if leaf.access in (Access.GATHER_ON_USE, Access.LOOK_UP):
             as_stored = as_stored or not _is_cast(plan.precision)
             read = whole // layers * (1 if leaf.eight_bits else compute)
+            tiles = plan.tiles.cut.get(leaf.name)
+            if tiles is not None:  # one at work, the next one, and the gradient of one
+                tiled, read = max(tiled, 3 * read // tiles.count), 0
             on_use[leaf.name] = read if leaf.asked is None else 0
             as_they_lie = as_stored and leaf.node_shards is None
             size = compute if leaf.frozen else max(compute, reduce)
@@ -378,7 +382,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
             layer.append((whole, whole * compute))
     gradients += _waiting_gradients(by_layer)
     living = [sum(on_use.get(name, 0) for name in piece.names) for piece in pieces]
-    held: Tiers = {DEVICE: weights + max((*living, *on_use.values()), default=0)}
+    held: Tiers = {DEVICE: weights + max((*living, *on_use.values()), default=0) + tiled}
     left: Tiers = {DEVICE: gradients}
     _add(left, NVME if layout and layout.paged else HOST, far_gradients)
     return held, left

@@ -133,6 +133,8 @@ def check_layer_drop(
         return
     if not settings.offload.is_off:
         raise _refusal("cannot be combined with offload; leave one of them out")
+    if (tile := settings.offload.tile_bytes) is not None:
+        raise _refusal(f"cannot be combined with offload.tile_bytes={tile}; leave one of them out")
     if settings.deterministic:
         raise _refusal(
             f"cannot be combined with deterministic={settings.deterministic}; leave one of them out"

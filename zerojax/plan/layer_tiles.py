@@ -11,26 +11,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
+from zerojax.config.mesh import DEVICE
 from zerojax.operators.marks import inner_programs
 from zerojax.plan.device_mesh import DATA_AXES, EXPERT
-from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.plan.leaf_placement import Access, LeafPlacement
 from zerojax.plan.offload_tiers import cut_into_layers
 from zerojax.plan.placement import Placement
 from zerojax.plan.state_layout import LayerTiles, OffloadLayout, WeightTiles
+from zerojax.tracing.activation_offload import keep_inputs_on_host
+from zerojax.tracing.flops import without_waste
 from zerojax.tracing.jaxpr import cut_piece
 from zerojax.tracing.loops import LossPieces
 from zerojax.tracing.protocol import Loss, Model
-from zerojax.tracing.tiled_products import ShardedWeight, TiledProduct, WeightProduct
+from zerojax.tracing.tiled_products import TiledProduct, WeightProduct
+from zerojax.tracing.tiled_programs import ShardedWeight, find_reads_in_loops, tile_reads
 from zerojax.tracing.trees import format_bytes
 
 _MARK = "zerojax.tile:"
@@ -42,6 +46,7 @@ def plan_tiles(
     layout: OffloadLayout | None,
     placement: Placement,
     traced: tuple[Model, Loss, Any],
+    forward: ClosedJaxpr,
 ) -> LayerTiles:
     """Decides which layer weights are gathered in tiles.
 
@@ -51,13 +56,19 @@ def plan_tiles(
       layout: offload layout, which says which weights come to the device layer by layer.
       placement: placement table.
       traced: (model, loss, arrays), as `cut_into_layers` takes them.
+      forward: traced loss of one microbatch on one data shard, with a mark at every read; its first
+        inputs are the parameters, by sorted names.
 
     Raises:
       ValueError: another setting excludes tiles; the message states the remedy.
     """
     _check(settings, mesh)
     limit = settings.offload.tile_bytes
-    if layout is None or limit is None:
+    if limit is None:
+        return LayerTiles()
+    if settings.offload.params == DEVICE:
+        return _tiles_of_reads(settings, limit, placement, traced[2][0], forward)
+    if layout is None:
         return LayerTiles()
     pieces = cut_into_layers(settings, *traced)
     assert pieces is not None
@@ -81,8 +92,15 @@ def _check(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
 
 def _obstacles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> Iterator[tuple[str, str]]:
     """Yields (reason why tiles cannot be used, remedy), as parts of a sentence."""
-    if settings.zero == 0:
+    zero, wire = settings.zero, settings.wire
+    if zero == 0:
         yield "splits gathered weights, but at zero=0 nothing is gathered", "use zero=3"
+    if zero < 3 and settings.offload.params == DEVICE:
+        yield (
+            f"splits weights that each layer gathers, but at zero={zero} with params: device all "
+            "weights are gathered once per step",
+            "use zero=3, or params: host",
+        )
     for axis, size in mesh.shape.items():
         if size > 1 and (axis not in DATA_AXES or axis == EXPERT):
             yield f"cannot be combined with {axis}={size}, which splits layers", f"use {axis}=1"
@@ -92,12 +110,33 @@ def _obstacles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> Iterator[tupl
             "update_in_backward",
             "leave update_in_backward out",
         )
+    if settings.lookup == "owners":
+        yield "is not tested with lookup=owners", "use lookup=gather"
+    if settings.deterministic:
+        yield (
+            f"adds up products in an order that depends on the mesh, but deterministic="
+            f"{settings.deterministic} needs the same order on all meshes",
+            "leave deterministic out",
+        )
+    sent = {
+        f"wire.weights={wire.weights}": (wire.weights != "compute", "compute"),
+        f"wire.gradients={wire.gradients}": (wire.gradients != "reduce", "reduce"),
+        "wire.secondary=true": (wire.secondary, "false"),
+    }
+    for asked, (is_set, default) in sent.items():
+        if is_set:
+            option = asked.partition("=")[0]
+            yield (
+                f"sends tiles among all devices in the compute dtype, but {asked} sends whole "
+                "weights in another format",
+                f"use {option}={default}",
+            )
 
 
 def _tiles_of_layers(
     names: Collection[str], limit: int, placement: Placement, pieces: LossPieces
 ) -> LayerTiles:
-    """Chooses the tiles of the layer weights that are larger than `limit`.
+    """Chooses the tiles of the streamed layer weights that are larger than `limit`.
 
     Args:
       names: weights that come to the device layer by layer.
@@ -105,26 +144,94 @@ def _tiles_of_layers(
       placement: placement table.
       pieces: traced loss, split at its loop over layers.
     """
-    products = pieces.find_products()
+    rows = {name: _row(pieces, name) for name in names}
+    tiles = _choose(rows, pieces.find_products(), limit, placement)
+    return _with_counts(tiles, lambda cut: _gathered_again(pieces, cut, placement))
+
+
+def _tiles_of_reads(
+    settings: MeshConfig,
+    limit: int,
+    placement: Placement,
+    params: Mapping[str, Any],
+    forward: ClosedJaxpr,
+) -> LayerTiles:
+    """Chooses the tiles of layer weights that are gathered on use and larger than `limit`.
+
+    Args:
+      settings: mesh options.
+      limit: largest number of bytes of a tile.
+      placement: placement table.
+      params: {name: abstract value as the model reads it}.
+      forward: as in `plan_tiles`.
+    """
+    leaves = placement.leaves
+    reads = find_reads_in_loops(forward.jaxpr, leaves)
+    rows, products = {}, {}
+    for name, leaf in leaves.items():
+        if leaf.access is not Access.LOOK_UP:
+            shape = leaf.shape[max(leaf.stack_dims - leaf.mapped_dims, 0) :]
+            rows[name] = jax.ShapeDtypeStruct(shape, params[name].dtype)
+            products[name] = _product_of_reads(leaf, reads.get(name, []))
+    tiles = _choose(rows, products, limit, placement)
+    return _with_counts(tiles, lambda cut: _gathered_again_on_use(settings, forward, cut, leaves))
+
+
+def _product_of_reads(
+    leaf: LeafPlacement, reads: Sequence[WeightProduct | str]
+) -> WeightProduct | str:
+    """Returns the product that alone reads a parameter, or why it cannot be gathered in tiles."""
+    if leaf.access is not Access.GATHER_ON_USE:
+        return "all layers are gathered once per step"
+    if leaf.codes is not None:
+        return "it is stored in codes"
+    if leaf.mapped_dims:
+        return "`vmap` maps it"
+    if not reads:
+        return "it is read in a branch or in a custom derivative"
+    return reads[0] if len(reads) == 1 else f"it is read {len(reads)} times"
+
+
+def _choose(
+    rows: Mapping[str, jax.ShapeDtypeStruct],
+    products: Mapping[str, WeightProduct | str],
+    limit: int,
+    placement: Placement,
+) -> LayerTiles:
+    """Chooses the tiles of the weights that are larger than `limit`; `WeightTiles.again` is 0.
+
+    Args:
+      rows: {name: shape and dtype of the weight of one layer}.
+      products: {name: product that alone reads it, or why there is none}.
+      limit: largest number of bytes of a tile.
+      placement: placement table.
+    """
     tiles: dict[str, WeightTiles] = {}
     untiled = []
-    for name in sorted(names):
-        leaf, found = placement.leaves[name], products[name]
-        row, shards = _row(pieces, name), placement.num_shards(leaf)
+    for name in sorted(rows):
+        leaf, found, row = placement.leaves[name], products[name], rows[name]
         size = math.prod(row.shape) * row.dtype.itemsize
         if size <= limit:
             continue
         if leaf.zero_dim is None:
             found = "every device has all of it"
         if not isinstance(found, str):
-            found = _cut(leaf, found, row.shape, shards, -(-size // limit))
+            found = _cut(leaf, found, row.shape, placement.num_shards(leaf), -(-size // limit))
         if isinstance(found, str):
-            untiled.append((name, f"{format_bytes(size)} of a layer are gathered whole: {found}"))
+            of_layer = " of a layer" * (leaf.num_slices > 1)
+            untiled.append((name, f"{format_bytes(size)}{of_layer} are gathered whole: {found}"))
         else:
             tiles[name] = found
-    again = _gathered_again(pieces, tiles, placement) if tiles else {}
-    tiles = {n: dataclasses.replace(found, again=again[n]) for n, found in tiles.items()}
     return LayerTiles(cut=tiles, whole=tuple(untiled))
+
+
+def _with_counts(
+    tiles: LayerTiles, count: Callable[[Mapping[str, WeightTiles]], Mapping[str, int]]
+) -> LayerTiles:
+    """Returns the tiles with `WeightTiles.again` set from `count(tiles)`."""
+    again = count(tiles.cut) if tiles.cut else {}
+    cut = {n: dataclasses.replace(found, again=again[n]) for n, found in tiles.cut.items()}
+    return dataclasses.replace(tiles, cut=cut)
 
 
 def _row(pieces: LossPieces, name: str) -> jax.ShapeDtypeStruct:
@@ -216,6 +323,55 @@ def _gathered_again(
     return {name: max(counts[name] // tile.count - 1, 0) for name, tile in tiles.items()}
 
 
+def _gathered_again_on_use(
+    settings: MeshConfig,
+    forward: ClosedJaxpr,
+    tiles: Mapping[str, WeightTiles],
+    leaves: Mapping[str, LeafPlacement],
+) -> dict[str, int]:
+    """Returns the same counts for weights that are gathered on use.
+
+    They are counted in the traced derivative of the whole loss.
+    """
+
+    def tiling(name: str) -> Callable[[WeightProduct], TiledProduct]:
+        # A whole weight in place of a shard: only the numbers of gathers count.
+        return lambda product: TiledProduct(
+            product=product,
+            gather=lambda x: checkpoint_name(x, _MARK + name),
+            scatter=None if leaves[name].frozen else lambda x: x,
+            dim=tiles[name].dim,
+            count=tiles[name].count,
+            groups=tiles[name].groups,
+        )
+
+    names = sorted(leaves)
+    run = lambda params, others: jaxpr_as_fun(forward)(*params, *others)  # noqa: E731
+    if settings.offload.activations != DEVICE:
+        run = keep_inputs_on_host(run)
+    run = tile_reads(run, {name: tiling(name) for name in tiles})
+
+    def both_passes(inputs: list[Any], others: list[Any]) -> Any:
+        given = dict(zip(names, inputs, strict=True))
+        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
+        trained = {n: x for n, x in given.items() if not leaves[n].frozen and is_float(x)}
+
+        def loss(trained: Mapping[str, Any]) -> tuple[Any, Any]:
+            first, *more = run([trained.get(name, given[name]) for name in names], others)
+            return first, more
+
+        value, pull, more = jax.vjp(loss, trained, has_aux=True)
+        return value, more, pull(jnp.ones_like(value))
+
+    variables: Any = forward.jaxpr.invars
+    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+    closed = jax.make_jaxpr(both_passes)(inputs[: len(names)], inputs[len(names) :])
+    counts = dict.fromkeys(tiles, 0)
+    _count(without_waste(closed), 1, counts)
+    times = {n: counts[n] // (leaves[n].num_slices * tile.count) for n, tile in tiles.items()}
+    return {name: max(number - 2, 0) for name, number in times.items()}
+
+
 def _joined(floats: Any, fixed: Any) -> Any:
     return jax.tree.map(
         lambda x, other: other if x is None else x, floats, fixed, is_leaf=lambda x: x is None
@@ -247,7 +403,10 @@ def describe_tiles(settings: MeshConfig, tiles: LayerTiles) -> list[str]:
     if limit is None:
         return []
     asked = f"offload.tile_bytes {limit:,}"
-    lines = [f"{asked}: {name}: {reason}" for name, reason in tiles.whole]
+    alike: dict[str, list[str]] = {}
+    for name, reason in tiles.whole:
+        alike.setdefault(reason, []).append(name)
+    lines = [f"{asked}: {_listed(names)}: {reason}" for reason, names in alike.items()]
     if not tiles.cut:
         return [
             *lines,
@@ -263,3 +422,8 @@ def describe_tiles(settings: MeshConfig, tiles: LayerTiles) -> list[str]:
         "with one collective for each tile" + more * bool(again),
         *lines,
     ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -43,7 +43,7 @@ from zerojax.plan.kept_parts import with_kept_parts
 from zerojax.plan.layer_choice import check_layer_drop, plan_layer_drop
 from zerojax.plan.layer_draws import describe_draws
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
-from zerojax.plan.layer_tiles import plan_tiles
+from zerojax.plan.layer_tiles import describe_tiles, plan_tiles
 from zerojax.plan.loss_checks import (
     check_divisor,
     check_loss,
@@ -349,11 +349,11 @@ def _decide(
     tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
     tx = with_matrices(tx, seen.trace, placement)
     check_elementwise(settings, tx)
-    program = _choose_program(task, seen, placement, tx)
     stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
     offload = _plan_offload(task, placement, tx, stacked)
-    tiles = plan_tiles(settings, mesh, offload, placement, _read(task, seen))
+    tiles = plan_tiles(settings, mesh, offload, placement, _read(task, seen), seen.trace.jaxpr)
+    program = _choose_program(task, seen, placement, tx, tiled=bool(tiles.cut))
     stored, portable = _abstract_forms(task, seen, placement, tx, (names, offload))
     return Plan(
         mesh=mesh,
@@ -419,7 +419,8 @@ def _decide(
 
 def _describe_offload(task: _Task, offload: OffloadLayout | None, tiles: LayerTiles) -> list[str]:
     draws = describe_draws(task.model, task.batch, task.loss, offload)
-    return [*describe_offload(task.settings, offload, tiles), *draws]
+    tiled = describe_tiles(task.settings, tiles)
+    return [*describe_offload(task.settings, offload), *tiled, *draws]
 
 
 def _plan_offload(
@@ -646,7 +647,12 @@ def _examine_loss(
 
 
 def _choose_program(
-    task: _Task, seen: _Seen, placement: Placement, tx: optax.GradientTransformation
+    task: _Task,
+    seen: _Seen,
+    placement: Placement,
+    tx: optax.GradientTransformation,
+    *,
+    tiled: bool,
 ) -> ProgramChoices:
     settings = task.settings
     check_update_of_tables(placement, tx)
@@ -658,7 +664,7 @@ def _choose_program(
         deterministic=settings.deterministic is not None,
         unrolled=task.num_microbatches > 1
         and bool(unrolled(placement, straight_pieces(seen.trace.jaxpr.jaxpr))),
-        tiled=settings.offload.tile_bytes is not None,
+        tiled=tiled,
     )
     kernels = optim.choose_update(tx, task.mesh, settings.kernels)
     return ProgramChoices(options=options, dropped=dropped, kernels=kernels, regather=regather)

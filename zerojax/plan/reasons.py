@@ -20,10 +20,9 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.device_mesh import MODEL, STAGE
 from zerojax.plan.eight_bits import describe_eight_bits
 from zerojax.plan.expert_axis import describe_experts
-from zerojax.plan.layer_tiles import describe_tiles
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
-from zerojax.plan.state_layout import LayerTiles, OffloadLayout
+from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
@@ -354,11 +353,8 @@ def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> li
     return lines + [f"compiler option {name} is not used: {why}" for name, why in dropped.items()]
 
 
-def describe_offload(
-    settings: MeshConfig, layout: OffloadLayout | None, tiles: LayerTiles | None = None
-) -> list[str]:
-    """Describes how many parameters are stored in the requested memory and gathered in tiles, and
-    why others are not."""
+def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list[str]:
+    """Describes how many parameters are in the requested tier, and why."""
     config = settings.offload
     if layout is None or not (config.moves_opt_state or config.params != DEVICE):
         return []
@@ -386,4 +382,4 @@ def describe_offload(
             f"offload.params {config.params}: the weights of {len(layout.by_layer)} parameters "
             "are copied to the device layer by layer"
         )
-    return lines if tiles is None else [*lines, *describe_tiles(settings, tiles)]
+    return lines

@@ -174,9 +174,10 @@ def _check_settings(plan: Decisions) -> None:
             "not supported; use adamw, or leave one of them out",
             "type",
         )
-    if not offload.is_off:
+    if not offload.is_off or offload.tile_bytes is not None:
+        what = "offload" if not offload.is_off else f"offload.tile_bytes={offload.tile_bytes}"
         raise _refusal(
-            "a curriculum together with offload is not supported; leave one of them out", "type"
+            f"a curriculum together with {what} is not supported; leave one of them out", "type"
         )
 
 

@@ -107,8 +107,9 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
       wire.gradients: a reduce-scatter becomes all-to-alls of codes.
       freeze_dtype: frozen parameters in codes are gathered as codes.
       offload.params, at any ZeRO stage: per microbatch each layer is gathered twice, the last layer
-        once, and its gradient is reduced once. Tiles of the last layer are gathered twice, too, and
-        all tiles once more if the backward pass recomputes their product.
+        once, and its gradient is reduced once. Tiles of the last layer are gathered twice, too.
+      offload.tile_bytes: all tiles are gathered once more if the backward pass recomputes their
+        product.
       pipeline: a device has the layers of one stage, over `data`. Transfers per microbatch run in
         every tick that has the slot, including masked ticks: m+p-1 times instead of m for 1f1b.
         Parameters that all stages read are sent over `data` and `stage` together, once per step.
@@ -250,11 +251,12 @@ def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, flo
 
 
 def _times_with_all_layers(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, float]:
+    tiles = plan.tiles.cut.get(leaf.name)
+    if tiles is not None:
+        microbatches = plan.num_microbatches
+        return microbatches, microbatches * (1 + tiles.again), microbatches
     if _is_streamed(plan, leaf):
         microbatches = plan.num_microbatches
-        tiles = plan.tiles.cut.get(leaf.name)
-        if tiles is not None:
-            return microbatches, microbatches * (1 + tiles.again), microbatches
         return microbatches, microbatches * (1 - 1 / layers_of(plan, leaf)), microbatches
     early = leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
     lazily = leaf.access is Access.GATHER_ON_USE

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import Jaxpr
 
 from zerojax.operators.marks import inner_programs
-from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, variables
+from zerojax.tracing.jaxpr import is_checkpoint, program_of, variables
 
 _TILED = "product in tiles"
 _SAME = frozenset(["copy", "copy_p", "name", "optimization_barrier"])
@@ -163,10 +163,10 @@ def _follow(
         if equation.params["dimension_numbers"][1][place]:
             return "its product is a batched product"
         return WeightProduct(equation, place, dims, casts)
-    if _calls(equation):
+    if is_call(equation):
         inner = program_of(equation).jaxpr
         return _follow(inner, inner.invars[place], dims, casts)
-    if not _is_step(equation):
+    if not is_step(equation):
         return f"`{kind}` reads it"
     after = _moved(equation, dims)
     if after is None:
@@ -176,11 +176,13 @@ def _follow(
     return _follow(program, equation.outvars[0], after, casts)
 
 
-def _calls(equation: Any) -> bool:
+def is_call(equation: Any) -> bool:
+    """Returns whether an equation is a call or a checkpoint."""
     return equation.primitive.name in ("jit", "pjit") or is_checkpoint(equation)
 
 
-def _is_step(equation: Any) -> bool:
+def is_step(equation: Any) -> bool:
+    """Returns whether an equation casts a weight or changes its layout."""
     kind = equation.primitive.name
     return kind in _SAME or kind in _LAYOUT or kind == "convert_element_type"
 
@@ -208,7 +210,7 @@ def _moved(equation: Any, dims: tuple[int | None, ...]) -> tuple[int | None, ...
     return tuple(None if size == 1 else next(remaining) for size in after.shape)
 
 
-# --- the program with tiles -----------------------------------------------------------------------
+# --- the product in tiles -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -218,7 +220,8 @@ class TiledProduct:
     Attributes:
       product: product to compute.
       gather: function `this device's part of a tile -> tile`.
-      scatter: function `gradient of a tile -> this device's part of the sum over all devices`.
+      scatter: function `gradient of a tile -> this device's part of the sum over all devices`;
+        None if the weight has no gradient.
       dim: dimension of the weight along which tiles are cut.
       count: number of tiles, at least 2.
       groups: number of shards along `dim`; 1 if another dimension is sharded. A tile contains an
@@ -227,7 +230,7 @@ class TiledProduct:
 
     product: WeightProduct
     gather: Callable[[jax.Array], jax.Array]
-    scatter: Callable[[jax.Array], jax.Array]
+    scatter: Callable[[jax.Array], jax.Array] | None
     dim: int
     count: int
     groups: int
@@ -259,8 +262,11 @@ class TiledProduct:
 
     def backward(
         self, shard: jax.Array, other: jax.Array, cotangent: jax.Array, dtype: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (gradient of the shard in `dtype`, summed over devices; gradient of `other`)."""
+    ) -> tuple[jax.Array | None, jax.Array]:
+        """Returns (gradient of the shard in `dtype`, summed over devices; gradient of `other`).
+
+        The first is None without `scatter`.
+        """
         product, sums = self.product, self.sums
         at = product.dim_of_other(self.dim) if sums else product.dim_of_result(self.dim)
         size = shard.shape[self.dim] // self.count
@@ -271,15 +277,17 @@ class TiledProduct:
             part = cotangent if sums else self._take(cotangent, at, index)
             multiply = lambda tile, given: product.multiply(product.operand(tile), given)  # noqa: E731
             of_tile, of_given = jax.vjp(multiply, tile, given)[1](part)
-            own = self.scatter(of_tile).astype(dtype)
-            grads = lax.dynamic_update_slice_in_dim(grads, own, index * size, self.dim)
+            if self.scatter is not None:
+                own = self.scatter(of_tile).astype(dtype)
+                grads = lax.dynamic_update_slice_in_dim(grads, own, index * size, self.dim)
             if sums:
                 return grads, self._put(of_other, at, index, of_given)
             return grads, of_other + product.pull_back(product.operand(tile), part, of_other.dtype)
 
         shape = self._cut_shape(other.shape, at) if sums else other.shape
         of_other = jnp.zeros(shape, other.dtype if sums else _wide(other.dtype))
-        grads, of_other = self._loop(shard, one, (jnp.zeros(shard.shape, dtype), of_other))
+        grads = None if self.scatter is None else jnp.zeros(shard.shape, dtype)
+        grads, of_other = self._loop(shard, one, (grads, of_other))
         return grads, of_other.reshape(other.shape).astype(other.dtype)
 
     def _loop(self, shard: jax.Array, step: Callable[..., Any], state: Any) -> Any:
@@ -320,7 +328,7 @@ def _wide(dtype: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(
+def multiply_in_tiles(
     tiled: TiledProduct, shard: jax.Array, sink: jax.Array | None, other: jax.Array
 ) -> jax.Array:
     """Computes a product in tiles; the weight's gradient is returned as the gradient of `sink`, in
@@ -331,104 +339,29 @@ def _multiply(
     return checkpoint_name(tiled.forward(shard, other), _TILED)
 
 
-def _multiply_forward(tiled: TiledProduct, shard: jax.Array, sink: Any, other: jax.Array) -> Any:
-    # A call, so that a checkpoint policy sees one product (`_asks_about_products`).
-    return _multiply(tiled, shard, sink, other), (shard, sink, other)
+def _in_tiles_forward(tiled: TiledProduct, shard: jax.Array, sink: Any, other: jax.Array) -> Any:
+    # As a call, so that a checkpoint policy sees one product (`is_in_tiles`).
+    return multiply_in_tiles(tiled, shard, sink, other), (shard, sink, other)
 
 
-def _multiply_backward(tiled: TiledProduct, given: Any, cotangent: jax.Array) -> Any:
+def _in_tiles_backward(tiled: TiledProduct, given: Any, cotangent: jax.Array) -> Any:
     shard, sink, other = given
     dtype = shard.dtype if sink is None else sink.dtype
     # Without the barrier the compiler would keep the first tile of a recomputed product until here.
     shard, cotangent = lax.optimization_barrier((shard, cotangent))
     grads, of_other = tiled.backward(shard, other, cotangent, dtype)
-    if sink is None:
-        return grads, None, of_other
+    if sink is None or grads is None:
+        return jnp.zeros_like(shard) if grads is None else grads, None, of_other
     return jnp.zeros_like(shard), grads, of_other
 
 
-_multiply.defvjp(_multiply_forward, _multiply_backward)
+multiply_in_tiles.defvjp(_in_tiles_forward, _in_tiles_backward)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class ShardedWeight:
-    """Input of a program that is this device's shard of a weight, to be gathered in tiles.
-
-    Attributes:
-      shard: this device's shard, in the dtype in which it is gathered.
-      sink: zeros with the shape of the shard, perhaps in another dtype; the gradient of the weight
-        is returned as the gradient of `sink`. None: it is returned as the gradient of `shard`.
-      tiled: product that alone reads the weight.
-    """
-
-    shard: Any
-    sink: Any
-    tiled: TiledProduct = dataclasses.field(metadata={"static": True})
-
-
-def run_with_tiles(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates a program of which some inputs are `ShardedWeight`s."""
-    program = closed.jaxpr
-    pairs = zip(program.invars, inputs, strict=True)
-    sharded = {variable for variable, value in pairs if isinstance(value, ShardedWeight)}
-    if not sharded:
-        return jaxpr_as_fun(closed)(*inputs)
-    apart = set()
-    for equation in program.eqns:
-        if not sharded.isdisjoint(variables(equation.invars)):
-            apart.add(id(equation))
-            sharded.update(equation.outvars if _is_step(equation) else ())
-    return evaluate_in_pieces(
-        closed,
-        inputs,
-        is_apart=lambda equation: id(equation) in apart,
-        run_apart=_run_apart,
+def is_in_tiles(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Returns whether an operation of a program computes a product in tiles."""
+    return primitive.name == "custom_vjp_call" and any(
+        equation.primitive.name == "name" and equation.params["name"] == _TILED
+        for program in inner_programs(params)
+        for equation in program.eqns
     )
-
-
-def _run_apart(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates an equation that reads `ShardedWeight`s: a cast, layout change, call or product."""
-    if equation.primitive.name == "dot_general":
-        side = 0 if isinstance(inputs[0], ShardedWeight) else 1
-        weight = inputs[side]
-        return [_multiply(weight.tiled, weight.shard, weight.sink, inputs[1 - side])]
-    if not _calls(equation):
-        return [inputs[0]]
-    closed = program_of(equation)
-    if not is_checkpoint(equation):
-        return run_with_tiles(closed, inputs)
-    run = jax.checkpoint(
-        lambda *given: run_with_tiles(closed, given),
-        policy=_asks_about_products(equation.params["policy"]),
-        prevent_cse=equation.params["prevent_cse"],
-    )
-    return run(*inputs)
-
-
-def _asks_about_products(policy: Any) -> Any:
-    """Returns a checkpoint policy that treats a product in tiles as `policy` treats the product."""
-    if policy is None:
-        return None
-
-    def asking(primitive: Any, *avals: Any, **params: Any) -> Any:
-        programs = list(inner_programs(params)) if primitive.name == "custom_vjp_call" else []
-        if any(_is_tiled(equation) for program in programs for equation in program.eqns):
-            product = next(e for program in programs for e in _products(program))
-            return policy(product.primitive, *(v.aval for v in product.invars), **product.params)
-        return policy(primitive, *avals, **params)
-
-    return asking
-
-
-def _is_tiled(equation: Any) -> bool:
-    return equation.primitive.name == "name" and equation.params["name"] == _TILED
-
-
-def _products(program: Jaxpr) -> Iterator[Any]:
-    """Yields the products of a program, at any depth."""
-    for equation in program.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation
-        for inner in inner_programs(equation.params):
-            yield from _products(inner)

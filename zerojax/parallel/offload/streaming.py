@@ -60,6 +60,7 @@ from zerojax.plan.device_mesh import MODEL
 from zerojax.tracing.loops import cut_loss
 from zerojax.tracing.protocol import Loss
 from zerojax.tracing.tiled_products import WeightProduct
+from zerojax.tracing.tiled_programs import error_of_other_read
 
 Arrays = dict[str, Any]
 
@@ -272,11 +273,7 @@ class StreamedPass:
         found = self.pieces.find_products()
         products = {n: p for n in self.rows.tiles if isinstance(p := found[n], WeightProduct)}
         for name in self.rows.tiles.keys() - products.keys():
-            raise ValueError(
-                f"{name}: offload.tile_bytes gathers this weight in tiles for one matrix product, "
-                f"but in this loss {found[name]}; evaluate a function that runs the same layers, "
-                "or remove tile_bytes"
-            )
+            raise error_of_other_read(name, str(found[name]))
         return products
 
     def _layer(self, rows: Arrays, consts: Any, others: Any, activations: Any) -> Any:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax.parallel import collectives
 from zerojax.parallel.offload.streaming_layers import Inputs, has_gradient
 from zerojax.parallel.sums import over_auto_axes
-from zerojax.parallel.zero import PassConfig
+from zerojax.parallel.zero import PassConfig, tile_collectives
 from zerojax.plan.device_mesh import (
     DATA_AXES,
     EXPERT,
@@ -33,7 +33,8 @@ from zerojax.plan.device_mesh import (
 )
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.slices import put_slice, take_slice, to_device, to_host
-from zerojax.tracing.tiled_products import ShardedWeight, TiledProduct, WeightProduct
+from zerojax.tracing.tiled_products import TiledProduct, WeightProduct
+from zerojax.tracing.tiled_programs import ShardedWeight
 
 Arrays = dict[str, Any]
 
@@ -169,10 +170,8 @@ class LayerRows:
             wanted.
           product: matrix product that reads the weight.
         """
-        tiles, leaf = self.tiles[name], self.collectives[name]
-        if tiles.groups > 1:
-            size = leaf.size // tiles.count
-            leaf = dataclasses.replace(leaf, size=size, padded_size=size)
+        tiles = self.tiles[name]
+        leaf = tile_collectives(self.collectives[name], tiles)
         shard, sink = row if isinstance(row, tuple) else (row, None)
         tiled = TiledProduct(
             product=product,

@@ -21,6 +21,7 @@ from zerojax.parallel.zero.parameters import (
     build_rewriting,
     prepare_parameters,
     reduce_gradients,
+    tile_collectives,
     values_to_read,
 )
 from zerojax.parallel.zero.virtual_shards import build_virtual_forward, build_virtual_gradients
@@ -43,5 +44,6 @@ __all__ = [
     "shard_key",
     "specs_of",
     "split_batch",
+    "tile_collectives",
     "values_to_read",
 ]

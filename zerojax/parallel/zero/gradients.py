@@ -28,6 +28,7 @@ from zerojax.parallel.zero.microbatch import (
 from zerojax.parallel.zero.parameters import (
     build_reads,
     build_rewriting,
+    build_tilings,
     cast,
     owned_tables,
     prepare_parameters,
@@ -44,6 +45,7 @@ from zerojax.tracing.dropped_layers import drop_layers
 from zerojax.tracing.expert_calls import find_expert_calls
 from zerojax.tracing.protocol import Loss
 from zerojax.tracing.row_lookups import find_row_lookups
+from zerojax.tracing.tiled_programs import tile_reads
 from zerojax.tracing.trace import trace_model
 from zerojax.tracing.unrolling import unroll_layers
 
@@ -125,6 +127,7 @@ def build_differentiation(
     loss_of = with_lookups(loss_of, tables, shards_of)
     if config.offload is not None and config.offload.activations != DEVICE:
         loss_of = keep_inputs_on_host(loss_of, list(constants.values()))
+    loss_of = tile_reads(loss_of, build_tilings(config, frozen))
     loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
     if config.unroll:
         loss_of = unroll_layers(loss_of, list(constants.values()))
@@ -226,6 +229,7 @@ def build_evaluating(
         return run_microbatch(evaluation, values, extras, key, batch, on_read, train=False)[0]
 
     loss_of = with_lookups(loss_of, owned_tables(evaluation), lambda values, *_: values)
+    loss_of = tile_reads(loss_of, build_tilings(evaluation, frozen))
     loss_of = build_rewriting(evaluation, frozen)(loss_of) if on_read else loss_of
     evaluate = lambda extras, key, batch: loss_of(values, extras, key, batch)  # noqa: E731
     return evaluate, evaluation.metrics

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zerojax.operators.marks import mark_read
 from zerojax.parallel import collectives
 from zerojax.parallel.owned_tables import OwnedTable
 from zerojax.parallel.sums import TreeOrder, barrier_kind
@@ -23,6 +25,9 @@ from zerojax.plan.device_mesh import (
     communicates_through_gloo,
 )
 from zerojax.plan.leaf_placement import Access, LeafPlacement
+from zerojax.plan.state_layout import WeightTiles
+from zerojax.tracing.tiled_products import TiledProduct, WeightProduct
+from zerojax.tracing.tiled_programs import Tilings
 
 
 def _of_access(config: PassConfig, names: Any, *accesses: Access) -> list[str]:
@@ -205,6 +210,36 @@ def owned_tables(config: PassConfig) -> dict[str, OwnedTable]:
             reduce_dtype=jnp.dtype(wire_dtype(config)).name,
         )
     return tables
+
+
+def tile_collectives(
+    leaf: collectives.LeafCollectives, tiles: WeightTiles
+) -> collectives.LeafCollectives:
+    """Returns the collectives of one tile of a parameter."""
+    if tiles.groups == 1:  # each shard has a part of every tile
+        return leaf
+    size = leaf.size // tiles.count
+    return dataclasses.replace(leaf, size=size, padded_size=size)
+
+
+def build_tilings(config: PassConfig, frozen: Arrays) -> Tilings:
+    """Returns {parameter: its product in tiles, from the product in the traced loss}."""
+    names = _of_access(config, config.tiles, Access.GATHER_ON_USE)
+    table = leaf_collectives(config, names, in_model=True)
+
+    def tiling(name: str) -> Callable[[WeightProduct], TiledProduct]:
+        tiles = config.tiles[name]
+        leaf = tile_collectives(table[name], tiles)
+        return lambda product: TiledProduct(
+            product=product,
+            gather=lambda shard: mark_read(leaf.gather(shard), name),
+            scatter=None if name in frozen else leaf.scatter,
+            dim=tiles.dim,
+            count=tiles.count,
+            groups=tiles.groups,
+        )
+
+    return {name: tiling(name) for name in names}
 
 
 def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:

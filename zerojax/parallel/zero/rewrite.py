@@ -39,6 +39,7 @@ from zerojax.tracing.jaxpr import (
     split_scan,
     variables,
 )
+from zerojax.tracing.tiled_products import is_in_tiles
 from zerojax.tracing.trees import layer_of
 
 # Layout changes are recomputed: saved results would be copies of gathered parameters, and the
@@ -100,10 +101,12 @@ def is_made_again(primitive: Any, params: Mapping[str, Any]) -> bool:
 
     This holds for zerojax's gathers, decoded weights, and marks of gathered experts. A gather is in
     a `shard_map` inside a `custom_vjp` call; the policy sees that call if the parameter is not
-    differentiated (frozen).
+    differentiated (frozen). A product whose weight is gathered in tiles counts as a product.
     """
     if primitive.name == "all_gather":
         return True
+    if is_in_tiles(primitive, params):
+        return False
     if primitive.name == "name":
         return params["name"] == DECODED or marks_experts(params["name"])
     if primitive.name not in ("shard_map", "custom_vjp_call"):

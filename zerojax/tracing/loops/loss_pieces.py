@@ -24,12 +24,8 @@ from zerojax.tracing.loops.own_state import (
     sort_extras,
     sort_overwritten,
 )
-from zerojax.tracing.tiled_products import (
-    ShardedWeight,
-    WeightProduct,
-    find_product,
-    run_with_tiles,
-)
+from zerojax.tracing.tiled_products import WeightProduct, find_product
+from zerojax.tracing.tiled_programs import ShardedWeight, run_with_tiles
 
 Arrays = dict[str, Any]
 Activations = tuple[jax.Array, ...]
