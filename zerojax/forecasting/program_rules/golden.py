@@ -13,6 +13,7 @@ from zerojax.forecasting.step_contents import SentArray
 from zerojax.plan.counts import padded_elements
 from zerojax.plan.make import Plan
 from zerojax.plan.wire import leaf_transfers
+from zerojax.runtime.user_files import replace_text
 from zerojax.tracing.trees import format_bytes
 
 FORMAT = 1
@@ -202,7 +203,7 @@ def check_golden(record: Mapping[str, Any], path: str | Path) -> list[str] | Non
     try:
         text = path.read_text()
     except FileNotFoundError:
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        replace_text(path, json.dumps(record, indent=1) + "\n")
         return None
     try:
         old = json.loads(text)
