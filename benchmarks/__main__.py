@@ -31,6 +31,7 @@ NAMES = (
     "mixture",
     "rounding",
     "plans",
+    "search",
     "scaling",
     "attention",
     "sequences",

@@ -19,6 +19,7 @@ from benchmarks.gpu.workloads import choose_workload
 from benchmarks.measuring import Sample, interleave, ratio_of
 from benchmarks.recording import RESULTS, Goal, Record, format_table, save_so_far
 from zerojax import make_mesh, make_plan
+from zerojax.hardware import compile_client
 from zerojax.plan.counts import model_flops
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +163,14 @@ def test_default_run(tmp_path):
     assert row["steps"] == 4
     assert row["peak_MB"] > 0
     assert row["validation_loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compile_client.missing() is not None, reason="compiles for GPUs")
+def test_search(tmp_path):
+    row = run_benchmark("search", tmp_path)["rows"][0]
+    assert 0 < row["compiled"] < row["candidates"]
+    assert row["chosen_step_s"] > 0
 
 
 @pytest.mark.slow

@@ -108,7 +108,9 @@ def plan_choosing_offload(
     if not asked.auto:
         return make(asked)
     if gpu is None:
-        why = "offload.auto: nothing is offloaded; the devices are no GPUs with a description"
+        why = (
+            "offload.auto: nothing is offloaded, because the memory size of the devices is unknown"
+        )
         return _with_reason(make(asked.chosen()), why)
     missing = compile_client.missing()
     if missing is not None:

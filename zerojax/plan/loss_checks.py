@@ -484,7 +484,7 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
     if pieces.is_sum and number > 1:
         raise ValueError(
             f"the loss is a sum over its rows, not their mean, and it is called for each of {cut}: "
-            f"their mean is a {number}th of the sum over the batch, so loss and gradients would "
+            f"their mean is 1/{number} of the sum over the batch, so loss and gradients would "
             "depend on the number of devices. Return the mean over the rows, or the sum and its "
             "divisor: return jnp.sum(losses), losses.size. zerojax.check prints the line"
         )

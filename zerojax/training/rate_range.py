@@ -101,7 +101,7 @@ class RateTest:
             )
         return (
             f"{best}, {fastest}\n"
-            f"suggested, a {MARGIN:g}th of the rate with the lowest loss:\n"
+            f"suggested (1/{MARGIN:g} of the rate with the lowest loss):\n"
             f"  optimizer.learning_rate={self.suggestion:g}"
         )
 

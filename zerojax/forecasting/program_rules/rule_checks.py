@@ -371,7 +371,8 @@ class _Step:
                     remedy="join the loops, or raise the limit",
                 )
             )
-        return checked_rule("layer_loops", f"{len(loops)} loops", limit, found)
+        count = f"{len(loops)} loop{'s' * (len(loops) != 1)}"
+        return checked_rule("layer_loops", count, limit, found)
 
     def fused_attention(self) -> CheckedRule:
         contents, limit = self._contents, "attention runs in kernels that store no scores"
