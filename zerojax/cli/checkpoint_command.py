@@ -1,4 +1,4 @@
-"""`zerojax checkpoint`: list, verify, export and delete saved steps."""
+"""`zerojax checkpoint`: list, verify, export and delete saved steps, or try a resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerojax.cli.arguments import (
 )
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
-from zerojax.runtime.shutdown import FAILED, OK
+from zerojax.runtime.shutdown import DIFFERS, FAILED, OK
 
 if TYPE_CHECKING:
     from zerojax.checkpoint import Verification
@@ -45,19 +45,22 @@ examples:
   zerojax checkpoint export runs/mine adapters --format peft
   zerojax checkpoint export runs/mine averaged --weights ema
   zerojax checkpoint prune runs/mine --keep 2 --every 1000 --dry-run
+  zerojax checkpoint resume-check runs/mine --devices 4 mesh.zero=3
 
-exit codes: 0 success, 1 failure (verify: damage was found), 2 invalid input."""
+exit codes: 0 success, 1 failure (verify: damage was found), 2 invalid input, 4 resume-check: the
+resumed run differs."""
 
 
 def add(commands) -> None:
     """Adds the command `zerojax checkpoint` to the parser, with its sub-commands."""
-    brief = "list, verify, export or delete saved steps"
+    brief = "list, verify, export or delete saved steps, or try a resume on another mesh"
     parser = add_command(commands, "checkpoint", run, brief, _HELP)
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     _add_list(actions)
     _add_verify(actions)
     _add_export(actions)
     _add_prune(actions)
+    _add_resume_check(actions)
 
 
 def _add(actions, name: str, help_line: str) -> Parser:
@@ -128,6 +131,29 @@ def _add_prune(actions) -> None:
         "kept",
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+
+
+def _add_resume_check(actions) -> None:
+    help_line = "train some steps on another mesh, and compare them with steps on the run's own"
+    parser = _add(actions, "resume-check", help_line)
+    parser.add_argument("--devices", type=int, required=True, help="devices of the new mesh")
+    parser.add_argument(
+        "overrides",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="settings of the resumed run that differ, such as mesh.zero=3",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="steps to compare (%(default)s)"
+    )
+    parser.add_argument(
+        "--platform",
+        choices=("cpu", "default"),
+        default="cpu",
+        help="cpu: virtual CPU devices; default: the devices of this machine, at least as many as "
+        "either mesh has (%(default)s)",
+    )
+    _add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -399,9 +425,30 @@ def _name_of(one: Removal) -> str:
     return one.folder.name if one.step is None else f"step {one.step}"
 
 
+# --- resume-check ---------------------------------------------------------------------------------
+
+
+def _resume_check(args: argparse.Namespace) -> int:
+    from zerojax.cli.progress import Progress
+    from zerojax.training.resume_check import check_resume
+
+    with Progress(quiet=args.json) as progress:
+        found = check_resume(
+            args.run,
+            devices=args.devices,
+            words=args.overrides,
+            steps=args.steps,
+            on_cpu=args.platform == "cpu",
+            progress=progress,
+        )
+    show(json.dumps(found.as_dict(), indent=1) if args.json else found.page())
+    return OK if found.agrees else DIFFERS
+
+
 _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "list": _list,
     "verify": _verify,
     "export": _export,
     "prune": _prune,
+    "resume-check": _resume_check,
 }

@@ -33,7 +33,6 @@ from zerojax.equality.short_runs import (
     RunOutcome,
     compare,
     differing_state,
-    evaluation_mode,
     largest_noise,
     microbatches_of,
     noise_of,
@@ -47,7 +46,7 @@ from zerojax.equality.short_runs import (
     with_initial_arrays,
 )
 from zerojax.equality.tracing import Relation, line_of_error
-from zerojax.models.adapt import as_loss, as_model
+from zerojax.models.adapt import as_loss, as_model, evaluation_mode
 from zerojax.operators.marks import takes_over_batch
 
 MICROBATCHES = 2

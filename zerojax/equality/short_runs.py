@@ -17,6 +17,7 @@ import optax
 from zerojax.config import MeshConfig
 from zerojax.equality.check_result import ComparedRun
 from zerojax.hardware.compile_client import keep_known_options
+from zerojax.models.adapt import evaluation_mode
 from zerojax.models.losses import as_sums
 from zerojax.models.step_count import after_step
 from zerojax.optim import extra_arguments
@@ -120,13 +121,6 @@ def with_initial_arrays(model: Model, params: Arrays, extras: Arrays) -> Model:
     """Returns a copy of the model that holds initial arrays, so that no run has to create them."""
     changed: Any = copy.copy(model)
     changed.initial_arrays = lambda: (params, extras)
-    return changed
-
-
-def evaluation_mode(model: Model) -> Model:
-    """Returns a copy of the model that always runs in evaluation mode."""
-    changed: Any = copy.copy(model)
-    changed.run = lambda *args, train=True, **options: model.run(*args, train=False, **options)
     return changed
 
 

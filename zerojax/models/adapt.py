@@ -5,6 +5,7 @@ Only this module tests the type of a user's model; all other modules use the pro
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,6 +59,13 @@ def as_model(model: ModelLike) -> Model:
         f"cannot train a {type(model).__name__}; pass a flax nnx.Module, a callable "
         "rngs -> nnx.Module, a flax linen.Module, or a pair of functions (init, apply)"
     )
+
+
+def evaluation_mode(model: Model) -> Model:
+    """Returns a copy of the model that always runs in evaluation mode."""
+    changed: Any = copy.copy(model)
+    changed.run = lambda *args, train=True, **options: model.run(*args, train=False, **options)
+    return changed
 
 
 def _check_not_torch(model: Any) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.checkpoint import Checkpointer
 from zerojax.checkpoint.folders import list_steps
 from zerojax.config import RunConfig
 from zerojax.config.checks import MAX_SIZE, check_whole_number
@@ -27,13 +26,12 @@ from zerojax.config.loader import user_path
 from zerojax.optim.building import with_rate
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.user_files import replace_text
-from zerojax.training.checkpointing import base_of
 from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth
 from zerojax.training.metrics.report import embedded, template
 from zerojax.training.run_file import spec_from_config
-from zerojax.training.run_lifecycle import Run, fit, open_run
-from zerojax.training.run_spec import RunSpec, plan_run
-from zerojax.training.train_arguments import LoopSettings
+from zerojax.training.run_lifecycle import fit
+from zerojax.training.run_spec import RunSpec
+from zerojax.training.trial_runs import as_trial, check_no_files, open_trial
 
 LOWEST_RATE, HIGHEST_RATE, STEPS = 1e-6, 1.0, 200
 LEAST_STEPS = 20
@@ -130,11 +128,7 @@ def find_rate(
       ValueError: the range is invalid, or the run has state in files, which training would change.
     """
     check_range(low, high, steps)
-    if config.mesh.offload.on_disk:
-        raise ValueError(
-            "mesh.offload keeps state in files, which this test would change; set "
-            "mesh.offload.opt_state=host and mesh.offload.params=host for the test"
-        )
+    check_no_files(config, "this test")
     join_processes()
     spec = spec_from_config(config.on_devices(jax.device_count()))
     assert spec.checkpoint is not None
@@ -154,7 +148,7 @@ def find_rate(
         finite = [loss for _, loss in found if loss is not None]
         return not is_finite or (len(found) >= LEAST_STEPS and loss > DIVERGED * min(finite))
 
-    run = _open(_test_of(spec, config, (low, high), first, steps, collect), saved=bool(saved))
+    run = open_trial(_test_of(spec, config, (low, high), first, steps, collect), saved=bool(saved))
     trainer = fit(run)
     first = trainer.num_steps - len(found)
     trainer.close()
@@ -194,30 +188,9 @@ def _test_of(
         passed = jnp.clip(count - first, 0, steps - 1) / (steps - 1)
         return low * jnp.exp(passed * math.log(high / low))
 
-    return dataclasses.replace(
-        spec,
-        inputs=dataclasses.replace(
-            spec.inputs, optimizer=with_rate(config.optimizer, rate), steps=first + steps
-        ),
-        validation=None,
-        folder=None,
-        log=None,
-        notes=None,
-        loop=LoopSettings(
-            log_every=1, save_every=MAX_SIZE, save_on_exit=False, callbacks=(collect,)
-        ),
-    )
-
-
-def _open(spec: RunSpec, *, saved: bool) -> Run:
-    """Plans and checks the test run; opens the checkpoints of the tested run for reading."""
-    plan = plan_run(spec)
-    run = open_run(dataclasses.replace(spec, checkpoint=None), plan)
-    if not saved:
-        return run
-    assert spec.checkpoint is not None
-    base, _ = base_of(plan, spec.checkpoint.frozen)
-    return dataclasses.replace(run, checkpointer=Checkpointer(str(spec.checkpoint.path)), base=base)
+    optimizer = with_rate(config.optimizer, rate)
+    inputs = dataclasses.replace(spec.inputs, optimizer=optimizer, steps=first + steps)
+    return as_trial(dataclasses.replace(spec, inputs=inputs), collect)
 
 
 def write_rate_page(test: RateTest, path: str | Path, name: str) -> Path:
