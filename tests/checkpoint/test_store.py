@@ -317,6 +317,30 @@ def test_an_array_is_read_only_once_it_is_written_or_gone(tmp_path):
             kept[0].write()
 
 
+def test_several_buckets_may_be_held(tmp_path, durable):
+    """They are written later, in any order; one that is held no more is not."""
+    with make(tmp_path, durable=durable, num_buffers=6) as store:
+        advance(store)
+        kept = []
+        for bucket in store.sweep(ahead=3, held=3):
+            assert np.array_equal(bucket.array.view(np.uint64), expected(bucket.index, 1))
+            kept.append(bucket)
+            if len(kept) >= 3 and bucket.index % 2 == 0:
+                for late in (kept[-2], kept[-3]):
+                    late.array[:] = late.index
+                    late.write()
+        with pytest.raises(StoreError, match="bucket 0 .* no longer in memory"):
+            kept[0].write()
+        written = [bucket.index for bucket in kept[: NUM_BUCKETS - (NUM_BUCKETS % 2 == 0) - 1]]
+        for bucket in store.sweep():
+            if bucket.index in written:
+                assert (bucket.array == bucket.index).all()
+            else:
+                assert np.array_equal(bucket.array.view(np.uint64), expected(bucket.index, 1))
+        with pytest.raises(ValueError, match="num_buffers=7"):
+            store.sweep(ahead=4, held=3)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

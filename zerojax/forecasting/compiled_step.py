@@ -50,7 +50,9 @@ from zerojax.optim.matrices import SCOPE as MATRICES
 from zerojax.parallel.step import build_step
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import (
+    LAYER_UPDATE,
     PIPELINE_BUFFERS,
+    layer_update_bytes,
     model_flops,
     role_bytes,
     role_tiers,
@@ -572,18 +574,25 @@ def _memory(plan: Plan, facts: Facts | None) -> Memory:
             roles=roles,
         )
     use = compile_client.MemoryUse(**facts["memory"])
+    updated = layer_update_bytes(plan)  # not in the compiled program, which updates afterwards
+    roles = _roles(use, facts["roles"], formula, batch)
+    if updated:
+        roles = tuple(
+            dataclasses.replace(one, bytes=updated) if one.role == LAYER_UPDATE else one
+            for one in roles
+        )
     return Memory(
         state=state,
         batch=batch,
         arguments=use.arguments,
         outputs=use.outputs,
         aliased=use.aliased,
-        temporary=use.temporary,
-        peak=use.peak,
+        temporary=use.temporary + updated,
+        peak=use.peak + updated,
         # State that the plan stores in files is in host memory in the compiled program.
         host=on_host if _reads_pages(plan) else use.host_peak,
         formula_peak=sum(formula.values()),
-        roles=_roles(use, facts["roles"], formula, batch),
+        roles=roles,
     )
 
 

@@ -19,6 +19,7 @@ from zerojax import models, optim, tracing
 from zerojax.config import MeshConfig
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
+from zerojax.config.mesh import HOST
 from zerojax.models.losses import split_result
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
@@ -429,7 +430,8 @@ def _plan_offload(
     settings, mesh = task.settings, task.mesh
     check_durable(settings.offload, task.precision)
     layout = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
-    check_update_in_backward(layout, task.num_microbatches, task.precision, tx)
+    if settings.offload.params == HOST:
+        check_update_in_backward(layout, task.num_microbatches, task.precision, tx)
     averages = layout is not None and optim.EMA in layout.moments
     check_pages(settings, mesh, task.precision, averages=averages)
     return layout
