@@ -255,6 +255,15 @@ def test_a_plan_with_a_curriculum_shows_its_lengths(capsys):
 
 
 @pytest.mark.thorough
+def test_a_plan_with_a_batch_ramp_shows_its_sizes(capsys):
+    sizes = ["batch_ramp.start=16", "batch_ramp.increment=8", "batch_ramp.ramp_rows=100"]
+    assert main([*WORDS, *sizes, "global_batch_size=32", "--no-compile"]) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    assert "16 from step 1, 24 from step 5, 32 from step 7" in out
+    assert "16 in 2, 24 in 3, 32 in 4" in out
+
+
+@pytest.mark.thorough
 def test_a_plan_with_offload_shows_its_tiers(capsys):
     words = ["opt_state={device: 0.5, host: 0.5}", "min_elements=100", "mesh.offload.params=host"]
     assert main([*WORDS, *words, "--gpu", "h200", "--no-compile"]) == 3

@@ -472,16 +472,17 @@ def _assemble(
             *(_STREAMED,) * (facts is not None and _reads_pages(plan)),
             *(() if facts is None else _remarks(facts)),
             *describe_open_choices(plan),
-            *_of_curriculum(plan),
+            *_of_ladder(plan),
         ),
     )
 
 
-def _of_curriculum(plan: Plan) -> Iterator[str]:
-    """Yields a remark if the row length changes during the run (curriculum)."""
+def _of_ladder(plan: Plan) -> Iterator[str]:
+    """Yields remarks if the size of a step changes during the run (curriculum, batch ramp)."""
     if plan.ladder is not None:
         yield from plan.ladder.describe()
-        yield "curriculum: the numbers of this page are for a step with rows of full length"
+        whole = plan.ladder.describe_rung(plan.ladder.whole)
+        yield f"the numbers of this page are for a step with {whole}"
 
 
 def _of_wide_products(plan: Plan) -> Iterator[str]:
