@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.support.hugging_face_folders import CASES, FAMILIES, write_folder
-from tests.support.moe_folders import MIXTURES, write_mixture
+from tests.support.hugging_face_folders import CASES, DECODERS, write_folder
 from tests.support.refusals import refused
 from tests.support.small_models import VOCAB, reference_model
 from tests.support.trajectories import plan_for
@@ -78,10 +77,9 @@ def test_so_they_are_with_other_axes_and_offload(mesh):
 
 
 @pytest.mark.slow  # three plans and six programs of each family
-@pytest.mark.parametrize("case", [*LLAMAS, *FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("case", [*LLAMAS, *DECODERS])
 def test_so_they_are_in_every_family(case, tmp_path):
-    write = write_mixture if case in MIXTURES else write_folder
-    model = from_hugging_face(write(tmp_path / case, case))
+    model = from_hugging_face(write_folder(tmp_path / case, case))
     longest = model.config.max_seq_len - NEW
     prompts = [prompt[:longest] for prompt in prompts_below(19)]
     batch = lambda index: {  # noqa: E731

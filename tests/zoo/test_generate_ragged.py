@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.support.hugging_face_folders import FAMILIES, write_folder
-from tests.support.moe_folders import MIXTURES, write_mixture
+from tests.support.hugging_face_folders import DECODERS, write_folder
 from tests.support.refusals import refused
 from tests.zoo.test_generate import GPT2_TINY, LLAMA_TINY, SIZES, build
 from zerojax.config import MoEConfig
@@ -124,10 +123,9 @@ def test_logits_of_each_row_are_those_of_the_row_alone(case):
 
 
 @pytest.mark.slow  # four passes of each model
-@pytest.mark.parametrize("case", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("case", DECODERS)
 def test_so_they_are_in_every_family(case, tmp_path):
-    write = write_mixture if case in MIXTURES else write_folder
-    assert_as_alone(from_hugging_face(write(tmp_path / case, case)).to_model())
+    assert_as_alone(from_hugging_face(write_folder(tmp_path / case, case)).to_model())
 
 
 @pytest.fixture(scope="module")
