@@ -433,49 +433,6 @@ def test_what_an_interrupted_save_leaves_is_invisible_and_removed_by_the_next(
     assert sorted(os.listdir(tmp_path)) == ["6", "8.partial.txt", "notes"]
 
 
-def test_refused_input(tmp_path: Path) -> None:
-    donated = jnp.ones(3)
-    donated.delete()
-    good = small_state()
-    with Checkpointer(tmp_path) as checkpointer:
-        states = {
-            "'w' of the state is a float; .* jnp.asarray": {"w": 1.0},
-            "'w' of the state is a ndarray": {"w": np.ones(3)},
-            r"typed key .* jax.random.key_data": {"w": jax.random.key(0)},
-            "'w' of the state was donated": {"w": donated},
-            "has no arrays": {},
-        }
-        for text, state in states.items():
-            with pytest.raises(TypeError, match=text):
-                checkpointer.save(1, state, **ABOUT)
-        values = {
-            "data_state is a list": [],
-            r"data_state\['a'\]\[1\] is a int64": {"a": [1, np.int64(3)]},
-            r"data_state has the key 3 of type int; .* use '3'": {3: 1},
-            r"data_state\['x'\] is nan": {"x": float("nan")},
-        }
-        for text, value in values.items():
-            with pytest.raises(TypeError, match=text):
-                checkpointer.save(1, good, **(ABOUT | {"data_state": value}))
-        with pytest.raises(TypeError, match="'w' has no sharding"):
-            checkpointer.restore({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
-        checkpointer.save(4, good, **ABOUT)
-        for step in (3, 4):
-            with pytest.raises(CheckpointError, match=f"step {step} cannot .* already has step 4"):
-                checkpointer.save(step, good, **ABOUT)
-        with pytest.raises(CheckpointError, match="step -1 cannot"):
-            checkpointer.save(-1, good, **ABOUT)
-    with pytest.raises(CheckpointError, match="is closed"):
-        checkpointer.save(5, good, **ABOUT)
-    checkpointer.close()
-    with pytest.raises(ValueError, match="is a URL"):
-        Checkpointer("gs://bucket/run")
-    with pytest.raises(ValueError, match="last=0 is below 1"):
-        Checkpointer(tmp_path, keep=0)
-    with pytest.raises(TypeError, match=r"every=1\.5 is not an integer"):
-        Retention(every=1.5)
-
-
 def test_an_expired_step_that_cannot_be_deleted_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,9 +25,3 @@ def test_buckets_of_different_sizes(tmp_path, durable):
     with BucketStore.open(tmp_path) as store:
         for bucket in store.sweep():
             assert np.array_equal(bucket.array, content[bucket.index])
-
-
-def test_a_size_for_each_bucket(tmp_path):
-    with pytest.raises(ValueError, match="bucket_bytes has 2 sizes, but num_buckets=3; give one"):
-        BucketStore.create(tmp_path / "new", num_buckets=3, bucket_bytes=[8, 8])
-    assert not (tmp_path / "new").exists()

@@ -97,12 +97,6 @@ def test_what_cannot_be_cut_is_refused(settings, per_shard, sentence):
         ElasticityConfig(**settings).choose_batch(per_shard)
 
 
-def test_a_count_that_cannot_cut_the_batch_is_told_the_nearest():
-    config = RunConfig(elasticity=ElasticityConfig(**DEEPSPEED))
-    with pytest.raises(ConfigError, match="65 devices cannot divide.* use 64, or one of"):
-        config.on_devices(65)
-
-
 def test_settings_that_contradict_it_are_refused():
     words = ["elasticity.enabled=true", "elasticity.max_global_batch_size=100"]
     config = load(RunConfig, None, words)

@@ -122,13 +122,6 @@ def test_an_entry_that_cannot_be_read_is_ignored(folder):
         assert forecast_cache.load(KEY) is None
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="was not stored: .*ZEROJAX_CACHE"):
-        forecast_cache.store(KEY, VALUE)
-
-
 def test_a_writer_that_stops_half_way_leaves_nothing(folder, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt

@@ -28,15 +28,6 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def test_without_the_plugin_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr(compile_client, "_PLUGINS", ("no_such_plugin",))
-    why = compile_client.missing()
-    assert why is not None
-    assert "pip install 'zerojax[plan]'" in why
-    with pytest.raises(compile_client.CompilerMissing, match="nothing was compiled"):
-        compile_client.gpu_devices(H100, 8)
-
-
 def test_a_client_of_another_version_is_not_used(monkeypatch):
     versions = {"jaxlib": "0.11.2", "jax-cuda13-pjrt": "0.12.0.1"}
     monkeypatch.setattr(compile_client, "_plugin", lambda: "xla_cuda13")
@@ -62,19 +53,6 @@ def test_what_decides_a_program_is_named(monkeypatch):
     assert compile_client.compiler_version() == f"{named}, XLA_FLAGS={flag}"
     fast = f"{named}, XLA_FLAGS={flag}, fast options"
     assert compile_client.compiler_version(fast=True) == fast
-
-
-@pytest.mark.parametrize(
-    ("count", "match"),
-    [
-        (0, "at least 1 GPU"),
-        (12, r"devices=12 is not a multiple of the node size 8 .*; use 8 or 16"),
-    ],
-)
-def test_device_counts_that_make_no_nodes(monkeypatch, count, match):
-    monkeypatch.setattr(compile_client, "missing", lambda: None)
-    with pytest.raises(ValueError, match=match):
-        compile_client.gpu_devices(H100, count)
 
 
 def test_the_first_cause_of_a_chain_is_told_with_its_remedy():

@@ -190,7 +190,7 @@ def test_without_it_they_are_others():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "zero",
-    [pytest.param(0, marks=pytest.mark.thorough), 2, pytest.param(3, marks=pytest.mark.slow)],
+    [0, 2, pytest.param(3, marks=pytest.mark.slow)],
 )
 def test_two_microbatches_are_those_of_plain_jax(zero):
     """A mean is over one microbatch, of all devices."""
@@ -358,9 +358,7 @@ def mean_loss(model, batch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options", [{"zero": 1}, pytest.param({"zero": 3}, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 3}])
 def test_batch_statistics_are_those_of_one_device(options):
     options = {"loss": mean_loss, "batch": batch_of, "persistence_threshold": 0, **options}
     found, expected = train_for(Listed, **options), train_for(Listed, **options, devices=1)
@@ -439,13 +437,11 @@ def test_sequences_over_devices():
     ("schedule", "zero"),
     [
         ("1f1b", 1),
-        pytest.param("1f1b", 3, marks=pytest.mark.thorough),
-        pytest.param("zb_h1", 1, marks=pytest.mark.thorough),
+        ("1f1b", 3),
+        ("zb_h1", 1),
     ],
 )
-@pytest.mark.parametrize(
-    "loss", [loss, pytest.param(padded_loss, marks=pytest.mark.thorough)], ids=["layers", "head"]
-)
+@pytest.mark.parametrize("loss", [loss, padded_loss], ids=["layers", "head"])
 def test_pipelines(loss, schedule, zero):
     """In layers, and in what is behind them."""
     options = {"mesh": {"stage": 3, "data": 2}, "devices": 6, "num_microbatches": 4}
@@ -533,8 +529,8 @@ def all_reduced(plan):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
 def test_the_bytes_said_are_those_of_the_compiled_step(remat, count):
     """Against the same model without the sums; without experts, as shares have no gradient."""
     nothing = lambda x: jnp.zeros_like(x)  # noqa: E731

@@ -298,10 +298,3 @@ def test_a_transformation_is_taken_as_it_is():
     built = build_optimizer(tx, 100)
     assert built.tx is tx
     assert built.learning_rate is None
-
-
-def test_anything_else_is_refused():
-    with pytest.raises(
-        TypeError, match=r"optimizer=0\.0003 \(float\) is not valid; use an optax.Gradient"
-    ):
-        build_optimizer(3e-4, 100)

@@ -223,11 +223,12 @@ def text_loss(steps, tx, rows=16, length=32):
 
 
 @pytest.mark.slow
-def test_on_text_it_reaches_the_loss_of_float32_moments():
+@pytest.mark.parametrize("b2", [0.999, 0.95])
+def test_on_text_it_reaches_the_loss_of_float32_moments(b2):
     """From 5 to 2.45. Measured: within 0.00003 after 200 steps, 0.0012 after 300. With a learning
-    rate 1.1 times as large it moves by 0.02. (b2=0.95: tests/optim/test_adam8bit_training.py.)"""
-    schedule = optax.linear_schedule(3e-3, 3e-4, 200)
-    whole = text_loss(200, adamw(schedule, **DECAYED))
-    coded = text_loss(200, adam8bit(schedule, **DECAYED))
+    rate 1.1 times as large it moves by 0.02."""
+    schedule, options = optax.linear_schedule(3e-3, 3e-4, 200), {**DECAYED, "b2": b2}
+    whole = text_loss(200, adamw(schedule, **options))
+    coded = text_loss(200, adam8bit(schedule, **options))
     assert whole < 2.6
     assert coded == pytest.approx(whole, abs=0.003)

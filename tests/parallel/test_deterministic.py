@@ -263,18 +263,6 @@ def test_what_cannot_be_exact_is_refused(case):
         plan_on(**options)
 
 
-def test_tensor_parallelism_is_refused():
-    mesh = {"data": 4, "model": 2, "deterministic": "mesh"}
-    from_config = MeshConfig(**mesh)
-    with pytest.raises(ValueError, match="use model=1, or leave deterministic out"):
-        plan_from(from_config)
-
-
-def plan_from(config: MeshConfig) -> Any:
-    batch = {"x": np.zeros((32, 12), np.float32), "y": np.zeros((32, 5), np.float32)}
-    return make_plan(Layers, config, example_batch=batch, optimizer=adamw(1e-3))
-
-
 @pytest.mark.parametrize("count", [0, 6, 12])
 def test_virtual_shards_are_a_power_of_two(count):
     with pytest.raises(ValueError, match=f"virtual_shards.*{count}"):

@@ -89,10 +89,7 @@ CASES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "case",
-    [name if name == "loop" else pytest.param(name, marks=pytest.mark.thorough) for name in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_twenty_steps_are_those_of_one_device_and_of_stage_three(case):
     model, options = CASES[case]
     own = {name: options[name] for name in ("optimizer", *REGRESSION) if name in options}

@@ -115,7 +115,7 @@ THOROUGH = [
     ("weights", "zero", "precision", "steps"),
     [
         ("delta_int4", 2, "fp32", 150),
-        *(pytest.param(*case, 1000, marks=pytest.mark.thorough) for case in THOROUGH),
+        *((*case, 1000) for case in THOROUGH),
     ],
 )
 def test_copies_follow_their_masters_and_do_not_drift(weights, zero, precision, steps):
@@ -172,9 +172,7 @@ CASES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "case", [n if n == "zero 2" else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_at_the_copies_and_masters_stay_exact(case):
     """1e-6, of values below 1: float32 sums over another order of the batch."""
     options = {"optimizer": optax.sgd(0.1), **CASES[case]}
@@ -377,8 +375,8 @@ def test_a_checkpoint_goes_on_elsewhere(change, tmp_path):
     "before",
     [
         {"weights": "compute"},
-        pytest.param({"weights": "compute", "zero": 3}, marks=pytest.mark.thorough),
-        pytest.param({"wire": {"exact": ["^out"]}}, marks=pytest.mark.thorough),
+        {"weights": "compute", "zero": 3},
+        {"wire": {"exact": ["^out"]}},
     ],
     ids=["without", "stage 3", "other names"],
 )

@@ -70,14 +70,6 @@ def test_a_users_mesh_keeps_its_devices_on_their_axes():
     assert mesh.axis_types == (AxisType.Auto,) * 6
 
 
-def test_unknown_axes_are_refused():
-    mesh = Mesh(np.array(jax.devices()), ("batch",))
-    with pytest.raises(
-        ValueError, match="mesh axis 'batch' is not one of replica, data, expert, con"
-    ):
-        normalise_mesh(mesh)
-
-
 def test_an_abstract_mesh_needs_no_devices():
     mesh = make_abstract_mesh({"model": 8}, 4096)
     assert mesh.shape["data"] == 512

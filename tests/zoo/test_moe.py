@@ -406,7 +406,7 @@ def test_tokens_go_without_experts_that_are_full():
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param({"data": 8}, marks=pytest.mark.thorough),
+        {"data": 8},
         {"data": 2, "expert": 4},
     ],
     ids=str,
