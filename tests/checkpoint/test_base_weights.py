@@ -300,6 +300,7 @@ def test_frozen_weights_that_somebody_puts_into_a_state_are_saved(theirs, tmp_pa
     same_bits(again, state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("base", "what"),
     [

@@ -48,6 +48,7 @@ def write_shards(folder, name, array, splits, pieces, *, rows=None, processes=1)
                     writer.write(block, first, flat[first : first + pieces])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("splits", [(1, 1, 1), (2, 1, 1), (1, 3, 2), (2, 3, 1)])
 @pytest.mark.parametrize("pieces", [5, 6, 48])

@@ -308,6 +308,7 @@ def test_a_search_that_finds_nothing_goes_on_with_offload(monkeypatch, capsys):
 # Mistakes
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -149,6 +149,7 @@ def test_the_prompt_may_follow_the_options(run, capsys):
     assert capsys.readouterr().out.startswith("To be")
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -70,6 +70,7 @@ def test_files_are_written_and_a_csv_is_drawn_again(capsys, tmp_path):
     assert output(capsys, str(table)) == first[: first.index("written")]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -99,6 +99,7 @@ CARDS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("row", CARDS)
 def test_files_of_cards(row, tmp_path):
     bad, value, remedy, good = CARDS[row]
@@ -360,6 +361,7 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setattr("zerojax.checkpoint.store.rates.measure_rates", lambda *_, **__: [rates])
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("row", COMMANDS)
 def test_commands(row, commands, capsys):
     def succeed(words: str) -> None:

@@ -35,6 +35,7 @@ def with_keywords():
                 yield pytest.param(value, keywords[-1], id=f"{module.__name__}.{name}")
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("function", "keyword"), [*with_keywords()])
 def test_the_nearest_keyword_is_named(function, keyword):
     wrong = f"{keyword}x"

@@ -92,6 +92,7 @@ DEEPSPEEDS = json.loads((Path(__file__).parents[1] / "data" / "deepspeed_keys.js
 """Keys and defaults of DeepSpeed's own classes (tests/oracles/deepspeed_keys.py)."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("section", DEEPSPEEDS["sections"])
 def test_the_table_has_every_key_and_default_of_deepspeeds_classes(section):
     kind = section.removeprefix("optimizer ")
@@ -115,6 +116,7 @@ def test_it_is_taken_where_it_is_off(path):
     assert (line.verdict, line.why) == ("honoured", "off, as here")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_an_unknown_key_is_refused_at_every_level(section):
     known = next(p.rpartition(".")[2] for p in ALL if p.rpartition(".")[0] == section)

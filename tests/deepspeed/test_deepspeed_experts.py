@@ -95,6 +95,7 @@ def test_every_key_of_deepspeeds_section_has_a_line():
     assert says.router == {}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("section", "more", "words"),
     [

@@ -160,6 +160,7 @@ def test_one_plan(name, monkeypatch, tmp_path):
         assert float(ours.learning_rate(count)) == float(theirs.learning_rate(count))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_refusal(name, monkeypatch, tmp_path):

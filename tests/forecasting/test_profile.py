@@ -39,6 +39,7 @@ def xla_flops(fn, *args):
     return jax.jit(fn).lower(*args).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fn", "args", "expected"),
     [

@@ -337,7 +337,7 @@ def test_the_choice_is_never_slower_than_the_runs_own_settings(seconds):
     assert too_large in {trial.candidate for trial in again.trials}
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("activations", [1, 30, 80, 200, 400, 1500])
 @pytest.mark.parametrize("state", [10, 60, 300])
 @pytest.mark.parametrize("wire", [0.01, 0.5, 3.0])

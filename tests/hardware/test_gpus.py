@@ -47,6 +47,7 @@ def test_a_card_is_found_by_name_alias_and_device_kind(given, name):
     assert find_gpu(given).name == name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HAVE_TARGET)
 def test_the_compilers_devices_lead_back_to_the_card(name):
     """A H800 is told to the compiler as the H100 that it is."""
@@ -81,9 +82,12 @@ def test_names_and_aliases_are_unique():
 # Numbers
 
 
-@pytest.mark.parametrize("name", gpu_names())
-def test_every_number_of_a_card_has_its_source_or_is_named_an_assumption(name):
-    gpu = find_gpu(name)
+CARDS = [find_gpu(name) for name in gpu_names()]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("gpu", CARDS, ids=gpu_names())
+def test_every_number_of_a_card_has_its_source_or_is_named_an_assumption(gpu):
     explained = {
         key.strip()
         for note in (*gpu.sources, *gpu.assumptions)
@@ -98,12 +102,14 @@ def test_every_number_of_a_card_has_its_source_or_is_named_an_assumption(name):
     assert explained == numbers
 
 
-@pytest.mark.parametrize("name", gpu_names())
-def test_the_numbers_of_a_card_agree_with_each_other(name):
-    gpu = find_gpu(name)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("gpu", CARDS, ids=gpu_names())
+def test_the_numbers_of_a_card_agree_with_each_other(gpu):
     assert 0.9 < gpu.memory_bytes / (gpu.memory_gb * 2**30) <= 1  # sold in GB, built in GiB
     assert gpu.host_bandwidth <= gpu.memory_bandwidth / 8
     assert (gpu.node_devices > 1) == (gpu.node_bandwidth > 64e9)  # NVLink or PCIe Gen5
+    if gpu.bf16_flops:  # TF32 units do half the work of bf16 units on all of these
+        assert gpu.bf16_flops / gpu.fp32_flops == pytest.approx(2, rel=0.02)
     if gpu.fp8_flops:
         assert gpu.fp8_flops / gpu.bf16_flops == pytest.approx(2, rel=0.02)
     if gpu.target:  # the driver's clock x bus width is near what the datasheet prints

@@ -96,6 +96,7 @@ def test_every_card_that_openxla_describes_is_compared():
     assert {*DATA_CENTER, "rtx-a6000", "rtx-pro-6000"} <= set(DESCRIBED)
 
 
+@pytest.mark.sampled(4)
 @needs_descriptions
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_the_target_has_the_facts_of_openxlas_description(name):
@@ -169,6 +170,7 @@ def test_the_target_compiles_to_the_program_of_openxlas_description(name):
     assert instructions(ours) == instructions(theirs)
 
 
+@pytest.mark.sampled(4)
 @needs_plugin
 @pytest.mark.parametrize("name", HAVE_TARGET)
 def test_the_compiler_accepts_the_target(name):

@@ -217,6 +217,7 @@ def plan_of_loss(result):
     return plan_for((init, apply), loss=loss, batch=batch_of)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -284,6 +285,7 @@ DEPENDENT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weight", DEPENDENT.values(), ids=DEPENDENT)
 def test_a_weight_that_training_changes_is_refused(weight):
     message = (
@@ -295,6 +297,7 @@ def test_a_weight_that_training_changes_is_refused(weight):
         plan_for((init, apply), loss=weighed(weight), batch=batch_of)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weight", DEPENDENT.values(), ids=DEPENDENT)
 def test_each_remedy_of_that_works(weight):
     stopped = weighed(lambda *given: jax.lax.stop_gradient(weight(*given)))

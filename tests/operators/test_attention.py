@@ -318,6 +318,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused(case):
     change, options, error, words = REFUSED[case]

@@ -187,6 +187,7 @@ CANNOT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CANNOT)
 def test_what_it_cannot_do_is_refused_with_what_works(case):
     options, words = CANNOT[case]

@@ -354,6 +354,7 @@ def sizes_of(**changed):
     return Sizes(**{**given, "itemsize": 2, "devices": 8, **changed})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kv_heads", "way", "forward", "both"),
     [

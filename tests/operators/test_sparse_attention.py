@@ -264,6 +264,7 @@ def test_a_compiled_program_has_as_many_turns_as_tiles_and_no_array_of_all_score
     assert largest_array(compiled) < 1024**2 / 4
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "nothing"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiles_hold_each_pair_of_blocks_that_is_seen_once(layout, causal):

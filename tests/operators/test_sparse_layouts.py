@@ -44,6 +44,7 @@ def made(row):
     return layout_table(layout, num_heads=4, num_tokens=row["blocks"] * layout.block)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("place", range(len(GOLDEN)))
 def test_tables_are_those_of_deepspeed(place):
     np.testing.assert_array_equal(made(GOLDEN[place]).seen, golden_table(GOLDEN[place]))

@@ -128,6 +128,7 @@ def test_the_update_at_which_beta1_reaches_one_is_named():
     assert float(schedule.b1(10)) < 1 <= float(schedule.b1(11))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [

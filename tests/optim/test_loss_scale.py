@@ -79,6 +79,7 @@ def as_numbers(state: loss_scale.State) -> tuple[float, int, int]:
     return float(state["scale"]), int(state["good_steps"]), int(state["hysteresis"])
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("config", "before", "finite", "after", "floor"), CASES.values(), ids=CASES
 )
@@ -286,6 +287,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
 def test_a_wrong_option_is_refused(options, message):
     with pytest.raises(ConfigError) as refusal:

@@ -548,6 +548,7 @@ def test_on_h100_momentum_travels_as_signs(devices, zero):
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

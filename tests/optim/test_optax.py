@@ -157,6 +157,7 @@ def test_an_optimizer_runs_on_the_arrays_that_the_table_says(name, optax_promote
     assert any("unpadded shapes" in reason for reason in plan.reasons) == (where == TRUE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_step_cannot_do_is_refused_with_a_sentence(name):
     sentence, make = REFUSED[name]

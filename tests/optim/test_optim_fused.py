@@ -275,6 +275,7 @@ def test_what_does_not_fit_the_parameters_is_refused_by_init(make, sentence):
         make().init(make_params())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [

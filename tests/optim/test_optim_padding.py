@@ -139,6 +139,7 @@ def test_what_is_proven_is_so(name):
     assert_equal(cut, run(*trees))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NOT_PROVEN)
 def test_what_may_see_padding_is_not_proven(name):
     tx, reason = NOT_PROVEN[name]

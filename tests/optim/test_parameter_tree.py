@@ -61,6 +61,7 @@ def arrays_like(tree, seed=0):
     return jax.tree.map(lambda n: jnp.asarray(random.normal(size=(4 + n, 5)), jnp.float32), tree)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_and_states_are_those_of_the_users_tree(name, tree):

@@ -43,6 +43,7 @@ def model_of(name="gpt2", **options):
 # --- the bits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("remembered", [0.0, 1e-3, 0.3, 60000.0])
 def test_bits_that_are_sent_are_those_of_the_product(dtype, remembered):

@@ -210,6 +210,7 @@ def test_a_page_says_what_stays_in_a_node():
 # --- what is refused ---------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

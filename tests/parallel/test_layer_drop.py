@@ -362,6 +362,7 @@ def test_recomputed_layers_need_no_more_memory():
     assert dropped <= plain + layer, "gradients of one layer, not the weights of all"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "mesh", "words"),
     [

@@ -156,6 +156,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
 def test_other_losses_are_planned(loss):
     plan = plan_of(loss, num_microbatches=4)

@@ -421,6 +421,7 @@ def test_an_average_of_the_weights_is_evaluated_as_it_is():
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -22,6 +22,7 @@ NAMES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]
 # --- costs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bubble_of_the_runs_is_that_of_the_papers(name, stages, microbatches):
@@ -46,6 +47,7 @@ def test_a_forward_that_is_computed_again_is_part_of_the_backward_slot():
     assert costs.slot_costs(split).of(split.schedule) == {"F": 1, "B": 2, "W": 3}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_what_a_device_computes_for_nothing_is_the_bubble(name, stages, microbatches):

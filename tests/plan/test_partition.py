@@ -24,6 +24,7 @@ def heaviest(layers, layer_cost, embed_cost, head_cost):
     return max(costs)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("num_layers", "num_parts"),
     [(n, p) for n in (1, 2, 5, 8, 11) for p in (1, 2, 3, 4, 8) if p <= n],

@@ -253,6 +253,7 @@ def test_rows_and_the_dimension_of_data_are_padded_together():
     assert placement.num_parameters() == 5 * 7
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("shape", "rows", "portable", "exchange"),
     [

@@ -146,7 +146,7 @@ def all_tables() -> list[Schedule]:
     return tables
 
 
-@pytest.mark.sampled(83)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("max_runs", [None, 8, 1])
 @pytest.mark.parametrize("stash", ["residuals", "input"])
 @pytest.mark.parametrize(
@@ -165,6 +165,7 @@ def test_every_operation_finds_what_it_needs(schedule, stash, max_runs):
 SIZES = {"input": "num_inputs", "gradient": "num_gradients", "residual": "num_residuals"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stash", ["residuals", "input"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_slot_less_is_too_few(name, stash):

@@ -105,6 +105,7 @@ SUMS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("function", "batch", "fixed"), SUMS.values(), ids=SUMS)
 def test_sums_over_rows(function, batch, fixed):
     found = follow(function, batch, fixed)
@@ -136,6 +137,7 @@ MEANS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("function", "batch", "fixed"), MEANS.values(), ids=MEANS)
 def test_means_over_rows_are_no_sums(function, batch, fixed):
     found = follow(function, batch, fixed)
@@ -191,6 +193,7 @@ UNKNOWN = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("function", "batch", "fixed"), UNKNOWN.values(), ids=UNKNOWN)
 def test_what_couples_rows_is_not_taken_for_a_sum(function, batch, fixed):
     assert isinstance(follow(function, batch, fixed), Other)
@@ -230,6 +233,7 @@ AFFINE = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("function", "batch", "fixed"), AFFINE.values(), ids=AFFINE)
 def test_totals_and_terms_that_are_independent_of_the_batch(function, batch, fixed):
     assert is_affine(follow(function, batch, fixed))
@@ -251,6 +255,7 @@ NOT_AFFINE = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("function", "batch", "fixed"), NOT_AFFINE.values(), ids=NOT_AFFINE)
 def test_what_is_made_of_such_a_sum_otherwise(function, batch, fixed):
     assert not is_affine(follow(function, batch, fixed))

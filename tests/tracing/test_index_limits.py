@@ -45,6 +45,7 @@ def own_loss(model, batch):
     return next_token(model(batch["ids"][:, :-1]), batch["ids"][:, 1:] % ROWS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", [Own, OwnLinen(), (init, apply)])
 @pytest.mark.parametrize("zero", [1, 3])

@@ -634,6 +634,7 @@ _WHAT_TO_USE = (
 )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("body", "text"),
     [

@@ -194,6 +194,7 @@ def traced(style: str) -> tuple[Any, ...]:
     return model, loss, params, extras, trace, find_loops(trace, params)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("style", STYLES)
 def test_finds_the_longest_equal_run_of_layers(style):
     found = traced(style)[-1]

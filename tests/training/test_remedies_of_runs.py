@@ -132,6 +132,7 @@ BERT = {"vocab_size": 20, "max_position_embeddings": 8, "num_hidden_layers": 1}
 BERT |= {"num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "key", "bad", "good"),
     [

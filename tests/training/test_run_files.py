@@ -199,6 +199,7 @@ def test_a_mesh_of_more_devices_says_how_many(mesh, needed):
         zerojax.make_mesh(mesh)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_parameters_do_not_show_is_as_published(name):
     model = read(name).model

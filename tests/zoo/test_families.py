@@ -200,6 +200,7 @@ def test_settings_come_back(case):
         assert written.get(key) == config.get(key), key
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_key_that_no_row_knows_is_refused_by_its_name(name):
     """Named as no model of today: a new model's new switch is an error, not another loss."""
@@ -242,6 +243,7 @@ PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_configs.
 """{family: keys} as they stand in the files of transformers 4 that people bring."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_keys_of_published_models_are_known(name):
     config = {**minimal(name), **COMMON_KEYS, **PUBLISHED[name]}
@@ -296,6 +298,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("what", REFUSED)
 def test_values_that_would_make_another_model_are_refused(what):
     name, changes, words = REFUSED[what]

@@ -177,6 +177,7 @@ def test_the_cache_has_the_dtype_of_the_activations():
     assert generate(model, jnp.ones((1, 3), jnp.int32), 2).shape == (1, 5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -174,6 +174,7 @@ def untyped(case: str) -> dict[str, Any]:
     return config | {key: None for key in ("layer_types", "no_rope_layers") if key in config}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [*CASES, *FAMILIES])
 def test_a_number_of_a_config_is_taken_or_refused_in_a_sentence(case):
     """Each as 0, -1 and null: no division by zero, and no comparison with None."""
@@ -185,6 +186,7 @@ def test_a_number_of_a_config_is_taken_or_refused_in_a_sentence(case):
             row.config_class(**row.read_config({**config, key: value}))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("case", "change", "words"),
     [

@@ -374,6 +374,7 @@ def test_the_number_of_parameters_is_that_of_the_arrays():
         assert config_of(**changes).num_parameters == counted, changes
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
