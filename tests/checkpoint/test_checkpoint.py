@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -25,7 +24,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import equal_trees
-from tests.support.process_groups import free_port, run_group
 from zerojax.checkpoint import Checkpointer, CheckpointError, Retention, metadata
 from zerojax.checkpoint.errors import DiskFullError, is_disk_full, reason
 from zerojax.checkpoint.metadata import check_same_arrays
@@ -514,87 +512,3 @@ def test_reason_finds_the_true_cause() -> None:
     assert len(reason(ValueError("x" * 9999))) < 300
     assert reason(CheckpointError("x " * 500 + "use y")).endswith("use y")
     assert not is_disk_full(outer)
-
-
-WORKER = """
-    import json, os, sys
-    import jax, numpy as np
-    address, process, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(address, 2, process)
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-    from zerojax.checkpoint import Checkpointer, CheckpointError
-    from zerojax.checkpoint import folders
-
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    make = jax.jit(
-        lambda: {"w": jax.numpy.arange(32.0).reshape(8, 4), "step": jax.numpy.int32(2)},
-        out_shardings={"w": split, "step": whole},
-    )
-    about = {"config": {}, "plan": {}}
-    state = make()
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
-
-    def told(call):
-        try:
-            call()
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-    out = {}
-    with Checkpointer(path, keep=1) as checkpointer:
-        checkpointer.check_writable(1)
-        for step in (1, 2):
-            checkpointer.save(step, state, data_state={"position": step}, **about)
-        checkpointer.wait()
-        out["steps"] = checkpointer.steps()
-        restored = checkpointer.restore(abstract)
-        for shard in restored.state["w"].addressable_shards:
-            np.testing.assert_array_equal(
-                np.asarray(shard.data), np.arange(32.0).reshape(8, 4)[shard.index]
-            )
-        out["differs"] = told(
-            lambda: checkpointer.save(3, state, data_state={"position": process}, **about)
-        )
-        if process == 0:
-            folders.commit = None  # calling it fails on process 0 only
-        checkpointer.save(4, state, data_state={}, **about)
-        out["failed"] = told(checkpointer.wait)
-        out["after"] = checkpointer.steps()
-    with open(f"{path}.{process}.json", "w") as file:
-        json.dump(out, file)
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.multihost
-def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
-    path, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
-    program = textwrap.dedent(WORKER)
-    run_group(
-        [["-c", program, address, str(process), str(path)] for process in range(2)],
-        variables={"JAX_PLATFORMS": "cpu"},
-    )
-    for process in range(2):
-        told = json.loads(Path(f"{path}.{process}.json").read_text())
-        assert told["steps"] == [2]
-        assert "differs between process 0 and process 1" in told["differs"]
-        assert told["failed"].startswith("process 0: step 4 was not saved")
-        assert told["after"] == [2]
-
-    sharding = NamedSharding(make_mesh(data=8), P("data"))
-    abstract = {
-        "w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding),
-        "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(sharding.mesh, P())),
-    }
-    checkpointer = Checkpointer(path)
-    restored = checkpointer.restore(abstract)
-    host = {"w": np.arange(32, dtype=np.float32).reshape(8, 4), "step": np.int32(2)}
-    assert_same(restored.state, host, abstract)
-    assert restored.data_state == {"position": 2}
-    metadata = checkpointer.metadata()
-    assert (metadata.num_processes, metadata.num_devices) == (2, 4)
