@@ -66,7 +66,6 @@ from zerojax.training.run_file import plan_from_config
 from zerojax.training.run_record import RunNotes, record_of
 from zerojax.zoo import add_lora, build_model
 
-MISSING = compile_client.missing()
 LORA = LoraConfig(rank=3, alpha=12.0)
 BF16 = as_precision("bf16")
 WIDE = as_precision("bf16", freeze_dtype="fp32")
@@ -684,7 +683,6 @@ def test_a_frozen_base_takes_less_than_0_57_bytes_a_parameter(size, frozen):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(("zero", "devices"), [(0, 1), (3, 8)])
 def test_a_program_for_h100_decodes_layer_by_layer(zero, devices):
     config = ModelConfig(

@@ -20,7 +20,6 @@ from tests.support.trajectories import advance, plan_for
 from tests.zoo.test_hugging_face_export import assert_same_bits, read_all
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import LoraConfig, ModelConfig, RunConfig, load
-from zerojax.hardware import compile_client
 from zerojax.operators.marks import inner_programs
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.parallel.initialization import init_state
@@ -34,7 +33,6 @@ from zerojax.training.run_file import plan_from_config
 from zerojax.training.run_record import RunNotes, record_of
 from zerojax.zoo import add_lora, build_model
 
-MISSING = compile_client.missing()
 LORA = LoraConfig(rank=3, alpha=12.0)
 BF16 = as_precision("bf16")
 WIDE = as_precision("bf16", freeze_dtype="fp32")
@@ -371,7 +369,6 @@ def test_a_record_from_before_keeps_what_is_frozen_as_all_parameters():
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_a_program_for_a_gpu_holds_no_second_copy():
     """Compiled for an H100; a layer's own copy is all that may stand beside what is stored."""
     config = ModelConfig(

@@ -21,11 +21,7 @@ from zerojax.plan.batch_sums import bytes_sent
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.tracing.batch_calls import find_batch_sums
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 LAYERS, WIDTH, HIDDEN, ROWS = 4, 1024, 2048, 256
 
 

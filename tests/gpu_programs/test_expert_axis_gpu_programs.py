@@ -27,11 +27,7 @@ from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers
 from zerojax.zoo.llama import Llama, LlamaConfig
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 DEVICES, TOKENS, LAYERS, WIDTH, HIDDEN, EXPERTS, K = 8, 2048, 2, 512, 256, 16, 2
 
 

@@ -26,11 +26,7 @@ from zerojax.plan.counts import role_bytes
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.wire import wire_bytes
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 
 CASES = [
     *(Case(8, zero, parts) for zero in range(4) for parts in (1, 4)),

@@ -24,11 +24,7 @@ from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
 from zerojax.zoo import Decoder, DecoderConfig, LayerKind, Rope
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 DEVICES, ROWS, TOKENS, HEADS = 8, 16, 1024, 8
 WINDOW = LayerKind(window=256)
 FULL = LayerKind(rope=Rope(theta=1e6))

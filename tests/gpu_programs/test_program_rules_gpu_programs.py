@@ -12,11 +12,7 @@ from zerojax.forecasting.program_rules import check_step
 from zerojax.hardware import compile_client
 from zerojax.zoo import build_model
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 
 SEQ, WIDTH = 128, 256
 SOUND = {

@@ -16,11 +16,7 @@ from zerojax.hardware import compile_client, gpus
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.zoo import Decoder, DecoderConfig
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 TOKENS = {name: jax.ShapeDtypeStruct((32, 16), jnp.int32) for name in ("tokens", "targets")}
 SCALARS = 400
 """Bytes: parts of the norm of all gradients, see tests/parallel/test_proposed_rules.py."""

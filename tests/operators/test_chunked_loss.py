@@ -386,7 +386,6 @@ MANY, LARGE, WIDE = 8192, 128_256, 2048
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_logits_of_a_large_vocabulary_are_never_held(dtype):
     """8192 tokens, the vocabulary of Llama 3: 8.4 GB of float32 logits become 1.1 GB.

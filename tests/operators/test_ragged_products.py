@@ -74,7 +74,6 @@ def test_one_group_and_other_devices_are_not_told():
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 @pytest.mark.parametrize("groups", [4, 8])
 def test_the_program_for_h100_has_as_many_times_the_arithmetic(groups):
     rows, width, hidden = 1024, 256, 512

@@ -507,9 +507,6 @@ def test_the_program_after_the_warm_up_sends_what_the_plan_says(zero):
     assert "momentum of 2 of 3 parameters as signs" in said
 
 
-MISSING = compile_client.missing()
-
-
 def check_signs_on_h100(devices, zero, optimizer):
     """34 bytes for 256 parameters, there and back: 2 x 0.1328 x (n-1)/n bytes for each, 0.232 on 8
     and 0.261 on 64; at stage 1 bfloat16 weights besides. Rows end in blocks that are not full."""
@@ -538,7 +535,6 @@ def check_signs_on_h100(devices, zero, optimizer):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("devices", [8, 64])
 def test_on_h100_momentum_travels_as_signs(devices, zero):

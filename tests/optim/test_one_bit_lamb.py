@@ -515,7 +515,6 @@ def test_the_program_after_the_warm_up_sends_what_the_plan_says(zero):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(test_one_bit.MISSING is not None, reason=str(test_one_bit.MISSING))
 def test_on_h100_momentum_travels_as_signs():
     """The bytes are 1-bit Adam's; sums of layers are 1 % of them at most."""
     test_one_bit.check_signs_on_h100(8, 1, lamb())

@@ -256,8 +256,6 @@ def test_what_could_send_nothing_in_8_bits_is_refused():
 
 # --- what a GPU would run ---------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 def compiled(name, devices, weights):
     """(plan, {(kind, dtype): units}, text, temporaries) of a decoder of 8 layers at stage 3."""
@@ -281,7 +279,6 @@ def compiled(name, devices, weights):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(("name", "devices"), [("gpt2", 8), ("llama", 8), ("gpt2", 64)])
 def test_on_h100_stage_3_sends_two_units_in_place_of_three(name, devices):
     """The rest, in bfloat16, is the token table and what is gathered once per step."""

@@ -236,8 +236,6 @@ def test_what_nodes_cannot_gather_is_refused(options, said):
 
 # --- what a GPU would run ----------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 @pytest.fixture(scope="module")
 def on_64_h100():
@@ -260,7 +258,6 @@ def on_64_h100():
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_on_64_h100_a_sixth_of_the_bytes_go_between_nodes(on_64_h100):
     """0.44 in place of 2.95 bytes per parameter: 7/64 of 2 bytes, there and back, once."""
     (_, flat), (plan, found) = on_64_h100[False], on_64_h100[True]
@@ -274,7 +271,6 @@ def test_on_64_h100_a_sixth_of_the_bytes_go_between_nodes(on_64_h100):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_a_list_takes_what_the_plan_says(num_microbatches):
     """As `tests/gpu_programs/test_gpu_programs.py` has it of stage 3, with the same bound."""
@@ -293,7 +289,6 @@ def test_a_list_takes_what_the_plan_says(num_microbatches):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_on_64_h100_a_device_holds_its_part_of_a_node(on_64_h100):
     """Bounds as in `tests/forecasting/test_forecast_roles.py`: at most the whole gradients of two
     layers and the weights of two come to what the plan says."""

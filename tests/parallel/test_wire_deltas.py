@@ -446,8 +446,6 @@ def test_what_copies_are_not_for_is_refused(options, said):
 
 # --- compiled for GPUs ----------------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 def compiled_for(weights, devices, zero):
     """(plan, its forecast)."""
@@ -466,7 +464,6 @@ def compiled_for(weights, devices, zero):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
     ("devices", "zero"), [(8, 2), (64, 2), pytest.param(8, 1, marks=pytest.mark.thorough)]
 )

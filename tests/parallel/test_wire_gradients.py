@@ -245,11 +245,8 @@ def test_settings_that_cannot_be_are_refused():
 
 # --- what a GPU would run ---------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
     ("devices", "wire"), [(8, "int8"), (24, "int8"), (64, "int8"), (64, "int4")]
 )

@@ -188,11 +188,7 @@ def test_what_codes_are_not_for_is_refused(options, said):
         plan_for(WIDE, wire=CODED, **{"zero": 3, **OPTIONS, **options})
 
 
-MISSING = compile_client.missing()
-
-
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(("devices", "secondary"), [(8, False), (64, False), (64, True)])
 def test_on_h100_no_weight_travels_wide(devices, secondary):
     """0.504 of bfloat16's bytes in each gather; with secondary shards between nodes alone."""
@@ -224,7 +220,6 @@ def test_on_h100_no_weight_travels_wide(devices, secondary):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("scan", [False, True])
 def test_nothing_decoded_waits_for_the_backward_pass(scan):
     """Temporaries of the step for 8 H100 are at most those without codes; 1 % is for scales."""

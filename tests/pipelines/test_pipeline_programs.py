@@ -103,7 +103,6 @@ def test_no_collective_is_inside_a_conditional(zero):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 @pytest.mark.parametrize("zero", range(4))
 def test_a_pipelined_step_sends_what_the_formulas_say(zero):
     """Weights once per step at ZeRO 1 and 2; scatters and gathers in every tick from 2 and 3 on."""

@@ -433,7 +433,6 @@ def test_what_is_not_open_is_not_named() -> None:
 # Memory of a call of attention, compiled for a GPU
 
 
-MISSING = compile_client.missing()
 CALLS = {
     "tiny": {"queries": 16, "heads": 2, "head_dim": 16, "dtype": "bfloat16"},
     "small": {"queries": 64, "heads": 4, "head_dim": 32, "dtype": "bfloat16"},
@@ -445,7 +444,6 @@ CALLS = {
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
     "name",
     [name if name == "short" else pytest.param(name, marks=pytest.mark.slow) for name in CALLS],

@@ -282,11 +282,7 @@ def test_measuring_keeps_to_the_room_there_is(monkeypatch: pytest.MonkeyPatch) -
 # Compiled for a GPU
 
 
-MISSING = compile_client.missing()
-
-
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("params", ["device", "host"])
 def test_a_part_takes_the_memory_that_was_counted_and_moves_slices_by_dma(params: str) -> None:
     """Slices of the sizes that are tried on a card, 4 to 32 million elements."""

@@ -113,11 +113,7 @@ def test_a_compiled_step_on_a_cpu_needs_less_by_these_bytes(name, monkeypatch):
     check_saved(temporaries() - shared, SHARED[name] * 8 * (8 * 128 * 256))
 
 
-MISSING = compile_client.missing()
-
-
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("name", SHARED)
 def test_on_8_h100_a_step_needs_less_by_these_bytes(name, monkeypatch):
     sizes = {"num_layers": 8, "num_heads": 16, "embed_dim": 2048, "max_seq_len": 1024}

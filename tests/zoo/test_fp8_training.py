@@ -316,11 +316,8 @@ def test_on_text_it_reaches_the_loss_of_bfloat16():
 
 # --- what a GPU would run ---------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("cublas", [True, False], ids=["cublaslt", "triton"])
 def test_on_an_h100_every_product_of_a_layer_has_8_bit_operands(cublas):
     """Without Triton they are cuBLASLt's 8-bit calls, with it dots of 8-bit arrays."""
