@@ -9,14 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.offload_disk_runs import (
-    Regression,
-    close,
-    differing,
-    offload,
-    plan_of,
-    portable,
-)
+from tests.support.offload_disk_runs import Regression, close, differing, offload, plan_of, portable
 from tests.support.offload_disk_runs import train as train_steps
 from tests.support.refusals import refused
 from tests.support.trajectories import regression_batch

@@ -15,15 +15,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import zerojax
-from tests.checkpoint.test_frozen_dtype import (
-    ABOUT,
-    GIB,
-    ON_HOST,
-    large_plan,
-    same_bits,
-    slow,
-    thorough,
-)
+from tests.checkpoint.test_frozen_dtype import ABOUT, GIB, ON_HOST, large_plan, same_bits
+from tests.support.marks import slow, thorough
 from tests.support.recipe import RECIPE
 from tests.support.small_models import (
     VOCAB,
@@ -162,12 +155,7 @@ class Lists(nnx.Module):
         return self.out(x)
 
 
-LISTS = {
-    "given": Lists,
-    "freeze": ("layers/",),
-    "loss": regression_loss,
-    "batch": regression_batch,
-}
+LISTS = {"given": Lists, "freeze": ("layers/",), "loss": regression_loss, "batch": regression_batch}
 LINEN = {"given": LinenText(width=64), "freeze": ("LinenBlock", "Dense"), "loss": linen_loss}
 LLAMA = {**SIZES, "num_kv_heads": 2}
 OTHERS = {
@@ -345,11 +333,7 @@ def test_blocks_along_the_dimension_of_zero_give_the_same_bits(zero):
     [
         ({"mesh": {"stage": 2, "data": 4}}, r"stage=2: the stages.*use stage=1.*or a freeze_dtype"),
         (
-            {
-                "zero": 3,
-                "offload": {**ON_HOST, "params": "host"},
-                "optimizer": zerojax.adamw(1e-3),
-            },
+            {"zero": 3, "offload": {**ON_HOST, "params": "host"}, "optimizer": zerojax.adamw(1e-3)},
             r"offload.params=host.*leave offload.params out",
         ),
         (
@@ -395,8 +379,7 @@ def test_an_evaluation_that_takes_stored_weights_is_refused():
 
     evaluate = build_evaluation(plan, loss)
     with pytest.raises(
-        ValueError,
-        match="stored in nf4 and .* in this evaluation its stored value",
+        ValueError, match="stored in nf4 and .* in this evaluation its stored value"
     ):
         evaluate.trace(plan.abstract_state, plan.abstract_batch)
 

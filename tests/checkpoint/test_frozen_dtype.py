@@ -14,6 +14,7 @@ from flax import nnx
 
 import zerojax
 from tests.support.hugging_face_folders import tensors_of, write_folder
+from tests.support.marks import slow, thorough
 from tests.support.recipe import RECIPE
 from tests.support.small_models import reference_model
 from tests.support.trajectories import advance, plan_for
@@ -62,8 +63,6 @@ def same_bits(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 ON_HOST = {"opt_state": "host", "min_elements": 1}
 WAYS = {
     "one device": slow({"devices": 1}),

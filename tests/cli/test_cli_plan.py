@@ -16,6 +16,7 @@ import jax
 import pytest
 
 from tests.support.forecast_samples import sample_forecast, sample_memory, sample_plan
+from tests.support.marks import needs_compiler
 from zerojax import forecasting
 from zerojax.cli import build_parser, main, plan_command
 from zerojax.cli.complaints import explain
@@ -405,7 +406,7 @@ def test_it_needs_no_accelerator_that_works():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
+@needs_compiler
 def test_a_compiled_page(capsys):
     assert main([*WORDS, "--fast", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)

@@ -133,10 +133,7 @@ def test_an_unknown_key_is_refused_at_every_level(section):
         ({"elasticity": {"prefer_large_batch": True}}, "prefer_larger_batch"),
         ({"optimizer": {"type": "AdamW", "params": {"weight_decy": 1}}}, "weight_decay"),
         ({"optimizer": {"type": "AdmW"}}, "adamw"),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}},
-            "warmup_num_steps",
-        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}}, "warmup_num_steps"),
         ({"nebula": {"enabled": False, "load_path": ""}}, "nebula_load_path"),
     ],
 )

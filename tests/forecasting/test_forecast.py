@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
+from tests.support.marks import needs_compiler
 from tests.support.small_models import reference_model
 from zerojax import make_mesh, make_plan
 from zerojax.forecasting import COMPILED, FORMULA
@@ -17,10 +18,6 @@ from zerojax.forecasting.compiled_step import cache_key
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.plan.device_mesh import make_abstract_mesh
-
-needs_compiler = pytest.mark.skipif(
-    compile_client.missing() is not None, reason=str(compile_client.missing())
-)
 
 
 def plan_of(zero: int = 3, mesh=None, rows: int = 8):

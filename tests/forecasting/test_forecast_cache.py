@@ -103,8 +103,7 @@ def damage(text: str, how: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["cut", "empty", "not text", "a number", "a flipped digit", "of another key", "no value"],
+    "how", ["cut", "empty", "not text", "a number", "a flipped digit", "of another key", "no value"]
 )
 def test_a_damaged_entry_is_said_and_made_again(folder, how):
     forecast_cache.store(KEY, VALUE)

@@ -117,8 +117,7 @@ def test_while_without_a_constant_bound_warns_and_counts_once():
         return jax.lax.fori_loop(0, n, lambda _, carry: carry @ w, x)
 
     with pytest.warns(
-        UserWarning,
-        match="FLOPs are too low: .* its matrix products are counted once",
+        UserWarning, match="FLOPs are too low: .* its matrix products are counted once"
     ):
         assert count_flops(loop, 3, X, W) == ONE
     with warnings.catch_warnings():  # a loop with nothing to count is nobody's problem

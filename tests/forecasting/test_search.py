@@ -14,6 +14,7 @@ import pytest
 
 import zerojax
 from tests.support.forecast_samples import GIB, sample_card, sample_forecast, sample_plan
+from tests.support.marks import needs_compiler
 from zerojax.config import ModelConfig, MoEConfig
 from zerojax.forecasting.forecast_numbers import FORMULA, RoleBytes
 from zerojax.forecasting.settings_search import (
@@ -40,7 +41,6 @@ from zerojax.forecasting.settings_search.search_result import (
     NOT_TRIED,
     TOO_LARGE,
 )
-from zerojax.hardware import compile_client
 from zerojax.hardware.compile_client import CompileError
 from zerojax.plan import pipeline_costs as costs
 from zerojax.plan.counts import role_bytes, shard_bytes
@@ -680,7 +680,7 @@ def test_bounds_of_a_pipeline_count_its_bubble_and_its_least_buffers():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
+@needs_compiler
 def test_a_small_search_with_the_compiler():
     compiled = []
 
@@ -692,12 +692,7 @@ def test_a_small_search_with_the_compiler():
         candidate(zero=zero, num_microbatches=number)
         for zero, number in itertools.product((1, 3), (1, 2))
     ]
-    result = search(
-        plan_for,
-        candidates,
-        CARD,
-        forecast_of=forecast,
-    )
+    result = search(plan_for, candidates, CARD, forecast_of=forecast)
     assert result.certain
     assert result.chosen.candidate.num_microbatches in (1, 2)
     assert result.forecast.source == "compiled"

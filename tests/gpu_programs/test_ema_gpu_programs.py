@@ -14,7 +14,7 @@ import pytest
 
 import zerojax
 from benchmarks import update_phase
-from pallas_kernels import choice
+from tests.support.marks import needs_kernels
 from tests.support.recipe import RECIPE
 from tests.support.small_models import reference_model
 from zerojax.forecasting import hlo
@@ -24,11 +24,7 @@ from zerojax.optim import ema_of
 from zerojax.plan.counts import shard_bytes
 from zerojax.plan.device_mesh import make_mesh
 
-MISSING = choice.missing() or compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.gpu_programs, needs_kernels]
 SHAPES = update_phase._shapes(2, stacked=True)
 SMALL = 4096
 """Bytes of scalars."""

@@ -17,6 +17,7 @@ from benchmarks.gpu import optimizer as gpu_optimizer
 from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
 from benchmarks.gpu.workloads import choose_workload
 from pallas_kernels import choice
+from tests.support.marks import needs_kernels
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
@@ -74,7 +75,7 @@ CASES += [("148 leaves", *one) for one in MANY]
 CASES.remove(("1 leaf", "adam8bit", "optax"))
 
 
-@pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
+@needs_kernels
 @pytest.mark.parametrize(("layout", "kind", "name"), CASES, ids=lambda x: str(x).replace(" ", "_"))
 def test_ten_updates_in_one_program_each_read_and_write_all_in_place(
     layout, kind, name, on_device, monkeypatch

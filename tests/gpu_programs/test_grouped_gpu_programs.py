@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from pallas_kernels import choice
 from pallas_kernels.grouped import grouped_product, segments_of
 from tests.gpu_programs.test_experts_gpu_programs import EXPERTS, HIDDEN, TOKENS, WIDTH, K
+from tests.support.marks import needs_kernels
 from zerojax.config import MoEConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
@@ -28,11 +28,7 @@ from zerojax.plan.make import make_plan
 from zerojax.zoo.llama import Llama, LlamaConfig
 from zerojax.zoo.moe import _GatedMlps
 
-MISSING = choice.missing() or compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.gpu_programs, needs_kernels]
 CHOICES = TOKENS * K
 
 

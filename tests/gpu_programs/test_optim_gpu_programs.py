@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from pallas_kernels import choice
 from pallas_kernels.choice import Choice
+from tests.support.marks import needs_kernels
 from tests.support.recipe import CLIPPED, RECIPE
 from tests.support.small_models import reference_model
 from zerojax.forecasting import hlo
@@ -28,11 +28,7 @@ from zerojax.optim.optimizer import UpdateContext
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.tracing import trees
 
-MISSING = choice.missing() or compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.gpu_programs, needs_kernels]
 SHAPES = {"stacked": (4, 512, 2048), "table": (2048, 1024), "bias": (2048,)}
 DEVICES = 8
 PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values()) // DEVICES
@@ -70,11 +66,7 @@ def compiled_update(mesh, chosen):
 
     given = (*specs, specs[0], P(), P(), P())
     update = jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=specs, check_vma=False)
-    numbers = (
-        place((), P()),
-        place((), P(), jnp.bool_),
-        place((2,), P(), jnp.uint32),
-    )
+    numbers = (place((), P()), place((), P(), jnp.bool_), place((2,), P(), jnp.uint32))
     program = jax.jit(update, donate_argnums=(0, 1))
     return compile_client.compile_for_gpus(program, *kept, params, *numbers), trees.num_bytes(kept)
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from pallas_kernels import choice
+from tests.support.marks import needs_kernels
 from tests.support.recipe import CLIPPED, RECIPE
 from tests.support.small_models import reference_model
 from zerojax.forecasting import hlo
@@ -33,11 +33,7 @@ from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.training.tuning import attention_choices
 
-MISSING = choice.missing() or compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.gpu_programs, needs_kernels]
 SMALL = 32 * 1024
 """Bytes of scalars, partial sums and tails."""
 SAME_PLACES = 0.01

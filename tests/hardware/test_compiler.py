@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.support.marks import needs_compiler
 from zerojax import make_mesh
 from zerojax.config import MeshConfig
 from zerojax.hardware import compile_client
@@ -23,9 +24,6 @@ from zerojax.plan.compiler_options import NO_KERNELS_OPTIONS, PREFETCH_OPTIONS, 
 from zerojax.plan.device_mesh import make_abstract_mesh
 
 H100 = find_gpu("h100")
-needs_compiler = pytest.mark.skipif(
-    compile_client.missing() is not None, reason=str(compile_client.missing())
-)
 
 
 def test_a_client_of_another_version_is_not_used(monkeypatch):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import adam8bit, choice, optimizers, rounding
+from pallas_kernels import adam8bit, optimizers, rounding
 from pallas_kernels.adam8bit import Moments8bit, decode_moments, encode_moments, init_moments
 from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.choice import Choice
+from tests.support.marks import needs_kernels
 
-needs_kernels = pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
 XLA = Choice("xla", "the oracle")
 F32, BF16 = jnp.float32, jnp.bfloat16
 

@@ -13,13 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import (
-    Seen,
-    attention_part,
-    block_attention,
-    part_gradients,
-    why_not,
-)
+from pallas_kernels.attention import Seen, attention_part, block_attention, part_gradients, why_not
 from pallas_kernels.attention_tables import BLOCK, TILE, share_visited, tables_of
 from pallas_kernels.choice import KernelUnavailable, missing
 

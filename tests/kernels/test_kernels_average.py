@@ -19,8 +19,8 @@ from pallas_kernels.elementwise import averaging, averaging_scalars
 from pallas_kernels.many import update_many
 from pallas_kernels.update import update
 from tests.kernels.test_kernels_elementwise import arrays_of, check_equal, normal, scalars_of
+from tests.support.marks import needs_kernels
 
-needs_kernels = pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
 XLA = choice.Choice("xla", "the oracle")
 BF16, F32 = jnp.bfloat16, jnp.float32
 RATE = 0.25

@@ -130,8 +130,7 @@ def test_sgd(nesterov):
         return update(rule, updated, read, scalars=scalars, impl=XLA)
 
     tx = optax.chain(
-        optax.add_decayed_weights(DECAY, MASK),
-        optax.sgd(SCHEDULE, momentum=0.9, nesterov=nesterov),
+        optax.add_decayed_weights(DECAY, MASK), optax.sgd(SCHEDULE, momentum=0.9, nesterov=nesterov)
     )
     check(run_oracle(leaf, 1), run_optax(tx, lambda state: (state[1][0].trace,)), 1e-6)
 

@@ -450,16 +450,8 @@ class SlashedNames(nnx.Module):
             TypeError,
             r"pair of a dict and a function: .* \(lambda key: params, apply\)",
         ),
-        (
-            LinenNorm,
-            TypeError,
-            r"LinenNorm is a linen class.* LinenNorm\(",
-        ),
-        (
-            lambda rngs: {"w": 1},
-            TypeError,
-            "<lambda> returned a dict, .* nnx.Module",
-        ),
+        (LinenNorm, TypeError, r"LinenNorm is a linen class.* LinenNorm\("),
+        (lambda rngs: {"w": 1}, TypeError, "<lambda> returned a dict, .* nnx.Module"),
         (HoldsTuple, TypeError, "Intermediate notes holds a tuple, .* one array"),
         (
             SlashedNames,

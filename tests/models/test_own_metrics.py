@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.support.marks import slow
 from tests.support.small_models import regression_loss
 from tests.support.trajectories import plan_for
 from zerojax.config import LogConfig
@@ -97,10 +98,6 @@ def plainly(loss):
 
 HOST = {"params": "host", "opt_state": "host", "min_elements": 1}
 FIXED = {"deterministic": "mesh", "virtual_shards": 16}
-
-
-def slow(*values, id):
-    return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 @pytest.mark.thorough

@@ -68,11 +68,7 @@ def calls_of(attend, given):
 
 @pytest.mark.parametrize(
     ("dtype", "causal", "window", "kv_heads"),
-    [
-        ("bfloat16", True, None, 2),
-        ("bfloat16", False, None, 4),
-        ("float16", True, 9, 1),
-    ],
+    [("bfloat16", True, None, 2), ("bfloat16", False, None, 4), ("float16", True, 9, 1)],
 )
 def test_the_calls_are_those_of_jax(monkeypatch, dtype, causal, window, kv_heads):
     """JAX's own are asked for a GPU that is not there: the version of libcudnn is given."""
@@ -276,10 +272,7 @@ def kinds_of_collectives(program, size):
     )
 
 
-WAYS = {
-    "zero 3": ({"data": 8}, {}),
-    "tensor parallel": ({"data": 4, "model": 2}, {}),
-}
+WAYS = {"zero 3": ({"data": 8}, {}), "tensor parallel": ({"data": 4, "model": 2}, {})}
 MORE_WAYS = {
     "zero 0": ({"data": 8}, {"zero": 0}),
     "microbatches": ({"data": 8}, {"zero": 2, "num_microbatches": 2}),

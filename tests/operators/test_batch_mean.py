@@ -188,10 +188,7 @@ def test_without_it_they_are_others():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "zero",
-    [0, 2, pytest.param(3, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("zero", [0, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_microbatches_are_those_of_plain_jax(zero):
     """A mean is over one microbatch, of all devices."""
     expected = plain_losses(devices=8, count=2)
@@ -433,14 +430,7 @@ def test_sequences_over_devices():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("schedule", "zero"),
-    [
-        ("1f1b", 1),
-        ("1f1b", 3),
-        ("zb_h1", 1),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("1f1b", 3), ("zb_h1", 1)])
 @pytest.mark.parametrize("loss", [loss, padded_loss], ids=["layers", "head"])
 def test_pipelines(loss, schedule, zero):
     """In layers, and in what is behind them."""

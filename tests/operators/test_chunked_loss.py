@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.parallel.test_zero_program import SIZES, THRESHOLD, count_collectives, lower
 from tests.support import equal_trees
+from tests.support.marks import slow
 from tests.support.small_models import reference_model
 from tests.support.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.forecasting import hlo
@@ -301,10 +302,6 @@ def test_a_head_that_is_split_over_devices_stays_split(spec):
 @functools.cache
 def plain_run(name):
     return train_for(reference_model(name, loss_chunk=None), devices=1)
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.thorough

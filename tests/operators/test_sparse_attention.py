@@ -325,11 +325,7 @@ def test_the_shares_are_said(monkeypatch):
 
 
 REFUSED = {
-    "a name": (
-        {"layout": "bigbird"},
-        TypeError,
-        "layout is a str; use a layout of zerojax.config",
-    ),
+    "a name": ({"layout": "bigbird"}, TypeError, "layout is a str; use a layout of zerojax.config"),
     "heads": (
         {"layout": BlockTable(SIZE, np.ones((3, 18, 18), bool))},
         ValueError,

@@ -17,6 +17,7 @@ import pytest
 
 import zerojax
 from tests.support.ema_runs import DECAY, Followed, average_of, differing, num_bytes_of, weights_of
+from tests.support.marks import thorough
 from tests.support.offload_disk_runs import Regression
 from tests.support.optim_steps import check_close, clipping_of, make_params, run_apply, run_update
 from tests.support.recipe import CLIPPED, DECAYED, RECIPE
@@ -41,7 +42,6 @@ OPTIMIZERS = {
     "optax": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)),
     "optax on true shapes": lambda: optax.adafactor(RATE),
 }
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 def plan_of(optimizer: Any, *, mesh: Any = None, devices: int = 8, **options: Any) -> Any:

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 import zerojax
 from tests.support import hugging_face_folders
 from tests.support.ema_runs import DECAY, Followed, average_of, differing, weights_of
+from tests.support.marks import thorough
 from tests.support.offload_disk_runs import SHARES, Regression, close, offload
 from tests.support.offload_disk_runs import plan_of as regression_plan
 from tests.support.recipe import RECIPE
@@ -68,7 +69,6 @@ PLACES = {
     "shares": (SHARES, 3, 4),
     "nvme": ("nvme", 1, 8),
 }
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 @pytest.mark.parametrize(

@@ -215,9 +215,7 @@ def test_experts_whose_rows_cannot_be_told_are_refused():
     plan = plan_for(Odd, optimizer=stated, batch=regression_batch)
     assert of(plan)[0] == {"weights": MuonDimensionNumbers(1, (2, 3))}
     plan = plan_for(
-        lambda rngs: Odd(rngs, sides=(12, 12)),
-        optimizer=zerojax.muon(0.02),
-        batch=regression_batch,
+        lambda rngs: Odd(rngs, sides=(12, 12)), optimizer=zerojax.muon(0.02), batch=regression_batch
     )
     found, lines = of(plan)
     assert found == {"weights": MuonDimensionNumbers(1, 2)}

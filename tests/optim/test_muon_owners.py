@@ -13,6 +13,7 @@ import pytest
 from optax.contrib import MuonDimensionNumbers, muon
 
 import zerojax
+from tests.support.marks import thorough
 from tests.support.recipe import RECIPE
 from tests.support.small_models import reference_model
 from tests.support.trajectories import advance, plan_for, train_for
@@ -34,10 +35,6 @@ SPLIT = {"persistence_threshold": 20}
 """At stage 3 matrices this small are split, too."""
 ADAM = 1e-3
 """Its rate: the first steps blow the rounding of gradients near zero up to whole updates."""
-
-
-def thorough(*values, **named):
-    return pytest.param(*values, marks=pytest.mark.thorough, **named)
 
 
 @functools.cache

@@ -395,11 +395,7 @@ def test_a_rolled_model_goes_on_with_the_same_bits(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "change",
-    [
-        {"devices": 4},
-        {"zero": 0},
-        {"wire": {"exact": ["/b$"]}},
-    ],
+    [{"devices": 4}, {"zero": 0}, {"wire": {"exact": ["/b$"]}}],
     ids=["devices", "stage", "exact names"],
 )
 def test_on_other_devices_what_was_left_out_begins_at_zero_and_is_told(change, tmp_path):
@@ -548,10 +544,7 @@ def test_on_h100_momentum_travels_as_signs(devices, zero):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"zero": 2},
-            r"4 bytes per parameter that sharding cannot divide.*16/8 = 2 bytes",
-        ),
+        ({"zero": 2}, r"4 bytes per parameter that sharding cannot divide.*16/8 = 2 bytes"),
         (
             {"zero": 3},
             ("stage 3 would save only the 2 bytes of a weight in addition; use zero=0 or 1"),

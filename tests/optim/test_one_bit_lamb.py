@@ -427,11 +427,7 @@ def goes_on(plan, state, steps):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "change",
-    [{"devices": 4}, {"zero": 0}],
-    ids=["devices", "stage"],
-)
+@pytest.mark.parametrize("change", [{"devices": 4}, {"zero": 0}], ids=["devices", "stage"])
 def test_on_other_devices_ratios_go_on_and_what_was_left_out_begins_at_zero(change, tmp_path):
     """The second moment that is rebuilt begins so that factors are what they were."""
     at = FREEZE + 6

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import adam8bit as codes
-from pallas_kernels import choice, optimizers
+from pallas_kernels import optimizers
 from pallas_kernels.choice import Choice
 from tests.support.adam8bit_steps import (
     CODED,
@@ -24,6 +24,7 @@ from tests.support.adam8bit_steps import (
     stepped,
     tree,
 )
+from tests.support.marks import needs_kernels
 from tests.support.recipe import DECAYED, RECIPE
 from zerojax.config import ModelConfig
 from zerojax.data.corpus import read_text
@@ -65,7 +66,7 @@ def test_the_step_computes_what_the_reference_computes():
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
+@needs_kernels
 def test_the_kernel_runs_where_it_is_chosen():
     """In interpret mode; another contraction of a product and a sum may tip one code of 5632."""
     shapes = {"whole blocks": (8, 512), "vector": (48,)}

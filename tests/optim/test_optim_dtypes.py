@@ -11,7 +11,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.choice import Choice, missing
+from pallas_kernels.choice import Choice
+from tests.support.marks import needs_kernels
 from tests.support.optim_steps import (
     SCHEDULE,
     check_close,
@@ -139,7 +140,7 @@ def test_the_two_passes_of_lamb_round_independently():
     assert abs(together - rates[0] * rates[1]) < 4 * 0.5 / np.sqrt(4000)
 
 
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@needs_kernels
 @optimizers
 def test_the_kernel_does_the_same(tx):
     """In interpret mode; 300 elements end in a tail, which the kernel leaves to the reference."""
@@ -214,11 +215,7 @@ def split_apply(tx, state):
         grads, state, params, context(axes=AXES, shapes=WHOLE)
     )
     return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(SPECS, specs, SPECS),
-        out_specs=(SPECS, specs),
-        check_vma=False,
+        local, mesh=mesh, in_specs=(SPECS, specs, SPECS), out_specs=(SPECS, specs), check_vma=False
     )
 
 

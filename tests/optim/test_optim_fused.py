@@ -74,18 +74,12 @@ PAIRS = {
     ),
     "sgd": (sgd(1e-2), optax.sgd(1e-2)),
     "sgd, schedule": (sgd(SCHEDULE, clip_norm=1.0), clipped(1.0, optax.sgd(SCHEDULE))),
-    "sgd, momentum": (
-        sgd(SCHEDULE, momentum=0.9),
-        optax.sgd(SCHEDULE, momentum=0.9),
-    ),
+    "sgd, momentum": (sgd(SCHEDULE, momentum=0.9), optax.sgd(SCHEDULE, momentum=0.9)),
     "sgd, momentum and decay": (
         sgd(1e-2, momentum=0.8, weight_decay=0.3, mask=MASK),
         decayed_sgd(1e-2, 0.3, MASK, momentum=0.8),
     ),
-    "sgd, decay": (
-        sgd(1e-2, weight_decay=0.3),
-        decayed_sgd(1e-2, 0.3, None),
-    ),
+    "sgd, decay": (sgd(1e-2, weight_decay=0.3), decayed_sgd(1e-2, 0.3, None)),
     "sgd, nesterov": (
         sgd(SCHEDULE, momentum=0.9, nesterov=True, **DECAYED),
         clipped(1.0, decayed_sgd(SCHEDULE, 0.1, decay_mask, momentum=0.9, nesterov=True)),

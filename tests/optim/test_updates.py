@@ -17,6 +17,7 @@ import pytest
 
 import zerojax
 from pallas_kernels.choice import Choice
+from tests.support.marks import slow
 from tests.support.offload_disk_runs import Regression
 from tests.support.recipe import CLIPPED, DECAYED, RECIPE
 from tests.support.small_models import reference_model
@@ -90,9 +91,6 @@ OPTAX = {
 }
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
 def make_uneven(params):
     """Layers of different sizes, so that one ratio for all of them is far from theirs."""
 
@@ -117,10 +115,7 @@ def losses_of_layers_apart(tx):
 
     def loss(params, batch):
         run = plan.model.run(
-            params,
-            state["extras"],
-            jax.random.key(0),
-            lambda model: plan.loss(model, batch),
+            params, state["extras"], jax.random.key(0), lambda model: plan.loss(model, batch)
         )
         total, weight = run[0]
         return total / weight

@@ -499,8 +499,7 @@ def test_what_a_program_does_besides_is_refused():
         lambda rngs: DeclaresARouter(rngs),
     )
     refused(
-        "layers/0/experts/down is passed to zerojax.experts",
-        lambda rngs: DeclaresTwoOfThree(rngs),
+        "layers/0/experts/down is passed to zerojax.experts", lambda rngs: DeclaresTwoOfThree(rngs)
     )
     norm = loss_of(lambda experts: jnp.sum(experts.up[...] ** 2))
     refused(

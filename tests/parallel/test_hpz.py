@@ -105,10 +105,7 @@ def test_twenty_steps_are_those_of_one_device_and_of_stage_three(case):
 @pytest.mark.thorough
 @pytest.mark.parametrize("codes", ["int8", "nf4"])
 def test_frozen_weights_in_codes_are_gathered_so(codes):
-    options = {
-        "freeze": "up/kernel",
-        "precision": as_precision("fp32", freeze_dtype=codes),
-    }
+    options = {"freeze": "up/kernel", "precision": as_precision("fp32", freeze_dtype=codes)}
     model = reference_model("gpt2", embed_dim=256, num_layers=1)
     flat, found = (
         train_for(model, node=4, wire=wire, steps=5, **options, **TEXT) for wire in ({}, SECONDARY)

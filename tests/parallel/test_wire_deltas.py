@@ -113,10 +113,7 @@ THOROUGH = [
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("weights", "zero", "precision", "steps"),
-    [
-        ("delta_int4", 2, "fp32", 150),
-        *((*case, 1000) for case in THOROUGH),
-    ],
+    [("delta_int4", 2, "fp32", 150), *((*case, 1000) for case in THOROUGH)],
 )
 def test_copies_follow_their_masters_and_do_not_drift(weights, zero, precision, steps):
     """At every step each value is within half a step of the code of what was missing.
@@ -373,11 +370,7 @@ def test_a_checkpoint_goes_on_elsewhere(change, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "before",
-    [
-        {"weights": "compute"},
-        {"weights": "compute", "zero": 3},
-        {"wire": {"exact": ["^out"]}},
-    ],
+    [{"weights": "compute"}, {"weights": "compute", "zero": 3}, {"wire": {"exact": ["^out"]}}],
     ids=["without", "stage 3", "other names"],
 )
 def test_copies_that_a_checkpoint_lacks_begin_as_the_masters_and_are_told(before, tmp_path):

@@ -119,10 +119,7 @@ MISTAKES = {
 }
 """What is wrong: (schedule, stash, change of the columns)."""
 
-QUICK = {
-    "a backward of another microbatch",
-    "a dropped gradient",
-}
+QUICK = {"a backward of another microbatch", "a dropped gradient"}
 
 
 def run_with(monkeypatch, name, stash, change):

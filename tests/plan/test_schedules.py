@@ -19,10 +19,7 @@ from zerojax.plan.schedules import (
     simulate,
 )
 from zerojax.plan.schedules.schedule_table import format_cell, parse_cell, virtual_stage
-from zerojax.plan.schedules.simulation import (
-    bubble_formula,
-    tick_starts,
-)
+from zerojax.plan.schedules.simulation import bubble_formula, tick_starts
 
 SIZES = [
     (1, 1),

@@ -73,10 +73,7 @@ def test_a_broken_table_is_refused_with_its_reason(schedule, changes, reason):
         (Schedule("none", (((), ()),)), "'none' has no operation"),
         (dataclasses.replace(SMALL, placement="w"), "placement 'w' is unknown; use loop or v"),
         (dataclasses.replace(SMALL, placement="v"), "never runs F0.1"),
-        (
-            Schedule("x", (((Operation("F", 0),), ()), ((),))),
-            "tick 1: 1 cells, but",
-        ),
+        (Schedule("x", (((Operation("F", 0),), ()), ((),))), "tick 1: 1 cells, but"),
         (Schedule("x", (((Operation("Q", 0),),),)), "kind 'Q' is unknown"),
         (Schedule("x", (((Operation("F", -1),),),)), "cannot be negative"),
         (Schedule("x", (((Operation("F", 0, 2),),),), "v"), "chunk 2 does not exist"),
@@ -113,10 +110,7 @@ def test_no_operation_may_run_earlier_than_its_inputs(name):
         cell = table[event.tick][event.stage]
         table[event.tick][event.stage] = tuple(o for o in cell if o != event.operation)
         target = table[earliest - 1][event.stage]
-        table[earliest - 1][event.stage] = (
-            *(o for o in target if o.kind != kind),
-            event.operation,
-        )
+        table[earliest - 1][event.stage] = (*(o for o in target if o.kind != kind), event.operation)
         moved = dataclasses.replace(schedule, table=tuple(map(tuple, table)))
         with pytest.raises(ScheduleError):
             check_schedule(moved)

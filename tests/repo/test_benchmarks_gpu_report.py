@@ -77,9 +77,7 @@ def run_file(folder):
             "goals": [],
         },
         "memory": {
-            "rows": [
-                {"program": "p", "zero": 0, "predicted_MB": 10.0, "measured_MB": 10.1},
-            ],
+            "rows": [{"program": "p", "zero": 0, "predicted_MB": 10.0, "measured_MB": 10.1}],
             "goals": [],
         },
     }

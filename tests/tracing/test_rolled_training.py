@@ -143,11 +143,7 @@ def assert_all_rolled(plan: zerojax.Plan) -> None:
         pytest.param({"data": 2, "zero": 2, "roll_remat": "full"}, marks=pytest.mark.thorough),
         pytest.param({"data": 2, "stage": 2, "zero": 1}, marks=pytest.mark.thorough),
         pytest.param(
-            {
-                "stage": 2,
-                "pipeline_schedule": "interleaved(2)",
-                "partition": [2, 2, 1, 1],
-            },
+            {"stage": 2, "pipeline_schedule": "interleaved(2)", "partition": [2, 2, 1, 1]},
             marks=pytest.mark.thorough,
         ),
     ],

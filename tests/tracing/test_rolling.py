@@ -42,11 +42,7 @@ Place = tuple[str, int, int, int]
 WHOLE: tuple[Place, ...] = (("layers", 0, 1, LAYERS),)
 BUT_FIRST: tuple[Place, ...] = (("layers", 1, 1, LAYERS - 1),)
 IN_PAIRS: tuple[Place, ...] = (("layers", 0, 2, LAYERS // 2),)
-REFUSED = {
-    "other_rules": "custom_vjp",
-    "interleaved": "interleaved",
-    "effects": "effect",
-}
+REFUSED = {"other_rules": "custom_vjp", "interleaved": "interleaved", "effects": "effect"}
 """Style -> a word of the sentence that says why its list stays as it is."""
 LOOPS: dict[str, tuple[Place, ...]] = {
     **dict.fromkeys([style for style in STYLES if style not in (*REFUSED, "tied")], WHOLE),

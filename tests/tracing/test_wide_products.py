@@ -59,10 +59,7 @@ def lines_of(model: Any, batch: Any, *, precision: str = "bf16") -> list[str]:
 
 def test_a_forecast_says_so_and_that_its_time_does_not_know():
     plan = zerojax.make_plan(
-        Listener,
-        zerojax.make_abstract_mesh({"data": 2}),
-        example_batch=tokens(),
-        precision="bf16",
+        Listener, zerojax.make_abstract_mesh({"data": 2}), example_batch=tokens(), precision="bf16"
     )
     forecast = zerojax.forecast(plan, gpu="h100", why_formula="of this test")
     (note,) = [line for line in forecast.remarks if line.startswith("products:")]

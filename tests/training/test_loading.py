@@ -17,10 +17,10 @@ from flax import nnx
 
 import zerojax
 from tests.support import equal_trees, hugging_face_folders
+from tests.support.small_models import regression_loss
 from zerojax.checkpoint import CheckpointError
 from zerojax.cli import main
 from zerojax.config.checks import ConfigError
-from zerojax.models.losses import mean_squared_error
 from zerojax.zoo import GPT2, GPT2Config, generation
 from zerojax.zoo.generation import generate
 
@@ -44,10 +44,6 @@ class Line(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(nnx.relu(self.hidden(x)))
-
-
-def squared(model, batch):
-    return mean_squared_error(model(batch["x"]), batch["y"])
 
 
 def rows(seed: int) -> dict[str, np.ndarray]:
@@ -147,14 +143,20 @@ def test_the_commands_read_it_too(run, capsys):
 def test_a_model_of_the_users_own_is_asked_for_and_the_remedy_works(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     trainer = zerojax.train(
-        Line, SHARDED, [rows(0)], loss=squared, steps=2, checkpoint="runs/own", validation=[rows(1)]
+        Line,
+        SHARDED,
+        [rows(0)],
+        loss=regression_loss,
+        steps=2,
+        checkpoint="runs/own",
+        validation=[rows(1)],
     )
     assert main(["eval", "runs/own"]) == 2
     sentence = capsys.readouterr().err
     assert "a model of your own (Line)" in sentence
     remedy = re.search(r"zerojax\.load_run\(.*?\)", sentence)[0]
     assert remedy == "zerojax.load_run('runs/own', model=MODEL, loss=LOSS)"
-    names = {"zerojax": zerojax, "MODEL": Line, "LOSS": squared}
+    names = {"zerojax": zerojax, "MODEL": Line, "LOSS": regression_loss}
     loaded = eval(remedy, names)
     assert loaded.evaluate([rows(1)])["loss"] == trainer.evaluate()["loss"]
     # Batches of another size, too.
@@ -169,11 +171,15 @@ def test_a_model_of_the_users_own_is_asked_for_and_the_remedy_works(tmp_path, mo
 @pytest.mark.thorough
 def test_a_run_that_saved_nothing_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    zerojax.train(Line, None, [rows(0)], loss=squared, steps=1, run_dir="runs/none")
+    zerojax.train(Line, None, [rows(0)], loss=regression_loss, steps=1, run_dir="runs/none")
     with pytest.raises(CheckpointError, match=r"no saved weights; train with checkpoint='runs/no"):
-        zerojax.load_run("runs/none", model=Line, loss=squared)
-    again = zerojax.train(Line, None, [rows(0)], loss=squared, steps=1, checkpoint="runs/none")
-    assert zerojax.load_run("runs/none", model=Line, loss=squared).step == again.num_steps == 1
+        zerojax.load_run("runs/none", model=Line, loss=regression_loss)
+    again = zerojax.train(
+        Line, None, [rows(0)], loss=regression_loss, steps=1, checkpoint="runs/none"
+    )
+    assert (
+        zerojax.load_run("runs/none", model=Line, loss=regression_loss).step == again.num_steps == 1
+    )
 
 
 @pytest.mark.thorough

@@ -23,6 +23,7 @@ from tests.plan import test_host_budget as budget
 from tests.support.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.support.pipeline_runs import small
 from tests.support.refusals import Refusal, check_words, code_in, complaint, refused
+from tests.support.small_models import Line
 from tests.support.trajectories import plan_for, text_batch
 from zerojax.checkpoint.store import BucketStore
 from zerojax.checkpoint.store.direct_io import StoreError
@@ -276,14 +277,6 @@ def test_a_disk_that_is_too_small_for_files(tmp_path, monkeypatch):
 
 
 # --- runs -----------------------------------------------------------------------------------------
-
-
-class Line(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.out = nnx.Linear(4, 1, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.out(x)
 
 
 Pair = collections.namedtuple("Pair", "x y")

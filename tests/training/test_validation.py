@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 import zerojax
+from tests.support.small_models import Line
 from zerojax.config import LogConfig
 from zerojax.models.losses import mean_squared_error, next_token_of_call
 from zerojax.training.evaluation import EarlyStopping
@@ -17,14 +18,6 @@ from zerojax.training.validation import each_batch
 from zerojax.zoo import GPT2, GPT2Config
 
 ROWS = 16
-
-
-class Line(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.out = nnx.Linear(4, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(x)
 
 
 def rows(number: int, seed: int = 0) -> dict[str, np.ndarray]:

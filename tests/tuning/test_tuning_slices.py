@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -44,11 +43,6 @@ HOST = {"opt_state": "host", "min_elements": 64}
 SMALL = 256
 """Elements of a slice of a small model's matrices, which have four to sixteen then."""
 LARGEST = "blocks/mlp/up/kernel"
-
-
-@pytest.fixture
-def kept(tmp_path: Path) -> KeptChoices:
-    return KeptChoices(tmp_path)
 
 
 @pytest.fixture

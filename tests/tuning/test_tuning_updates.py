@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import math
 from pathlib import Path
@@ -15,7 +14,8 @@ import optax
 import pytest
 
 import zerojax
-from pallas_kernels.choice import Choice, missing
+from pallas_kernels.choice import Choice
+from tests.support.marks import needs_kernels, thorough
 from tests.support.tuning_doubles import Clock, Runs, asked, plan_for
 from zerojax.optim.adam8bit_state import SMALLEST_CODED
 from zerojax.plan.open_choices import open_kernels, planned_kernels
@@ -23,7 +23,6 @@ from zerojax.training.tuning import Answer, KeptChoices, tuned_plan
 
 COUNTED = Answer(choice="mosaic_gpu", reason="fewer bytes")
 RATE = 1e-2
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 SLOWER = {"embed": {"learning_rate_factor": 0.5}}
 
 
@@ -40,11 +39,6 @@ BY_NAME = {
     "adam8bit": zerojax.adam8bit(RATE, mask=_no_biases),
     "adam8bit with ema": zerojax.with_ema(zerojax.adam8bit(RATE)),
 }
-
-
-@pytest.fixture
-def kept(tmp_path: Path) -> KeptChoices:
-    return KeptChoices(tmp_path)
 
 
 def on_one_device(tx: Any, **options: Any) -> zerojax.Plan:
@@ -104,7 +98,7 @@ def test_a_part_of_a_large_model_is_asked_for(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@needs_kernels
 @pytest.mark.parametrize("name", BY_NAME)
 def test_kernels_agree_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted; the second call of a program in place goes on from the first."""
@@ -174,7 +168,7 @@ def test_what_is_planned_stays_where_the_question_cannot_be_asked(kept: KeptChoi
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@needs_kernels
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_a_start_checks_the_kernel_of_8_bit_adamw(
     is_wrong: bool, kept: KeptChoices, monkeypatch: pytest.MonkeyPatch

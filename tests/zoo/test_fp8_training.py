@@ -15,6 +15,7 @@ import optax
 import pytest
 from flax import linen
 
+from tests.support.marks import slow
 from tests.support.small_models import VOCAB, linen_loss, reference_model
 from tests.support.trajectories import plan_for, text_batch, train_for
 from zerojax.config import ConfigError, MeshConfig, ModelConfig
@@ -110,7 +111,6 @@ def test_the_losses_are_near_those_without_8_bits_but_not_the_same():
     assert difference.max() < 2e-3
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 STAGES = {
     "0": slow({"zero": 0}),
     "1-replica": slow({"zero": 1, "mesh": {"replica": 2}}),

@@ -16,15 +16,7 @@ from tests.support.refusals import refused
 from tests.zoo.test_generate import GPT2_TINY, LLAMA_TINY, SIZES, build
 from zerojax.config import MoEConfig
 from zerojax.config.attention_layouts import FixedLayout
-from zerojax.zoo import (
-    GPT2,
-    Decoder,
-    DecoderConfig,
-    LayerKind,
-    Rope,
-    RopeScaling,
-    generate,
-)
+from zerojax.zoo import GPT2, Decoder, DecoderConfig, LayerKind, Rope, RopeScaling, generate
 from zerojax.zoo import generation as generating
 from zerojax.zoo.hugging_face import from_hugging_face
 
@@ -53,10 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"attention_sinks": True, "kinds": (WINDOW,)},
     "blocks": {"attention_layout": FixedLayout(block=4, num_local_blocks=2)},
     "dynamic": scaled(DYNAMIC),
-    "longrope beside none": {
-        "kinds": (*scaled(LONG)["kinds"], NOPE),
-        "pattern": (0, 1),
-    },
+    "longrope beside none": {"kinds": (*scaled(LONG)["kinds"], NOPE), "pattern": (0, 1)},
     "experts": {"moe": MoEConfig(num_experts=4, experts_per_token=2)},
 }
 

@@ -403,14 +403,7 @@ def test_tokens_go_without_experts_that_are_full():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {"data": 8},
-        {"data": 2, "expert": 4},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "expert": 4}], ids=str)
 def test_what_is_dropped_does_not_depend_on_devices(mesh):
     model, options = llama(CROWDED), {"zero": 2, "persistence_threshold": 1, "steps": 3}
     one = train_for(model, devices=1, **options)
