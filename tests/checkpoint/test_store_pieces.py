@@ -1,7 +1,5 @@
 """Arrays that are written in pieces of shards are read in any other parts, bit for bit."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """Buckets of one store may differ in size: what is read and written is what each one has."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

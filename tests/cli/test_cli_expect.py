@@ -1,7 +1,5 @@
 """`zerojax plan` with rules and a golden file: exit codes, what is checked and refused."""
 
-from __future__ import annotations
-
 import json
 import types
 

@@ -1,7 +1,5 @@
 """DeepSpeed's section `sparse_attention` is the layout of a model's calls of zerojax.attention."""
 
-from __future__ import annotations
-
 import functools
 import re
 

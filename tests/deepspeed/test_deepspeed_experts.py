@@ -1,7 +1,5 @@
 """DeepSpeed's section `expert_parallel` is the mesh axis `expert`, and other keys have a line."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

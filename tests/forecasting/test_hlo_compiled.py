@@ -3,8 +3,6 @@
 Compiled for 8 virtual CPU devices, and for 8 H100 where the compile-only client is installed.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import math

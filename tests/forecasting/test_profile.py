@@ -1,7 +1,5 @@
 """FLOPs counted from the jaxpr agree with formulas and with XLA's count of loop-free programs."""
 
-from __future__ import annotations
-
 import mmap
 import warnings
 from functools import partial

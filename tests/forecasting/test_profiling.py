@@ -1,7 +1,5 @@
 """For which parameter a step multiplies, which operations a trace shows, and the page of both."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

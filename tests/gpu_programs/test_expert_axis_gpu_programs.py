@@ -4,8 +4,6 @@ Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 processor time.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import math

@@ -4,8 +4,6 @@ Needs the compile-only client (extra `plan`) and no GPU; `pytest -m gpu_programs
 two minutes of two free cores. One test is one program, and looks at every claim about it.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

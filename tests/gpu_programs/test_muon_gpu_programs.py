@@ -3,8 +3,6 @@
 Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.gpu_programs import LAYERS, WIDTH, Case, compile_case, wire_unit, wire_units

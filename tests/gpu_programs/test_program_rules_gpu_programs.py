@@ -1,7 +1,5 @@
 """Program rules in steps compiled for H100: attention, bytes between nodes, no false alarm."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Moments in one byte: what codes keep, and the kernel against the reference."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """`pallas_kernels` as somebody uses it who has nothing of zerojax."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -4,8 +4,6 @@ Tolerance: operands and results are rounded to 16 bits (2^-8 of bfloat16, 2^-11 
 are the weights before the second product: 2^-7 and 2^-10 of the largest value.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """`zerojax.attention` by its own kernels: values, choice, plans and programs."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -3,8 +3,6 @@
 The reference against NumPy, and the kernels, in interpret mode, against the reference.
 """
 
-from __future__ import annotations
-
 import chex
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The kernels, run in interpret mode, give what the plain reference gives; what is refused."""
 
-from __future__ import annotations
-
 import chex
 import jax
 import jax.numpy as jnp

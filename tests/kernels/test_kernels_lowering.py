@@ -4,8 +4,6 @@ Runs Pallas' tracing and Mosaic's layout inference; machine code is the business
 test_kernels_gpu_programs.py.
 """
 
-from __future__ import annotations
-
 import re
 
 import jax

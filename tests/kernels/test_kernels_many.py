@@ -1,7 +1,5 @@
 """Many leaves in one kernel: what each would give alone; no tile meets another's elements."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -4,8 +4,6 @@ Both are compiled. They are compared with the size of what they add up: rounding
 sum otherwise costs 2^-24 of the terms, and a parameter gathers that over the steps.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

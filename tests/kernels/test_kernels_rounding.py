@@ -1,7 +1,5 @@
 """Stochastic rounding has no bias at all: what every one of the 2^16 draws does is counted."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """How a state is born in its shards, apart from the user's arrays, and moves between plans."""
 
-from __future__ import annotations
-
 import math
 
 import chex

@@ -4,8 +4,6 @@ At stage 3 a parameter is stored in shards, so each unusual model is compared wi
 same loss, and the same gradient of every parameter.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

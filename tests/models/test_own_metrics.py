@@ -1,8 +1,6 @@
 """Numbers that a user's loss returns beside its value: the same on any number of devices, and shown
 wherever the loss is."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Random keys of any kind (`jax_default_prng_impl`): saved whole, never read as another kind."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

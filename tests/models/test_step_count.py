@@ -1,7 +1,5 @@
 """`zerojax.models.StepCount`: counts of all passes of a step, and what is made of them once."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

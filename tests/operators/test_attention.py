@@ -3,8 +3,6 @@
 Tolerances: values and gradients are sums of up to 70 products of float32; measured 3e-6 at most.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

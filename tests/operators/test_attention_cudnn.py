@@ -4,8 +4,6 @@ No machine of ours runs these calls in a test without a GPU, so they are held to
 itself makes; `benchmarks/gpu` compares their values where there is a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

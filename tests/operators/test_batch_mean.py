@@ -1,7 +1,5 @@
 """`zerojax.batch_sum` and `zerojax.batch_mean`: losses that couple rows are those of one device."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

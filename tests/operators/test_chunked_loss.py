@@ -1,7 +1,5 @@
 """The loss of a head without its logits: equal to the plain one, and what it holds and computes."""
 
-from __future__ import annotations
-
 import functools
 import math
 

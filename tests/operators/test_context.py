@@ -4,8 +4,6 @@ Tolerance: values and gradients are sums of up to 96 products of float32, taken 
 measured 2e-6 at most.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

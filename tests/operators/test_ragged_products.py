@@ -1,7 +1,5 @@
 """What a plan for NVIDIA GPUs says of products of rows with the matrix of their expert."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,8 +4,6 @@ Tolerances: sums of up to 70 products of float32, as in `test_attention`. Gradie
 values are sums over the heads that share them, and held to that of each head.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

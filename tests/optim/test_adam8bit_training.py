@@ -1,7 +1,5 @@
 """8-bit moments in a run: what is stored, how it resumes and moves."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

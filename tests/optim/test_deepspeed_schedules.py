@@ -3,8 +3,6 @@
 tests/oracles/deepspeed_schedules.py wrote the numbers, with DeepSpeed's own classes.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The comparison is `optax.contrib.muon` on one device, which gets every matrix as
 own.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """1-bit Adam: a recurrence of NumPy, what it sends, what it keeps, and what it refuses."""
 
-from __future__ import annotations
-
 import functools
 import math
 

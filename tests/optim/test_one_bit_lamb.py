@@ -1,7 +1,5 @@
 """1-bit LAMB: a recurrence of NumPy, its numbers of layers, what it sends, keeps and refuses."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -1,7 +1,5 @@
 """All of optax where ZeRO pads parameters: equal to one device, or refused with a sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

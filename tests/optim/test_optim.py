@@ -1,7 +1,5 @@
 """Schedules at their corners, the defaults of optax and of a run, and the optimizers by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """8-bit AdamW in the step and as optax has it: against its reference, and on real text."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Optimizers in place: moments and parameters in bfloat16, the kernel, and split leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -4,8 +4,6 @@
 divides and contracts in another order; `optim_steps.TOLERANCE` says what that may cost.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """LAMB gives each layer of a stack the ratio that `optax.lamb` gives an array of its own."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import optax

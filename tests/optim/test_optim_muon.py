@@ -1,7 +1,5 @@
 """Muon, optax's and zerojax's: each layer's kernels are matrices, all else is Adam's."""
 
-from __future__ import annotations
-
 import functools
 import math
 

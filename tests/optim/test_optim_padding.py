@@ -1,7 +1,5 @@
 """Which optimizers are proven not to see padding, and what the others cost."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """Optimizers that read paths: masks, labels and rates see the user's own tree of the parameters."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,6 @@
 A trajectory on one device, updated by optax itself, is what every other has to follow.
 """
 
-from __future__ import annotations
-
 import functools
 
 import chex

@@ -1,7 +1,5 @@
 """JAX's tools for debugging in a run: callbacks in a loss, and configuration switches."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,8 +4,6 @@ What is gathered is what a product would round the kernel to: the scale is known
 and the largest magnitude of all shards is that of the kernel.
 """
 
-from __future__ import annotations
-
 import re
 
 import chex

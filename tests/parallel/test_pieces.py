@@ -1,7 +1,5 @@
 """What depends on the number of pieces that a batch is cut into: refused, or made independent."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

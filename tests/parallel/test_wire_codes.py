@@ -1,7 +1,5 @@
 """Codes of gradients: half a step from every value, in blocks of any number, NaN never lost."""
 
-from __future__ import annotations
-
 import math
 
 import jax

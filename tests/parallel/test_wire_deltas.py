@@ -1,7 +1,5 @@
 """Weights that every device keeps, and that follow their masters by codes of what changed."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

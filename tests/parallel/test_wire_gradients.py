@@ -1,7 +1,5 @@
 """Gradients that travel in codes: near the run that sends them whole, and never lost unseen."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

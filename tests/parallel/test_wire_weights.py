@@ -1,7 +1,5 @@
 """Weights that are gathered in codes: masters exact, what is read near them, half the bytes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The executor: every schedule gives the gradients that one device gives."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,6 @@
 Each mistake is made in the columns that the executor reads, behind all checks of schedules.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

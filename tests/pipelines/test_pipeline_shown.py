@@ -1,7 +1,5 @@
 """What a pipeline costs and how that is shown, against numbers counted by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

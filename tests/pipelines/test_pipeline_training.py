@@ -4,8 +4,6 @@ Optimizers, precisions, dropout, frozen parameters, kinds of models, evaluation.
 layers are mostly spread unevenly, so that stacks have rows of padding.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """What plans and forecasts say of 8-bit products: their time, what they keep and what they send."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

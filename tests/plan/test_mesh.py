@@ -1,7 +1,5 @@
 """Meshes: which sizes fit which devices, in which order, and what a user's own mesh becomes."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Layers are divided as the best of all ways, found by trying them, would be."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """The table of placements: each rule on shapes alone, without a model or a device."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

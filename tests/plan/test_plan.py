@@ -1,7 +1,5 @@
 """Plans: what is decided before a run, what is refused, and what people are told."""
 
-from __future__ import annotations
-
 import html
 import json
 

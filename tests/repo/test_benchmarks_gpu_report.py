@@ -1,7 +1,5 @@
 """What a run on a GPU found becomes tables and a decision; the figures here are made up."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """Every script of examples/ runs to its end, where it asserts what it shows."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 tests/repo/test_readme.py runs the Python of the page itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Files that go, or are cut, while a run uses them; and the last step of a run that ends."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

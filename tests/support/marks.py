@@ -1,7 +1,5 @@
 """Marks of single cases, and what tests need that is not installed everywhere."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """How results depend on the rows of a batch, against what the functions say."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import optax

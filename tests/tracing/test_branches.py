@@ -1,7 +1,5 @@
 """Collectives inside conditionals are found, in the traced program and in the compiled one."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """What a plan says of experts' rows, further rounds and memory, against its traced step."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

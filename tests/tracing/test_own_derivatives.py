@@ -1,7 +1,5 @@
 """A model's own derivatives (`jax.custom_vjp`) see the gradients of the mean over a whole batch."""
 
-from __future__ import annotations
-
 import chex
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Attention that stores its scores is found by its structure, and nothing else is."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

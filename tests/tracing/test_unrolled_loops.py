@@ -3,8 +3,6 @@
 Tolerance: both compute the same in float32; sums may be fused in another order.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,6 @@
 Tolerances: sums of up to 100 products of float32, of sizes up to 30, in other orders.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

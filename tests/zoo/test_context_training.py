@@ -3,8 +3,6 @@
 The bar is that of every other way of computing (`trajectories.TOLERANCE`).
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Families of decoders: logits and gradients of transformers, the same files out, strict keys."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -3,8 +3,6 @@
 What they are compared with is each projection by itself, with a copy of its own.
 """
 
-from __future__ import annotations
-
 import chex
 import jax
 import numpy as np

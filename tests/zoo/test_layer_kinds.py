@@ -1,7 +1,5 @@
 """Decoders whose layers are of several kinds: one loop, one program, in every kind of plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

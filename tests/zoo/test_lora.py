@@ -1,7 +1,5 @@
 """Adapters: what they compute, what is trained of a model that has them, and on which meshes."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

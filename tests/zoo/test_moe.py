@@ -1,7 +1,5 @@
 """`zerojax.zoo.MoE` and decoders of it: arithmetic, balance, equality with one device."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Mixtral, OLMoE, Qwen3-MoE beside what tests/zoo/test_families.py shows of every family."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Quantization-aware training: kernels are rounded as exports round them, on any mesh."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
