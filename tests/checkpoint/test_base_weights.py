@@ -145,7 +145,7 @@ def test_any_mesh_restores_every_bit(options, precision, theirs, tmp_path):
     same_bits(left, restore(tmp_path / "whole", second)[1])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "what"),
     [

@@ -264,6 +264,7 @@ def test_the_update_in_place_is_optax_with_the_same_average(name):
     assert int(state.count) == int(in_place.count) == 5
 
 
+@pytest.mark.thorough
 def test_it_is_around_a_whole_chain_of_optax():
     tx = zerojax.with_ema(optax.chain(optax.clip(1.0), optax.sgd(0.1)), 0.9)
     assert isinstance(tx, WithEma)

@@ -77,7 +77,7 @@ def test_a_run_folder_that_goes_is_said_and_written_anew(is_replaced, tmp_path, 
 # --- files of an optimizer's state ----------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOENT, errno.EIO])
 def test_a_store_that_fails_in_a_run_is_no_bad_input(number, tmp_path, monkeypatch):
     """Bad input (exit code 2) is not started again; a full or vanished disk is."""

@@ -317,6 +317,7 @@ def test_batches_of_a_kind_of_ones_own(tmp_path):
     assert np.isfinite(read({"example_batch": batch}).evaluate([batch])["loss"])
 
 
+@pytest.mark.thorough
 def test_a_model_of_ones_own_is_exported_under_its_own_names(run, tmp_path, capsys):
     words = ["checkpoint", "export", str(run), str(tmp_path / "out")]
     value, remedy = [run, "hugging_face.json"], ["zerojax checkpoint export", "--format"]

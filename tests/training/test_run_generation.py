@@ -53,7 +53,7 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(one, other, err_msg=f"row {row}")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("mesh", ["data 8, zero 3", "data 2 x model 4"])
 def test_greedy_tokens_are_those_of_one_device(mesh, name):

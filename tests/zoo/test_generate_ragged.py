@@ -105,7 +105,7 @@ def assert_as_alone(model: Decoder) -> None:
         assert expected.std() > 0.05
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_each_row_are_those_of_the_row_alone(case):
     assert_as_alone(decoder(CASES[case]))
@@ -139,6 +139,7 @@ def test_rows_are_continued_as_if_alone(config, prompts):
         assert (row[len(alone) :] == 7).all()
 
 
+@pytest.mark.thorough
 def test_a_row_depends_on_seed_number_and_position_alone(gpt2, prompts):
     options = {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 4}
     drawn = np.asarray(generate(gpt2, prompts, 12, **options))
@@ -178,6 +179,7 @@ def test_rows_end_at_any_end_token_and_the_loop_ends_with_the_last(gpt2, prompts
         assert (added[stop:] == 12).all()
 
 
+@pytest.mark.thorough
 def test_two_programs_serve_all_options_and_lengths_of_a_bucket(gpt2):
     programs = generating._prefill, generating._decode
     for program in programs:

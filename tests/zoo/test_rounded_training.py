@@ -83,7 +83,7 @@ def test_training_is_that_of_one_device(options, name):
     assert name in " ".join(found.plan.reasons)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "dtype"), [("int8", None), ("int4", "bfloat16")])
 def test_an_export_gives_back_the_weights_that_the_run_computed_with(name, dtype, tmp_path):
     """Bit for bit; and a model of the decoded weights gives the logits of the run."""
