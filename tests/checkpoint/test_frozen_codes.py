@@ -230,6 +230,7 @@ def test_kernels_are_coded_and_nothing_else():
     assert all(leaves[name].shape[leaves[name].codes.dim] == BLOCK for name in coded)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", [NF4, INT8], ids=["nf4", "int8"])
 def test_the_plan_counts_codes(precision, zero):
@@ -328,6 +329,7 @@ def test_blocks_along_the_dimension_of_zero_give_the_same_bits(zero):
 # --- refusals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -118,6 +118,7 @@ def test_new_weights_are_those_of_float32_rounded_once():
         np.testing.assert_array_equal(np.asarray(narrow["frozen"][name]), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("compute", "options", "expected"),
     [
@@ -330,6 +331,7 @@ def conversions(program: Any) -> set[tuple[tuple[int, ...], str, str]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("precision", [BF16, WIDE], ids=["bf16", "fp32"])
 def test_no_copy_of_a_frozen_stack_is_made_to_compute_with(zero, precision):

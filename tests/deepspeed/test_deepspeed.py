@@ -808,6 +808,7 @@ def test_one_cycle_moves_the_first_beta_too():
 UPDATES = json.loads((Path(__file__).parents[1] / "data" / "deepspeed_updates.json").read_text())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", UPDATES["cases"], ids=range(len(UPDATES["cases"])))
 def test_updates_are_those_of_deepspeeds_engine(case):
     """Optimizers, decay, clipping (also where the file is silent) and a schedule, in one run each.
@@ -835,6 +836,7 @@ def reference_adam(l2: float, decay: float, corrected: bool) -> dict:
     return params
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_adam_without_bias_correction_and_with_decay_in_the_gradient(adam_w_mode, corrected):
@@ -860,6 +862,7 @@ def reference_lamb(low: float, high: float) -> dict:
     return params
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("low", "high"), [(0.01, 10.0), (0.01, 0.05), (2.0, 3.0)])
 def test_lamb_bounds_the_ratio_of_norms_as_deepspeed_does(low, high):
     numbers = {"min_coeff": low, "max_coeff": high}

@@ -42,6 +42,7 @@ def layout_of(section):
     return deepspeed.translate(file(section), num_devices=8).attention_layout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("section", "layout"),
     [

@@ -91,6 +91,7 @@ def test_a_file_trains_as_the_settings_that_it_means(path):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -299,6 +299,7 @@ def test_weights_of_hugging_face_go_in_and_come_out(tmp_path):
     assert not any(trained[name].tobytes() == theirs[name].tobytes() for name in theirs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

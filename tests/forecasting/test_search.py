@@ -253,6 +253,7 @@ class Unrolled(World):
         return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("activations", [40.0, 160.0, 640.0])
 def test_what_a_loop_holds_says_nothing_of_straight_code(activations):
     found = list_candidates(8, 64, node_devices=8, num_layers=12, unrolls=True)
@@ -361,7 +362,7 @@ def test_the_choice_is_the_cheapest_of_all_and_costs_few_compilations(
     assert sum(trial.status == CHOSEN for trial in result.trials) == 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activations", [1, 80, 400])
 @pytest.mark.parametrize("state", [10, 300])
 @pytest.mark.parametrize("wire", [0.01, 3.0])
@@ -533,7 +534,7 @@ class Mixtures(World):
 MIXTURES = list_candidates(16, 64, node_devices=8, num_experts=16)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("experts", [0.5, 8, 30])
 @pytest.mark.parametrize("rows", [0.01, 1.0, 10.0])
 @pytest.mark.parametrize("slower", [1.0, 9.0])

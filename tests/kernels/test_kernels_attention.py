@@ -225,6 +225,7 @@ def test_one_bit_of_a_table_that_is_flipped_is_seen():
 # --- tables ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["diagonals", "random", "heads", "columns"])
 def test_tables_hold_each_pair_of_blocks_once(name):
     seen = layout(name, heads=3, tokens=320)

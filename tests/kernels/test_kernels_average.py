@@ -52,7 +52,7 @@ def moved_in_numpy(average, param):
     return average + np.float32(RATE) * (param - average)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @by_name
 def test_the_reference_moves_it_to_what_is_stored(plain, dtype):
@@ -69,6 +69,7 @@ def test_the_reference_moves_it_to_what_is_stored(plain, dtype):
     np.testing.assert_array_equal(found[-1], moved_in_numpy(updated[-1], found[0]))
 
 
+@pytest.mark.sampled(3)
 @by_name
 def test_a_skipped_step_does_not_move_it(plain):
     updated, read = leaf_of(plain, (33, 25))

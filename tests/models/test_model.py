@@ -439,6 +439,7 @@ class SlashedNames(nnx.Module):
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [

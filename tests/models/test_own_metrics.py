@@ -305,6 +305,7 @@ def test_each_remedy_of_that_works(weight):
     assert plan_for((init, apply), loss=named, batch=batch_of).traced.metric_names == ("value",)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "weight",
     [

@@ -64,6 +64,7 @@ def calls_of(attend, given):
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dtype", "causal", "window", "kv_heads"),
     [("bfloat16", True, None, 2), ("bfloat16", False, None, 4), ("float16", True, 9, 1)],
@@ -99,6 +100,7 @@ def test_outside_of_a_mesh_jax_makes_the_calls(monkeypatch):
     assert "custom_partitioning" in str(program) or "_wrapper" in str(program)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("causal", "window"), [(False, None), (True, None), (True, 5), (True, 64), (True, 900)]
 )

@@ -486,6 +486,7 @@ def test_gradients_are_those_of_one_device(dtype, limit):
 # --- what a plan says -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layers", ["carried", "returned", "unrolled"])
 @pytest.mark.parametrize("function", [loss, pair_loss])
 def test_a_product_of_means_is_warned_of_with_the_remedy(layers, function):
@@ -496,6 +497,7 @@ def test_a_product_of_means_is_warned_of_with_the_remedy(layers, function):
     plan_of(apply, function, devices=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layers", ["carried", "returned", "unrolled"])
 @pytest.mark.parametrize("function", [loss, pair_loss])
 def test_batch_mean_is_not_warned_of_but_counted(layers, function):

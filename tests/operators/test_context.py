@@ -390,6 +390,7 @@ def test_auto_takes_what_sends_least_within_a_node_and_the_ring_between_nodes():
     assert choose_way("ring", sizes_of()).reason == "context_parallel ring (requested)"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("asked", "changed", "words"),
     [

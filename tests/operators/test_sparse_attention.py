@@ -223,6 +223,7 @@ WORK = {  # of all scores; causal attention without a layout computes 0.5625
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", WORK)
 def test_products_are_those_of_the_listed_tiles(case, monkeypatch):
     """4096 tokens in blocks of 16; without a layout all 4096 x 4096 scores are computed."""

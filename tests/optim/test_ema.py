@@ -253,6 +253,7 @@ def test_the_decay_of_each_update(warmup):
         np.testing.assert_allclose(state.ema[name], expected, rtol=0, atol=limit)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "sgd"])
 def test_the_update_in_place_is_optax_with_the_same_average(name):
     tx = zerojax.with_ema(OPTIMIZERS[name](), 0.9)
@@ -278,6 +279,7 @@ def test_it_is_around_a_whole_chain_of_optax():
     assert int(after.count) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [

@@ -82,6 +82,7 @@ def test_deepspeeds_rule_has_each_experts_matrix_and_routers():
     assert mixed["layers/0/experts/up"] == MuonDimensionNumbers(1, 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"stage": 2}, {"model": 2}, {"expert": 2}], ids=str)
 def test_matrices_are_the_same_on_every_mesh(mesh):
     plan = plan_for(llama(num_layers=4), optimizer=zerojax.muon(0.02), mesh=mesh, zero=1)

@@ -166,6 +166,7 @@ def test_defaults_are_those_of_optax(name):
     assert rest == {key: NOT_THEIRS[key] for key in rest}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTAX)
 def test_with_a_learning_rate_alone_an_optimizer_is_that_of_optax(name):
     """Replacing `optax.adamw(lr)` by `zerojax.adamw(lr)` changes nothing, on no kind of array."""

@@ -39,7 +39,7 @@ def floats(tree):
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @optimizers
 @pytest.mark.parametrize("moments_dtype", [F32, BF16])
 @pytest.mark.parametrize("param_dtype", [F32, BF16])
@@ -138,6 +138,7 @@ def test_the_two_passes_of_lamb_round_independently():
     assert abs(together - rates[0] * rates[1]) < 4 * 0.5 / np.sqrt(4000)
 
 
+@pytest.mark.sampled(2)
 @needs_kernels
 @optimizers
 def test_the_kernel_does_the_same(tx):

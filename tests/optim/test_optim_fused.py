@@ -86,7 +86,7 @@ PAIRS = {
 pairs = pytest.mark.parametrize(("mine", "theirs"), PAIRS.values(), ids=PAIRS)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pairs
 def test_it_is_optax(mine, theirs):
     params = make_params()

@@ -141,6 +141,7 @@ def test_a_branch_by_the_step_trains_as_at_stage_0(zero, at_stage_0):
     assert kinds == expected[zero]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "model", [ByBatch, ByParameter, ByChance, ByStateOfBatch, ByReference, ByOwnRule]
 )

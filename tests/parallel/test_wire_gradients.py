@@ -217,6 +217,7 @@ def test_devices_of_one_process_are_one_node():
 # --- what is refused --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

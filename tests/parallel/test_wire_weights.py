@@ -171,6 +171,7 @@ def test_the_program_gathers_codes_and_what_is_exact_apart():
     assert "wire.weights=int8: 1 of 6 parameters are gathered as integers of 8 bits" in said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -102,6 +102,7 @@ def test_flops_of_chunks_are_added_where_they_lie():
     assert costs.stage_flops(layout) == (15, 5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "number"),
     [
@@ -186,6 +187,7 @@ def test_without_data_shards_no_zero_stage_is_mentioned():
     assert not any("zero=" in line for line in lines)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_section_fits_a_terminal_at_any_size(name):
     placement = plan_of().placement
@@ -218,6 +220,7 @@ def test_a_picture_with_too_many_rows_is_named_only():
     assert "`zerojax schedule FILE.csv --svg FILE`" in draw_short(mine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_dictionary_is_json_and_holds_the_table(name):
     plan = plan_of(layout_of(name, stages=2, microbatches=4))

@@ -42,6 +42,7 @@ def plain_plan(**options):
 # --- what is decided --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", range(4))
 def test_state_of_every_stage(zero):
     plan = plain_plan(zero=zero, persistence_threshold=0, optimizer=optax.adam(1e-3))

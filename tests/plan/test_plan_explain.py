@@ -59,6 +59,7 @@ def transfers(plan, name):
     return leaf_transfers(plan, plan.placement.leaves[name])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("zero", "expected"),
     [
@@ -80,6 +81,7 @@ def test_replicas_add_an_all_reduce():
     assert (last.phase, last.kind, last.over) == ("after", "all-reduce", ("replica",))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_all_parameters_together_are_the_bytes_of_the_step(zero):
     plan = plan_of(zero, num_microbatches=2)

@@ -207,6 +207,7 @@ def test_microbatches_that_do_not_divide():
 USUAL = "optax.adamw(3e-4)"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("bad", "value", "remedy"),
     [
@@ -235,6 +236,7 @@ def test_an_optimizer_of_flax_with_a_state_of_its_own():
     train(optimizer=optimizer.tx)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "value", "remedy"),
     [

@@ -349,6 +349,7 @@ VALUES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("statement", VALUES)
 def test_a_value_where_only_the_shape_is_known(statement, tmp_path):
     def plan(statement: str) -> Any:
@@ -535,6 +536,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", LOOPS)
 def test_loops_over_layers(row):
     def plan(apply: Any, stage: int = 2) -> zerojax.Plan:

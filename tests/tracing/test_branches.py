@@ -64,6 +64,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
 def test_collectives_inside_conditionals(function):
     traced = jitted(function)

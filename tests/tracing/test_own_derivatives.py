@@ -141,6 +141,7 @@ def of_the_model(model, batch):
     return jnp.sum(losses), jax.lax.stop_gradient(jnp.sum(losses > 1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "options", "why"),
     [

@@ -265,6 +265,7 @@ TOLD_APART = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TOLD_APART)
 def test_layers_that_are_told_apart_are_not_of_the_loop(name: str) -> None:
     """And fewer than four are no loop."""

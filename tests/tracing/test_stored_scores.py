@@ -49,6 +49,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_scores_are_found_once_with_their_line(name):
     function, shape, dtype = ATTENTION[name]

@@ -65,6 +65,7 @@ def test_no_loop_over_layers_is_left():
     assert any("is unrolled" in reason for reason in plan.reasons)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "word"),
     [

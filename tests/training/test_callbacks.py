@@ -158,6 +158,7 @@ def test_wrong_options_are_refused(make, part):
         make()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("callback", "options", "part"),
     [
@@ -200,6 +201,7 @@ class Wrong:
     def on_evaluation(self, trainer): ...
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("callback", "words"),
     [

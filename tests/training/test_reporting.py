@@ -130,6 +130,7 @@ def test_the_learning_rate_is_the_number_that_the_schedule_gives(schedule, rate)
 # --- steps that are skipped -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("plan", "others", "found"),
     [

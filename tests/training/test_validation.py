@@ -110,6 +110,7 @@ def test_a_short_last_batch_counts_with_the_rows_it_has(loss, number):
     assert found["weight"] == sum(x.sum() for x in rows_or_weights)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "part"),
     [
@@ -154,6 +155,7 @@ def test_validation_takes_what_batches_take():
     assert len(set(same)) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("validation", "kind", "part"),
     [
@@ -251,6 +253,7 @@ class Rows:
         return {name: values[number] for name, values in self.batch.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [1, ROWS - 3, ROWS, 3 * ROWS + 5, 9 * ROWS])
 def test_an_evaluation_of_a_dataset_counts_each_row_once(number, capsys):
     data = Rows(number)

@@ -79,6 +79,7 @@ def test_nothing_is_written_where_nothing_fits(tmp_path, monkeypatch, capsys):
     assert not out.exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [

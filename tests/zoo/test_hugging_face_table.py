@@ -227,6 +227,7 @@ def test_settings_of_transformers_5_are_those_of_4():
     assert read(LLAMA)["rope_scaling"] is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -285,6 +285,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", REFUSED)
 def test_settings_that_cannot_be_are_refused(what):
     values, words = REFUSED[what]

@@ -29,6 +29,7 @@ def kernel_of(dtype, shape=(4, 16, 24), seed=0):
     return values.astype(dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_numpy_and_compiled_programs_round_to_the_same_bits(name, dtype):
