@@ -102,15 +102,6 @@ def test_a_mistake_in_a_table_names_file_line_and_operation(capsys, tmp_path):
     assert "put B1 at tick 3 or later" in text
 
 
-def test_help_fits(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["schedule", "--help"])
-    assert exit_.value.code == 0
-    out = capsys.readouterr().out
-    assert out.startswith("usage: zerojax schedule")
-    assert all(len(line) <= 100 for line in out.splitlines())
-
-
 def test_neither_pictures_nor_mistakes_wait_for_jax():
     program = (
         "import sys; from zerojax.cli import main\n"
