@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import zerojax
 from tests.checkpoint.test_frozen_dtype import ABOUT, GIB, ON_HOST, large_plan, same_bits
+from tests.support.gpu_plans import compile_step, text_plan
 from tests.support.marks import slow, thorough
 from tests.support.recipe import RECIPE
 from tests.support.small_models import (
@@ -33,10 +34,9 @@ from zerojax.checkpoint import BaseWeightsError, Checkpointer, CheckpointError
 from zerojax.checkpoint.export import export
 from zerojax.checkpoint.inspection import find_step
 from zerojax.checkpoint.verification import verify_step
-from zerojax.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, RunConfig, load
+from zerojax.config import ConfigError, LoraConfig, ModelConfig, RunConfig, load
 from zerojax.data import TokenSource, tokens_of_array
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.optim.weight_codes import BLOCK, bytes_per_parameter
 from zerojax.parallel.initialization import init_state
@@ -48,7 +48,6 @@ from zerojax.parallel.reshard import (
 )
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.frozen_codes import decoded
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.plan_page import plan_dict
@@ -673,20 +672,19 @@ def test_a_program_for_h100_decodes_layer_by_layer(zero, devices):
     config = ModelConfig(
         name="llama", num_layers=16, num_heads=8, embed_dim=1024, mlp_dim=2816, max_seq_len=256
     )
-    tokens = jax.ShapeDtypeStruct((devices, 256), jnp.int32)
     found = []
     for precision in (NF4, BF16):
-        plan = zerojax.make_plan(
+        plan = text_plan(
             add_lora(build_model(config, 1024), LORA),
-            make_mesh(MeshConfig(), compile_client.gpu_devices(gpus.find_gpu("h100"), devices)),
-            example_batch={"tokens": tokens, "targets": tokens},
+            devices,
+            256,
+            devices=devices,
             optimizer=zerojax.adamw(1e-4),
             precision=precision,
             zero=zero,
             freeze=LORA.freeze,
         )
-        lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-        found.append((plan, compile_client.compile_for_gpus(lowered, sketch=True)))
+        found.append((plan, compile_step(plan)))
     (plan, coded), (wide_plan, wide) = found
     stacks = {leaf.shape for leaf in plan.placement.leaves.values() if is_stack(leaf)}
     shapes = {",".join(map(str, shape)) for shape in stacks}

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import gpu_mesh
 from tests.support.own_transformers import OwnDecoder
 from zerojax.forecasting.hlo import find_collectives, read_program
-from zerojax.hardware import compile_client, gpus
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.hardware import compile_client
 from zerojax.zoo import Decoder, DecoderConfig
 
 pytestmark = pytest.mark.gpu_programs
@@ -37,8 +37,7 @@ def decoder(rngs):
     ids=["reference", "own list"],
 )
 def test_all_reduces_are_those_of_the_proposal(model, sums):
-    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), 8)
-    mesh = make_mesh({"data": 4, "model": 2}, devices)
+    mesh = gpu_mesh({"data": 4, "model": 2})
     proposal = zerojax.propose_rules(model, mesh, example_batch=TOKENS, precision="bf16")
     counted = sum(part.forward_sums + part.backward_sums for part in proposal.parts)
     assert counted == sums

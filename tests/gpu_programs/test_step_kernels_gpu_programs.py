@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.support.gpu_plans import compile_step, text_plan
 from tests.support.marks import needs_kernels
 from tests.support.recipe import CLIPPED, RECIPE
 from tests.support.small_models import reference_model
@@ -128,13 +129,12 @@ def _precision(name: str) -> Any:
 
 @functools.cache
 def compiled(case: Case, kernels: str) -> Program:
-    devices = compile_client.gpu_devices(find_gpu("h100"), case.devices)
-    mesh = make_mesh({"stage": case.stage}, devices)
-    rows = jax.ShapeDtypeStruct((2 * case.devices, 128), jnp.int32)
-    plan = zerojax.make_plan(
+    plan = text_plan(
         reference_model("gpt2", max_seq_len=128, embed_dim=256, num_layers=4),
-        mesh,
-        example_batch={"tokens": rows, "targets": rows},
+        2 * case.devices,
+        128,
+        axes={"stage": case.stage},
+        devices=case.devices,
         optimizer=OPTIMIZERS[case.optimizer],
         zero=case.zero,
         precision=_precision(case.precision),
@@ -142,8 +142,7 @@ def compiled(case: Case, kernels: str) -> Program:
         num_microbatches=2 if case.stage > 1 else None,
         kernels=kernels,
     )
-    lowered = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    return _read(plan, compile_client.compile_for_gpus(lowered, sketch=True))
+    return _read(plan, compile_step(plan))
 
 
 def _read(plan: zerojax.Plan, found: compile_client.CompiledProgram) -> Program:

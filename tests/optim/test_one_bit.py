@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import text_plan
 from tests.support.small_models import (
     Layers,
     apply_functions,
@@ -22,16 +23,14 @@ from tests.support.trajectories import advance, plan_for, regression_batch, trai
 from tests.tracing import test_rolled_training
 from zerojax import deepspeed_config as deepspeed
 from zerojax.checkpoint import Checkpointer
-from zerojax.config import ConfigError, MeshConfig
+from zerojax.config import ConfigError
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
+from zerojax.hardware import compile_client
 from zerojax.optim import decay_mask, one_bit_adam
 from zerojax.optim.one_bit import BLOCK, decode_signs, encode_signs, message_bytes
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan
 from zerojax.plan.signed_momentum import compressed_bytes, errors_key, row_elements, signs_sent
 from zerojax.training.checkpointing import restore_state, save_state, what_differs
 
@@ -505,15 +504,8 @@ def check_signs_on_h100(devices, zero, optimizer):
     """34 bytes for 256 parameters, there and back: 2 x 0.1328 x (n-1)/n bytes for each, 0.232 on 8
     and 0.261 on 64; at stage 1 bfloat16 weights besides. Rows end in blocks that are not full."""
     sizes = {"num_layers": 2, "num_heads": 8, "embed_dim": 512, "max_seq_len": 128}
-    tokens = jax.ShapeDtypeStruct((devices, 128), np.int32)
-    plan = make_plan(
-        reference_model("gpt2", **sizes),
-        make_mesh(MeshConfig(), compile_client.gpu_devices(gpus.find_gpu("h100"), devices)),
-        example_batch={"tokens": tokens, "targets": tokens},
-        precision="bf16",
-        zero=zero,
-        optimizer=optimizer,
-    )
+    options = {"precision": "bf16", "zero": zero, "optimizer": optimizer}
+    plan = text_plan(reference_model("gpt2", **sizes), devices, 128, devices=devices, **options)
     parameters = plan.placement.num_parameters()
     given = build_step(plan).compressed, plan.abstract_state, plan.abstract_batch
     text = compile_client.compile_for_gpus(*given).text

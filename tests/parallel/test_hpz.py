@@ -12,6 +12,7 @@ from flax import nnx
 import zerojax
 from tests.plan.test_plan import list_plan
 from tests.processes.test_processes import train
+from tests.support.gpu_plans import compile_step, gpu_mesh, text_plan
 from tests.support.small_models import (
     Layers,
     UserText,
@@ -24,13 +25,10 @@ from tests.support.trajectories import TOLERANCE, advance, plan_for, regression_
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.config import ElasticityConfig, MeshConfig, RunConfig, WireConfig
 from zerojax.forecasting import hlo, roles
-from zerojax.hardware import compile_client, gpus
 from zerojax.optim.precision import as_precision
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers, wire_bytes
 from zerojax.training.checkpointing import restore_state, save_state
 
@@ -238,18 +236,11 @@ def test_what_nodes_cannot_gather_is_refused(options, said):
 def on_64_h100():
     """{wire: (plan, forecast)} of the layers of a GPT, four microbatches."""
     sizes = {"num_layers": 12, "num_heads": 8, "embed_dim": 1024, "max_seq_len": 128}
-    tokens = jax.ShapeDtypeStruct((256, 128), np.int32)
     found = {}
     for secondary in (False, True):
-        plan = make_plan(
-            reference_model("gpt2", **sizes),
-            make_mesh(None, compile_client.gpu_devices(gpus.find_gpu("h100"), 64)),
-            example_batch={"tokens": tokens, "targets": tokens},
-            precision="bf16",
-            zero=3,
-            wire={"secondary": secondary},
-            num_microbatches=4,
-        )
+        wire = {"secondary": secondary}
+        options = {"precision": "bf16", "zero": 3, "num_microbatches": 4, "wire": wire}
+        plan = text_plan(reference_model("gpt2", **sizes), 256, 128, devices=64, **options)
         found[secondary] = plan, zerojax.forecast(plan, gpu="h100", fast=True)
     return found
 
@@ -272,14 +263,13 @@ def test_on_64_h100_a_sixth_of_the_bytes_go_between_nodes(on_64_h100):
 def test_a_list_takes_what_the_plan_says(num_microbatches):
     """As `tests/gpu_programs/test_gpu_programs.py` has it of stage 3, with the same bound."""
     plan = list_plan(
-        make_mesh({"data": 8}, devices=compile_client.gpu_devices(gpus.find_gpu("h100"), 8)),
+        gpu_mesh(),
         num_microbatches=num_microbatches,
         precision="bf16",
         width=2048,
         settings={"node": 4, "wire": SECONDARY},
     )
-    lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    compiled = compile_client.compile_for_gpus(lowered, sketch=True)
+    compiled = compile_step(plan)
     held = role_bytes(plan)
     counted = held["gathered weights"] + held["gradients"]
     assert counted == pytest.approx(compiled.memory.temporary, rel=0.25)

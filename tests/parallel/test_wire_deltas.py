@@ -7,20 +7,18 @@ import optax
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import text_plan
 from tests.support.small_models import Layers, reference_model, regression_loss
 from tests.support.trajectories import advance, optimizer, plan_for, regression_batch, train_for
 from tests.tracing import test_rolled_training
 from zerojax.checkpoint import Checkpointer
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
 from zerojax.optim.wire_codes import BLOCKS
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import from_model_parts, model_parts, reshard_state, with_weights
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import GATHERED, STORED, role_bytes, state_bytes
-from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.kept_parts import copies_key
-from zerojax.plan.make import make_plan
 from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.plan.wire import leaf_transfers, wire_bytes
 from zerojax.training.checkpointing import restore_state, save_state, what_differs
@@ -441,16 +439,9 @@ def test_what_copies_are_not_for_is_refused(options, said):
 def compiled_for(weights, devices, zero):
     """(plan, its forecast)."""
     sizes = {"num_layers": 2, "num_heads": 8, "embed_dim": 1024, "max_seq_len": 128}
-    tokens = jax.ShapeDtypeStruct((2 * devices, 128), np.int32)
-    plan = make_plan(
-        reference_model("gpt2", **sizes),
-        make_mesh(None, compile_client.gpu_devices(gpus.find_gpu("h100"), devices)),
-        example_batch={"tokens": tokens, "targets": tokens},
-        precision="bf16",
-        zero=zero,
-        num_microbatches=2,
-        wire={"weights": weights},
-    )
+    model, options = reference_model("gpt2", **sizes), {"precision": "bf16", "zero": zero}
+    options |= {"num_microbatches": 2, "wire": {"weights": weights}}
+    plan = text_plan(model, 2 * devices, 128, devices=devices, **options)
     return plan, zerojax.forecast(plan, gpu="h100", fast=True)
 
 

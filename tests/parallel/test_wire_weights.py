@@ -8,15 +8,13 @@ import pytest
 
 import zerojax
 from tests.plan.test_plan import list_plan
+from tests.support.gpu_plans import compile_step, gpu_mesh, text_plan
 from tests.support.small_models import Layers, reference_model, regression_loss
 from tests.support.trajectories import plan_for, regression_batch, train_for
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
 from zerojax.optim.wire_codes import GradientCodes
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers, wire_bytes
 
 CODED = {"weights": "int8"}
@@ -192,18 +190,12 @@ def test_what_codes_are_not_for_is_refused(options, said):
 def test_on_h100_no_weight_travels_wide(devices, secondary):
     """0.504 of bfloat16's bytes in each gather; with secondary shards between nodes alone."""
     sizes = {"num_layers": 2, "num_heads": 8, "embed_dim": 1024, "max_seq_len": 128}
-    tokens = jax.ShapeDtypeStruct((2 * devices, 128), np.int32)
     rows, sums = {}, {}
     for weights in ("compute", "int8"):
-        plan = make_plan(
-            reference_model("gpt2", **sizes),
-            make_mesh(None, compile_client.gpu_devices(gpus.find_gpu("h100"), devices)),
-            example_batch={"tokens": tokens, "targets": tokens},
-            precision="bf16",
-            zero=3,
-            num_microbatches=2,
-            wire={"weights": weights, "secondary": secondary},
-        )
+        wire = {"weights": weights, "secondary": secondary}
+        options = {"precision": "bf16", "zero": 3, "num_microbatches": 2, "wire": wire}
+        model = reference_model("gpt2", **sizes)
+        plan = text_plan(model, 2 * devices, 128, devices=devices, **options)
         traffic = zerojax.forecast(plan, gpu="h100", fast=True).traffic
         rows[weights] = [row for row in traffic.rows if row.kind == "all-gather"]
         sums[weights] = sum(row.wire_bytes for row in rows[weights])
@@ -225,12 +217,11 @@ def test_nothing_decoded_waits_for_the_backward_pass(scan):
     held = []
     for weights in ("compute", "int8"):
         plan = list_plan(
-            make_mesh({"data": 8}, devices=compile_client.gpu_devices(gpus.find_gpu("h100"), 8)),
+            gpu_mesh(),
             precision="bf16",
             width=2048,
             scan=scan,
             settings={"wire": {"weights": weights}},
         )
-        lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-        held.append(compile_client.compile_for_gpus(lowered, sketch=True).memory.temporary)
+        held.append(compile_step(plan).memory.temporary)
     assert held[1] < 1.01 * held[0]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import gpu_mesh
 from zerojax.config import MeshConfig, ModelConfig
 from zerojax.hardware import compile_client
-from zerojax.hardware.gpus import find_gpu
 from zerojax.parallel.step import build_step
 from zerojax.tracing.unrolling import describe_unrolled
 from zerojax.zoo import build_model
@@ -111,8 +111,7 @@ def test_a_step_for_a_gpu_holds_less_and_moves_less():
     batch = tokens(8, 256)
     temporary = {}
     for unroll in (False, True):
-        devices = compile_client.gpu_devices(find_gpu("h100"), 1)
-        mesh = zerojax.make_mesh({"data": 1}, devices)
+        mesh = gpu_mesh(devices=1)
         plan = zerojax.make_plan(
             gpt(12, 256, 256), mesh, example_batch=batch, precision="bf16", unroll=unroll
         )
