@@ -341,37 +341,6 @@ def test_several_buckets_may_be_held(tmp_path, durable):
             store.sweep(ahead=4, held=3)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"num_buckets": 0}, "num_buckets=0 is below the minimum; use at least 1"),
-        ({"bucket_bytes": 0}, "bucket_bytes=0 is below the minimum; use at least 1"),
-        ({"num_buffers": 2}, "num_buffers=2 is below the minimum; use at least 3"),
-        ({"num_threads": 0}, "num_threads=0 is below the minimum; use at least 1"),
-    ],
-)
-def test_numbers_that_are_too_small(tmp_path, options, match):
-    with pytest.raises(ValueError, match=match):
-        make(tmp_path / "new", **options)
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"dtype": "f8"}, "dtype=float64 has 8 bytes, which does not divide bucket_bytes=12"),
-        ({"order": [0, 3]}, r"bucket 3\b.* 0 to 2"),
-        ({"order": [-1]}, r"bucket -1\b.* 0 to 2"),
-    ],
-)
-def test_a_sweep_that_does_not_fit(tmp_path, options, match):
-    with (
-        make(tmp_path, num_buckets=3, bucket_bytes=12) as store,
-        pytest.raises(ValueError, match=match),
-    ):
-        store.sweep(**options)
-
-
 def test_a_store_that_is_there_is_not_written_over(tmp_path, durable):
     with make(tmp_path, durable=True) as store:
         advance(store)
@@ -395,20 +364,6 @@ def test_nothing_to_open(tmp_path, there):
         BucketStore.open(folder)
     with make(folder) as store:
         assert wrong_buckets(store) == []
-
-
-def test_only_one_sweep_at_a_time(tmp_path):
-    with make(tmp_path) as store:
-        sweep = store.sweep()
-        next(sweep)
-        with pytest.raises(StoreError, match="another sweep"):
-            next(store.sweep())
-        del sweep
-        advance(store)
-        assert wrong_buckets(store) == []
-    with pytest.raises(StoreError, match="closed; open it again"):
-        next(store.sweep())
-    store.close()
 
 
 def test_another_process_that_has_it_open_is_named(tmp_path):

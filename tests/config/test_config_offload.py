@@ -94,6 +94,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("settings", "sentence"), MISTAKES)
 def test_a_mistake_is_named_wherever_it_is_made(settings, sentence):
     with pytest.raises(ConfigError) as direct:

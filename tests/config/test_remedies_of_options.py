@@ -103,6 +103,7 @@ def read(words: str) -> RunConfig:
     return load_dataclass(RunConfig, None, shlex.split(words))
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("row", SETTINGS)
 def test_settings_of_a_run(row):
     SETTINGS[row].check(read)
