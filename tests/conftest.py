@@ -200,11 +200,22 @@ def _sample(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.thorough)
 
 
+def _skip_programs(items: list[pytest.Item]) -> None:
+    """Skips tests of programs for GPUs where their compiler is not installed."""
+    from zerojax.hardware.compile_client import missing  # as late as the tests import it
+
+    programs = [item for item in items if item.get_closest_marker("gpu_programs")]
+    if programs and (why := missing()) is not None:
+        for item in programs:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Samples cases; a `gpu` test outside `-m gpu` (as with -m "") is skipped by name."""
     _sample(items)
     _limit(items)
+    _skip_programs(items)
     if _gpu_was_asked_for(config):
         return
     for item in items:

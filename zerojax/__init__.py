@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerojax.checkpoint import Checkpointer
     from zerojax.config import (
+        BatchRampConfig,
         CheckpointConfig,
         CurriculumConfig,
         ExpectConfig,
@@ -54,6 +55,7 @@ __version__ = "0.1.0"
 """Version of the package, as in CHANGELOG.md."""
 
 __all__ = [
+    "BatchRampConfig",
     "CheckResult",
     "CheckpointConfig",
     "Checkpointer",
@@ -121,6 +123,7 @@ __all__ = [
 
 # Name -> module: what the block above says to type checkers (tests/repo/test_public_api.py).
 _HOME_OF_NAME = {
+    "BatchRampConfig": "config",
     "CheckResult": "equality",
     "CheckpointConfig": "config",
     "Checkpointer": "checkpoint",

@@ -429,6 +429,7 @@ BAD = [
 ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("row", "why"), BAD)
 def test_a_bad_row_is_one_sentence_or_left_out(tmp_path, model, row, why):
     if isinstance(row, dict) and row.get("completion") == EOS:

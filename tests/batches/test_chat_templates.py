@@ -54,6 +54,7 @@ def encoded(case: dict, text: str, answers) -> tuple[list[int], list[int]]:
 # --- as transformers ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_text_tokens_and_mask_are_those_of_transformers(case):
     chat = CHATS[case["chat"]]
@@ -70,6 +71,7 @@ def found_by_renderings(case: dict) -> bool:
     return case["template"] != "thinking" or case["chat"] == "one"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", [x for x in CASES if found_by_renderings(x)], ids=named)
 def test_without_marks_answers_are_found_by_rendering_what_comes_before(case):
     chat = CHATS[case["chat"]]

@@ -139,29 +139,6 @@ def test_cutting_text_into_pieces_leaves_the_ids_as_they_are(
     assert np.array_equal(np.concatenate([ids for _, ids in pieces]), whole)
 
 
-def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch):
-    # None in sys.modules makes the import statement fail, installed or not.
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ImportError, match="pip install tokenizers.*'bytes'"):
-        as_tokenizer("bpe:300", ["text"])
-
-
-@pytest.mark.parametrize(
-    ("spec", "error", "words"),
-    [
-        ("bpe", ValueError, "has no vocabulary size"),
-        ("bpe:many", ValueError, "'bpe:4096'"),
-        ("bpe:100", ValueError, "100: it must be between 257"),
-        ("gpt2", FileNotFoundError, "neither 'bytes'"),
-        (3, TypeError, "3 is a int"),
-        ({"kind": "wordpiece"}, ValueError, "kind 'wordpiece'"),
-    ],
-)
-def test_bad_tokenizers_are_refused(spec, error, words):
-    with pytest.raises(error, match=words):
-        as_tokenizer(spec, ["some text"])
-
-
 def test_bad_tokenizer_files_are_refused(tmp_path: Path):
     for content, words in (("{", "is not valid JSON"), ("[1]", "a JSON list")):
         with pytest.raises(ValueError, match=words):

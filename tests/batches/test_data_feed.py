@@ -117,23 +117,6 @@ def test_another_batch_size_continues_at_the_row_where_it_stopped():
     assert sorted(seen) == list(range(0, 100, 4))
 
 
-def test_other_data_are_refused_and_named():
-    state = as_feed(token_source()).state()
-    for options in ({"seed": 1}, {"seq_len": 5}):
-        feed = as_feed(token_source(**options))
-        with pytest.raises(ValueError, match=f"{next(iter(options))} was .*, is "):
-            feed.restore(state)
-        feed.restore({**state, "position": 2}, allow_other_data=True)
-        assert read(feed, 1) == read(as_feed(token_source(**options), start=2), 1)
-    function = as_feed(batch_of)
-    with pytest.raises(ValueError, match="'tokens', but the current data are of type 'function'"):
-        function.restore(state)
-    function.restore({**state, "position": 5}, allow_other_data=True)
-    assert number_of(next(function)) == 5
-    with pytest.raises(ValueError, match="has no 'position'"):
-        function.restore({})
-
-
 def test_skipping_says_so_and_only_when_it_happens(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, logger="zerojax.data"):
         next(as_feed(Loader()))
@@ -324,10 +307,3 @@ def test_an_interrupt_or_a_forgotten_close_leaves_no_thread():
     del batches
     gc.collect()
     assert not threads()
-
-
-def test_bad_arguments_of_prefetch():
-    with pytest.raises(ValueError, match="depth=0"):
-        prefetch(as_feed(batch_of), put=number_of, depth=0)
-    with pytest.raises(TypeError, match="feed is a list"):
-        prefetch([batch_of(0)], put=number_of)  # pyrefly: ignore

@@ -127,22 +127,3 @@ def test_a_resumed_run_sees_the_rows_that_it_would_have_seen() -> None:
     changed = as_feed(dataclasses.replace(masked(), mask_fraction=0.3))
     with pytest.raises(ValueError, match=r"mask_fraction was 0\.15, is 0\.3"):
         changed.restore(state)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"mask_fraction": 0.0}, "mask_fraction=0.0: .*above 0"),
-        ({"special_tokens": (-1,)}, "-1 is negative"),
-        ({"special_tokens": tuple(range(VOCAB))}, "has only special ones"),
-    ],
-)
-def test_what_cannot_be_masked_is_refused(changes: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        as_masked_source(plain(), **{"mask_token": MASK, **changes})
-
-
-def test_tokens_of_unknown_number_are_refused() -> None:
-    unknown = dataclasses.replace(plain(), vocab_size=None)
-    with pytest.raises(ValueError, match="pass vocab_size to as_source"):
-        as_masked_source(unknown, mask_token=MASK)

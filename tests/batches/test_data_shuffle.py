@@ -60,12 +60,3 @@ def test_the_order_is_the_same_on_every_machine():
         840,
         156,
     ]
-
-
-def test_bad_sizes_and_positions_are_refused():
-    with pytest.raises(ValueError, match="size=0"):
-        permute(np.arange(3), 0, key=(0,))
-    with pytest.raises(ValueError, match="from 0 to 9, .* from 0 to 8"):
-        permute(np.arange(10), 9, key=(0,))
-    with pytest.raises(ValueError, match="from -1"):
-        permute(np.array([-1]), 9, key=(0,))

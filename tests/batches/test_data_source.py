@@ -86,42 +86,10 @@ def test_several_files_give_the_windows_of_each():
     assert batch["tokens"].dtype == np.int32
 
 
-def test_too_little_text_is_refused_with_the_numbers():
-    words = r"24 tokens: 5 windows of seq_len=4, .*global_batch_size=6 \(at least 25 tokens\)"
-    with pytest.raises(ValueError, match=words):
-        as_source(np.arange(24), seq_len=4, global_batch_size=6, validation_fraction=0)
-    words = "=0.05 of 1000 tokens leaves 50, .* needs 101; set validation_fraction=0.102"
-    with pytest.raises(ValueError, match=words):
-        as_source(np.arange(1000), seq_len=10, global_batch_size=10)
-    train, validation, _ = as_source(
-        np.arange(1000), seq_len=10, global_batch_size=10, validation_fraction=0.102
-    )
-    assert validation.num_windows == 10
-    assert train.num_windows == 89
-
-
-@pytest.mark.parametrize("options", [{"seq_len": 0}, {"global_batch_size": 0}])
-def test_sizes_below_one_are_refused(options):
-    with pytest.raises(ValueError, match="=0: it must be at least 1"):
-        source_of(10, **options)
-
-
 @pytest.mark.parametrize("arguments", [(-1,), (0, 3, 2), (0, 0, 7), (0, -1)])
 def test_rows_outside_the_batch_are_refused(arguments):
     with pytest.raises(ValueError, match=r"rows within \[0, 6\)"):
         source_of(10).batch(*arguments)
-
-
-def test_ids_out_of_vocabulary_are_found_when_they_are_read():
-    ids = np.arange(401) % 50
-    ids[123] = 99
-    source = TokenSource(
-        tokens=tokens_of_array(ids, name="x.npy"), seq_len=4, global_batch_size=100, vocab_size=50
-    )
-    with pytest.raises(ValueError, match="x.npy: token id 99 at offset 123"):
-        source.batch(0)
-    with pytest.raises(ValueError, match="the token array: token id 99 at offset 123"):
-        as_source(ids, seq_len=4, global_batch_size=1, vocab_size=50)
 
 
 def test_the_default_is_the_embedded_text_with_a_fixed_validation_part():

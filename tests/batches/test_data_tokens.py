@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zerojax.data import Tokens, as_source, open_tokens, read_text, tokens_of_array, verify_tokens
+from zerojax.data import Tokens, as_source, open_tokens, read_text, verify_tokens
 from zerojax.data import preparation as writing
 from zerojax.data.preparation import prepare
-from zerojax.data.tokens import TokenPart, check_ids, gather_windows, smallest_dtype
+from zerojax.data.tokens import TokenPart, gather_windows, smallest_dtype
 
 
 def write_bin(path: Path, ids: np.ndarray, **sidecar) -> Path:
@@ -141,20 +141,6 @@ def test_bad_token_files_are_refused(tmp_path: Path, make, error, words):
         as_source(tmp_path, seq_len=1, global_batch_size=1)
 
 
-def test_ids_out_of_vocabulary_are_named_with_file_and_offset(tmp_path: Path):
-    ids = np.arange(1000, dtype=np.uint16) % 50
-    ids[777] = 60
-    path = write_bin(tmp_path / "x.bin", ids)
-    check_ids(open_tokens([path])[0], 61)
-    with pytest.raises(ValueError, match=r"x.bin: token id 60 at offset 777 .* vocab_size to 61"):
-        check_ids(open_tokens([path])[0], 50)
-    stated = open_tokens([write_bin(path, ids, vocab_size=61)])[0]
-    with pytest.raises(ValueError, match="61 entries, the model's vocab_size is 50; set it to 61"):
-        check_ids(stated, 50)
-    with pytest.raises(ValueError, match="token id -1 at offset 2"):
-        check_ids(tokens_of_array(np.array([0, 1, -1])), 50)
-
-
 def test_a_changed_file_does_not_verify(tmp_path: Path):
     prepare(None, tmp_path / "out")
     file = tmp_path / "out" / "train.bin"
@@ -188,13 +174,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_that_looks_whole(
     with pytest.raises(OSError, match="the disk is full; about 1065256 bytes"):
         prepare(None, tmp_path / "out", validation_fraction=0.1)
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_large_text_is_referred_to_prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(writing, "MAX_TEXT_BYTES", 1000)
-    (tmp_path / "a.txt").write_text("a" * 1001)
-    with pytest.raises(ValueError, match="zerojax data prepare"):
-        as_source(tmp_path / "a.txt", seq_len=4, global_batch_size=1)
 
 
 def test_the_narrowest_dtype_holds_the_vocabulary():

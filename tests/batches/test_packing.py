@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import zerojax
-from tests.support.trajectories import TOLERANCE, text_batch, train_for
 from zerojax.config import ConfigError, DataConfig, ModelConfig, RunConfig
 from zerojax.data import Boundary, TokenSource, as_masked_source, as_source, tokens_of_array
 from zerojax.data.packing import boundary_of
 from zerojax.data.subwords import BpeTokenizer
 from zerojax.data.tokenizer import ByteTokenizer
-from zerojax.operators import chunked_attention
 from zerojax.training.run_file import plan_from_config
 from zerojax.zoo.decoder import positions_in_texts
 
@@ -99,111 +94,10 @@ def test_what_cannot_be_packed_is_refused():
 # --- models ---------------------------------------------------------------------------------------
 
 
-def build(name, attention="xla", **more):
-    sizes = {"num_layers": 2, "num_heads": 4, "embed_dim": 16, "max_seq_len": 16, **more}
-    config = ModelConfig(name=name, attention=attention, **sizes)
-    return zerojax.zoo.build_model(config, 40)
-
-
 def test_positions_begin_anew_in_each_text():
     segments = jnp.array([[0, 0, 1, 1, 1, -1], [3, 2, 2, 5, 5, 5]])
     expected = [[0, 1, 0, 1, 2, 0], [0, 0, 1, 0, 1, 2]]
     assert positions_in_texts(segments).tolist() == expected
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [
-        pytest.param("gpt2", "xla", marks=pytest.mark.thorough),
-        pytest.param("gpt2", "chunked", marks=pytest.mark.thorough),
-        pytest.param("llama", "xla", marks=pytest.mark.thorough),
-        ("llama", "chunked"),
-    ],
-)
-def test_a_packed_row_has_the_loss_and_gradients_of_its_texts(name, attention, monkeypatch):
-    """Texts of 6, 1 and 9 tokens in one row; each in a row of its own, the rest padding."""
-    monkeypatch.setattr(chunked_attention, "BLOCK", 4)
-    tokens = np.random.default_rng(0).integers(0, 40, 16)
-    lengths = [6, 1, 9]
-    packed = {
-        "tokens": tokens[None],
-        "targets": np.roll(tokens, -1)[None],
-        "segments": np.repeat(np.arange(3), lengths)[None],
-        "weights": np.ones((1, 16), np.float32),
-    }
-    packed["weights"][0, -1] = 0  # what follows the row is not known here
-    alone = {
-        "tokens": np.zeros((3, 16), int),
-        "targets": np.zeros((3, 16), int),
-        "segments": np.full((3, 16), -1),
-    }
-    for row, (end, length) in enumerate(zip(np.cumsum(lengths), lengths, strict=True)):
-        text = tokens[end - length : end]
-        alone["tokens"][row, :length] = text
-        alone["targets"][row, : length - 1] = text[1:]
-        alone["segments"][row, :length] = 0
-    graphdef, params = nnx.split(build(name, attention)(nnx.Rngs(0)))
-
-    @jax.jit
-    def loss(params, batch):
-        return nnx.merge(graphdef, params).loss(batch)
-
-    grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    (total, count), slopes = grad(params, packed)
-    (expected, expected_count), expected_slopes = grad(params, alone)
-    assert count == expected_count == sum(length - 1 for length in lengths)
-    np.testing.assert_allclose(total, expected, rtol=2e-6)
-    for found, wanted in zip(*map(jax.tree.leaves, (slopes, expected_slopes)), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
-    without = {name: x for name, x in packed.items() if name != "segments"}
-    assert abs(loss(params, without)[0] - total) > 1, "what goes from text to text"
-
-
-def packed_batch(index):
-    """Random texts of 3 to 9 tokens in rows of 16."""
-    batch = text_batch(index)
-    random = np.random.default_rng(index % 4)
-    begins = random.random(batch["tokens"].shape) < 0.2
-    segments = np.cumsum(begins, axis=1).astype(np.int32)
-    segments[0] = -1  # a row of padding
-    return {**batch, "segments": segments, "weights": random.random(begins.shape, np.float32)}
-
-
-ROWS = [
-    pytest.param(
-        {"zero": 3, "mesh": {"data": 4, "model": 2}},
-        id="3-tensor parallel",
-        marks=pytest.mark.thorough,
-    ),
-    *(
-        pytest.param(
-            {"zero": zero, **more},
-            id=f"{zero}-{name}",
-            marks=pytest.mark.thorough if zero in quicker else pytest.mark.slow,
-        )
-        for zero in range(4)
-        for name, more, quicker in (
-            ("microbatches", {"num_microbatches": 4}, (2,)),
-            ("stages", {"mesh": {"data": 4, "stage": 2}, "num_microbatches": 2}, (3,)),
-        )
-    ),
-]
-
-
-@functools.cache
-def one_device():
-    return train_for(build("llama"), devices=1, batch=packed_batch)
-
-
-@pytest.mark.parametrize("options", ROWS)
-def test_packed_texts_train_as_on_one_device(options, monkeypatch):
-    monkeypatch.setattr(chunked_attention, "BLOCK", 4)
-    expected = one_device()
-    found = train_for(
-        build("llama", "chunked"), batch=packed_batch, persistence_threshold=0, **options
-    )
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)
 
 
 # --- runs -----------------------------------------------------------------------------------------

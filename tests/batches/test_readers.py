@@ -236,6 +236,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["a named pipe", "a socket"])
 @pytest.mark.parametrize("case", READERS)
@@ -328,6 +329,7 @@ SIDECARS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", SIDECARS)
 def test_files_beside_the_data(case, tmp_path):
     name, content, words = SIDECARS[case]
@@ -422,6 +424,7 @@ SIZES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", SIZES)
 def test_sizes_of_hugging_face(case, tmp_path):
     changes, words = SIZES[case]
@@ -473,6 +476,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", RECORDS)
 def test_records_of_a_run(case):
     changes, words = RECORDS[case]
@@ -502,6 +506,7 @@ LINES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", LINES)
 def test_lines_of_metrics(case, tmp_path):
     record, words = LINES[case]
@@ -541,6 +546,7 @@ def test_files_of_a_report(name, content, words, tmp_path):
 # --- numbers and words of a run file --------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("override", "limit"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import textwrap
@@ -17,6 +16,7 @@ import pytest
 import zerojax
 from tests.checkpoint.test_frozen_dtype import BF16, large_plan, same_bits
 from tests.support.hugging_face_folders import CASES, FAMILIES, tensors_of, write_folder
+from tests.support.marks import slow, thorough
 from tests.support.process_groups import free_port, run_group
 from tests.support.trajectories import plan_for
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError
@@ -37,8 +37,6 @@ LORA = LoraConfig(rank=2, alpha=4.0)
 FILE = "model.safetensors"
 TOKENS = np.random.default_rng(0).integers(0, 20, (8, 8), np.int32)
 BATCH = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1, 1)}
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +145,7 @@ def test_any_mesh_restores_every_bit(options, precision, theirs, tmp_path):
     same_bits(left, restore(tmp_path / "whole", second)[1])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -300,6 +298,7 @@ def test_frozen_weights_that_somebody_puts_into_a_state_are_saved(theirs, tmp_pa
     same_bits(again, state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("base", "what"),
     [

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -25,7 +24,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import equal_trees
-from tests.support.process_groups import free_port, run_group
 from zerojax.checkpoint import Checkpointer, CheckpointError, Retention, metadata
 from zerojax.checkpoint.errors import DiskFullError, is_disk_full, reason
 from zerojax.checkpoint.metadata import check_same_arrays
@@ -433,49 +431,6 @@ def test_what_an_interrupted_save_leaves_is_invisible_and_removed_by_the_next(
     assert sorted(os.listdir(tmp_path)) == ["6", "8.partial.txt", "notes"]
 
 
-def test_refused_input(tmp_path: Path) -> None:
-    donated = jnp.ones(3)
-    donated.delete()
-    good = small_state()
-    with Checkpointer(tmp_path) as checkpointer:
-        states = {
-            "'w' of the state is a float; .* jnp.asarray": {"w": 1.0},
-            "'w' of the state is a ndarray": {"w": np.ones(3)},
-            r"typed key .* jax.random.key_data": {"w": jax.random.key(0)},
-            "'w' of the state was donated": {"w": donated},
-            "has no arrays": {},
-        }
-        for text, state in states.items():
-            with pytest.raises(TypeError, match=text):
-                checkpointer.save(1, state, **ABOUT)
-        values = {
-            "data_state is a list": [],
-            r"data_state\['a'\]\[1\] is a int64": {"a": [1, np.int64(3)]},
-            r"data_state has the key 3 of type int; .* use '3'": {3: 1},
-            r"data_state\['x'\] is nan": {"x": float("nan")},
-        }
-        for text, value in values.items():
-            with pytest.raises(TypeError, match=text):
-                checkpointer.save(1, good, **(ABOUT | {"data_state": value}))
-        with pytest.raises(TypeError, match="'w' has no sharding"):
-            checkpointer.restore({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
-        checkpointer.save(4, good, **ABOUT)
-        for step in (3, 4):
-            with pytest.raises(CheckpointError, match=f"step {step} cannot .* already has step 4"):
-                checkpointer.save(step, good, **ABOUT)
-        with pytest.raises(CheckpointError, match="step -1 cannot"):
-            checkpointer.save(-1, good, **ABOUT)
-    with pytest.raises(CheckpointError, match="is closed"):
-        checkpointer.save(5, good, **ABOUT)
-    checkpointer.close()
-    with pytest.raises(ValueError, match="is a URL"):
-        Checkpointer("gs://bucket/run")
-    with pytest.raises(ValueError, match="last=0 is below 1"):
-        Checkpointer(tmp_path, keep=0)
-    with pytest.raises(TypeError, match=r"every=1\.5 is not an integer"):
-        Retention(every=1.5)
-
-
 def test_an_expired_step_that_cannot_be_deleted_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,87 +512,3 @@ def test_reason_finds_the_true_cause() -> None:
     assert len(reason(ValueError("x" * 9999))) < 300
     assert reason(CheckpointError("x " * 500 + "use y")).endswith("use y")
     assert not is_disk_full(outer)
-
-
-WORKER = """
-    import json, os, sys
-    import jax, numpy as np
-    address, process, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(address, 2, process)
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-    from zerojax.checkpoint import Checkpointer, CheckpointError
-    from zerojax.checkpoint import folders
-
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    make = jax.jit(
-        lambda: {"w": jax.numpy.arange(32.0).reshape(8, 4), "step": jax.numpy.int32(2)},
-        out_shardings={"w": split, "step": whole},
-    )
-    about = {"config": {}, "plan": {}}
-    state = make()
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
-
-    def told(call):
-        try:
-            call()
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-    out = {}
-    with Checkpointer(path, keep=1) as checkpointer:
-        checkpointer.check_writable(1)
-        for step in (1, 2):
-            checkpointer.save(step, state, data_state={"position": step}, **about)
-        checkpointer.wait()
-        out["steps"] = checkpointer.steps()
-        restored = checkpointer.restore(abstract)
-        for shard in restored.state["w"].addressable_shards:
-            np.testing.assert_array_equal(
-                np.asarray(shard.data), np.arange(32.0).reshape(8, 4)[shard.index]
-            )
-        out["differs"] = told(
-            lambda: checkpointer.save(3, state, data_state={"position": process}, **about)
-        )
-        if process == 0:
-            folders.commit = None  # calling it fails on process 0 only
-        checkpointer.save(4, state, data_state={}, **about)
-        out["failed"] = told(checkpointer.wait)
-        out["after"] = checkpointer.steps()
-    with open(f"{path}.{process}.json", "w") as file:
-        json.dump(out, file)
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.multihost
-def test_two_processes_save_and_one_restores(tmp_path: Path) -> None:
-    path, address = tmp_path / "run", f"127.0.0.1:{free_port()}"
-    program = textwrap.dedent(WORKER)
-    run_group(
-        [["-c", program, address, str(process), str(path)] for process in range(2)],
-        variables={"JAX_PLATFORMS": "cpu"},
-    )
-    for process in range(2):
-        told = json.loads(Path(f"{path}.{process}.json").read_text())
-        assert told["steps"] == [2]
-        assert "differs between process 0 and process 1" in told["differs"]
-        assert told["failed"].startswith("process 0: step 4 was not saved")
-        assert told["after"] == [2]
-
-    sharding = NamedSharding(make_mesh(data=8), P("data"))
-    abstract = {
-        "w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding),
-        "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(sharding.mesh, P())),
-    }
-    checkpointer = Checkpointer(path)
-    restored = checkpointer.restore(abstract)
-    host = {"w": np.arange(32, dtype=np.float32).reshape(8, 4), "step": np.int32(2)}
-    assert_same(restored.state, host, abstract)
-    assert restored.data_state == {"position": 2}
-    metadata = checkpointer.metadata()
-    assert (metadata.num_processes, metadata.num_devices) == (2, 4)

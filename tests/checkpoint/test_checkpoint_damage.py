@@ -139,6 +139,7 @@ def test_a_flipped_bit_in_any_file_is_noticed_and_the_file_named(run: Path) -> N
         assert checkpointer.verify().num_leaves == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [8, 2, 1])
 def test_a_flipped_bit_of_an_array_names_leaf_and_file_on_any_mesh(run: Path, devices: int) -> None:
     path = largest(run / "3")

@@ -140,6 +140,7 @@ def field(name: str, value: Any) -> Any:
     return lambda body: body.update({name: value})
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -9,14 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.offload_disk_runs import (
-    Regression,
-    close,
-    differing,
-    offload,
-    plan_of,
-    portable,
-)
+from tests.support.offload_disk_runs import Regression, close, differing, offload, plan_of, portable
 from tests.support.offload_disk_runs import train as train_steps
 from tests.support.refusals import refused
 from tests.support.trajectories import regression_batch
@@ -154,6 +147,7 @@ def test_checkpoints_without_a_path_are_in_the_folder_of_the_run(tmp_path: Path)
     assert list(reports(6, checkpoint=str(tmp_path))) == [5, 6], "the same folder, named shortly"
 
 
+@pytest.mark.thorough
 def test_the_folder_of_a_run_is_not_taken_for_its_checkpoints(tmp_path: Path) -> None:
     """Such a run would start again from step 1."""
     reports(4, checkpoint=str(tmp_path / "run"))

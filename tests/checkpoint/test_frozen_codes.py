@@ -15,15 +15,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import zerojax
-from tests.checkpoint.test_frozen_dtype import (
-    ABOUT,
-    GIB,
-    ON_HOST,
-    large_plan,
-    same_bits,
-    slow,
-    thorough,
-)
+from tests.checkpoint.test_frozen_dtype import ABOUT, GIB, ON_HOST, large_plan, same_bits
+from tests.support.gpu_plans import compile_step, text_plan
+from tests.support.marks import slow, thorough
 from tests.support.recipe import RECIPE
 from tests.support.small_models import (
     VOCAB,
@@ -40,10 +34,9 @@ from zerojax.checkpoint import BaseWeightsError, Checkpointer, CheckpointError
 from zerojax.checkpoint.export import export
 from zerojax.checkpoint.inspection import find_step
 from zerojax.checkpoint.verification import verify_step
-from zerojax.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, RunConfig, load
+from zerojax.config import ConfigError, LoraConfig, ModelConfig, RunConfig, load
 from zerojax.data import TokenSource, tokens_of_array
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.optim.weight_codes import BLOCK, bytes_per_parameter
 from zerojax.parallel.initialization import init_state
@@ -55,7 +48,6 @@ from zerojax.parallel.reshard import (
 )
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.frozen_codes import decoded
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.plan_page import plan_dict
@@ -66,7 +58,6 @@ from zerojax.training.run_file import plan_from_config
 from zerojax.training.run_record import RunNotes, record_of
 from zerojax.zoo import add_lora, build_model
 
-MISSING = compile_client.missing()
 LORA = LoraConfig(rank=3, alpha=12.0)
 BF16 = as_precision("bf16")
 WIDE = as_precision("bf16", freeze_dtype="fp32")
@@ -163,12 +154,7 @@ class Lists(nnx.Module):
         return self.out(x)
 
 
-LISTS = {
-    "given": Lists,
-    "freeze": ("layers/",),
-    "loss": regression_loss,
-    "batch": regression_batch,
-}
+LISTS = {"given": Lists, "freeze": ("layers/",), "loss": regression_loss, "batch": regression_batch}
 LINEN = {"given": LinenText(width=64), "freeze": ("LinenBlock", "Dense"), "loss": linen_loss}
 LLAMA = {**SIZES, "num_kv_heads": 2}
 OTHERS = {
@@ -243,6 +229,7 @@ def test_kernels_are_coded_and_nothing_else():
     assert all(leaves[name].shape[leaves[name].codes.dim] == BLOCK for name in coded)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", [NF4, INT8], ids=["nf4", "int8"])
 def test_the_plan_counts_codes(precision, zero):
@@ -341,16 +328,13 @@ def test_blocks_along_the_dimension_of_zero_give_the_same_bits(zero):
 # --- refusals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"mesh": {"stage": 2, "data": 4}}, r"stage=2: the stages.*use stage=1.*or a freeze_dtype"),
         (
-            {
-                "zero": 3,
-                "offload": {**ON_HOST, "params": "host"},
-                "optimizer": zerojax.adamw(1e-3),
-            },
+            {"zero": 3, "offload": {**ON_HOST, "params": "host"}, "optimizer": zerojax.adamw(1e-3)},
             r"offload.params=host.*leave offload.params out",
         ),
         (
@@ -396,8 +380,7 @@ def test_an_evaluation_that_takes_stored_weights_is_refused():
 
     evaluate = build_evaluation(plan, loss)
     with pytest.raises(
-        ValueError,
-        match="stored in nf4 and .* in this evaluation its stored value",
+        ValueError, match="stored in nf4 and .* in this evaluation its stored value"
     ):
         evaluate.trace(plan.abstract_state, plan.abstract_batch)
 
@@ -684,26 +667,24 @@ def test_a_frozen_base_takes_less_than_0_57_bytes_a_parameter(size, frozen):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(("zero", "devices"), [(0, 1), (3, 8)])
 def test_a_program_for_h100_decodes_layer_by_layer(zero, devices):
     config = ModelConfig(
         name="llama", num_layers=16, num_heads=8, embed_dim=1024, mlp_dim=2816, max_seq_len=256
     )
-    tokens = jax.ShapeDtypeStruct((devices, 256), jnp.int32)
     found = []
     for precision in (NF4, BF16):
-        plan = zerojax.make_plan(
+        plan = text_plan(
             add_lora(build_model(config, 1024), LORA),
-            make_mesh(MeshConfig(), compile_client.gpu_devices(gpus.find_gpu("h100"), devices)),
-            example_batch={"tokens": tokens, "targets": tokens},
+            devices,
+            256,
+            devices=devices,
             optimizer=zerojax.adamw(1e-4),
             precision=precision,
             zero=zero,
             freeze=LORA.freeze,
         )
-        lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-        found.append((plan, compile_client.compile_for_gpus(lowered, sketch=True)))
+        found.append((plan, compile_step(plan)))
     (plan, coded), (wide_plan, wide) = found
     stacks = {leaf.shape for leaf in plan.placement.leaves.values() if is_stack(leaf)}
     shapes = {",".join(map(str, shape)) for shape in stacks}

@@ -14,13 +14,13 @@ from flax import nnx
 
 import zerojax
 from tests.support.hugging_face_folders import tensors_of, write_folder
+from tests.support.marks import slow, thorough
 from tests.support.recipe import RECIPE
 from tests.support.small_models import reference_model
 from tests.support.trajectories import advance, plan_for
 from tests.zoo.test_hugging_face_export import assert_same_bits, read_all
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import LoraConfig, ModelConfig, RunConfig, load
-from zerojax.hardware import compile_client
 from zerojax.operators.marks import inner_programs
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.parallel.initialization import init_state
@@ -34,7 +34,6 @@ from zerojax.training.run_file import plan_from_config
 from zerojax.training.run_record import RunNotes, record_of
 from zerojax.zoo import add_lora, build_model
 
-MISSING = compile_client.missing()
 LORA = LoraConfig(rank=3, alpha=12.0)
 BF16 = as_precision("bf16")
 WIDE = as_precision("bf16", freeze_dtype="fp32")
@@ -64,8 +63,6 @@ def same_bits(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 ON_HOST = {"opt_state": "host", "min_elements": 1}
 WAYS = {
     "one device": slow({"devices": 1}),
@@ -121,6 +118,7 @@ def test_new_weights_are_those_of_float32_rounded_once():
         np.testing.assert_array_equal(np.asarray(narrow["frozen"][name]), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("compute", "options", "expected"),
     [
@@ -333,6 +331,7 @@ def conversions(program: Any) -> set[tuple[tuple[int, ...], str, str]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("precision", [BF16, WIDE], ids=["bf16", "fp32"])
 def test_no_copy_of_a_frozen_stack_is_made_to_compute_with(zero, precision):
@@ -371,7 +370,6 @@ def test_a_record_from_before_keeps_what_is_frozen_as_all_parameters():
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_a_program_for_a_gpu_holds_no_second_copy():
     """Compiled for an H100; a layer's own copy is all that may stand beside what is stored."""
     config = ModelConfig(

@@ -85,23 +85,6 @@ def test_a_torn_bucket_of_the_slot_that_does_not_count_is_no_matter(tmp_path):
         assert wrong_buckets(store) == []
 
 
-def test_a_file_that_was_cut_off(tmp_path):
-    make(tmp_path).close()
-    os.truncate(tmp_path / "buckets0.bin", PADDED)
-    with pytest.raises(
-        StoreError, match=rf"buckets0.bin: {PADDED} bytes instead of .*from the manifest"
-    ):
-        BucketStore.open(tmp_path)
-
-
-def test_a_manifest_that_was_changed(tmp_path):
-    make(tmp_path).close()
-    path = tmp_path / "manifest.json"
-    path.write_text(path.read_text().replace('"begun": 0', '"begun": 1'))
-    with pytest.raises(StoreError, match="checksum does not match"):
-        BucketStore.open(tmp_path)
-
-
 @pytest.mark.parametrize(("name", "done"), [("preadv", "read"), ("pwritev", "written")])
 def test_errors_of_threads_are_raised_in_the_caller(tmp_path, monkeypatch, name, done):
     with make(tmp_path, durable=True, num_threads=1) as store:  # in order

@@ -1,7 +1,5 @@
 """Arrays that are written in pieces of shards are read in any other parts, bit for bit."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools
@@ -48,6 +46,7 @@ def write_shards(folder, name, array, splits, pieces, *, rows=None, processes=1)
                     writer.write(block, first, flat[first : first + pieces])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("splits", [(1, 1, 1), (2, 1, 1), (1, 3, 2), (2, 3, 1)])
 @pytest.mark.parametrize("pieces", [5, 6, 48])

@@ -1,7 +1,5 @@
 """Buckets of one store may differ in size: what is read and written is what each one has."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -25,9 +23,3 @@ def test_buckets_of_different_sizes(tmp_path, durable):
     with BucketStore.open(tmp_path) as store:
         for bucket in store.sweep():
             assert np.array_equal(bucket.array, content[bucket.index])
-
-
-def test_a_size_for_each_bucket(tmp_path):
-    with pytest.raises(ValueError, match="bucket_bytes has 2 sizes, but num_buckets=3; give one"):
-        BucketStore.create(tmp_path / "new", num_buckets=3, bucket_bytes=[8, 8])
-    assert not (tmp_path / "new").exists()

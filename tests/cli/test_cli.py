@@ -18,12 +18,11 @@ from tests.support.cli_complaints import fails
 from zerojax.cli import keys_command, main
 from zerojax.cli.arguments import split_words
 from zerojax.cli.complaints import explain
-from zerojax.cli.jax_environment import use_cpu_devices
 from zerojax.config import ConfigError, RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["train", "plan", "generate", "eval", "report", "keys", "env", "data", "data prepare"]
-COMMANDS += ["schedule", "bench", "bench io", "finetune"]
+COMMANDS += ["schedule", "bench", "bench io", "bench link", "finetune"]
 
 
 def run_cli(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -216,13 +215,6 @@ def test_keys_lists_every_setting_with_its_meaning(capsys):
 
 
 # Devices
-
-
-def test_virtual_devices_and_another_platform_contradict(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    with pytest.raises(ValueError, match="cpu_devices=8 .* JAX_PLATFORMS is 'cuda'"):
-        use_cpu_devices(8)
-    use_cpu_devices(None)
 
 
 @pytest.mark.thorough

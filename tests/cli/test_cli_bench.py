@@ -111,16 +111,6 @@ def test_a_full_disk_is_no_mistake_of_the_words(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", [["bench"], ["bench", "io"], ["bench", "link"]])
-def test_help_fits(words, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main([*words, "--help"])
-    assert exit_.value.code == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"usage: zerojax {' '.join(words)}")
-    assert all(len(line) <= 100 for line in out.splitlines())
-
-
 @pytest.mark.thorough
 def test_it_does_not_wait_for_jax(tmp_path):
     program = (

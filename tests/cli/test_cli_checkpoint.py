@@ -146,14 +146,6 @@ def test_what_is_no_run_is_bad_input(tmp_path, capsys, words):
     assert len(error.splitlines()) == 1
 
 
-def test_an_action_is_needed_and_a_wrong_one_is_told(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["checkpoint"])
-    with pytest.raises(SystemExit, match="2"):
-        main(["checkpoint", "lst", "x"])
-    assert "did you mean 'list'?" in capsys.readouterr().err
-
-
 # --- verify ---------------------------------------------------------------------------------------
 
 

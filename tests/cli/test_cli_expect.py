@@ -1,7 +1,5 @@
 """`zerojax plan` with rules and a golden file: exit codes, what is checked and refused."""
 
-from __future__ import annotations
-
 import json
 import types
 
@@ -94,7 +92,6 @@ def test_options_that_do_not_go_together(other, capsys):
 
 @pytest.mark.thorough
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compile_client.missing() is not None, reason="needs the compile-only client")
 def test_a_run_file_of_which_a_rule_is_violated(tmp_path, capsys):
     path, golden = tmp_path / "run.yaml", tmp_path / "plan.json"
     path.write_text("expect:\n  gradients_in: fp32\n  layer_loops: 1\n  max_peak_gib: 1\n")

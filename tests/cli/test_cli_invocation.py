@@ -1,7 +1,5 @@
 """The commands that a run suggests can be typed as they stand."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -149,22 +149,19 @@ def test_the_prompt_may_follow_the_options(run, capsys):
     assert capsys.readouterr().out.startswith("To be")
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("words", "part"),
     [
         (["generate", "RUN", ""], "the prompt is empty"),
         (["generate", "RUN", "x" * 60], "shorten it to at most 47 tokens"),
         (["generate", "RUN", "abc", "--tokens", "60"], "max_seq_len=48"),
-        (["generate", "RUN", "abc", "--top-k", "0"], "top_k=0"),
-        (["generate", "RUN", "abc", "--temperature", "-1"], "temperature=-1"),
-        (["generate", "RUN", "abc", "--top-p", "0"], "top_p=0"),
         (["generate", "RUN", "abc", "--end-tokens", "999"], "end_tokens=999"),
         (["generate", "RUN"], "--prompts FILE"),
         (["generate", "RUN", "abc", "--prompts", "RUN/plan.txt"], "use one"),
         (["generate", "RUN", "--prompts", "no/such/file"], "no/such/file"),
         (["generate", "RUN", "--prompts", "RUN/metrics.jsonl"], 'no "prompt" string'),
         (["generate", "no/such/run", "abc"], "no/such/run holds no run"),
-        (["eval", "RUN", "--batches", "0"], "--batches 0"),
         (["report", "no/such/run"], "no/such/run"),
         (["data", "prepare", "no/such/text", "OUT"], "no/such/text"),
         (["data", "prepare", "RUN/plan.txt", "OUT", "--tokenizer", "words"], "words"),

@@ -1,7 +1,5 @@
 """`zerojax plan SCRIPT` and `zerojax train SCRIPT`: a user's script in place of a run file."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -99,6 +99,7 @@ CARDS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("row", CARDS)
 def test_files_of_cards(row, tmp_path):
     bad, value, remedy, good = CARDS[row]
@@ -195,7 +196,6 @@ def test_jax_looked_for_a_gpu(client, monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 def test_jax_is_told_not_to_look_for_a_gpu():
     program = (
         "import jax; jax.devices(); from zerojax.hardware import compile_client as compiler, gpus\n"
@@ -360,6 +360,7 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setattr("zerojax.checkpoint.store.rates.measure_rates", lambda *_, **__: [rates])
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("row", COMMANDS)
 def test_commands(row, commands, capsys):
     def succeed(words: str) -> None:

@@ -14,6 +14,7 @@ from zerojax.runtime import bounded_json
 from zerojax.runtime.bounded_json import JsonError
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("text", "words"),
     [

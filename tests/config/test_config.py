@@ -91,6 +91,7 @@ def test_the_run_folder_is_named_for_the_file_unless_it_is_given(tmp_path):
     assert load(RunConfig).run_dir == "runs/default"
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("override", "read", "expected"),
     [
@@ -194,6 +195,7 @@ BAD_FILES = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("text", "sentence"), BAD_FILES)
 def test_a_mistake_in_a_file_is_named(tmp_path, text, sentence):
     path = write(tmp_path, text)

@@ -85,7 +85,7 @@ MISTAKES = [
     ({"opt_state": 3}, "3 is not a tier; use device, host, nvme, or {device: 0.4, host: 0.6}"),
     ({"durable": True}, "durable: True applies to files on a disk; set opt_state: nvme"),
     ({"durable": True, "opt_state": "host"}, "applies to files on a disk"),
-    ({"update_in_backward": True}, "set params: host as well"),
+    ({"update_in_backward": True}, "set params: host, or params: nvme and durable: true"),
     ({"params": "disk"}, "params: 'disk' is not one of device, host, nvme"),
     ({"activations": "cpu"}, "activations: 'cpu' is not one of device, host"),
     ({"slice_elements": 0}, "slice_elements: 0 must be >= 1"),
@@ -94,6 +94,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("settings", "sentence"), MISTAKES)
 def test_a_mistake_is_named_wherever_it_is_made(settings, sentence):
     with pytest.raises(ConfigError) as direct:

@@ -18,7 +18,6 @@ import zerojax
 from zerojax import config, optim, zoo
 from zerojax.cli import main
 from zerojax.config.loader import ConfigError, from_dict, load_dataclass
-from zerojax.deepspeed_config.ds_config import read
 from zerojax.training.evaluation import EarlyStopping
 from zerojax.zoo.layers import NormConfig
 from zerojax.zoo.rope import Rope, RopeScaling
@@ -115,13 +114,6 @@ def test_accelerate_never_prints(is_file, tmp_path):
     )
     assert engine.steps_per_print() is None
     engine.close()
-
-
-@pytest.mark.parametrize("is_file", [True, False])
-def test_other_keys_are_refused_by_name(is_file):
-    source = ds_config(optimizer={"type": "SGD", "params": {"lr": math.inf}})
-    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: Infinity is infinite or NaN"):
-        read(json.dumps(source) if is_file else source)
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -153,6 +153,7 @@ DS_CONFIG = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("form", ["text", "file", "base64", "hjson"])
 @pytest.mark.parametrize("case", DS_CONFIG)
 def test_a_ds_config_beyond_the_bounds_is_refused(case, form, tmp_path):

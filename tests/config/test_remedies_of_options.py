@@ -74,8 +74,11 @@ mesh.offload.opt_state=[host] | opt_state host | "{device: 0.4, host: 0.6}"
 'mesh.offload.opt_state=[[host, 0.5], [host, 0.5]]' | opt_state host |
   | 'mesh.offload.opt_state=[[host, 1.0]]'
 mesh.offload.durable=true | durable | opt_state nvme | mesh.offload.durable=true opt_state=nvme
-mesh.offload.update_in_backward=true | update_in_backward | params host
-  | mesh.offload.update_in_backward=true mesh.offload.params=host
+mesh.offload.update_in_backward=true | update_in_backward | params host nvme durable
+  | mesh.offload.update_in_backward=true mesh.offload.params=host ;
+    mesh.offload.update_in_backward=true mesh.offload.params=nvme mesh.offload.durable=true
+mesh.offload.update_in_backward=true mesh.offload.params=nvme | update_in_backward | durable
+  | mesh.offload.update_in_backward=true mesh.offload.params=nvme mesh.offload.durable=true
 'mesh.partition=[2, 0]' | partition 0 | "[3, 3, 2, 2]" | mesh.stage=4 'mesh.partition=$'
 mesh.pipeline_schedule= | pipeline_schedule | 1f1b CSV
   | mesh.pipeline_schedule=1f1b ; mesh.pipeline_schedule=mine.csv
@@ -100,6 +103,7 @@ def read(words: str) -> RunConfig:
     return load_dataclass(RunConfig, None, shlex.split(words))
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("row", SETTINGS)
 def test_settings_of_a_run(row):
     SETTINGS[row].check(read)
@@ -224,6 +228,7 @@ FIXED = {"deterministic": "mesh"}
 HOST = {"opt_state": "host", "params": "host"}
 STATE = {"offload": {"opt_state": "host"}}
 BACKWARD = {**HOST, "update_in_backward": True}
+IN_FILES = {**BACKWARD, "opt_state": "nvme", "params": "nvme", "durable": True, "folder": "files"}
 BF16 = zerojax.Precision(param_dtype=jnp.bfloat16)
 DURABLE = {"durable": True, "folder": "files"}
 
@@ -268,8 +273,9 @@ text({"stage": 2, "offload": HOST}) | offload.params=host stage=2 | stage=1 offl
 offloaded(microbatches=2, **BACKWARD) | update_in_backward num_microbatches=2
   | num_microbatches=1 | offloaded(optimizer=UNCLIPPED, **BACKWARD)
 offloaded(optimizer=zerojax.adamw(1e-3, clip_norm=1.0), **BACKWARD)
-  | update_in_backward clip_norm=1 | clip_norm=None
-  | offloaded(optimizer=zerojax.adamw(1e-3, $), **BACKWARD)
+  | update_in_backward clip_norm=1 | clip_norm=None nvme durable
+  | offloaded(optimizer=zerojax.adamw(1e-3, clip_norm=None), **BACKWARD) ;
+    offloaded(optimizer=zerojax.adamw(1e-3, clip_norm=1.0), **IN_FILES)
 offloaded("fp16", UNCLIPPED, **BACKWARD) | update_in_backward float16 | bf16 fp32
   | offloaded("$", UNCLIPPED, **BACKWARD)
 offloaded(opt_state={"host": 0.5}) | opt_state 0.5 | 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import json
-import sys
 from pathlib import Path
 
 import jax
@@ -93,6 +92,7 @@ DEEPSPEEDS = json.loads((Path(__file__).parents[1] / "data" / "deepspeed_keys.js
 """Keys and defaults of DeepSpeed's own classes (tests/oracles/deepspeed_keys.py)."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("section", DEEPSPEEDS["sections"])
 def test_the_table_has_every_key_and_default_of_deepspeeds_classes(section):
     kind = section.removeprefix("optimizer ")
@@ -110,28 +110,13 @@ def test_the_table_has_every_key_and_default_of_deepspeeds_classes(section):
             assert known == default, f"{section}.{name}"
 
 
-@pytest.mark.parametrize("path", [path for path in KEYS if entry_of(path).only is not None])
-def test_a_value_outside_of_what_a_key_takes_is_refused_by_name(path):
-    wrong = {"bool": None, "int": 77, "float": 7.5, "text": "strange"}[entry_of(path).kind]
-    if wrong is None:
-        wrong = not entry_of(path).default
-    assert path in refusal(nested(path, wrong))
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in ALL if isinstance(entry_of(path), AbsentFeature)]
-)
-def test_a_feature_that_is_not_here_is_refused_where_it_is_on(path):
-    on = next(v for v in ({"enabled": True}, True) if entry_of(path).is_on(v))
-    assert f"{path}=" in refusal(nested(path, on))
-
-
 @pytest.mark.parametrize("path", ["amp", "nebula", "eigenvalue", "hybrid_engine", "comet"])
 def test_it_is_taken_where_it_is_off(path):
     line = line_of(deepspeed.translate({path: {"enabled": False}}), path)
     assert (line.verdict, line.why) == ("honoured", "off, as here")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_an_unknown_key_is_refused_at_every_level(section):
     known = next(p.rpartition(".")[2] for p in ALL if p.rpartition(".")[0] == section)
@@ -143,17 +128,12 @@ def test_an_unknown_key_is_refused_at_every_level(section):
 @pytest.mark.parametrize(
     ("values", "meant"),
     [
-        ({"train_batchsize": 8}, "train_batch_size"),
-        ({"stage": 2}, "zero_optimization.stage"),
         ({"fp16": {"loss_scale_windows": 5}}, "loss_scale_window"),
         ({"bf16": {"check_overflow": True}}, "check_grad_overflow"),
         ({"elasticity": {"prefer_large_batch": True}}, "prefer_larger_batch"),
         ({"optimizer": {"type": "AdamW", "params": {"weight_decy": 1}}}, "weight_decay"),
         ({"optimizer": {"type": "AdmW"}}, "adamw"),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}},
-            "warmup_num_steps",
-        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}}, "warmup_num_steps"),
         ({"nebula": {"enabled": False, "load_path": ""}}, "nebula_load_path"),
     ],
 )
@@ -258,8 +238,6 @@ def test_a_key_given_twice_is_refused_with_both_values(tmp_path, text):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("ds_config.json", "'ds_config.json' is not a file"),
-        ("[1, 2]", "is not a file"),
         ('{"fp16": {', "JSON.*Expecting property name"),
         ('{"a": NaN}', "NaN"),
         (base64.urlsafe_b64encode(b"no config").decode(), "is not a file"),
@@ -268,13 +246,6 @@ def test_a_key_given_twice_is_refused_with_both_values(tmp_path, text):
 def test_what_cannot_be_read_is_said(source, words):
     with pytest.raises(ConfigError, match=words):
         deepspeed.translate(source)
-
-
-def test_without_the_package_hjson_the_remedy_is_named(tmp_path, monkeypatch):
-    (tmp_path / "c.json").write_text("{zero_optimization: {}}")
-    monkeypatch.setitem(sys.modules, "hjson", None)
-    with pytest.raises(ConfigError, match=r"pip install 'zerojax\[hjson\]' .*c.json:1"):
-        deepspeed.translate(tmp_path / "c.json")
 
 
 @pytest.mark.parametrize("size", [5e8, "5e8", 500_000_000])
@@ -312,26 +283,6 @@ def test_two_of_the_three_batch_sizes_give_the_third(train, micro, parts, expect
     translation = deepspeed.translate({k: v for k, v in given if v}, num_devices=8)
     found = (translation.train_batch_size, translation.micro_batch_size)
     assert (*found, translation.num_microbatches) == expected
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (
-            {
-                "train_batch_size": 60,
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": 4,
-            },
-            "8 data shards = 64",
-        ),
-        ({"train_batch_size": 60}, "use 56 or 64"),
-        ({"train_batch_size": 4}, "use 8"),
-        ({"train_batch_size": 0}, "at least 1"),
-    ],
-)
-def test_batch_sizes_that_do_not_fit_are_refused_with_one_that_does(values, words):
-    assert words in refusal(values, num_devices=8)
 
 
 def test_rows_and_microbatches_of_the_call_fill_auto_and_must_not_contradict():
@@ -453,44 +404,15 @@ def test_auto_takes_an_optimizer_config_of_the_call():
             CallerValues(precision="bf16"),
             "True, the value of the call (precision='bf16')",
         ),
-        ({"fp16": {"enabled": True}}, CallerValues(precision="bf16"), "precision='bf16'"),
-        ({"bf16": {"enabled": True}}, CallerValues(precision="fp32"), "precision='fp32'"),
-        ({"steps_per_print": 5}, CallerValues(log=LogConfig(every=10)), "log.every=10"),
-        (
-            {"communication_data_type": "fp32"},
-            CallerValues(reduce_dtype="bf16"),
-            "reduce_dtype='bf16'",
-        ),
         (
             {"data_types": {"grad_accum_dtype": "fp32"}},
             CallerValues(accumulate_dtype="bf16"),
             "accumulate_dtype",
         ),
         (
-            {"optimizer": {"type": "SGD"}},
-            CallerValues(optimizer=optax.sgd(1.0)),
-            "(optimizer=) set an optimizer",
-        ),
-        ({"gradient_clipping": 0.5}, CallerValues(optimizer=OptimizerConfig()), "differs from 1.0"),
-        (
             {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
             CallerValues(steps=10),
             "differs from 10",
-        ),
-        (
-            {"scheduler": {"type": "WarmupLR"}},
-            CallerValues(optimizer=optax.sgd(1.0)),
-            "has its own learning rate",
-        ),
-        (
-            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
-            CallerValues(),
-            "pass steps=N",
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}},
-            CallerValues(),
-            "hidden_size",
         ),
     ],
 )
@@ -667,7 +589,6 @@ def test_old_names_of_offload_and_zero_are_translated_with_a_warning():
 @pytest.mark.parametrize(
     ("zero", "words"),
     [
-        ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "needs stage 3"),
         (
             {
                 "stage": 3,
@@ -684,8 +605,6 @@ def test_old_names_of_offload_and_zero_are_translated_with_a_warning():
             },
             "set ratio to 1",
         ),
-        ({"stage": 2, "reduce_scatter": False}, "set this key to true"),
-        ({"stage": 2, "mics_shard_size": 4}, "needs stage 3"),
     ],
 )
 def test_what_zero_cannot_do_is_refused(zero, words):
@@ -855,11 +774,6 @@ def test_clipping_is_one_where_the_file_is_silent_and_that_is_said():
     assert not deepspeed.translate({"gradient_clipping": 0.5}).warnings
 
 
-def test_max_grad_norm_of_an_optimizer_is_refused_as_in_deepspeed():
-    text = refusal({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0.3}}})
-    assert '"gradient_clipping": 0.3' in text
-
-
 @pytest.mark.parametrize(
     "path", ["gradient_clipping", "zero_optimization.reduce_bucket_size", "fp16.loss_scale"]
 )
@@ -894,6 +808,7 @@ def test_one_cycle_moves_the_first_beta_too():
 UPDATES = json.loads((Path(__file__).parents[1] / "data" / "deepspeed_updates.json").read_text())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", UPDATES["cases"], ids=range(len(UPDATES["cases"])))
 def test_updates_are_those_of_deepspeeds_engine(case):
     """Optimizers, decay, clipping (also where the file is silent) and a schedule, in one run each.
@@ -921,6 +836,7 @@ def reference_adam(l2: float, decay: float, corrected: bool) -> dict:
     return params
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_adam_without_bias_correction_and_with_decay_in_the_gradient(adam_w_mode, corrected):
@@ -946,6 +862,7 @@ def reference_lamb(low: float, high: float) -> dict:
     return params
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("low", "high"), [(0.01, 10.0), (0.01, 0.05), (2.0, 3.0)])
 def test_lamb_bounds_the_ratio_of_norms_as_deepspeed_does(low, high):
     numbers = {"min_coeff": low, "max_coeff": high}
@@ -1043,13 +960,6 @@ def test_matrices_of_muon_are_those_that_deepspeed_takes():
     }
     with pytest.raises(ValueError, match="conv/kernel has 4 dim.*pass optimizer=zerojax.muon"):
         matrices_by_shape({"conv/kernel": np.zeros((3, 3, 2, 4))})
-
-
-@pytest.mark.parametrize("kind", ["Adagrad", "ZeroOneAdam", "MuSGD"])
-def test_optimizers_that_are_not_here_are_refused_with_what_to_do(kind):
-    text = refusal({"optimizer": {"type": kind}})
-    assert f"optimizer.type='{kind}'" in text
-    assert "pass optimizer=" in text or "use" in text
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

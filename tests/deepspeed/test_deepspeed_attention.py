@@ -1,7 +1,5 @@
 """DeepSpeed's section `sparse_attention` is the layout of a model's calls of zerojax.attention."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -44,6 +42,7 @@ def layout_of(section):
     return deepspeed.translate(file(section), num_devices=8).attention_layout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("section", "layout"),
     [

@@ -1,7 +1,5 @@
 """DeepSpeed's section `expert_parallel` is the mesh axis `expert`, and other keys have a line."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -95,17 +93,14 @@ def test_every_key_of_deepspeeds_section_has_a_line():
     assert says.router == {}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("section", "more", "words"),
     [
         (on(autoep_size=0), {}, "autoep_size=0: must be at least 1"),
         (on(autoep_size=3), {}, "autoep_size=3: does not divide the 8 devices"),
         (on(autoep_size=3), {"data_parallel_size": 8}, "does not divide data_parallel_size 8"),
-        (
-            on(autoep_size=2),
-            {"data_parallel_size": 4},
-            "data_parallel_size=4: .* set 8",
-        ),
+        (on(autoep_size=2), {"data_parallel_size": 4}, "data_parallel_size=4: .* set 8"),
         (on(load_balance_coeff=0.001), {}, "take it out, and set moe.bias_rate"),
         (on(score_apply="pre"), {}, "score_apply='pre': .* use post"),
         (on(score_func="tanh"), {}, "use softmax or sigmoid"),

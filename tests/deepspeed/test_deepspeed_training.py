@@ -91,45 +91,6 @@ def test_a_file_trains_as_the_settings_that_it_means(path):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"batches": batches(8)}, "have 8; in zerojax a batch has all rows"),
-        ({"num_microbatches": 4}, "num_microbatches is 4"),
-        ({"global_batch_size": 8}, "have 8"),
-        ({"log": LogConfig(every=7)}, "log.every=7"),
-        ({"optimizer": zerojax.adamw(1e-3)}, "remove one of them"),
-        ({"precision": "fp16", "mesh": {"bf16": {"enabled": True}}}, "precision='fp16'"),
-        (
-            {
-                "mesh": {
-                    "gradient_clipping": 0,
-                    "tensor_parallel": {
-                        "autotp_size": 2,
-                        "partition_config": {
-                            "layer_specs": [
-                                {"patterns": [r"\.o_proj\.weight$"], "partition_type": "row"}
-                            ]
-                        },
-                    },
-                }
-            },
-            "matches none of the",
-        ),
-    ],
-)
-def test_a_contradiction_is_refused_before_anything_is_made(path, tmp_path, options, words):
-    options = {"batches": batches(), "precision": "fp32", "steps": STEPS, **options}
-    file = path
-    if mesh := options.pop("mesh", None):
-        file = tmp_path / "other.json"
-        file.write_text(json.dumps(mesh))
-    with pytest.raises(ValueError, match=words):
-        zerojax.train(
-            reference_model("gpt2"), file, options.pop("batches"), run_dir=None, **options
-        )
-
-
 @pytest.mark.thorough
 def test_what_the_file_leaves_to_deepspeeds_defaults_is_warned_of(tmp_path):
     file = tmp_path / "small.json"

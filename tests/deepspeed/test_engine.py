@@ -299,31 +299,18 @@ def test_weights_of_hugging_face_go_in_and_come_out(tmp_path):
     assert not any(trained[name].tobytes() == theirs[name].tobytes() for name in theirs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda e: e(batch(0)), TypeError, "write loss = engine.train_batch"),
-        (lambda e: e.backward, AttributeError, "no 'backward': .* one compiled program"),
-        (lambda e: e.step(), AttributeError, "no 'step': .* one compiled program"),
-        (lambda e: e.module, AttributeError, r"engine.to_model\(\)"),
-        (lambda e: e.lr_scheduler, AttributeError, r"engine.get_lr\(\)"),
         (lambda e: e.stepp, AttributeError, "the engine has no 'stepp'$"),
-        (lambda e: [*e], TypeError, "returns only the engine"),
-        (lambda e: e.train_batch(), TypeError, "one of them"),
         (
             lambda e: e.train_batch({key: rows.tolist() for key, rows in batch(0).items()}),
             TypeError,
             r"Python list of numbers, .* numpy.asarray\(batch\['x'\]\)",
         ),
         (lambda e: e.train_batch(batch(0) | {"text": ["a"] * 32}), TypeError, "holds text"),
-        (lambda e: e.train_batch(iter([batch(0)])), TypeError, "pass data_iter=it"),
-        (
-            lambda e: e.train_batch(data_iter=[batch(0)]),
-            TypeError,
-            "list, which is not an iterator",
-        ),
         (lambda e: e.eval_batch(data_itr=iter([])), TypeError, "did you mean 'data_iter'"),
-        (lambda e: e.train_batch(batch(0, 16)), ValueError, "16 rows .* train_batch_size is 32"),
         (lambda e: e.train_batch({"x": batch(0)["x"]}), ValueError, "missing"),
         (lambda e: initialize(CONFIG | {"optimiser": {}}), zerojax.errors.ConfigError, "optimizer"),
         (lambda e: initialize(optimizer=optax.sgd(1.0)), zerojax.errors.ConfigError, "optimizer"),
@@ -398,19 +385,10 @@ def test_a_configuration_comes_as_deepspeeds_introductions_give_it(way, tmp_path
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: zerojax.initialize(make_model()), "no configuration was passed; pass one"),
-        (lambda: initialize(config_params=CONFIG), "both config and config_params were passed"),
         (lambda: initialize(model_parameters=[]), "'model_parameters'; all parameters .* freeze="),
-        (lambda: initialize(training_data=[]), "'training_data'; pass each batch"),
         (lambda: initialize(collate_fn=len), "'collate_fn'; pass each batch"),
-        (lambda: initialize(lr_scheduler=None), "'lr_scheduler'; pass optimizer="),
         (lambda: initialize(mpu=None), "'mpu'; set mesh axes in the configuration"),
         (lambda: initialize(optimiser=None), "did you mean 'optimizer'"),
-        (
-            lambda: zerojax.initialize(argparse.Namespace(deepspeed_config="x"), make_model()),
-            "the first argument of initialize is the model",
-        ),
-        (lambda: initialize()[0], "returns only the engine"),
     ],
 )
 def test_what_deepspeeds_initialize_takes_and_this_does_not(call, words):

@@ -143,7 +143,7 @@ def both(model, config, monkeypatch, tmp_path):
     return [planned(way, model, config, monkeypatch, tmp_path) for way in ("train", "initialize")]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", TAKEN)
 def test_one_plan(name, monkeypatch, tmp_path):
@@ -160,6 +160,7 @@ def test_one_plan(name, monkeypatch, tmp_path):
         assert float(ours.learning_rate(count)) == float(theirs.learning_rate(count))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_one_refusal(name, monkeypatch, tmp_path):

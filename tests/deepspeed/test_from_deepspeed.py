@@ -3,8 +3,6 @@
 tests/oracles/from_deepspeed.py ran the page's other script, and wrote what it printed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

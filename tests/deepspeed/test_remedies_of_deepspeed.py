@@ -101,6 +101,7 @@ LIMITED = [path for path, entry in ENTRIES.items() if isinstance(entry, Key) and
 ABSENT_SECTIONS = [path for path, entry in ENTRIES.items() if isinstance(entry, AbsentFeature)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("path", LIMITED)
 def test_a_value_that_a_key_does_not_take(path):
     """The message names one that it takes, or several."""
@@ -113,6 +114,7 @@ def test_a_value_that_a_key_does_not_take(path):
         translated(put(given, path, value))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("path", ABSENT_SECTIONS)
 def test_a_section_that_is_not_built(path):
     """It is refused where it is on; without it the file is taken."""
@@ -201,6 +203,7 @@ FILES["a number of too many digits"] = Refusal(
 )
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("row", FILES)
 def test_keys(row):
     FILES[row].check(lambda words: translated(file(words)))
@@ -259,6 +262,7 @@ data_parallel_size=4 & num_devices=8 | data_parallel_size 4 | 8
 )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("row", CALLS)
 def test_calls(row):
     """Behind `&` stand keywords of the call."""

@@ -46,6 +46,7 @@ def write(folder: Path, text: str, model: str = MODEL) -> str:
     return str(path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "text",
     [
@@ -62,6 +63,7 @@ def test_a_script_that_catches_everything_has_trained(text, tmp_path):
     assert parts["loss"].__name__ == "loss"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -152,6 +154,7 @@ def run_script(folder: Path, text: str, then: str = "sys.exit(4)") -> int:
     return run_in_child([sys.executable, "child.py"], "script.py", 0.3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -1,7 +1,5 @@
 """examples/conversion: files of llama.cpp become folders of Hugging Face, tokenizer included."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

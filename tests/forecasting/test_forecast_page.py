@@ -130,12 +130,14 @@ def column(lines: list[str], place: int) -> list[float]:
     return [float(row[place].replace(",", "")) if row[place] != "-" else 0.0 for row in rows]
 
 
+@pytest.mark.sampled(4)
 def test_the_page_is_plain_and_narrow(page):
     assert page.isascii()
     assert max(map(len, page.splitlines())) <= WIDTH
     assert [line for line in page.splitlines() if line != line.rstrip()] == []
 
 
+@pytest.mark.sampled(4)
 def test_the_memory_table_adds_up(page):
     lines = section(page, "MEMORY")
     rule = next(i for i, line in enumerate(lines) if set(line.strip()) == {"-"})
@@ -153,6 +155,7 @@ def test_the_peak_is_what_the_compiler_counts():
     assert total == pytest.approx(float(peak.split()[1]), abs=1e-9)
 
 
+@pytest.mark.sampled(4)
 def test_the_traffic_table_adds_up(page):
     if "one device" in section(page, "TRAFFIC")[0] or "  sum " not in page:
         return
@@ -167,6 +170,7 @@ def test_the_traffic_table_adds_up(page):
         assert sum(shown) == pytest.approx(float(total[place].replace(",", "")), abs=1e-9)
 
 
+@pytest.mark.sampled(4)
 def test_the_time_table_adds_up(page):
     lines = section(page, "TIME")
     times = {

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import zerojax
+from tests.support.marks import needs_compiler
 from zerojax.forecasting import roles
 from zerojax.forecasting.hlo.dataflow import Dataflow, Edge
 from zerojax.forecasting.hlo.live_buffers import LiveAtPeak, read_live
@@ -224,13 +225,7 @@ def make_plan(name: str, remat: str, zero: int, microbatches: int, rows: int, de
 
 @functools.cache
 def compiled(
-    name: str,
-    remat: str,
-    zero: int,
-    *,
-    microbatches: int = 1,
-    rows: int = 2,
-    devices: int = 8,
+    name: str, remat: str, zero: int, *, microbatches: int = 1, rows: int = 2, devices: int = 8
 ) -> tuple[Any, LiveAtPeak, dict[str, int], Any]:
     """(plan, what lives at the peak, bytes by role, the compiler's own count)."""
     plan = make_plan(name, remat, zero, microbatches, rows, devices)
@@ -247,9 +242,6 @@ def compiled(
     return plan, live, bytes_by_role(live, plan), program.memory
 
 
-needs_compiler = pytest.mark.skipif(
-    compile_client.missing() is not None, reason=str(compile_client.missing())
-)
 SLOW = pytest.mark.slow
 CASES = [
     pytest.param("gpt2", "full", 1, {}, id="gpt2-zero1"),

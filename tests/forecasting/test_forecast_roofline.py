@@ -1,7 +1,5 @@
 """The roofline against arithmetic done by hand, JAX's share of a card, and what would help."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

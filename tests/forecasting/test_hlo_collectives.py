@@ -39,6 +39,7 @@ def collective(line: str, **options):
 # --- groups -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("text", "groups"),
     [

@@ -1,7 +1,5 @@
 """What moves between host and device memory, counted by hand in programs as XLA writes them."""
 
-from __future__ import annotations
-
 import pytest
 
 from zerojax.forecasting.hlo import find_host_copies, link_bytes, read_program

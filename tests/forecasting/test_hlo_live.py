@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.support.marks import needs_compiler
 from zerojax.forecasting.hlo.live_buffers import LiveAtPeak, read_live
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
@@ -217,7 +218,7 @@ def compile_small(folder: Path, devices: int) -> tuple[LiveAtPeak, Any]:
     return read(folder), compiled.memory
 
 
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
+@needs_compiler
 @pytest.mark.parametrize("devices", [1, 8])
 def test_what_the_compiler_dumps_is_what_it_counts(tmp_path, devices):
     live, memory = compile_small(tmp_path, devices)
@@ -247,7 +248,7 @@ print(len(list((folder / "cache").iterdir())))
 """
 
 
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
+@needs_compiler
 @pytest.mark.thorough
 def test_a_compilation_cache_of_the_user_is_left_alone(tmp_path):
     """A client without devices cannot read an entry: JAX would warn, and compile again."""

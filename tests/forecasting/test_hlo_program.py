@@ -206,15 +206,6 @@ def test_backend_configurations_that_are_no_json_are_empty():
     assert read_program(text).entry["q"].backend_config == {}
 
 
-def test_what_is_no_program_is_refused():
-    with pytest.raises(ValueError, match=r"has no HLO module.*compiled\.as_text"):
-        read_program("module @jit_step { }")
-    with pytest.raises(
-        ValueError, match="computation 'main' is not an HLO instruction: .*nonsense"
-    ):
-        read_program(PLAIN.replace("  ROOT e", "  nonsense\n  ROOT e"))
-
-
 def events_of_reading(copies: int) -> int:
     """Calls, of Python's functions and of C's, for all there is to know of a program."""
     main = NESTED[NESTED.index("ENTRY") :]

@@ -1,7 +1,5 @@
 """Trip counts that the compiler has not written down, from the loop itself."""
 
-from __future__ import annotations
-
 import re
 
 import jax

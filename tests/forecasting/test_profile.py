@@ -1,7 +1,5 @@
 """FLOPs counted from the jaxpr agree with formulas and with XLA's count of loop-free programs."""
 
-from __future__ import annotations
-
 import mmap
 import warnings
 from functools import partial
@@ -39,6 +37,7 @@ def xla_flops(fn, *args):
     return jax.jit(fn).lower(*args).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("fn", "args", "expected"),
     [
@@ -116,8 +115,7 @@ def test_while_without_a_constant_bound_warns_and_counts_once():
         return jax.lax.fori_loop(0, n, lambda _, carry: carry @ w, x)
 
     with pytest.warns(
-        UserWarning,
-        match="FLOPs are too low: .* its matrix products are counted once",
+        UserWarning, match="FLOPs are too low: .* its matrix products are counted once"
     ):
         assert count_flops(loop, 3, X, W) == ONE
     with warnings.catch_warnings():  # a loop with nothing to count is nobody's problem

@@ -1,7 +1,5 @@
 """For which parameter a step multiplies, which operations a trace shows, and the page of both."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -103,11 +101,7 @@ def test_every_parameter_has_its_products(mesh, settings, name, remat):
 @pytest.mark.thorough
 def test_stages_of_a_pipeline_too():
     rows = rows_of_plan(
-        reference_model("gpt2"),
-        {"data": 2, "stage": 2},
-        text_batch(),
-        zero=1,
-        num_microbatches=4,
+        reference_model("gpt2"), {"data": 2, "stage": 2}, text_batch(), zero=1, num_microbatches=4
     )
     up = rows["blocks/mlp/up/kernel"]
     assert up.backward == 2 * up.forward

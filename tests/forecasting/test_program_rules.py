@@ -200,6 +200,7 @@ def test_a_value_of_the_batch_that_every_device_holds_whole():
     assert not violations(step, max_replicated_mb=0.02)
 
 
+@pytest.mark.thorough
 def test_a_parameter_that_must_not_be_gathered():
     step = step_of(zero=3)
     found = violations(step, no_gather=("^up/kernel",))

@@ -30,7 +30,6 @@ from zerojax.forecasting.settings_search.search_result import (
     NOT_TRIED,
     TOO_LARGE,
 )
-from zerojax.hardware import compile_client
 from zerojax.hardware.compile_client import CompileError
 from zerojax.parallel import bucket_sizes
 from zerojax.plan.device_mesh import make_abstract_mesh
@@ -235,11 +234,7 @@ def test_page_words_and_json_have_the_choice():
     assert values["words"][-1] == f"mesh.reduce_bucket_size={half}"
 
 
-MISSING = compile_client.missing()
-
-
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
     ("zero", "devices"),
     [

@@ -3,8 +3,6 @@
 Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs.
 """
 
-from __future__ import annotations
-
 import collections
 import warnings
 
@@ -14,18 +12,12 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import compile_step, gpu_mesh
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client
-from zerojax.hardware.gpus import find_gpu
 from zerojax.plan.batch_sums import bytes_sent
-from zerojax.plan.device_mesh import make_mesh
 from zerojax.tracing.batch_calls import find_batch_sums
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 LAYERS, WIDTH, HIDDEN, ROWS = 4, 1024, 2048, 256
 
 
@@ -56,20 +48,18 @@ def loss(model, batch):
 
 def sent(mean, *, model, zero):
     """(the plan, {(kind, devices that send, apart by): bytes of one device in a step})."""
-    devices = compile_client.gpu_devices(find_gpu("h100"), 8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = zerojax.make_plan(
             (init, build_apply(mean)),
-            make_mesh({"model": model}, devices),
+            gpu_mesh({"model": model}),
             example_batch={"x": jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32)},
             loss=loss,
             zero=zero,
             precision="bf16",
             rules=[("up", (None, None, "model")), ("down", (None, "model", None))],
         )
-    lowered = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    program = hlo.read_program(compile_client.compile_for_gpus(lowered, sketch=True).text)
+    program = hlo.read_program(compile_step(plan).text)
     found = collections.Counter()
     for one in hlo.find_collectives(program, 8):
         found[one.kind, len(one.group), one.group[1] - one.group[0]] += one.wire_bytes * one.times

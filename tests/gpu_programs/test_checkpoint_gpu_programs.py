@@ -3,8 +3,6 @@
 Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs
 """
 
-from __future__ import annotations
-
 import math
 
 import jax
@@ -18,11 +16,7 @@ from zerojax.checkpoint.fingerprints import _program
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 DEVICES = 8
 
 

@@ -14,11 +14,7 @@ from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.optim.weight_codes import KINDS, WeightCodes
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,8 +4,6 @@ Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 of processor time.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -19,11 +17,7 @@ from zerojax.operators.context import WAYS, Sizes, wire_bytes
 from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.make import make_plan
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 DEVICES, TOKENS = 8, 32768
 
 

@@ -7,28 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
 import zerojax
 from benchmarks import update_phase
-from pallas_kernels import choice
+from tests.support.gpu_plans import compile_step, text_plan
+from tests.support.marks import needs_kernels
 from tests.support.recipe import RECIPE
 from tests.support.small_models import reference_model
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client
-from zerojax.hardware.gpus import find_gpu
 from zerojax.optim import ema_of
 from zerojax.plan.counts import shard_bytes
-from zerojax.plan.device_mesh import make_mesh
 
-MISSING = choice.missing() or compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.gpu_programs, needs_kernels]
 SHAPES = update_phase._shapes(2, stacked=True)
 SMALL = 4096
 """Bytes of scalars."""
@@ -65,19 +57,16 @@ def test_the_update_moves_8_bytes_more_and_holds_nothing_more(name, precision, w
 
 def compiled_step(optimizer: Any, zero: int) -> tuple[Any, Any, Any]:
     """(plan, memory, (kind, bytes) of all collectives) of a step on 8 H100."""
-    mesh = make_mesh({}, compile_client.gpu_devices(find_gpu("h100"), 8))
-    rows = jax.ShapeDtypeStruct((16, 128), jnp.int32)
-    plan = zerojax.make_plan(
+    plan = text_plan(
         reference_model("gpt2", max_seq_len=128, embed_dim=256, num_layers=4),
-        mesh,
-        example_batch={"tokens": rows, "targets": rows},
+        16,
+        128,
         optimizer=optimizer,
         zero=zero,
         precision="bf16",
         persistence_threshold=0,
     )
-    lowered = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    found = compile_client.compile_for_gpus(lowered, sketch=True)
+    found = compile_step(plan)
     program = hlo.read_program(found.text)
     sent = sorted((c.kind, c.wire_bytes) for c in hlo.find_collectives(program, 8))
     return plan, found.memory, sent

@@ -4,34 +4,23 @@ Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 processor time.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import math
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-import zerojax
+from tests.support.gpu_plans import compile_step, text_plan
 from zerojax.config import MoEConfig
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
 from zerojax.operators.marks import FURTHER_ROUNDS
 from zerojax.operators.routed_experts import slots_per_expert
-from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.expert_costs import expert_costs
-from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers
 from zerojax.zoo.llama import Llama, LlamaConfig
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 DEVICES, TOKENS, LAYERS, WIDTH, HIDDEN, EXPERTS, K = 8, 2048, 2, 512, 256, 16, 2
 
 
@@ -41,18 +30,11 @@ def compiled(data, zero, remat, model=1, count=DEVICES):
     moe = MoEConfig(num_experts=EXPERTS, experts_per_token=K, expert_dim=HIDDEN)
     sizes = {"num_layers": LAYERS, "num_heads": 8, "num_kv_heads": 8, "embed_dim": WIDTH}
     config = LlamaConfig(vocab_size=512, max_seq_len=TOKENS, remat=remat, moe=moe, **sizes)
-    shape = jax.ShapeDtypeStruct((count // model, TOKENS), jnp.int32)
-    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), count)
-    plan = make_plan(
-        lambda rngs: Llama(config, rngs=rngs),
-        make_mesh({"data": data, "expert": count // data // model, "model": model}, devices),
-        example_batch={"tokens": shape, "targets": shape},
-        precision="bf16",
-        zero=zero,
-        persistence_threshold=1,
-    )
-    lowered = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    return plan, compile_client.compile_for_gpus(lowered, sketch=True).text
+    axes = {"data": data, "expert": count // data // model, "model": model}
+    options = {"precision": "bf16", "zero": zero, "persistence_threshold": 1}
+    build = lambda rngs: Llama(config, rngs=rngs)  # noqa: E731
+    plan = text_plan(build, count // model, TOKENS, axes=axes, devices=count, **options)
+    return plan, compile_step(plan).text
 
 
 CASES = [(1, 1, "none"), (2, 1, "none"), (2, 3, "none"), (2, 3, "full")]

@@ -23,11 +23,7 @@ from zerojax.hardware import compile_client, gpus
 from zerojax.operators.marks import FURTHER_ROUNDS
 from zerojax.operators.routed_experts import slots_per_expert
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 TOKENS, WIDTH, HIDDEN, EXPERTS, K = 4096, 2048, 1024, 8, 8
 """As many rows and weights as a device of OLMoE has of one layer with its experts over 8."""
 SLOTS = EXPERTS * slots_per_expert(TOKENS, K, EXPERTS, 1.25)

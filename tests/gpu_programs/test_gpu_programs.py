@@ -4,8 +4,6 @@ Needs the compile-only client (extra `plan`) and no GPU; `pytest -m gpu_programs
 two minutes of two free cores. One test is one program, and looks at every claim about it.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -15,22 +13,18 @@ from jax.sharding import PartitionSpec as P
 from tests.plan.test_plan import list_plan
 from tests.support import gpu_programs
 from tests.support.forecast_samples import sample_row
+from tests.support.gpu_plans import compile_step, gpu_mesh
 from tests.support.gpu_programs import BF16, LAYERS, SEQ, WIDTH, Case, compile_case
 from tests.support.program_claims import Claims
 from zerojax.forecasting import hlo
 from zerojax.forecasting.roofline import with_network_bytes
 from zerojax.hardware import compile_client, gpus
 from zerojax.parallel import collectives
-from zerojax.parallel.step import build_step
 from zerojax.plan.counts import role_bytes
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.wire import wire_bytes
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 
 CASES = [
     *(Case(8, zero, parts) for zero in range(4) for parts in (1, 4)),
@@ -232,14 +226,13 @@ def test_a_model_that_keeps_everything_keeps_no_gathered_weights(regather, units
 def test_layers_of_a_python_loop_take_what_the_table_says(zero, num_microbatches, precision):
     """Weights once, and at stage 2 their gradients; not the next microbatch's weights as well."""
     plan = list_plan(
-        make_mesh({"data": 8}, devices=compile_client.gpu_devices(gpus.find_gpu("h100"), 8)),
+        gpu_mesh(),
         zero=zero,
         num_microbatches=num_microbatches,
         precision=precision,
         width=2048,
     )
-    lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    compiled = compile_client.compile_for_gpus(lowered, sketch=True)
+    compiled = compile_step(plan)
     roles = role_bytes(plan)
     counted = roles["gathered weights"] + roles["gradients"]
     assert counted == pytest.approx(compiled.memory.temporary, rel=0.25)

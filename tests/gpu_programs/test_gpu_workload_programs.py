@@ -3,8 +3,6 @@
 Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +15,7 @@ from benchmarks.gpu import optimizer as gpu_optimizer
 from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
 from benchmarks.gpu.workloads import choose_workload
 from pallas_kernels import choice
+from tests.support.marks import needs_kernels
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
@@ -24,12 +23,7 @@ from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.slow,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.gpu_programs, pytest.mark.slow]
 ROOM = 0.9 * 78 * 2**30
 """What JAX is given of the memory that an H100 has free (`benchmarks/gpu/run.sh`)."""
 
@@ -79,7 +73,7 @@ CASES += [("148 leaves", *one) for one in MANY]
 CASES.remove(("1 leaf", "adam8bit", "optax"))
 
 
-@pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
+@needs_kernels
 @pytest.mark.parametrize(("layout", "kind", "name"), CASES, ids=lambda x: str(x).replace(" ", "_"))
 def test_ten_updates_in_one_program_each_read_and_write_all_in_place(
     layout, kind, name, on_device, monkeypatch

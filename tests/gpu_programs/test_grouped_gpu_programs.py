@@ -3,8 +3,6 @@
 Needs the compile-only client (extra `plan`), jax >= 0.11 and no GPU: pytest -m gpu_programs.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -16,23 +14,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from pallas_kernels import choice
 from pallas_kernels.grouped import grouped_product, segments_of
 from tests.gpu_programs.test_experts_gpu_programs import EXPERTS, HIDDEN, TOKENS, WIDTH, K
+from tests.support.gpu_plans import compile_step, text_plan
+from tests.support.marks import needs_kernels
 from zerojax.config import MoEConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
 from zerojax.operators.routed_experts import slots_per_expert
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan
 from zerojax.zoo.llama import Llama, LlamaConfig
 from zerojax.zoo.moe import _GatedMlps
 
-MISSING = choice.missing() or compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.gpu_programs, needs_kernels]
 CHOICES = TOKENS * K
 
 
@@ -124,18 +117,16 @@ def step(products):
     moe = MoEConfig(num_experts=16, experts_per_token=2, expert_dim=256, products=products)
     sizes = {"num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "embed_dim": 512}
     config = LlamaConfig(vocab_size=512, max_seq_len=2048, remat="full", moe=moe, **sizes)
-    shape = jax.ShapeDtypeStruct((8, 2048), jnp.int32)
-    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), 8)
-    plan = make_plan(
+    plan = text_plan(
         lambda rngs: Llama(config, rngs=rngs),
-        make_mesh({"data": 2, "expert": 4}, devices),
-        example_batch={"tokens": shape, "targets": shape},
+        8,
+        2048,
+        axes={"data": 2, "expert": 4},
         precision="bf16",
         zero=3,
         persistence_threshold=1,
     )
-    lowered = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    return plan, compile_client.compile_for_gpus(lowered, sketch=True).text
+    return plan, compile_step(plan).text
 
 
 def test_a_step_over_8_devices_holds_the_kernels_and_sends_the_same_rows():

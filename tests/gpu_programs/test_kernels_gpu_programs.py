@@ -3,8 +3,6 @@
 Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs
 """
 
-from __future__ import annotations
-
 import os
 import re
 
@@ -22,15 +20,12 @@ from pallas_kernels.adam8bit_many import update_adam8bit_many
 from pallas_kernels.choice import Choice
 from pallas_kernels.many import update_many
 from pallas_kernels.update import update, update_trees
+from tests.support.marks import needs_kernels
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 
-MISSING = choice.missing() or compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.gpu_programs, needs_kernels]
 XLA = Choice("xla", "to compare with")
 F32, BF16 = jnp.float32, jnp.bfloat16
 WHOLE, ODD = (4096, 256), (1_000_003,)

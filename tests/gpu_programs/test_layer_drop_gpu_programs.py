@@ -12,19 +12,15 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import compile_step
 from zerojax.forecasting.hlo import Program, find_collectives, find_in_branches, read_program
 from zerojax.hardware import compile_client, gpus
-from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan, plan_of
 from zerojax.zoo import GPT2, GPT2Config
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 DEVICES, LAYERS, TOKENS = 8, 12, 256
 DROP = zerojax.LayerDropConfig(theta=0.5)
 
@@ -50,8 +46,7 @@ def compiled(config: zerojax.LayerDropConfig) -> tuple[Plan, Program, int]:
     devices = compile_client.gpu_devices(gpus.find_gpu("h100"), DEVICES)
     mesh = make_mesh({"data": DEVICES}, devices)
     plan = plan_of(inputs, mesh, zero=3, persistence_threshold=0)
-    lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    result = compile_client.compile_for_gpus(lowered, sketch=True)
+    result = compile_step(plan)
     return plan, read_program(result.text), result.memory.temporary
 
 

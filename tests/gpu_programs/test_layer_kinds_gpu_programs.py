@@ -10,25 +10,17 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import text_plan
 from tests.support.recipe import RECIPE
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
-from zerojax.hardware.gpus import find_gpu
 from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan
 from zerojax.zoo import Decoder, DecoderConfig, LayerKind, Rope
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 DEVICES, ROWS, TOKENS, HEADS = 8, 16, 1024, 8
 WINDOW = LayerKind(window=256)
 FULL = LayerKind(rope=Rope(theta=1e6))
@@ -66,12 +58,12 @@ def built(kinds: str, mesh: str, attention: str) -> Built:
         loss_chunk=1024,
         **KINDS[kinds],
     )
-    devices = compile_client.gpu_devices(find_gpu("h100"), DEVICES)
-    tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
-    plan = make_plan(
+    plan = text_plan(
         lambda rngs: Decoder(config, rngs=rngs),
-        make_mesh(MESHES[mesh], devices),
-        example_batch={"tokens": tokens, "targets": tokens},
+        ROWS,
+        TOKENS,
+        axes=MESHES[mesh],
+        devices=DEVICES,
         optimizer=zerojax.adamw(1e-3, **RECIPE),
         precision="bf16",
         zero=3,

@@ -4,30 +4,20 @@ Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 processor time.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-import zerojax
+from tests.support.gpu_plans import compile_step, text_plan
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
 from zerojax.models.losses import next_token
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers, wire_bytes
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 DEVICES, TOKENS, ROWS, WIDTH = 8, 8192, 131_072, 4096
 TABLE = "embed/embedding"
 ONE_WAY = (DEVICES - 1) / DEVICES * TOKENS * WIDTH * 2
@@ -51,19 +41,16 @@ class Reader(nnx.Module):
 @functools.cache
 def compiled(zero, lookup="owners", remat=False, microbatches=1):
     """(the plan, the compiled step in bfloat16 with TOKENS on each device)."""
-    shape = jax.ShapeDtypeStruct((DEVICES * microbatches, TOKENS // microbatches), jnp.int32)
-    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), DEVICES)
-    plan = make_plan(
+    plan = text_plan(
         lambda rngs: Reader(rngs, remat),
-        make_mesh({"data": DEVICES}, devices),
-        example_batch={"tokens": shape, "targets": shape},
+        DEVICES * microbatches,
+        TOKENS // microbatches,
         precision="bf16",
         num_microbatches=microbatches,
         zero=zero,
         lookup=lookup,
     )
-    lowered = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    return plan, compile_client.compile_for_gpus(lowered, sketch=True)
+    return plan, compile_step(plan)
 
 
 def sent(program, *kinds):

@@ -3,22 +3,15 @@
 Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.gpu_programs import LAYERS, WIDTH, Case, compile_case, wire_unit, wire_units
 from zerojax.forecasting.hlo.costs import Matmuls
-from zerojax.hardware import compile_client
 from zerojax.optim.matrices import newton_schulz_flops
 from zerojax.plan.whole_matrices import classes_of_plan, matrix_bytes
 from zerojax.plan.wire import wire_bytes
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 LIMIT = 4.5
 """Units at stages 1 and 2; optax's Muon, left to the compiler, sends 14.4 (a GPT of 25M)."""
 MATRIX = WIDTH * WIDTH

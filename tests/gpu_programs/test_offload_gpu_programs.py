@@ -36,11 +36,7 @@ from zerojax.plan.state import run_key_data
 from zerojax.training.run_file import plan_from_config
 from zerojax.zoo import GPT2, GPT2Config
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = gpus.find_gpu("h200")

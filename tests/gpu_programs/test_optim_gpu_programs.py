@@ -3,8 +3,6 @@
 Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs
 """
 
-from __future__ import annotations
-
 import math
 
 import jax
@@ -16,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from pallas_kernels import choice
 from pallas_kernels.choice import Choice
+from tests.support.gpu_plans import compile_step, text_plan
+from tests.support.marks import needs_kernels
 from tests.support.recipe import CLIPPED, RECIPE
 from tests.support.small_models import reference_model
 from zerojax.forecasting import hlo
@@ -25,14 +24,9 @@ from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.optim import adam8bit, coding_of
 from zerojax.optim.optimizer import UpdateContext
-from zerojax.plan.device_mesh import make_mesh
 from zerojax.tracing import trees
 
-MISSING = choice.missing() or compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.gpu_programs, needs_kernels]
 SHAPES = {"stacked": (4, 512, 2048), "table": (2048, 1024), "bias": (2048,)}
 DEVICES = 8
 PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values()) // DEVICES
@@ -70,11 +64,7 @@ def compiled_update(mesh, chosen):
 
     given = (*specs, specs[0], P(), P(), P())
     update = jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=specs, check_vma=False)
-    numbers = (
-        place((), P()),
-        place((), P(), jnp.bool_),
-        place((2,), P(), jnp.uint32),
-    )
+    numbers = (place((), P()), place((), P(), jnp.bool_), place((2,), P(), jnp.uint32))
     program = jax.jit(update, donate_argnums=(0, 1))
     return compile_client.compile_for_gpus(program, *kept, params, *numbers), trees.num_bytes(kept)
 
@@ -115,32 +105,16 @@ def test_shards_are_updated_in_place(mesh, name, kernels, moved, temporary):
 )
 def test_the_small_sums_of_a_step_compile_for_64_gpus(options):
     """XLA 0.12 aborts at the sum of one small array over 64 GPUs; over 8 and 512 it does not."""
-    mesh = make_mesh({"data": 64}, compile_client.gpu_devices(find_gpu("h100"), 64))
-    rows = jax.ShapeDtypeStruct((64, 128), jnp.int32)
-    plan = zerojax.make_plan(
-        reference_model("gpt2", max_seq_len=128, embed_dim=128, **options),
-        mesh,
-        example_batch={"tokens": rows, "targets": rows},
-        optimizer=zerojax.lamb(1e-3, weight_decay=0.01, **CLIPPED),
-        zero=1,
-    )
-    step = zerojax.build_step(plan)
-    assert compile_client.compile_for_gpus(
-        step, plan.abstract_state, plan.abstract_batch, sketch=True
-    )
+    model = reference_model("gpt2", max_seq_len=128, embed_dim=128, **options)
+    optimizer = zerojax.lamb(1e-3, weight_decay=0.01, **CLIPPED)
+    assert compile_step(text_plan(model, 64, 128, devices=64, optimizer=optimizer, zero=1))
 
 
 def test_state_that_a_skipped_step_keeps_is_written_in_place_on_8_gpus():
     """Whichever values a skipped step keeps, optax's arrays are written where they are."""
-    mesh = make_mesh({"data": DEVICES}, compile_client.gpu_devices(find_gpu("h100"), DEVICES))
-    rows = jax.ShapeDtypeStruct((DEVICES, 128), jnp.int32)
-    plan = zerojax.make_plan(
-        reference_model("gpt2", max_seq_len=128, embed_dim=256),
-        mesh,
-        example_batch={"tokens": rows, "targets": rows},
-        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
-        zero=3,
-    )
+    model = reference_model("gpt2", max_seq_len=128, embed_dim=256)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    plan = text_plan(model, DEVICES, 128, optimizer=optimizer, zero=3)
     step = zerojax.build_step(plan)
     compiled = compile_client.compile_for_gpus(step, plan.abstract_state, plan.abstract_batch)
     kept = plan.abstract_state["params"], plan.abstract_state["opt_state"]

@@ -13,14 +13,9 @@ import pytest
 from benchmarks.pipeline_programs import BF16, SMALL, Case, compile_case, wire
 from tests.support.program_claims import Claims
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client
 from zerojax.plan.pipeline_costs import total_buffer_bytes
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 
 DEEP = dataclasses.replace(SMALL, num_layers=16)
 """Four layers on each of 4 stages, two on each of 8: of a single layer XLA would gather only once

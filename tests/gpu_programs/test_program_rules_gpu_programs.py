@@ -1,7 +1,5 @@
 """Program rules in steps compiled for H100: attention, bytes between nodes, no false alarm."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -12,11 +10,7 @@ from zerojax.forecasting.program_rules import check_step
 from zerojax.hardware import compile_client
 from zerojax.zoo import build_model
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 
 SEQ, WIDTH = 128, 256
 SOUND = {

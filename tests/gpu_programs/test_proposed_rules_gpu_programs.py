@@ -3,24 +3,18 @@
 Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import gpu_mesh
 from tests.support.own_transformers import OwnDecoder
 from zerojax.forecasting.hlo import find_collectives, read_program
-from zerojax.hardware import compile_client, gpus
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.hardware import compile_client
 from zerojax.zoo import Decoder, DecoderConfig
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 TOKENS = {name: jax.ShapeDtypeStruct((32, 16), jnp.int32) for name in ("tokens", "targets")}
 SCALARS = 400
 """Bytes: parts of the norm of all gradients, see tests/parallel/test_proposed_rules.py."""
@@ -43,8 +37,7 @@ def decoder(rngs):
     ids=["reference", "own list"],
 )
 def test_all_reduces_are_those_of_the_proposal(model, sums):
-    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), 8)
-    mesh = make_mesh({"data": 4, "model": 2}, devices)
+    mesh = gpu_mesh({"data": 4, "model": 2})
     proposal = zerojax.propose_rules(model, mesh, example_batch=TOKENS, precision="bf16")
     counted = sum(part.forward_sums + part.backward_sums for part in proposal.parts)
     assert counted == sums

@@ -29,11 +29,7 @@ from zerojax.hardware import compile_client, gpus
 from zerojax.parallel.step import build_step
 from zerojax.parallel.zero import rewrite
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 SMALL = Sizes(width=256, heads=4, vocab=512, tokens=256, rows=4, precision="bf16")
 FEW, MANY = 4, 12
 SAME_BYTES = 0.02

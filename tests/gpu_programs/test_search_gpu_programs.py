@@ -14,13 +14,9 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax.hardware import compile_client, gpus
+from zerojax.hardware import gpus
 
-MISSING = compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.gpu_programs
 WIDTH, LAYERS, ROWS = 512, 6, 1024
 BATCH = {name: jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32) for name in ("x", "y")}
 MIB = 2**20

@@ -21,7 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from pallas_kernels import choice
+from tests.support.gpu_plans import compile_step, text_plan
+from tests.support.marks import needs_kernels
 from tests.support.recipe import CLIPPED, RECIPE
 from tests.support.small_models import reference_model
 from zerojax.forecasting import hlo
@@ -33,11 +34,7 @@ from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.training.tuning import attention_choices
 
-MISSING = choice.missing() or compile_client.missing()
-pytestmark = [
-    pytest.mark.gpu_programs,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = [pytest.mark.gpu_programs, needs_kernels]
 SMALL = 32 * 1024
 """Bytes of scalars, partial sums and tails."""
 SAME_PLACES = 0.01
@@ -132,13 +129,12 @@ def _precision(name: str) -> Any:
 
 @functools.cache
 def compiled(case: Case, kernels: str) -> Program:
-    devices = compile_client.gpu_devices(find_gpu("h100"), case.devices)
-    mesh = make_mesh({"stage": case.stage}, devices)
-    rows = jax.ShapeDtypeStruct((2 * case.devices, 128), jnp.int32)
-    plan = zerojax.make_plan(
+    plan = text_plan(
         reference_model("gpt2", max_seq_len=128, embed_dim=256, num_layers=4),
-        mesh,
-        example_batch={"tokens": rows, "targets": rows},
+        2 * case.devices,
+        128,
+        axes={"stage": case.stage},
+        devices=case.devices,
         optimizer=OPTIMIZERS[case.optimizer],
         zero=case.zero,
         precision=_precision(case.precision),
@@ -146,8 +142,7 @@ def compiled(case: Case, kernels: str) -> Program:
         num_microbatches=2 if case.stage > 1 else None,
         kernels=kernels,
     )
-    lowered = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    return _read(plan, compile_client.compile_for_gpus(lowered, sketch=True))
+    return _read(plan, compile_step(plan))
 
 
 def _read(plan: zerojax.Plan, found: compile_client.CompiledProgram) -> Program:

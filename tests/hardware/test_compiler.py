@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.support.marks import needs_compiler
 from zerojax import make_mesh
 from zerojax.config import MeshConfig
 from zerojax.hardware import compile_client
@@ -23,18 +24,6 @@ from zerojax.plan.compiler_options import NO_KERNELS_OPTIONS, PREFETCH_OPTIONS, 
 from zerojax.plan.device_mesh import make_abstract_mesh
 
 H100 = find_gpu("h100")
-needs_compiler = pytest.mark.skipif(
-    compile_client.missing() is not None, reason=str(compile_client.missing())
-)
-
-
-def test_without_the_plugin_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr(compile_client, "_PLUGINS", ("no_such_plugin",))
-    why = compile_client.missing()
-    assert why is not None
-    assert "pip install 'zerojax[plan]'" in why
-    with pytest.raises(compile_client.CompilerMissing, match="nothing was compiled"):
-        compile_client.gpu_devices(H100, 8)
 
 
 def test_a_client_of_another_version_is_not_used(monkeypatch):
@@ -62,19 +51,6 @@ def test_what_decides_a_program_is_named(monkeypatch):
     assert compile_client.compiler_version() == f"{named}, XLA_FLAGS={flag}"
     fast = f"{named}, XLA_FLAGS={flag}, fast options"
     assert compile_client.compiler_version(fast=True) == fast
-
-
-@pytest.mark.parametrize(
-    ("count", "match"),
-    [
-        (0, "at least 1 GPU"),
-        (12, r"devices=12 is not a multiple of the node size 8 .*; use 8 or 16"),
-    ],
-)
-def test_device_counts_that_make_no_nodes(monkeypatch, count, match):
-    monkeypatch.setattr(compile_client, "missing", lambda: None)
-    with pytest.raises(ValueError, match=match):
-        compile_client.gpu_devices(H100, count)
 
 
 def test_the_first_cause_of_a_chain_is_told_with_its_remedy():

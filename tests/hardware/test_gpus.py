@@ -47,6 +47,7 @@ def test_a_card_is_found_by_name_alias_and_device_kind(given, name):
     assert find_gpu(given).name == name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HAVE_TARGET)
 def test_the_compilers_devices_lead_back_to_the_card(name):
     """A H800 is told to the compiler as the H100 that it is."""
@@ -78,21 +79,15 @@ def test_names_and_aliases_are_unique():
     assert len(spellings) == len(set(spellings))
 
 
-def test_an_unknown_card_lists_all_the_nearest_and_the_way_out():
-    with pytest.raises(ValueError) as caught:
-        find_gpu("RTX 4009")
-    message = str(caught.value)
-    assert "gpu='RTX 4009' is not a known card; did you mean 'rtx-4090'?" in message
-    assert all(name in message for name in gpu_names())
-    assert "`name: mine`, `base: h100`" in message
-
-
 # Numbers
 
 
-@pytest.mark.parametrize("name", gpu_names())
-def test_every_number_of_a_card_has_its_source_or_is_named_an_assumption(name):
-    gpu = find_gpu(name)
+CARDS = [find_gpu(name) for name in gpu_names()]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("gpu", CARDS, ids=gpu_names())
+def test_every_number_of_a_card_has_its_source_or_is_named_an_assumption(gpu):
     explained = {
         key.strip()
         for note in (*gpu.sources, *gpu.assumptions)
@@ -107,12 +102,14 @@ def test_every_number_of_a_card_has_its_source_or_is_named_an_assumption(name):
     assert explained == numbers
 
 
-@pytest.mark.parametrize("name", gpu_names())
-def test_the_numbers_of_a_card_agree_with_each_other(name):
-    gpu = find_gpu(name)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("gpu", CARDS, ids=gpu_names())
+def test_the_numbers_of_a_card_agree_with_each_other(gpu):
     assert 0.9 < gpu.memory_bytes / (gpu.memory_gb * 2**30) <= 1  # sold in GB, built in GiB
     assert gpu.host_bandwidth <= gpu.memory_bandwidth / 8
     assert (gpu.node_devices > 1) == (gpu.node_bandwidth > 64e9)  # NVLink or PCIe Gen5
+    if gpu.bf16_flops:  # TF32 units do half the work of bf16 units on all of these
+        assert gpu.bf16_flops / gpu.fp32_flops == pytest.approx(2, rel=0.02)
     if gpu.fp8_flops:
         assert gpu.fp8_flops / gpu.bf16_flops == pytest.approx(2, rel=0.02)
     if gpu.target:  # the driver's clock x bus width is near what the datasheet prints
@@ -181,9 +178,6 @@ def test_a_file_can_stand_alone(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (WHOLE + "bf16_tflop: 3\n", r"bf16_tflop: unknown key; did you mean 'bf16_tflops'\?.*:8\)"),
-        (WHOLE + "fp8_tflops: '1e9'\n", r"fp8_tflops: expected a number, got '1e9'.*:8\)"),
-        (WHOLE + "fp8_tflops: 0\n", r"fp8_tflops: 0 is not above 0; leave.* out.*mine\.yaml:8\)"),
         (
             WHOLE + "node_devices: 8\n",
             r"node_devices: the key appears twice, first on line 4.*:8\)",
@@ -192,42 +186,15 @@ def test_a_file_can_stand_alone(tmp_path):
             WHOLE.replace("_devices: 1", "_devices: 1.5"),
             r"node_devices: expected a whole.*1\.5.*:4",
         ),
-        (
-            "name: half\n",
-            r"a GPU card needs memory_bytes, .*host_gb_per_s; add it, or .*base: h100",
-        ),
-        ("name: x\nbase: h102\n", r"base: 'h102' is not a known card; did you mean 'h100'\?.*:2\)"),
-        ("- h100\n", r"a GPU card has KEY: VALUE lines; got \['h100'\] .*mine\.yaml:1\)"),
         ("", r"a GPU card has KEY: VALUE lines; got None"),
         ("name: [\n", r"not valid YAML: .*mine\.yaml:2\)"),
-        (WHOLE + "aliases: me\n", r"aliases: expected a list, got 'me'; write \['me'\] .*:8\)"),
         (WHOLE + "device_kinds: ['(']\n", r"device_kinds: '\(' is not a regular expression.*:8\)"),
         (WHOLE + "sources:\n  fp9: me\n", r"sources\.fp9: not a key of a GPU card.*:9\)"),
-        (WHOLE + "compiler: 9\n", r"compiler: expected a section with the keys description,.*:8\)"),
-        (
-            "name: x\nbase: h100\ncompiler:\n  capability: hopper\n",
-            r"compiler\.capability: 'hopper' is not a compute capability; write one like.*:4\)",
-        ),
-        (
-            "name: x\nbase: h100\ncompiler:\n  dnn_version: 9\n",
-            r"compiler\.dnn_version: 9 is not a version; write three numbers.*:4\)",
-        ),
     ],
 )
 def test_a_bad_file_names_the_line_the_value_and_the_remedy(text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         find_gpu(write(tmp_path, text))
-
-
-def test_a_missing_file_is_told_apart_from_an_unknown_card():
-    with pytest.raises(ValueError, match=r"cannot read the GPU card 'no/such\.yaml': .*or one of"):
-        find_gpu("no/such.yaml")
-
-
-def test_an_unknown_capability_lists_the_known_ones(tmp_path):
-    path = write(tmp_path, "name: x\nbase: h100\ncompiler: {capability: '11.0'}\n")
-    with pytest.raises(ValueError, match=r"compiler\.capability=11\.0 is not one of 8\.0, 8\.6"):
-        target_text(find_gpu(path))
 
 
 def test_the_wheel_holds_the_cards():

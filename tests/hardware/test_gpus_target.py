@@ -96,6 +96,7 @@ def test_every_card_that_openxla_describes_is_compared():
     assert {*DATA_CENTER, "rtx-a6000", "rtx-pro-6000"} <= set(DESCRIBED)
 
 
+@pytest.mark.sampled(4)
 @needs_descriptions
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_the_target_has_the_facts_of_openxlas_description(name):
@@ -169,6 +170,7 @@ def test_the_target_compiles_to_the_program_of_openxlas_description(name):
     assert instructions(ours) == instructions(theirs)
 
 
+@pytest.mark.sampled(4)
 @needs_plugin
 @pytest.mark.parametrize("name", HAVE_TARGET)
 def test_the_compiler_accepts_the_target(name):
@@ -194,13 +196,6 @@ def test_accelerated_features_belong_to_hopper_and_blackwell_servers():
         gpu = find_gpu(name)
         accelerated = gpu.target.capability in ("9.0a", "10.0a")
         assert ("feature_extension: ACCELERATED_FEATURES" in target_text(gpu)) == accelerated
-
-
-def test_a_card_without_a_description_says_what_to_do():
-    with pytest.raises(
-        ValueError, match=r"gpu='a30' has no compiler description.*base: a30.*h100\.yaml"
-    ):
-        target_text(find_gpu("a30"))
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "b200", "gb200", "a100-80gb", "a100-40gb"])

@@ -1,7 +1,5 @@
 """`pallas_kernels` as somebody uses it who has nothing of zerojax."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -15,8 +13,9 @@ import pytest
 from pallas_kernels import optimizers
 from pallas_kernels.adam8bit import init_moments
 from pallas_kernels.adam8bit_kernel import update_adam8bit
-from pallas_kernels.choice import choose, missing
+from pallas_kernels.choice import choose
 from pallas_kernels.update import update
+from tests.support.marks import needs_kernels
 
 PACKAGE = Path(__file__).parents[2] / "pallas_kernels"
 
@@ -58,10 +57,7 @@ REFUSED = {
         "lion: scalars are AdamScalars, but must be LionS",
     ),
     "no scalars": (eight_bit(scalars=(1e-3,)), "scalars are tuple, but must be .*adam_scalars"),
-    "a key": (
-        lion(seed=jax.random.key(0)),
-        r"lion: seed is key<fry>\[\], .*rounding.seed_of",
-    ),
+    "a key": (lion(seed=jax.random.key(0)), r"lion: seed is key<fry>\[\], .*rounding.seed_of"),
     "signed": (eight_bit(seed=SEED.astype(jnp.int32)), r"seed is int32\[2\], but must be uint32"),
     "a long seed": (
         lion(seed=jnp.zeros((3,), jnp.uint32)),
@@ -82,6 +78,6 @@ def test_what_would_be_computed_wrongly_is_refused_with_the_remedy(call, sentenc
         call()
 
 
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@needs_kernels
 def test_no_devices_are_no_gpu():
     assert "there is no device" in choose("auto", kernel="adam8bit", devices=[]).reason

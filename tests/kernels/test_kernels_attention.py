@@ -4,8 +4,6 @@ Tolerance: operands and results are rounded to 16 bits (2^-8 of bfloat16, 2^-11 
 are the weights before the second product: 2^-7 and 2^-10 of the largest value.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -13,13 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import (
-    Seen,
-    attention_part,
-    block_attention,
-    part_gradients,
-    why_not,
-)
+from pallas_kernels.attention import Seen, attention_part, block_attention, part_gradients, why_not
 from pallas_kernels.attention_tables import BLOCK, TILE, share_visited, tables_of
 from pallas_kernels.choice import KernelUnavailable, missing
 
@@ -233,6 +225,7 @@ def test_one_bit_of_a_table_that_is_flipped_is_seen():
 # --- tables ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["diagonals", "random", "heads", "columns"])
 def test_tables_hold_each_pair_of_blocks_once(name):
     seen = layout(name, heads=3, tokens=320)

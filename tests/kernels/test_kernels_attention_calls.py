@@ -1,7 +1,5 @@
 """`zerojax.attention` by its own kernels: values, choice, plans and programs."""
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -14,6 +12,7 @@ import zerojax
 from pallas_kernels import attention as kernels
 from pallas_kernels.choice import missing
 from tests.operators.test_attention_cudnn import compiled, h100s, kinds_of_collectives, plan_of
+from tests.support.marks import needs_compiler
 from zerojax.config import BigBirdLayout, SlidingWindowLayout
 from zerojax.forecasting.hlo import read_program
 from zerojax.hardware import compile_client
@@ -25,8 +24,6 @@ from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.tracing.flops import count_program_flops
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-NO_COMPILER = compile_client.missing()
-needs_compiler = pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 H100 = Device("NVIDIA H100 80GB HBM3", "gpu", split=1, where="step")
 CLOSE = 2**-7
 """Of values up to 1: operands, weights and results are rounded to bfloat16."""

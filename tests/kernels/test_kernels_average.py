@@ -3,8 +3,6 @@
 The reference against NumPy, and the kernels, in interpret mode, against the reference.
 """
 
-from __future__ import annotations
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -19,8 +17,8 @@ from pallas_kernels.elementwise import averaging, averaging_scalars
 from pallas_kernels.many import update_many
 from pallas_kernels.update import update
 from tests.kernels.test_kernels_elementwise import arrays_of, check_equal, normal, scalars_of
+from tests.support.marks import needs_kernels
 
-needs_kernels = pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
 XLA = choice.Choice("xla", "the oracle")
 BF16, F32 = jnp.bfloat16, jnp.float32
 RATE = 0.25
@@ -54,7 +52,7 @@ def moved_in_numpy(average, param):
     return average + np.float32(RATE) * (param - average)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @by_name
 def test_the_reference_moves_it_to_what_is_stored(plain, dtype):
@@ -71,6 +69,7 @@ def test_the_reference_moves_it_to_what_is_stored(plain, dtype):
     np.testing.assert_array_equal(found[-1], moved_in_numpy(updated[-1], found[0]))
 
 
+@pytest.mark.sampled(3)
 @by_name
 def test_a_skipped_step_does_not_move_it(plain):
     updated, read = leaf_of(plain, (33, 25))

@@ -1,7 +1,5 @@
 """The optimizer benchmarks run at tiny sizes and leave what they promise; no time is looked at."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

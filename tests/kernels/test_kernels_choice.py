@@ -11,8 +11,6 @@ import pytest
 from pallas_kernels import choice, optimizers
 from pallas_kernels.update import update
 
-needs_kernels = pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
-
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -78,9 +76,5 @@ def test_asking_for_the_kernel_on_a_cpu_never_falls_back():
     x = jnp.zeros((512,))
     with pytest.raises(choice.KernelUnavailable, match="lion"):
         update(
-            optimizers.LION,
-            (x, x),
-            (x,),
-            scalars=optimizers.lion_scalars(1e-3),
-            impl="mosaic_gpu",
+            optimizers.LION, (x, x), (x,), scalars=optimizers.lion_scalars(1e-3), impl="mosaic_gpu"
         )

@@ -1,7 +1,5 @@
 """The kernels, run in interpret mode, give what the plain reference gives; what is refused."""
 
-from __future__ import annotations
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,8 +9,8 @@ import pytest
 from pallas_kernels import choice, gradients, mosaic, muon, optimizers, rounding
 from pallas_kernels.update import update, update_trees
 from tests.support.kernel_rules import RULES
+from tests.support.marks import needs_kernels
 
-needs_kernels = pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
 XLA = choice.Choice("xla", "the oracle")
 BF16, F32, F16 = jnp.bfloat16, jnp.float32, jnp.float16
 
@@ -46,11 +44,7 @@ def arrays_of(rule, shape, dtype=F32, grad_dtype=BF16):
     """Of one leaf. Second moments must not be negative; all are made so where it does no harm."""
     updated = tuple(normal(k, shape, dtype) for k in range(rule.num_updated))
     read = tuple(normal(10 + k, shape, grad_dtype) for k in range(rule.num_read))
-    if rule.scalars in (
-        optimizers.AdamScalars,
-        optimizers.LambScalars,
-        muon.NesterovAdamScalars,
-    ):
+    if rule.scalars in (optimizers.AdamScalars, optimizers.LambScalars, muon.NesterovAdamScalars):
         updated = (*updated[:-1], jnp.abs(updated[-1]))
         if rule is optimizers.LAMB_APPLY:
             read = (read[0].astype(F32), jnp.abs(read[1]).astype(F32))
@@ -131,6 +125,7 @@ def test_a_skipped_step_changes_nothing_whatever_the_gradient_holds(rule):
             np.testing.assert_array_equal(np.asarray(before), np.asarray(after))
 
 
+@pytest.mark.sampled(1)
 @needs_kernels
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 def test_statistics_count_every_non_finite_value(bad):

@@ -4,8 +4,6 @@ Tolerances: both sum in float32, in other orders, and round a result once: 2e-6 
 in float32, one unit in the last place of bfloat16, 2^-8, of the largest.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -4,8 +4,6 @@ Runs Pallas' tracing and Mosaic's layout inference; machine code is the business
 test_kernels_gpu_programs.py.
 """
 
-from __future__ import annotations
-
 import re
 
 import jax
@@ -53,6 +51,7 @@ def program_of(rule, impl=KERNEL):
     return program
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", [(1024, 512), (1003, 7)], ids=["whole tiles", "a tail"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_one_kernel_that_writes_into_every_updated_array(rule, shape):
@@ -79,6 +78,7 @@ def test_equal_leaves_are_lowered_once():
     assert len(re.findall(r"call @_update\(", text)) == leaves
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_one_kernel_for_many_leaves_writes_into_all_of_them(rule):
     shapes = [(1024, 512), (384,), (2, 256)]

@@ -1,7 +1,5 @@
 """Many leaves in one kernel: what each would give alone; no tile meets another's elements."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels import choice, gradients, mosaic, optimizers, rounding, table, totals
+from pallas_kernels import gradients, mosaic, optimizers, rounding, table, totals
 from pallas_kernels.adam8bit import init_moments
 from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.adam8bit_many import update_adam8bit_many
@@ -29,8 +27,8 @@ from tests.kernels.test_kernels_elementwise import (
     scalars_of,
 )
 from tests.support.kernel_rules import RULES
+from tests.support.marks import needs_kernels
 
-needs_kernels = pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
 XLA = Choice("xla", "the oracle")
 by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 

@@ -4,8 +4,6 @@ Both are compiled. They are compared with the size of what they add up: rounding
 sum otherwise costs 2^-24 of the terms, and a parameter gathers that over the steps.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,8 +128,7 @@ def test_sgd(nesterov):
         return update(rule, updated, read, scalars=scalars, impl=XLA)
 
     tx = optax.chain(
-        optax.add_decayed_weights(DECAY, MASK),
-        optax.sgd(SCHEDULE, momentum=0.9, nesterov=nesterov),
+        optax.add_decayed_weights(DECAY, MASK), optax.sgd(SCHEDULE, momentum=0.9, nesterov=nesterov)
     )
     check(run_oracle(leaf, 1), run_optax(tx, lambda state: (state[1][0].trace,)), 1e-6)
 

@@ -1,7 +1,5 @@
 """Stochastic rounding has no bias at all: what every one of the 2^16 draws does is counted."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +15,7 @@ def as_float(bits):
     return lax.bitcast_convert_type(jnp.uint32(bits), jnp.float32)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("fraction", [0, 1, 0x7FFF, 0x8000, 0xFFFF])
 @pytest.mark.parametrize("start", [0x3F800000, 0xC2FE0000, 0x00010000], ids=["1", "-127", "tiny"])
 def test_as_many_draws_round_away_from_zero_as_the_fraction_says(start, fraction):

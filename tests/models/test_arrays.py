@@ -1,7 +1,5 @@
 """How a state is born in its shards, apart from the user's arrays, and moves between plans."""
 
-from __future__ import annotations
-
 import math
 
 import chex
@@ -12,12 +10,10 @@ from flax import linen, nnx
 
 from tests.support import equal_trees, small_models
 from tests.support.small_models import reference_model
-from tests.support.trajectories import advance, optimizer, plan_for, regression_batch, text_batch
+from tests.support.trajectories import advance, plan_for, regression_batch
 from zerojax.parallel.initialization import build_initialiser, init_state
 from zerojax.parallel.reshard import from_portable_state, reshard_state, to_portable_state
 from zerojax.plan.counts import shard_bytes
-from zerojax.plan.device_mesh import make_abstract_mesh
-from zerojax.plan.make import make_plan
 from zerojax.plan.state import run_key_data
 
 USER = {
@@ -152,14 +148,3 @@ def test_plans_of_different_states_are_refused():
     there = plan_for(user_model, devices=1, freeze=("hidden",), **USER)
     with pytest.raises(ValueError, match="describe different states .*freeze="):
         reshard_state(here, there, init_state(here))
-
-
-def test_an_abstract_mesh_has_no_arrays():
-    plan = make_plan(
-        reference_model("gpt2"),
-        make_abstract_mesh(None, 16),
-        example_batch=text_batch(0),
-        optimizer=optimizer(),
-    )
-    with pytest.raises(ValueError, match="abstract mesh.*zerojax.make_mesh"):
-        init_state(plan)

@@ -111,7 +111,7 @@ class Stubborn(nnx.Module):
         return self.dropout(self.out(x), deterministic=False)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [Inner(), Stubborn])
 def test_a_loss_that_is_random_in_evaluation_is_warned_of_at_the_users_line(model):
     with pytest.warns(UserWarning, match="random in evaluation mode.*linen module needs") as caught:

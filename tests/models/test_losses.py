@@ -1,7 +1,5 @@
 """Losses against NumPy in float64; always (sum, weight) in float32."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

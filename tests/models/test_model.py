@@ -4,8 +4,6 @@ At stage 3 a parameter is stored in shards, so each unusual model is compared wi
 same loss, and the same gradient of every parameter.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -441,6 +439,7 @@ class SlashedNames(nnx.Module):
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
@@ -450,16 +449,8 @@ class SlashedNames(nnx.Module):
             TypeError,
             r"pair of a dict and a function: .* \(lambda key: params, apply\)",
         ),
-        (
-            LinenNorm,
-            TypeError,
-            r"LinenNorm is a linen class.* LinenNorm\(",
-        ),
-        (
-            lambda rngs: {"w": 1},
-            TypeError,
-            "<lambda> returned a dict, .* nnx.Module",
-        ),
+        (LinenNorm, TypeError, r"LinenNorm is a linen class.* LinenNorm\("),
+        (lambda rngs: {"w": 1}, TypeError, "<lambda> returned a dict, .* nnx.Module"),
         (HoldsTuple, TypeError, "Intermediate notes holds a tuple, .* one array"),
         (
             SlashedNames,

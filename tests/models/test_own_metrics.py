@@ -1,8 +1,6 @@
 """Numbers that a user's loss returns beside its value: the same on any number of devices, and shown
 wherever the loss is."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -14,6 +12,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.support.marks import slow
 from tests.support.small_models import regression_loss
 from tests.support.trajectories import plan_for
 from zerojax.config import LogConfig
@@ -97,10 +96,6 @@ def plainly(loss):
 
 HOST = {"params": "host", "opt_state": "host", "min_elements": 1}
 FIXED = {"deterministic": "mesh", "virtual_shards": 16}
-
-
-def slow(*values, id):
-    return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 @pytest.mark.thorough
@@ -217,6 +212,7 @@ def plan_of_loss(result):
     return plan_for((init, apply), loss=loss, batch=batch_of)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -284,6 +280,7 @@ DEPENDENT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weight", DEPENDENT.values(), ids=DEPENDENT)
 def test_a_weight_that_training_changes_is_refused(weight):
     message = (
@@ -295,6 +292,7 @@ def test_a_weight_that_training_changes_is_refused(weight):
         plan_for((init, apply), loss=weighed(weight), batch=batch_of)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weight", DEPENDENT.values(), ids=DEPENDENT)
 def test_each_remedy_of_that_works(weight):
     stopped = weighed(lambda *given: jax.lax.stop_gradient(weight(*given)))
@@ -307,6 +305,7 @@ def test_each_remedy_of_that_works(weight):
     assert plan_for((init, apply), loss=named, batch=batch_of).traced.metric_names == ("value",)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "weight",
     [

@@ -1,7 +1,5 @@
 """Random keys of any kind (`jax_default_prng_impl`): saved whole, never read as another kind."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -47,7 +45,7 @@ def test_a_run_with_other_keys_goes_on_where_it_was(tmp_path, kind):
     assert whole.state["rng"].shape == (4,)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("first", "second"), [("rbg", "threefry2x32"), ("threefry2x32", "rbg")])
 def test_keys_of_another_kind_are_refused_with_the_setting(tmp_path, first, second):
     train(tmp_path, 2, first)

@@ -181,6 +181,7 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
 RNGS = nnx.Rngs(0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [

@@ -1,7 +1,5 @@
 """`zerojax.models.StepCount`: counts of all passes of a step, and what is made of them once."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -193,6 +191,7 @@ class WritesTarget(Sorter):
         self.history[...] += hot.sum(0)[None]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", [Overwrites, CountsPasses, SumsTwice])
 def test_what_is_no_count_of_a_pass_is_refused(model):
     refused("winners is a StepCount.* Add to it", model)

@@ -105,7 +105,6 @@ def test_what_is_placed_where_is_in_the_program_for_cuda(microbatches):
 
 # --- compiled for GPUs ----------------------------------------------------------
 
-MISSING = compile_client.missing()
 CASES = [
     Case(1, 1),
     Case(8, 3),
@@ -132,7 +131,6 @@ class Built:
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
     "case",
     [

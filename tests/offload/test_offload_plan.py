@@ -416,7 +416,6 @@ def test_offload_is_not_proposed_to_an_optimizer_that_needs_whole_parameters():
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 def test_the_compiled_program_moves_what_the_formulas_say(monkeypatch):
     """At stage 1; at stage 3 it takes twice as long to compile, and agreed as well."""
     monkeypatch.setenv("ZEROJAX_CACHE", "off")

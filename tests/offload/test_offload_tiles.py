@@ -232,7 +232,6 @@ def test_steps_that_overflow_in_float16_are_skipped_alike():
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 @pytest.mark.parametrize(
     ("place", "remat"),
     [(HOST, "full"), (DEVICE, "full"), (DEVICE, "none")],

@@ -1,7 +1,5 @@
 """Windows of layers, soft-caps and sinks: each implementation gives what the formula gives."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -4,8 +4,6 @@ No machine of ours runs these calls in a test without a GPU, so they are held to
 itself makes; `benchmarks/gpu` compares their values where there is a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools
@@ -66,13 +64,10 @@ def calls_of(attend, given):
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dtype", "causal", "window", "kv_heads"),
-    [
-        ("bfloat16", True, None, 2),
-        ("bfloat16", False, None, 4),
-        ("float16", True, 9, 1),
-    ],
+    [("bfloat16", True, None, 2), ("bfloat16", False, None, 4), ("float16", True, 9, 1)],
 )
 def test_the_calls_are_those_of_jax(monkeypatch, dtype, causal, window, kv_heads):
     """JAX's own are asked for a GPU that is not there: the version of libcudnn is given."""
@@ -105,6 +100,7 @@ def test_outside_of_a_mesh_jax_makes_the_calls(monkeypatch):
     assert "custom_partitioning" in str(program) or "_wrapper" in str(program)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("causal", "window"), [(False, None), (True, None), (True, 5), (True, 64), (True, 900)]
 )
@@ -187,6 +183,7 @@ CANNOT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CANNOT)
 def test_what_it_cannot_do_is_refused_with_what_works(case):
     options, words = CANNOT[case]
@@ -275,10 +272,7 @@ def kinds_of_collectives(program, size):
     )
 
 
-WAYS = {
-    "zero 3": ({"data": 8}, {}),
-    "tensor parallel": ({"data": 4, "model": 2}, {}),
-}
+WAYS = {"zero 3": ({"data": 8}, {}), "tensor parallel": ({"data": 4, "model": 2}, {})}
 MORE_WAYS = {
     "zero 0": ({"data": 8}, {"zero": 0}),
     "microbatches": ({"data": 8}, {"zero": 2, "num_microbatches": 2}),

@@ -1,7 +1,5 @@
 """Reference models whose tokens see a sliding window: in training, split, packed and generating."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

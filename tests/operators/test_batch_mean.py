@@ -1,7 +1,5 @@
 """`zerojax.batch_sum` and `zerojax.batch_mean`: losses that couple rows are those of one device."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -188,10 +186,7 @@ def test_without_it_they_are_others():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "zero",
-    [pytest.param(0, marks=pytest.mark.thorough), 2, pytest.param(3, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("zero", [0, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_two_microbatches_are_those_of_plain_jax(zero):
     """A mean is over one microbatch, of all devices."""
     expected = plain_losses(devices=8, count=2)
@@ -358,9 +353,7 @@ def mean_loss(model, batch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options", [{"zero": 1}, pytest.param({"zero": 3}, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 3}])
 def test_batch_statistics_are_those_of_one_device(options):
     options = {"loss": mean_loss, "batch": batch_of, "persistence_threshold": 0, **options}
     found, expected = train_for(Listed, **options), train_for(Listed, **options, devices=1)
@@ -435,17 +428,8 @@ def test_sequences_over_devices():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("schedule", "zero"),
-    [
-        ("1f1b", 1),
-        pytest.param("1f1b", 3, marks=pytest.mark.thorough),
-        pytest.param("zb_h1", 1, marks=pytest.mark.thorough),
-    ],
-)
-@pytest.mark.parametrize(
-    "loss", [loss, pytest.param(padded_loss, marks=pytest.mark.thorough)], ids=["layers", "head"]
-)
+@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("1f1b", 3), ("zb_h1", 1)])
+@pytest.mark.parametrize("loss", [loss, padded_loss], ids=["layers", "head"])
 def test_pipelines(loss, schedule, zero):
     """In layers, and in what is behind them."""
     options = {"mesh": {"stage": 3, "data": 2}, "devices": 6, "num_microbatches": 4}
@@ -502,6 +486,7 @@ def test_gradients_are_those_of_one_device(dtype, limit):
 # --- what a plan says -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layers", ["carried", "returned", "unrolled"])
 @pytest.mark.parametrize("function", [loss, pair_loss])
 def test_a_product_of_means_is_warned_of_with_the_remedy(layers, function):
@@ -512,6 +497,7 @@ def test_a_product_of_means_is_warned_of_with_the_remedy(layers, function):
     plan_of(apply, function, devices=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layers", ["carried", "returned", "unrolled"])
 @pytest.mark.parametrize("function", [loss, pair_loss])
 def test_batch_mean_is_not_warned_of_but_counted(layers, function):
@@ -533,8 +519,8 @@ def all_reduced(plan):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
 def test_the_bytes_said_are_those_of_the_compiled_step(remat, count):
     """Against the same model without the sums; without experts, as shares have no gradient."""
     nothing = lambda x: jnp.zeros_like(x)  # noqa: E731

@@ -4,8 +4,6 @@ Tolerance: values and gradients are sums of up to 96 products of float32, taken 
 measured 2e-6 at most.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -354,6 +352,7 @@ def sizes_of(**changed):
     return Sizes(**{**given, "itemsize": 2, "devices": 8, **changed})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kv_heads", "way", "forward", "both"),
     [
@@ -391,6 +390,7 @@ def test_auto_takes_what_sends_least_within_a_node_and_the_ring_between_nodes():
     assert choose_way("ring", sizes_of()).reason == "context_parallel ring (requested)"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("asked", "changed", "words"),
     [

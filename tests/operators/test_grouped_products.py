@@ -4,8 +4,6 @@ A loop of XLA goes through the table that the kernel goes through, on any device
 are NaN in it. The kernel itself is compared in test_kernels_grouped.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

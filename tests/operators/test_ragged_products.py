@@ -1,7 +1,5 @@
 """What a plan for NVIDIA GPUs says of products of rows with the matrix of their expert."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +72,6 @@ def test_one_group_and_other_devices_are_not_told():
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 @pytest.mark.parametrize("groups", [4, 8])
 def test_the_program_for_h100_has_as_many_times_the_arithmetic(groups):
     rows, width, hidden = 1024, 256, 512

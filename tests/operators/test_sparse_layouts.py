@@ -7,8 +7,6 @@ each row Python's `random` was seeded, the class of the mode in
 15,000 random sets of parameters were compared once; all tables were equal.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json
@@ -44,6 +42,7 @@ def made(row):
     return layout_table(layout, num_heads=4, num_tokens=row["blocks"] * layout.block)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("place", range(len(GOLDEN)))
 def test_tables_are_those_of_deepspeed(place):
     np.testing.assert_array_equal(made(GOLDEN[place]).seen, golden_table(GOLDEN[place]))

@@ -3,8 +3,6 @@
 tests/oracles/deepspeed_schedules.py wrote the numbers, with DeepSpeed's own classes.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -32,7 +30,7 @@ def values(schedule, num):
     return np.asarray(jax.vmap(schedule)(jnp.arange(num, dtype=jnp.int32)))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", FOUND["cases"], ids=lambda case: case["type"])
 def test_every_update_has_deepspeeds_numbers(case):
     schedule = build(case["type"], **case["params"])
@@ -128,6 +126,7 @@ def test_the_update_at_which_beta1_reaches_one_is_named():
     assert float(schedule.b1(10)) < 1 <= float(schedule.b1(11))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [

@@ -17,6 +17,7 @@ import pytest
 
 import zerojax
 from tests.support.ema_runs import DECAY, Followed, average_of, differing, num_bytes_of, weights_of
+from tests.support.marks import thorough
 from tests.support.offload_disk_runs import Regression
 from tests.support.optim_steps import check_close, clipping_of, make_params, run_apply, run_update
 from tests.support.recipe import CLIPPED, DECAYED, RECIPE
@@ -41,7 +42,6 @@ OPTIMIZERS = {
     "optax": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)),
     "optax on true shapes": lambda: optax.adafactor(RATE),
 }
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 def plan_of(optimizer: Any, *, mesh: Any = None, devices: int = 8, **options: Any) -> Any:
@@ -173,7 +173,7 @@ def test_layers_of_a_list_that_are_rolled_keep_theirs_under_their_names(optimize
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("zero", [thorough(1), 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_without_masters_it_is_of_the_parameters_as_they_are_stored(zero):
     """Which are rounded stochastically; the average itself is float32 and is not."""
     precision = zerojax.Precision(
@@ -253,6 +253,7 @@ def test_the_decay_of_each_update(warmup):
         np.testing.assert_allclose(state.ema[name], expected, rtol=0, atol=limit)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["adamw", "lion", "lamb", "sgd"])
 def test_the_update_in_place_is_optax_with_the_same_average(name):
     tx = zerojax.with_ema(OPTIMIZERS[name](), 0.9)
@@ -264,6 +265,7 @@ def test_the_update_in_place_is_optax_with_the_same_average(name):
     assert int(state.count) == int(in_place.count) == 5
 
 
+@pytest.mark.thorough
 def test_it_is_around_a_whole_chain_of_optax():
     tx = zerojax.with_ema(optax.chain(optax.clip(1.0), optax.sgd(0.1)), 0.9)
     assert isinstance(tx, WithEma)
@@ -277,6 +279,7 @@ def test_it_is_around_a_whole_chain_of_optax():
     assert int(after.count) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 import zerojax
 from tests.support import hugging_face_folders
 from tests.support.ema_runs import DECAY, Followed, average_of, differing, weights_of
+from tests.support.marks import thorough
 from tests.support.offload_disk_runs import SHARES, Regression, close, offload
 from tests.support.offload_disk_runs import plan_of as regression_plan
 from tests.support.recipe import RECIPE
@@ -68,7 +69,6 @@ PLACES = {
     "shares": (SHARES, 3, 4),
     "nvme": ("nvme", 1, 8),
 }
-thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_another_mesh_stage_and_tier_restore_every_bit(first, second, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("where", ["stage 3", *map(thorough, ["host", "shares", "nvme"])])
-@pytest.mark.parametrize("saved_in", ["one device", thorough("shares")])
+@pytest.mark.parametrize("where", ["stage 3", "host", "shares", "nvme"])
+@pytest.mark.parametrize("saved_in", ["one device", "shares"])
 def test_a_checkpoint_without_one_begins_it_as_its_weights(where, saved_in, tmp_path):
     before = planned(PLACES[saved_in], PLAIN, tmp_path / "a")
     state = zerojax.init_state(before)
@@ -116,7 +116,7 @@ def test_a_checkpoint_without_one_begins_it_as_its_weights(where, saved_in, tmp_
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("where", ["one device", *map(thorough, ["host", "shares", "nvme"])])
+@pytest.mark.parametrize("where", ["one device", "host", "shares", "nvme"])
 def test_a_run_that_keeps_none_leaves_it_out(where, tmp_path):
     run = Followed(planned(PLACES["stage 3"], ADAMW, tmp_path / "a"))(*BATCHES[:2])
     save(tmp_path / "saved", run.plan, run.state)

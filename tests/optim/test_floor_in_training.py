@@ -22,6 +22,7 @@ def loss(params, batch):
     return 100 * steepness * params["steep"].astype(jnp.float32).sum()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("steep_at", "ends_at"), [(13, 13 + MAX_STEPS_UNDER_WAY), (58, 60)])
 def test_one_step_at_the_floor_ends_the_run(steep_at, ends_at):
     # A gradient of 3e6, which float16 does not hold under any scale >= 1.

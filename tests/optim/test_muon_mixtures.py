@@ -4,8 +4,6 @@ The comparison is `optax.contrib.muon` on one device, which gets every matrix as
 own.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 
@@ -84,6 +82,7 @@ def test_deepspeeds_rule_has_each_experts_matrix_and_routers():
     assert mixed["layers/0/experts/up"] == MuonDimensionNumbers(1, 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", [{"stage": 2}, {"model": 2}, {"expert": 2}], ids=str)
 def test_matrices_are_the_same_on_every_mesh(mesh):
     plan = plan_for(llama(num_layers=4), optimizer=zerojax.muon(0.02), mesh=mesh, zero=1)
@@ -215,9 +214,7 @@ def test_experts_whose_rows_cannot_be_told_are_refused():
     plan = plan_for(Odd, optimizer=stated, batch=regression_batch)
     assert of(plan)[0] == {"weights": MuonDimensionNumbers(1, (2, 3))}
     plan = plan_for(
-        lambda rngs: Odd(rngs, sides=(12, 12)),
-        optimizer=zerojax.muon(0.02),
-        batch=regression_batch,
+        lambda rngs: Odd(rngs, sides=(12, 12)), optimizer=zerojax.muon(0.02), batch=regression_batch
     )
     found, lines = of(plan)
     assert found == {"weights": MuonDimensionNumbers(1, 2)}

@@ -1,7 +1,5 @@
 """All of optax where ZeRO pads parameters: equal to one device, or refused with a sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
@@ -157,6 +155,7 @@ def test_an_optimizer_runs_on_the_arrays_that_the_table_says(name, optax_promote
     assert any("unpadded shapes" in reason for reason in plan.reasons) == (where == TRUE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_step_cannot_do_is_refused_with_a_sentence(name):
     sentence, make = REFUSED[name]

@@ -1,7 +1,5 @@
 """Schedules at their corners, the defaults of optax and of a run, and the optimizers by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -168,6 +166,7 @@ def test_defaults_are_those_of_optax(name):
     assert rest == {key: NOT_THEIRS[key] for key in rest}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTAX)
 def test_with_a_learning_rate_alone_an_optimizer_is_that_of_optax(name):
     """Replacing `optax.adamw(lr)` by `zerojax.adamw(lr)` changes nothing, on no kind of array."""
@@ -298,10 +297,3 @@ def test_a_transformation_is_taken_as_it_is():
     built = build_optimizer(tx, 100)
     assert built.tx is tx
     assert built.learning_rate is None
-
-
-def test_anything_else_is_refused():
-    with pytest.raises(
-        TypeError, match=r"optimizer=0\.0003 \(float\) is not valid; use an optax.Gradient"
-    ):
-        build_optimizer(3e-4, 100)

@@ -15,14 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import adam8bit as codes
 from pallas_kernels import optimizers
 from pallas_kernels.rounding import seed_of
-from tests.support.adam8bit_steps import (
-    CODED,
-    RATE,
-    assert_same,
-    context_of,
-    stepped,
-    tree,
-)
+from tests.support.adam8bit_steps import CODED, RATE, assert_same, context_of, stepped, tree
 from zerojax.optim import adamw, coding_of
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.adam8bit_state import SMALLEST_CODED, part_of
@@ -112,12 +105,7 @@ def test_state_takes_two_bytes_and_a_64th_per_parameter():
 # Split over a mesh
 
 MESH_SHAPES = {"stacked": (2, 64, 48), "odd": (61, 72), "whole": (70, 60), "small": (64, 63)}
-SPECS = {
-    "stacked": P(None, "data", "model"),
-    "odd": P("data"),
-    "whole": P(),
-    "small": P("data"),
-}
+SPECS = {"stacked": P(None, "data", "model"), "odd": P("data"), "whole": P(), "small": P("data")}
 
 
 @dataclasses.dataclass

@@ -1,7 +1,5 @@
 """Optimizers in place: moments and parameters in bfloat16, the kernel, and split leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -11,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.choice import Choice, missing
+from pallas_kernels.choice import Choice
+from tests.support.marks import needs_kernels
 from tests.support.optim_steps import (
     SCHEDULE,
     check_close,
@@ -40,7 +39,7 @@ def floats(tree):
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @optimizers
 @pytest.mark.parametrize("moments_dtype", [F32, BF16])
 @pytest.mark.parametrize("param_dtype", [F32, BF16])
@@ -139,7 +138,8 @@ def test_the_two_passes_of_lamb_round_independently():
     assert abs(together - rates[0] * rates[1]) < 4 * 0.5 / np.sqrt(4000)
 
 
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.sampled(2)
+@needs_kernels
 @optimizers
 def test_the_kernel_does_the_same(tx):
     """In interpret mode; 300 elements end in a tail, which the kernel leaves to the reference."""
@@ -214,11 +214,7 @@ def split_apply(tx, state):
         grads, state, params, context(axes=AXES, shapes=WHOLE)
     )
     return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(SPECS, specs, SPECS),
-        out_specs=(SPECS, specs),
-        check_vma=False,
+        local, mesh=mesh, in_specs=(SPECS, specs, SPECS), out_specs=(SPECS, specs), check_vma=False
     )
 
 

@@ -1,7 +1,5 @@
 """LAMB gives each layer of a stack the ratio that `optax.lamb` gives an array of its own."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,8 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import optimizers
-from pallas_kernels.choice import Choice, missing
+from pallas_kernels.choice import Choice
 from pallas_kernels.update import update
+from tests.support.marks import needs_kernels
 from tests.support.optim_steps import check_close, check_same, context
 from zerojax.deepspeed_config.unfused_optimizers import bounded_lamb
 from zerojax.optim import lamb
@@ -170,9 +169,6 @@ def test_shards_of_layers_are_updated_as_the_whole_is(rows_over):
     )
     ours = follow(lambda params, state, grads: mapped(grads, state, params), state)
     check_close(ours, follow(by_apply(TX, layers=LAYERS), state))
-
-
-needs_kernels = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 @pytest.mark.thorough

@@ -1,7 +1,5 @@
 """Muon, optax's and zerojax's: each layer's kernels are matrices, all else is Adam's."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -14,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, muon
 
 import zerojax
-from pallas_kernels.choice import Choice, missing
+from pallas_kernels.choice import Choice
 from tests.support import optim_steps
+from tests.support.marks import needs_kernels
 from tests.support.small_models import reference_model
 from tests.support.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.forecasting import hlo
@@ -177,7 +176,7 @@ def test_a_skipped_step_changes_nothing():
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@needs_kernels
 def test_moments_in_bfloat16_are_rounded_by_the_same_bits():
     """Parameters and moments, which have random bits of their own."""
     tx = own().with_dtypes(jnp.bfloat16, True)

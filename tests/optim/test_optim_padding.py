@@ -1,7 +1,5 @@
 """Which optimizers are proven not to see padding, and what the others cost."""
 
-from __future__ import annotations
-
 import re
 
 import jax
@@ -139,6 +137,7 @@ def test_what_is_proven_is_so(name):
     assert_equal(cut, run(*trees))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NOT_PROVEN)
 def test_what_may_see_padding_is_not_proven(name):
     tx, reason = NOT_PROVEN[name]

@@ -1,7 +1,5 @@
 """Optimizers that read paths: masks, labels and rates see the user's own tree of the parameters."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +59,7 @@ def arrays_like(tree, seed=0):
     return jax.tree.map(lambda n: jnp.asarray(random.normal(size=(4 + n, 5)), jnp.float32), tree)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_and_states_are_those_of_the_users_tree(name, tree):
@@ -181,7 +180,7 @@ def by_plain_optax(model, optimizer, params, tree):
     return own.by_name(nested, [*params])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_a_path_freezes_stays_and_the_rest_is_plain_optax(kind, zero):
@@ -198,6 +197,7 @@ def test_what_a_path_freezes_stays_and_the_rest_is_plain_optax(kind, zero):
             assert np.abs(value - before[name]).max() > 0.01
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [zerojax.adamw, zerojax.adam8bit, zerojax.lamb])
 def test_masks_of_our_own_optimizers_see_the_tree_too(make):
     seen = []

@@ -1,7 +1,5 @@
 """Dtypes by name: what the short names mean, and what is refused."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -96,6 +96,7 @@ def test_rows_are_updated_as_arrays_of_their_own(name: str) -> None:
         assert_close(unstack(stored), state)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adamw", "injected", "two parts"])
 def test_what_goes_element_by_element_has_the_same_bits(name: str) -> None:
     plain, stacked = OPTIMIZERS[name], over_stacks(OPTIMIZERS[name], STACKS)

@@ -3,8 +3,6 @@
 A trajectory on one device, updated by optax itself, is what every other has to follow.
 """
 
-from __future__ import annotations
-
 import functools
 
 import chex
@@ -17,6 +15,7 @@ import pytest
 
 import zerojax
 from pallas_kernels.choice import Choice
+from tests.support.marks import slow
 from tests.support.offload_disk_runs import Regression
 from tests.support.recipe import CLIPPED, DECAYED, RECIPE
 from tests.support.small_models import reference_model
@@ -90,9 +89,6 @@ OPTAX = {
 }
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
 def make_uneven(params):
     """Layers of different sizes, so that one ratio for all of them is far from theirs."""
 
@@ -117,10 +113,7 @@ def losses_of_layers_apart(tx):
 
     def loss(params, batch):
         run = plan.model.run(
-            params,
-            state["extras"],
-            jax.random.key(0),
-            lambda model: plan.loss(model, batch),
+            params, state["extras"], jax.random.key(0), lambda model: plan.loss(model, batch)
         )
         total, weight = run[0]
         return total / weight

@@ -58,6 +58,7 @@ def test_what_is_decoded_is_the_nearest_value_that_a_code_can_mean(kind):
     assert is_one.all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dim", [-1, -2, -3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_numpy_and_xla_code_and_decode_to_the_same_bits(kind, dim):

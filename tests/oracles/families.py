@@ -134,11 +134,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         24,
     ),
     "phi3": ("phi3", {"sliding_window": 6}, 24),
-    "phi3_partial": (
-        "phi3",
-        {"num_attention_heads": 2, "partial_rotary_factor": 0.75},
-        24,
-    ),
+    "phi3_partial": ("phi3", {"num_attention_heads": 2, "partial_rotary_factor": 0.75}, 24),
     "phi3_longrope_short": (
         "phi3",
         {
@@ -170,10 +166,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
             "num_hidden_layers": 4,
             "head_dim": 16,
             "sliding_window": 5,
-            "rope_parameters": {
-                FULL: YARN,
-                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
-            },
+            "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 100.0}},
         },
         24,
     ),
@@ -203,15 +196,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         24,
     ),
     "cohere": ("cohere", {"logit_scale": 0.5}, 24),
-    "cohere2": (
-        "cohere2",
-        {
-            "num_hidden_layers": 4,
-            "sliding_window": 5,
-            "logit_scale": 0.5,
-        },
-        24,
-    ),
+    "cohere2": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 5, "logit_scale": 0.5}, 24),
 }
 IN_BFLOAT16 = ("qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "smollm3")
 

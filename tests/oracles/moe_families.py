@@ -1,4 +1,4 @@
-"""Logits and gradients of small mixtures of experts by transformers, for test_moe_families.py.
+"""Logits and gradients of small mixtures of experts by transformers, for test_families.py.
 
 Needs torch and transformers, which no test imports; run with transformers 5.23.0, torch 2.13.0:
 
@@ -7,7 +7,7 @@ Needs torch and transformers, which no test imports; run with transformers 5.23.
 and again, after zerojax has written its own config.json of each (in zerojax's environment), to see
 that transformers computes the same with those:
 
-    python -m tests.support.moe_folders written.json
+    python -m tests.support.hugging_face_folders written.json
     PYTHONPATH=. python tests/oracles/moe_families.py tests/data/moe_families.json written.json
 
 The values are put into files as they lie on a disk, one tensor for each expert, and read by

@@ -1,7 +1,5 @@
 """JAX's tools for debugging in a run: callbacks in a loss, and configuration switches."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +83,7 @@ def test_a_run_is_the_same_under_the_switches_for_debugging(switch):
         jax.tree.map(np.testing.assert_array_equal, trainer.to_model(), plain.to_model())
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="JAX 0.10 cannot repeat a step outside of jit"
 )

@@ -16,6 +16,7 @@ import optax.contrib
 import pytest
 
 from tests.support import small_models
+from tests.support.marks import slow
 from tests.support.small_models import reference_model
 from tests.support.trajectories import (
     TOLERANCE,
@@ -30,16 +31,7 @@ from zerojax.models.losses import next_token
 SMALL = 200
 NORM_TOLERANCE = 5e-6
 
-QUICK = {
-    ("gpt2", 0, 4, 1),
-    ("gpt2", 1, 1, 2),
-    ("llama", 2, 1, 1),
-    ("llama", 3, 4, 2),
-}
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+QUICK = {("gpt2", 0, 4, 1), ("gpt2", 1, 1, 2), ("llama", 2, 1, 1), ("llama", 3, 4, 2)}
 
 
 CASES = list(itertools.product(["gpt2", "llama"], range(4), [1, 4], [1, 2]))

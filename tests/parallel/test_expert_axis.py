@@ -42,6 +42,11 @@ from zerojax.zoo import MoE, Routing, balance_losses
 
 STEPS = 6
 MESHES = ({"data": 8}, {"data": 4, "expert": 2}, {"data": 2, "expert": 4}, {"data": 1, "expert": 8})
+OVER_MODEL = (
+    {"data": 2, "expert": 2, "model": 2},
+    {"data": 1, "expert": 4, "model": 2},
+    {"data": 1, "expert": 2, "model": 4},
+)
 OF_A_LEAF = {"float32": 2e-6, "float64": 1e-12}
 """Of a leaf's largest entry: both ways sum the same products in other orders."""
 
@@ -87,8 +92,27 @@ class Mixture(nnx.Module):
         return total + added * weight, weight, metrics
 
 
+class Split(Mixture):
+    """One that says how each expert is split over `model`."""
+
+    tensor_parallel_rules: ClassVar = (
+        (r"experts/(gate|up)$", (None, None, "model")),
+        (r"experts/down$", (None, "model", None)),
+        (r"head/kernel$", (None, "model")),
+    )
+
+
 def mixture(**changes):
     return lambda rngs: Mixture(rngs, **changes)
+
+
+def split(**changes):
+    return lambda rngs: Split(rngs, **changes)
+
+
+def of_mesh(mesh):
+    """The model that a mesh needs."""
+    return split if "model" in mesh else mixture
 
 
 def run_of(model, *, steps=STEPS, **options):
@@ -115,11 +139,11 @@ def assert_same_run(many, one):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [*MESHES, *OVER_MODEL], ids=str)
 def test_losses_and_norms_are_those_of_one_device(mesh, stage):
     """With balance and z-loss; all that can be sharded is."""
     one = on_one_device()
-    many = run_of(mixture(), mesh=mesh, zero=stage, persistence_threshold=1)
+    many = run_of(of_mesh(mesh)(), mesh=mesh, zero=stage, persistence_threshold=1)
     assert one.losses[0] - one.losses[4] > 0.02  # of the same batch
     assert_same_run(many, one)
 
@@ -152,10 +176,10 @@ def test_a_decoder_whose_layers_run_in_one_loop(stage):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stage", [1, 3])
-def test_layers_of_a_list_that_are_rolled(stage):
-    model = mixture(layers=4)
-    options = {"mesh": {"data": 2, "expert": 4}, "zero": stage, "persistence_threshold": 1}
+@pytest.mark.parametrize(("mesh", "stage"), [(MESHES[2], 1), (MESHES[2], 3), (OVER_MODEL[0], 3)])
+def test_layers_of_a_list_that_are_rolled(mesh, stage):
+    model = of_mesh(mesh)(layers=4)
+    options = {"mesh": mesh, "zero": stage, "persistence_threshold": 1}
     many = train_for(model, steps=STEPS, **options)
     assert bool(many.plan.stacks) == (stage == 3)
     assert_same_run(many, train_for(model, devices=1, steps=STEPS))
@@ -163,33 +187,40 @@ def test_layers_of_a_list_that_are_rolled(stage):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", [2, 3])
-def test_accumulated_gradients(stage):
-    options = {"mesh": {"data": 2, "expert": 4}, "zero": stage, "persistence_threshold": 1}
-    many = train_for(mixture(), num_microbatches=4, steps=STEPS, **options)
-    batch = of_microbatches(8, 4)
-    one = train_for(mixture(), devices=1, num_microbatches=4, batch=batch, steps=STEPS)
+@pytest.mark.parametrize("mesh", [MESHES[2], OVER_MODEL[0]], ids=str)
+def test_accumulated_gradients(mesh, stage):
+    model = of_mesh(mesh)()
+    options = {"mesh": mesh, "zero": stage, "persistence_threshold": 1}
+    many = train_for(model, num_microbatches=4, steps=STEPS, **options)
+    batch = of_microbatches(mesh["data"] * mesh["expert"], 4)
+    one = train_for(model, devices=1, num_microbatches=4, batch=batch, steps=STEPS)
     assert_same_run(many, one)
 
 
 @pytest.mark.thorough  # the quick one: a call, below
-@pytest.mark.parametrize("expert", [0, 7])
-def test_all_tokens_to_one_expert_take_more_rounds(expert):
-    """Of 128 choices of each device 20 are in a round, so there are seven."""
+@pytest.mark.parametrize(
+    ("mesh", "expert"),
+    [(MESHES[2], 0), (MESHES[2], 7), (OVER_MODEL[0], 3), (OVER_MODEL[1], 3)],
+)
+def test_all_tokens_to_one_expert_take_more_rounds(mesh, expert):
+    """Of 128 choices of each device 20 are in a round, so there are seven.
+
+    Further rounds are loops, with collectives of both axes inside.
+    """
     one = on_one_device(pull_to=expert)
-    mesh = {"data": 2, "expert": 4}
-    many = run_of(mixture(pull_to=expert), mesh=mesh, zero=3)
+    many = run_of(of_mesh(mesh)(pull_to=expert), mesh=mesh, zero=3)
     assert_same_run(many, one)
 
 
 @functools.cache
-def gradients(devices, stage, expert, **changes):
+def gradients(devices, stage, expert, model=1, **changes):
     """{name: the summed gradient at the state of seed 0, in true shape}."""
-    model = mixture(**changes)
-    return gradients_of(model, devices, stage, expert)
+    made = of_mesh({"model": model} if model > 1 else {})(**changes)
+    return gradients_of(made, devices, stage, expert, split_over=model)
 
 
-def gradients_of(model, devices, stage, expert, batch=text_batch, **options):
-    mesh = {"data": devices // expert, "expert": expert}
+def gradients_of(model, devices, stage, expert, batch=text_batch, split_over=1, **options):
+    mesh = {"data": devices // expert // split_over, "expert": expert, "model": split_over}
     options = {"persistence_threshold": 1, "batch": batch, **options}
     plan = plan_for(model, devices=devices, mesh=mesh, zero=stage, **options)
     state = init_state(plan, 0)
@@ -211,6 +242,13 @@ def test_gradients_are_those_of_one_device(pull_to, expert, stage):
     """With four choices of each row for an expert, or all 32."""
     options = {"layers": 1, "pull_to": pull_to}
     assert_same_gradients(gradients(8, stage, expert, **options), gradients(1, 0, 1, **options))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("stage", "mesh"), [*zip((3, 0, 2), OVER_MODEL, strict=True)])
+def test_gradients_of_split_experts_are_those_of_one_device(stage, mesh):
+    found = gradients(8, stage, mesh["expert"], mesh["model"])
+    assert_same_gradients(found, gradients(1, 0, 1))
 
 
 class Wide(nnx.Module):
@@ -499,8 +537,7 @@ def test_what_a_program_does_besides_is_refused():
         lambda rngs: DeclaresARouter(rngs),
     )
     refused(
-        "layers/0/experts/down is passed to zerojax.experts",
-        lambda rngs: DeclaresTwoOfThree(rngs),
+        "layers/0/experts/down is passed to zerojax.experts", lambda rngs: DeclaresTwoOfThree(rngs)
     )
     norm = loss_of(lambda experts: jnp.sum(experts.up[...] ** 2))
     refused(

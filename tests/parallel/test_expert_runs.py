@@ -1,7 +1,5 @@
 """Runs with experts on several devices, read back or taken up on another number of devices."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -3,8 +3,6 @@
 As in `test_offload_equality`, no bit of a run may differ from that with everything on the device.
 """
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -92,6 +92,7 @@ def test_a_factory_draws_what_it_draws_without_zerojax() -> None:
     assert [kind for kind in kinds if issubclass(kind, nnx.RngStream)] == [nnx.RngStream]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tx",
     [

@@ -4,8 +4,6 @@ What is gathered is what a product would round the kernel to: the scale is known
 and the largest magnitude of all shards is that of the kernel.
 """
 
-from __future__ import annotations
-
 import re
 
 import chex
@@ -15,19 +13,17 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import compile_step, text_plan
 from tests.support.pipeline_runs import THRESHOLD
 from tests.support.recipe import RECIPE
 from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for, train_for
-from zerojax.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, WireConfig
+from zerojax.config import ConfigError, LoraConfig, ModelConfig, WireConfig
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
 from zerojax.operators.marks import inner_programs
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import GATHERED, role_bytes
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers, wire_bytes, wire_unit
 from zerojax.zoo import build_model, fp8
 from zerojax.zoo.lora import add_lora
@@ -43,6 +39,7 @@ def model_of(name="gpt2", **options):
 # --- the bits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("remembered", [0.0, 1e-3, 0.3, 60000.0])
 def test_bits_that_are_sent_are_those_of_the_product(dtype, remembered):
@@ -255,23 +252,14 @@ def test_what_could_send_nothing_in_8_bits_is_refused():
 
 # --- what a GPU would run ---------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 def compiled(name, devices, weights):
     """(plan, {(kind, dtype): units}, text, temporaries) of a decoder of 8 layers at stage 3."""
     sizes = {"num_layers": 8, "num_heads": 16, "embed_dim": 2048, "max_seq_len": 1024}
     config = ModelConfig(name=name, matmul_dtype="fp8", remat="full", **sizes)
-    tokens = jax.ShapeDtypeStruct((devices, 1024), np.int32)
-    plan = make_plan(
-        build_model(config, 8192),
-        make_mesh(MeshConfig(), compile_client.gpu_devices(gpus.find_gpu("h100"), devices)),
-        example_batch={"tokens": tokens, "targets": tokens},
-        zero=3,
-        wire={"weights": weights},
-    )
-    lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    built = compile_client.compile_for_gpus(lowered, sketch=True)
+    options = {"zero": 3, "wire": {"weights": weights}}
+    plan = text_plan(build_model(config, 8192), devices, 1024, devices=devices, **options)
+    built = compile_step(plan)
     units = {}
     for one in hlo.find_collectives(hlo.read_program(built.text), devices):
         key = one.kind, one.dtype
@@ -280,7 +268,6 @@ def compiled(name, devices, weights):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(("name", "devices"), [("gpt2", 8), ("llama", 8), ("gpt2", 64)])
 def test_on_h100_stage_3_sends_two_units_in_place_of_three(name, devices):
     """The rest, in bfloat16, is the token table and what is gathered once per step."""

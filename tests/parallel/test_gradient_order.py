@@ -57,6 +57,7 @@ def waits_for_the_head(plan: Plan) -> bool:
     return {CARRY, tuple(piece)} in map(set, barriers(plan))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("form", [ROLLED, SCANNED])
 def test_the_loop_waits_for_the_heads_gradient(form: str, zero: int) -> None:

@@ -39,6 +39,7 @@ def step(tx: Any) -> Any:
     return jax.jit(run, donate_argnums=(0, 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_takes_the_steps_of_optax_and_none_where_one_is_skipped(name):
     tx, params = OPTIMIZERS[name], arrays(0)

@@ -12,6 +12,7 @@ from flax import nnx
 import zerojax
 from tests.plan.test_plan import list_plan
 from tests.processes.test_processes import train
+from tests.support.gpu_plans import compile_step, gpu_mesh, text_plan
 from tests.support.small_models import (
     Layers,
     UserText,
@@ -24,13 +25,10 @@ from tests.support.trajectories import TOLERANCE, advance, plan_for, regression_
 from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.config import ElasticityConfig, MeshConfig, RunConfig, WireConfig
 from zerojax.forecasting import hlo, roles
-from zerojax.hardware import compile_client, gpus
 from zerojax.optim.precision import as_precision
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers, wire_bytes
 from zerojax.training.checkpointing import restore_state, save_state
 
@@ -89,10 +87,7 @@ CASES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "case",
-    [name if name == "loop" else pytest.param(name, marks=pytest.mark.thorough) for name in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_twenty_steps_are_those_of_one_device_and_of_stage_three(case):
     model, options = CASES[case]
     own = {name: options[name] for name in ("optimizer", *REGRESSION) if name in options}
@@ -108,10 +103,7 @@ def test_twenty_steps_are_those_of_one_device_and_of_stage_three(case):
 @pytest.mark.thorough
 @pytest.mark.parametrize("codes", ["int8", "nf4"])
 def test_frozen_weights_in_codes_are_gathered_so(codes):
-    options = {
-        "freeze": "up/kernel",
-        "precision": as_precision("fp32", freeze_dtype=codes),
-    }
+    options = {"freeze": "up/kernel", "precision": as_precision("fp32", freeze_dtype=codes)}
     model = reference_model("gpt2", embed_dim=256, num_layers=1)
     flat, found = (
         train_for(model, node=4, wire=wire, steps=5, **options, **TEXT) for wire in ({}, SECONDARY)
@@ -213,6 +205,7 @@ def test_a_page_says_what_stays_in_a_node():
 # --- what is refused ---------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -238,31 +231,21 @@ def test_what_nodes_cannot_gather_is_refused(options, said):
 
 # --- what a GPU would run ----------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 @pytest.fixture(scope="module")
 def on_64_h100():
     """{wire: (plan, forecast)} of the layers of a GPT, four microbatches."""
     sizes = {"num_layers": 12, "num_heads": 8, "embed_dim": 1024, "max_seq_len": 128}
-    tokens = jax.ShapeDtypeStruct((256, 128), np.int32)
     found = {}
     for secondary in (False, True):
-        plan = make_plan(
-            reference_model("gpt2", **sizes),
-            make_mesh(None, compile_client.gpu_devices(gpus.find_gpu("h100"), 64)),
-            example_batch={"tokens": tokens, "targets": tokens},
-            precision="bf16",
-            zero=3,
-            wire={"secondary": secondary},
-            num_microbatches=4,
-        )
+        wire = {"secondary": secondary}
+        options = {"precision": "bf16", "zero": 3, "num_microbatches": 4, "wire": wire}
+        plan = text_plan(reference_model("gpt2", **sizes), 256, 128, devices=64, **options)
         found[secondary] = plan, zerojax.forecast(plan, gpu="h100", fast=True)
     return found
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_on_64_h100_a_sixth_of_the_bytes_go_between_nodes(on_64_h100):
     """0.44 in place of 2.95 bytes per parameter: 7/64 of 2 bytes, there and back, once."""
     (_, flat), (plan, found) = on_64_h100[False], on_64_h100[True]
@@ -276,26 +259,23 @@ def test_on_64_h100_a_sixth_of_the_bytes_go_between_nodes(on_64_h100):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_a_list_takes_what_the_plan_says(num_microbatches):
     """As `tests/gpu_programs/test_gpu_programs.py` has it of stage 3, with the same bound."""
     plan = list_plan(
-        make_mesh({"data": 8}, devices=compile_client.gpu_devices(gpus.find_gpu("h100"), 8)),
+        gpu_mesh(),
         num_microbatches=num_microbatches,
         precision="bf16",
         width=2048,
         settings={"node": 4, "wire": SECONDARY},
     )
-    lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    compiled = compile_client.compile_for_gpus(lowered, sketch=True)
+    compiled = compile_step(plan)
     held = role_bytes(plan)
     counted = held["gathered weights"] + held["gradients"]
     assert counted == pytest.approx(compiled.memory.temporary, rel=0.25)
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_on_64_h100_a_device_holds_its_part_of_a_node(on_64_h100):
     """Bounds as in `tests/forecasting/test_forecast_roles.py`: at most the whole gradients of two
     layers and the weights of two come to what the plan says."""

@@ -289,13 +289,8 @@ def compiled(plan: Plan):
     return traced, program, read_program(program.as_text())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain", marks=pytest.mark.thorough),
-        pytest.param({"dropout": 0.1}, id="dropout"),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.1}], ids=["plain", "dropout"])
 def test_layers_are_gathered_and_reduced_in_branches_alone(options):
     model, batch = tiny_gpt(remat="full", **options)
     plan = plan_for(model, {"zero": 3}, batch=batch)
@@ -362,6 +357,7 @@ def test_recomputed_layers_need_no_more_memory():
     assert dropped <= plain + layer, "gradients of one layer, not the weights of all"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "mesh", "words"),
     [

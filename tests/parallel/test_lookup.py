@@ -1,7 +1,5 @@
 """`mesh.lookup: owners`: the numbers of one device, with tables that are never gathered."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """What depends on the number of pieces that a batch is cut into: refused, or made independent."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 
@@ -55,6 +53,7 @@ SUMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", SUMS.values(), ids=SUMS)
 @pytest.mark.parametrize(
     ("options", "cut"),
@@ -73,6 +72,7 @@ def test_a_sum_over_one_row_is_told_from_its_mean():
         plan_of(SUMS["sum"], num_microbatches=4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", SUMS.values(), ids=SUMS)
 def test_on_one_piece_it_is_said(loss):
     plan = plan_of(loss, devices=1)
@@ -95,6 +95,7 @@ BATCH_SIZES = {  # that of one device, whatever rows there are
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", BATCH_SIZES.values(), ids=BATCH_SIZES)
 def test_a_sum_over_rows_that_is_divided_by_a_constant_batch_size_is_refused(loss):
     with pytest.raises(ValueError, match=r"16 parts of 2 rows .* is 0\.0625 times (the|a term)"):
@@ -156,6 +157,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
 def test_other_losses_are_planned(loss):
     plan = plan_of(loss, num_microbatches=4)
@@ -203,6 +205,7 @@ def test_a_masked_mean_is_warned_of():
         plan_of(loss, devices=1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("metric", [jnp.sum, jnp.mean, lambda near: (near.sum(), near.size)])
 def test_of_a_metric_that_is_a_sum_it_is_said(metric):
     def loss(model, batch):
@@ -332,6 +335,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_integer_state_that_is_no_count_is_refused_on_several_shards(change):
     message = (

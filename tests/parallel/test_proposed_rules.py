@@ -12,14 +12,7 @@ import pytest
 import zerojax
 from tests.support.own_transformers import LENGTH, VOCAB, WIDTH, LinenDecoder, Mlp, OwnDecoder
 from tests.support.small_models import linen_loss, reference_model
-from tests.support.trajectories import (
-    ROWS,
-    STEPS,
-    TOLERANCE,
-    optimizer,
-    text_batch,
-    train_for,
-)
+from tests.support.trajectories import ROWS, STEPS, TOLERANCE, optimizer, text_batch, train_for
 from zerojax.forecasting.hlo import find_collectives, read_program
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step

@@ -261,7 +261,7 @@ def test_a_model_that_goes_by_its_variables_equals_one_device(use, stage):
     np.testing.assert_allclose(run.norms, expected.norms, rtol=5e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("use", USES)
 def test_a_stand_in_is_gathered_where_it_is_used_if_it_can_be(use):
     leaf = plan_for(Tied(use), zero=3, **OPTIONS).placement.leaves["table/embedding"]

@@ -1,7 +1,5 @@
 """The step: compiled once, its state of one form for ever, and what it leaves alone."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import chex

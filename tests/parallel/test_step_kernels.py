@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 import zerojax
-from pallas_kernels.choice import KernelUnavailable, missing
+from pallas_kernels.choice import KernelUnavailable
+from tests.support.marks import needs_kernels, thorough
 from tests.support.recipe import CLIPPED, DECAYED, RECIPE
 from zerojax.config import LossScale, ModelConfig
 from zerojax.data import shard_batch
@@ -24,7 +25,6 @@ from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.plan import slices
 
-needs_kernels = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 STEPS = 3
 TOLERANCE = 2e-6
 """Relative to the largest element: the kernels divide and take roots to about two units in the last
@@ -88,10 +88,6 @@ def assert_close(ours: Result, theirs: Result, tolerance: float = TOLERANCE) -> 
     for mine, (path, other) in zip(structure.flatten_up_to(ours.state), named, strict=True):
         limit = tolerance * max(np.abs(other).max(), 1e-8)
         np.testing.assert_allclose(mine, other, rtol=0, atol=limit, err_msg=str(path))
-
-
-def thorough(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.thorough)
 
 
 @needs_kernels
@@ -160,11 +156,11 @@ def test_adam_in_eight_bits() -> None:
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        thorough("adamw", 1),
+        ("adamw", 1),
         ("adamw", 3),
-        thorough("lamb", 3),
-        thorough("adam8bit", 1),
-        thorough("muon", 3),
+        ("lamb", 3),
+        ("adam8bit", 1),
+        ("muon", 3),
     ],
 )
 @pytest.mark.usefixtures("codes_of_all_matrices")

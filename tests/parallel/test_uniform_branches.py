@@ -126,11 +126,7 @@ def at_stage_0():
 
 @pytest.mark.parametrize(
     "zero",
-    [
-        pytest.param(1, marks=pytest.mark.thorough),
-        pytest.param(2, marks=pytest.mark.thorough),
-        3,
-    ],
+    [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 3],
 )
 def test_a_branch_by_the_step_trains_as_at_stage_0(zero, at_stage_0):
     plan = plan_for(Alternating, zero=zero)
@@ -145,6 +141,7 @@ def test_a_branch_by_the_step_trains_as_at_stage_0(zero, at_stage_0):
     assert kinds == expected[zero]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "model", [ByBatch, ByParameter, ByChance, ByStateOfBatch, ByReference, ByOwnRule]
 )

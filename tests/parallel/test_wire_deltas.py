@@ -1,7 +1,5 @@
 """Weights that every device keeps, and that follow their masters by codes of what changed."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,20 +7,18 @@ import optax
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import text_plan
 from tests.support.small_models import Layers, reference_model, regression_loss
 from tests.support.trajectories import advance, optimizer, plan_for, regression_batch, train_for
 from tests.tracing import test_rolled_training
 from zerojax.checkpoint import Checkpointer
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
 from zerojax.optim.wire_codes import BLOCKS
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import from_model_parts, model_parts, reshard_state, with_weights
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import GATHERED, STORED, role_bytes, state_bytes
-from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.kept_parts import copies_key
-from zerojax.plan.make import make_plan
 from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.plan.wire import leaf_transfers, wire_bytes
 from zerojax.training.checkpointing import restore_state, save_state, what_differs
@@ -113,10 +109,7 @@ THOROUGH = [
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("weights", "zero", "precision", "steps"),
-    [
-        ("delta_int4", 2, "fp32", 150),
-        *(pytest.param(*case, 1000, marks=pytest.mark.thorough) for case in THOROUGH),
-    ],
+    [("delta_int4", 2, "fp32", 150), *((*case, 1000) for case in THOROUGH)],
 )
 def test_copies_follow_their_masters_and_do_not_drift(weights, zero, precision, steps):
     """At every step each value is within half a step of the code of what was missing.
@@ -172,9 +165,7 @@ CASES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "case", [n if n == "zero 2" else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_at_the_copies_and_masters_stay_exact(case):
     """1e-6, of values below 1: float32 sums over another order of the batch."""
     options = {"optimizer": optax.sgd(0.1), **CASES[case]}
@@ -375,11 +366,7 @@ def test_a_checkpoint_goes_on_elsewhere(change, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "before",
-    [
-        {"weights": "compute"},
-        pytest.param({"weights": "compute", "zero": 3}, marks=pytest.mark.thorough),
-        pytest.param({"wire": {"exact": ["^out"]}}, marks=pytest.mark.thorough),
-    ],
+    [{"weights": "compute"}, {"weights": "compute", "zero": 3}, {"wire": {"exact": ["^out"]}}],
     ids=["without", "stage 3", "other names"],
 )
 def test_copies_that_a_checkpoint_lacks_begin_as_the_masters_and_are_told(before, tmp_path):
@@ -423,6 +410,7 @@ def test_an_average_of_the_weights_is_evaluated_as_it_is():
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -447,27 +435,17 @@ def test_what_copies_are_not_for_is_refused(options, said):
 
 # --- compiled for GPUs ----------------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 def compiled_for(weights, devices, zero):
     """(plan, its forecast)."""
     sizes = {"num_layers": 2, "num_heads": 8, "embed_dim": 1024, "max_seq_len": 128}
-    tokens = jax.ShapeDtypeStruct((2 * devices, 128), np.int32)
-    plan = make_plan(
-        reference_model("gpt2", **sizes),
-        make_mesh(None, compile_client.gpu_devices(gpus.find_gpu("h100"), devices)),
-        example_batch={"tokens": tokens, "targets": tokens},
-        precision="bf16",
-        zero=zero,
-        num_microbatches=2,
-        wire={"weights": weights},
-    )
+    model, options = reference_model("gpt2", **sizes), {"precision": "bf16", "zero": zero}
+    options |= {"num_microbatches": 2, "wire": {"weights": weights}}
+    plan = text_plan(model, 2 * devices, 128, devices=devices, **options)
     return plan, zerojax.forecast(plan, gpu="h100", fast=True)
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
     ("devices", "zero"), [(8, 2), (64, 2), pytest.param(8, 1, marks=pytest.mark.thorough)]
 )

@@ -1,7 +1,5 @@
 """Gradients that travel in codes: near the run that sends them whole, and never lost unseen."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import text_plan
 from tests.support.small_models import (
     apply_functions,
     init_functions,
@@ -18,13 +17,12 @@ from tests.support.small_models import (
 from tests.support.trajectories import plan_for, regression_batch, train_for
 from zerojax.config import ConfigError, MeshConfig, WireConfig
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
+from zerojax.hardware import gpus
 from zerojax.optim.wire_codes import GradientCodes
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.gradient_wire import shards_in_node
-from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers
 
 MODEL = (lambda key, batch: init_functions(key), apply_functions)
@@ -219,6 +217,7 @@ def test_devices_of_one_process_are_one_node():
 # --- what is refused --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -245,11 +244,8 @@ def test_settings_that_cannot_be_are_refused():
 
 # --- what a GPU would run ---------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
     ("devices", "wire"), [(8, "int8"), (24, "int8"), (64, "int8"), (64, "int4")]
 )
@@ -257,15 +253,8 @@ def test_on_h100_no_gradient_travels_wide(devices, wire):
     """Two levels on three nodes and on eight, by the formula's bytes; nothing but codes above 1 %
     of the bytes, the gather of weights apart."""
     sizes = {"num_layers": 2, "num_heads": 8, "embed_dim": 512, "max_seq_len": 128}
-    tokens = jax.ShapeDtypeStruct((devices, 128), np.int32)
-    plan = make_plan(
-        reference_model("gpt2", **sizes),
-        make_mesh(MeshConfig(), compile_client.gpu_devices(gpus.find_gpu("h100"), devices)),
-        example_batch={"tokens": tokens, "targets": tokens},
-        precision="bf16",
-        zero=2,
-        wire={"gradients": wire},
-    )
+    options = {"precision": "bf16", "zero": 2, "wire": {"gradients": wire}}
+    plan = text_plan(reference_model("gpt2", **sizes), devices, 128, devices=devices, **options)
     rows = zerojax.forecast(plan, gpu="h100", fast=True).traffic.rows
     codes = [row for row in rows if (row.kind, row.dtype) == ("all-to-all", "u8")]
     sent = sum(row.wire_bytes for row in codes)

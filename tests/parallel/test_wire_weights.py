@@ -1,7 +1,5 @@
 """Weights that are gathered in codes: masters exact, what is read near them, half the bytes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,15 +8,13 @@ import pytest
 
 import zerojax
 from tests.plan.test_plan import list_plan
+from tests.support.gpu_plans import compile_step, gpu_mesh, text_plan
 from tests.support.small_models import Layers, reference_model, regression_loss
 from tests.support.trajectories import plan_for, regression_batch, train_for
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client, gpus
 from zerojax.optim.wire_codes import GradientCodes
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers, wire_bytes
 
 CODED = {"weights": "int8"}
@@ -62,10 +58,7 @@ CASES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "case",
-    [n if n == "zero 3" else pytest.param(n, marks=pytest.mark.thorough) for n in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_at_the_coded_weights_and_masters_stay_exact(case):
     """1e-6 of the largest: float32 sums over another order of the batch."""
     plan = plan_for(WIDE, **{"wire": CODED, **OPTIONS, **CASES[case]})
@@ -176,6 +169,7 @@ def test_the_program_gathers_codes_and_what_is_exact_apart():
     assert "wire.weights=int8: 1 of 6 parameters are gathered as integers of 8 bits" in said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -191,27 +185,17 @@ def test_what_codes_are_not_for_is_refused(options, said):
         plan_for(WIDE, wire=CODED, **{"zero": 3, **OPTIONS, **options})
 
 
-MISSING = compile_client.missing()
-
-
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(("devices", "secondary"), [(8, False), (64, False), (64, True)])
 def test_on_h100_no_weight_travels_wide(devices, secondary):
     """0.504 of bfloat16's bytes in each gather; with secondary shards between nodes alone."""
     sizes = {"num_layers": 2, "num_heads": 8, "embed_dim": 1024, "max_seq_len": 128}
-    tokens = jax.ShapeDtypeStruct((2 * devices, 128), np.int32)
     rows, sums = {}, {}
     for weights in ("compute", "int8"):
-        plan = make_plan(
-            reference_model("gpt2", **sizes),
-            make_mesh(None, compile_client.gpu_devices(gpus.find_gpu("h100"), devices)),
-            example_batch={"tokens": tokens, "targets": tokens},
-            precision="bf16",
-            zero=3,
-            num_microbatches=2,
-            wire={"weights": weights, "secondary": secondary},
-        )
+        wire = {"weights": weights, "secondary": secondary}
+        options = {"precision": "bf16", "zero": 3, "num_microbatches": 2, "wire": wire}
+        model = reference_model("gpt2", **sizes)
+        plan = text_plan(model, 2 * devices, 128, devices=devices, **options)
         traffic = zerojax.forecast(plan, gpu="h100", fast=True).traffic
         rows[weights] = [row for row in traffic.rows if row.kind == "all-gather"]
         sums[weights] = sum(row.wire_bytes for row in rows[weights])
@@ -227,19 +211,17 @@ def test_on_h100_no_weight_travels_wide(devices, secondary):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("scan", [False, True])
 def test_nothing_decoded_waits_for_the_backward_pass(scan):
     """Temporaries of the step for 8 H100 are at most those without codes; 1 % is for scales."""
     held = []
     for weights in ("compute", "int8"):
         plan = list_plan(
-            make_mesh({"data": 8}, devices=compile_client.gpu_devices(gpus.find_gpu("h100"), 8)),
+            gpu_mesh(),
             precision="bf16",
             width=2048,
             scan=scan,
             settings={"wire": {"weights": weights}},
         )
-        lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-        held.append(compile_client.compile_for_gpus(lowered, sketch=True).memory.temporary)
+        held.append(compile_step(plan).memory.temporary)
     assert held[1] < 1.01 * held[0]

@@ -1,7 +1,5 @@
 """The executor: every schedule gives the gradients that one device gives."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,6 +171,7 @@ def test_an_input_stash_holds_no_more_than_inputs_and_residuals_no_weights():
     assert relative_error(found, pull(cotangents)) < 1e-6
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("count", [1, 3, 4, 7])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved(3)", "zb_v"])
 def test_forward_schedules_have_no_gap_and_hold_no_more_than_they_need(name, count):

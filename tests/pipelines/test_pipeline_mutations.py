@@ -3,8 +3,6 @@
 Each mistake is made in the columns that the executor reads, behind all checks of schedules.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -119,10 +117,7 @@ MISTAKES = {
 }
 """What is wrong: (schedule, stash, change of the columns)."""
 
-QUICK = {
-    "a backward of another microbatch",
-    "a dropped gradient",
-}
+QUICK = {"a backward of another microbatch", "a dropped gradient"}
 
 
 def run_with(monkeypatch, name, stash, change):

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support.gpu_plans import compile_step, gpu_mesh
 from tests.support.program_claims import collectives_in_branches
 from tests.support.small_models import reference_model
-from zerojax import make_mesh, make_plan
+from zerojax import make_plan
 from zerojax.forecasting import hlo
-from zerojax.hardware import compile_client
-from zerojax.hardware.gpus import find_gpu
 from zerojax.parallel.step import build_step
 from zerojax.plan import counts
 from zerojax.plan import pipeline_costs as costs
@@ -103,14 +102,12 @@ def test_no_collective_is_inside_a_conditional(zero):
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
 @pytest.mark.parametrize("zero", range(4))
 def test_a_pipelined_step_sends_what_the_formulas_say(zero):
     """Weights once per step at ZeRO 1 and 2; scatters and gathers in every tick from 2 and 3 on."""
-    devices = compile_client.gpu_devices(find_gpu("h100"), DATA * STAGES)
-    plan = plan_on(make_mesh({"data": DATA, "stage": STAGES}, devices), zero)
-    lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    program = hlo.read_program(compile_client.compile_for_gpus(lowered, sketch=True).text)
+    axes = {"data": DATA, "stage": STAGES}
+    plan = plan_on(gpu_mesh(axes, devices=DATA * STAGES), zero)
+    program = hlo.read_program(compile_step(plan).text)
     found = hlo.find_collectives(program, plan.mesh.size)
     messages = [one for one in found if one.kind == "collective-permute"]
     sent = sum(one.times * one.wire_bytes for one in messages)

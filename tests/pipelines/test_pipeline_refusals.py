@@ -63,7 +63,7 @@ pipeline_schedule=scheduled(2, 8) | microbatches=4 8 | microbatches=8 |
 )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", REFUSED)
 def test_a_plan_is_refused_with_value_limit_and_remedy(options):
     row = REFUSED[options]
@@ -84,7 +84,7 @@ TABLES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lines", TABLES)
 def test_a_broken_table_is_refused_with_tick_and_operation(lines, tmp_path):
     path = tmp_path / "mine.csv"
@@ -181,7 +181,7 @@ TRAIN = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [

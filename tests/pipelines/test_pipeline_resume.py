@@ -1,7 +1,5 @@
 """A run goes on with another pipeline, or none, as if nothing had happened."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """What a pipeline costs and how that is shown, against numbers counted by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -22,6 +20,7 @@ NAMES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]
 # --- costs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bubble_of_the_runs_is_that_of_the_papers(name, stages, microbatches):
@@ -46,6 +45,7 @@ def test_a_forward_that_is_computed_again_is_part_of_the_backward_slot():
     assert costs.slot_costs(split).of(split.schedule) == {"F": 1, "B": 2, "W": 3}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_what_a_device_computes_for_nothing_is_the_bubble(name, stages, microbatches):
@@ -102,6 +102,7 @@ def test_flops_of_chunks_are_added_where_they_lie():
     assert costs.stage_flops(layout) == (15, 5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "number"),
     [
@@ -186,6 +187,7 @@ def test_without_data_shards_no_zero_stage_is_mentioned():
     assert not any("zero=" in line for line in lines)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_section_fits_a_terminal_at_any_size(name):
     placement = plan_of().placement
@@ -218,6 +220,7 @@ def test_a_picture_with_too_many_rows_is_named_only():
     assert "`zerojax schedule FILE.csv --svg FILE`" in draw_short(mine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_dictionary_is_json_and_holds_the_table(name):
     plan = plan_of(layout_of(name, stages=2, microbatches=4))

@@ -1,7 +1,5 @@
 """A state on a pipeline: how it is born in its rows, moves, is saved, and comes back in order."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -4,8 +4,6 @@ Optimizers, precisions, dropout, frozen parameters, kinds of models, evaluation.
 layers are mostly spread unevenly, so that stacks have rows of padding.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 
@@ -17,6 +15,7 @@ import pytest
 
 import zerojax
 from tests.support import pipeline_runs
+from tests.support.marks import slow
 from tests.support.pipeline_runs import UNEVEN, assert_equal_runs, compile_step, small, train
 from tests.support.recipe import CLIPPED, DECAYED, RECIPE
 from tests.support.small_models import reference_model
@@ -33,10 +32,6 @@ UNEVEN_FOUR = {"mesh": FOUR_STAGES, "partition": UNEVEN[4], "num_microbatches": 
 EIGHT = small(layers=8)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def one_device(model=EIGHT, **options):
     """In four microbatches: a sum of fewer terms at once is closer to the exact one."""
     return train_for(model, devices=1, num_microbatches=4, **options)
@@ -51,10 +46,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "zero"),
-    [slow("lamb", 1), slow("optax lamb", 3), slow("sgd", 2)],
-)
+@pytest.mark.parametrize(("name", "zero"), [slow("lamb", 1), slow("optax lamb", 3), slow("sgd", 2)])
 def test_optimizers_see_the_arrays_of_one_device(name, zero):
     """Norms of arrays and of all gradients are over stages, and rows of padding count as nothing.
 
@@ -243,10 +235,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(mesh, zero):
 
 @pytest.mark.parametrize(
     ("kind", "zero"),
-    [
-        *(slow("function", zero) for zero in range(4)),
-        *(slow("linen", zero) for zero in range(4)),
-    ],
+    [*(slow("function", zero) for zero in range(4)), *(slow("linen", zero) for zero in range(4))],
 )
 def test_other_kinds_of_models_equal_one_device(kind, zero):
     model, options = getattr(pipeline_runs, f"{kind}_model")()

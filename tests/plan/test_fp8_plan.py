@@ -1,7 +1,5 @@
 """What plans and forecasts say of 8-bit products: their time, what they keep and what they send."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
@@ -11,15 +9,14 @@ import pytest
 
 import zerojax
 from tests.support.forecast_samples import sample_card
+from tests.support.gpu_plans import compile_step, text_plan
 from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for
-from zerojax.config import MeshConfig, ModelConfig
+from zerojax.config import ModelConfig
 from zerojax.forecasting.hlo import find_collectives, find_overlap, read_program
 from zerojax.forecasting.roofline import estimate
 from zerojax.forecasting.settings_search.candidates import bounds_of
-from zerojax.hardware import compile_client, gpus
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.eight_bits import eight_bit_share, kept_inputs, wire_bytes_saved
 from zerojax.plan.make import make_plan
 from zerojax.plan.offload_costs import TierRates, hiding
@@ -173,28 +170,17 @@ def test_the_page_of_a_forecast_says_so():
 
 # --- what a GPU would run ---------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_on_8_h100_a_step_needs_less_than_in_bfloat16_by_what_the_plan_says(name):
     """Measured of that: 1.16 of it for GPT-2, 1.50 for Llama."""
     sizes = {"num_layers": 8, "num_heads": 16, "embed_dim": 2048, "max_seq_len": 1024}
-    tokens = jax.ShapeDtypeStruct((8 * 4, 1024), np.int32)
-    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), 8)
 
     def build(matmul_dtype):
         config = ModelConfig(name=name, matmul_dtype=matmul_dtype, **sizes)
-        plan = make_plan(
-            build_model(config, 8192),
-            make_mesh(MeshConfig(), devices),
-            example_batch={"tokens": tokens, "targets": tokens},
-            zero=3,
-        )
-        lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-        return plan, compile_client.compile_for_gpus(lowered, sketch=True).memory.temporary
+        plan = text_plan(build_model(config, 8192), 8 * 4, 1024, zero=3)
+        return plan, compile_step(plan).memory.temporary
 
     plan, small = build("fp8")
     kept, _ = kept_inputs(plan.traced.forward)

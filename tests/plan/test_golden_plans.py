@@ -1,7 +1,5 @@
 """What plans say, word for word, against the text in tests/golden/."""
 
-from __future__ import annotations
-
 import difflib
 
 import pytest

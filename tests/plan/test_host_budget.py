@@ -30,14 +30,7 @@ from zerojax.plan.host_budget import (
 )
 from zerojax.plan.make import Plan, make_plan
 from zerojax.runtime import memory
-from zerojax.runtime.memory import (
-    PINNED_LIMIT,
-    SPARE,
-    Room,
-    least_room,
-    pinned_limit_for,
-    rooms,
-)
+from zerojax.runtime.memory import PINNED_LIMIT, SPARE, Room, least_room, pinned_limit_for, rooms
 from zerojax.training import step_programs
 
 GIB = 2**30

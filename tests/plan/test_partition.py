@@ -1,7 +1,5 @@
 """Layers are divided as the best of all ways, found by trying them, would be."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -24,6 +22,7 @@ def heaviest(layers, layer_cost, embed_cost, head_cost):
     return max(costs)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("num_layers", "num_parts"),
     [(n, p) for n in (1, 2, 5, 8, 11) for p in (1, 2, 3, 4, 8) if p <= n],

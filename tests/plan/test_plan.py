@@ -1,7 +1,5 @@
 """Plans: what is decided before a run, what is refused, and what people are told."""
 
-from __future__ import annotations
-
 import html
 import json
 
@@ -15,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.support.small_models import UserText, reference_model, regression_loss
-from tests.support.trajectories import plan_for, regression_batch, text_batch
+from tests.support.trajectories import plan_for, regression_batch
 from zerojax.config import MeshConfig
 from zerojax.parallel.step import build_step
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import make_plan
 from zerojax.tracing.trees import flatten_names
@@ -44,6 +42,7 @@ def plain_plan(**options):
 # --- what is decided --------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", range(4))
 def test_state_of_every_stage(zero):
     plan = plain_plan(zero=zero, persistence_threshold=0, optimizer=optax.adam(1e-3))
@@ -222,17 +221,6 @@ def batch_of(rows, targets=None):
     ("options", "message"),
     [
         (
-            {"batch": lambda _: batch_of(100), "num_microbatches": 4},
-            "global batch size 100 is not divisible by data shards (8) x num_microbatches (4) = "
-            "32; use 96 or 128 rows",
-        ),
-        (
-            {"batch": lambda _: batch_of(5)},
-            "global batch size 5 is not divisible by data shards (8) x num_microbatches (1) = 8; "
-            "use 8 rows",
-        ),
-        ({"num_microbatches": 0}, "num_microbatches=0 is below 1; give at least 1"),
-        (
             {"batch": lambda _: batch_of(8, 16)},
             "batch['y'] has 16 rows, but other arrays of the batch have 8; dimension 0 is the "
             "rows: give every "
@@ -242,45 +230,6 @@ def batch_of(rows, targets=None):
             {"batch": lambda _: {"x": 3.0}},
             "batch['x'] is a scalar, but dimension 0 of every array must be the rows of the batch; "
             "repeat it: numpy.full(rows, value)",
-        ),
-        (
-            {"loss": lambda model, batch: model(batch["x"])},
-            "the loss returned float32[4, 5]; a loss must return a scalar, or a pair of scalars "
-            "(sum, weight); metrics to log follow as a dict, as in "
-            'return loss, {"accuracy": accuracy}',
-        ),
-        (
-            {"loss": lambda model, batch: None},
-            "the loss returned None; a loss must return a scalar, or a "
-            "pair of scalars (sum, weight)"
-            '; metrics to log follow as a dict, as in return loss, {"accuracy": accuracy}',
-        ),
-        (
-            {"loss": lambda model, batch: jnp.sum(model(batch["x"]) > 0)},
-            "the loss is int32, which has no gradient; a loss must be "
-            "floating-point: compute the loss "
-            "without a cast to integers, an argmax or a comparison",
-        ),
-        (
-            {"loss": lambda model, batch: jnp.sum(batch["x"])},
-            "the loss reads none of the model's 4 parameters (such as first/bias); loss(model, "
-            "batch) must use its argument `model`, not a model from an outer scope",
-        ),
-        (
-            {"freeze": ("first", "last")},
-            "freeze= matches all 4 parameters, so nothing is trained; freeze fewer, see "
-            "plan.table() for "
-            "their names",
-        ),
-        (
-            {"freeze": ("head",)},
-            "freeze: 'head' matches none of the 4 parameters (such as first/bias, first/kernel, "
-            "last/bias, last/kernel); the names are listed by plan.table()",
-        ),
-        (
-            {"mesh": {"model": 2}, "rules": [("last", ("model",)), ("head", (None, "model"))]},
-            "rules: 'head' matches none of the 4 parameters (such as first/bias, first/kernel, "
-            "last/bias, last/kernel); the names are listed by plan.table()",
         ),
         (
             {"mesh": {"stage": 2}},
@@ -337,11 +286,6 @@ def test_a_model_without_parameters_and_complex_ones_are_refused():
         plan_for(lambda rngs: Empty(), batch=regression_batch)
     with pytest.raises(ValueError, match="parameter w is complex64; use real numbers"):
         plan_for(lambda rngs: Complex(), batch=regression_batch)
-
-
-def test_a_wrong_stage_is_refused():
-    with pytest.raises(ValueError, match="zero.*4.*0, 1, 2 or 3"):
-        make_plan(reference_model("gpt2"), make_mesh(), example_batch=text_batch(0), zero=4)
 
 
 def test_a_plan_prints_as_one_line():

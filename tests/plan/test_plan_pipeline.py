@@ -1,7 +1,5 @@
 """What a plan decides about a pipeline: microbatches, division of layers, what is passed over."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

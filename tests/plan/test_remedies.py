@@ -207,6 +207,7 @@ def test_microbatches_that_do_not_divide():
 USUAL = "optax.adamw(3e-4)"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("bad", "value", "remedy"),
     [
@@ -235,6 +236,7 @@ def test_an_optimizer_of_flax_with_a_state_of_its_own():
     train(optimizer=optimizer.tx)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("options", "value", "remedy"),
     [
@@ -337,15 +339,9 @@ def test_a_url_as_a_folder(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_run_of_a_model_and_loss_of_ones_own_is_read_back(tmp_path, monkeypatch):
+def test_another_optimizer_than_the_one_that_was_saved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = train(checkpoint="mine", run_dir="auto")
-    message = refused(lambda: zerojax.load_run("mine"), "mine Line", "zerojax.train")
-    loaded = typed(message, "zerojax.load_run(", MODEL=Line, LOSS=squared)
-    refused(loaded.evaluate, "mine batches", "evaluate(batches)")
-    found = loaded.evaluate([rows()])["loss"]
-    np.testing.assert_allclose(found, trainer.evaluate([rows()])["loss"], rtol=1e-6)
-    # Another optimizer than the one that was saved.
+    train(checkpoint="mine", run_dir="auto")
     other = lambda folder: train(  # noqa: E731
         checkpoint=folder, run_dir="auto", optimizer=optax.sgd(1e-2)
     )

@@ -76,12 +76,7 @@ def test_schedules_by_name(row):
     [
         ("1f1b 4 50000", "4 50000 200,000", "12500", ("1f1b", 4, 12500, 1)),
         ("interleaved 7 7000", "7 7000 2 98,000", "3570", ("interleaved", 7, 3570, 2)),
-        (
-            "interleaved(50000) 4 8",
-            "4 8 50000 1,600,000",
-            "4 3125",
-            ("interleaved", 4, 4, 3125),
-        ),
+        ("interleaved(50000) 4 8", "4 8 50000 1,600,000", "4 3125", ("interleaved", 4, 4, 3125)),
         ("interleaved(9000) 250 250", "250 9000", "1f1b 200", ("1f1b", 250, 200, 1)),
     ],
 )
@@ -354,6 +349,7 @@ VALUES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("statement", VALUES)
 def test_a_value_where_only_the_shape_is_known(statement, tmp_path):
     def plan(statement: str) -> Any:
@@ -540,6 +536,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", LOOPS)
 def test_loops_over_layers(row):
     def plan(apply: Any, stage: int = 2) -> zerojax.Plan:

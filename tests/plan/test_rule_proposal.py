@@ -86,6 +86,7 @@ ZOO = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ZOO)
 def test_proposals_are_the_rules_of_the_reference_models(name):
     model = ZOO[name]()

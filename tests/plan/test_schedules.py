@@ -19,10 +19,7 @@ from zerojax.plan.schedules import (
     simulate,
 )
 from zerojax.plan.schedules.schedule_table import format_cell, parse_cell, virtual_stage
-from zerojax.plan.schedules.simulation import (
-    bubble_formula,
-    tick_starts,
-)
+from zerojax.plan.schedules.simulation import bubble_formula, tick_starts
 
 SIZES = [
     (1, 1),
@@ -127,6 +124,7 @@ def test_1f1b_with_four_stages():
 # Properties of every schedule
 
 
+@pytest.mark.sampled(12)
 def test_a_known_schedule_can_run_and_has_the_size_it_was_asked_for(case):
     schedule, numbers = case
     check_schedule(schedule)
@@ -138,7 +136,7 @@ def test_a_known_schedule_can_run_and_has_the_size_it_was_asked_for(case):
     assert schedule.splits_backward == (kinds == 3)
 
 
-@pytest.mark.sampled(83)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("costs", [Costs(), Costs(1, 0.7, 1.3), Costs(2, 5, 1)], ids=str)
 def test_the_bubble_in_step_is_that_of_the_formula(case, costs):
     schedule, numbers = case
@@ -151,6 +149,7 @@ def test_the_bubble_in_step_is_that_of_the_formula(case, costs):
         assert bubble == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.sampled(12)
 def test_the_asynchronous_bubble_is_that_of_the_papers(case):
     schedule, numbers = case
     expected = asynchronous_bubble_formula(schedule.name, **numbers)
@@ -168,11 +167,13 @@ def test_the_bubble_of_zb_h1_is_the_papers_for_a_cheaper_w_too():
     assert simulation.asynchronous_time - 12 * 2.5 == pytest.approx(3 * 1.5, abs=1e-12)
 
 
+@pytest.mark.sampled(12)
 def test_the_activations_in_flight_are_those_of_the_formula(case):
     schedule, numbers = case
     assert count_in_flight(schedule) == in_flight_formula(schedule.name, **numbers)
 
 
+@pytest.mark.sampled(12)
 def test_stages_that_do_not_wait_are_never_slower(case):
     schedule, _ = case
     simulation = simulate(schedule, Costs(1, 1.5, 0.5))
@@ -180,6 +181,7 @@ def test_stages_that_do_not_wait_are_never_slower(case):
     assert 0 <= simulation.asynchronous_bubble <= simulation.bubble + 1e-12 < 1
 
 
+@pytest.mark.sampled(12)
 def test_virtual_stages_and_places_are_inverse(case):
     schedule, numbers = case
     seen = set()
@@ -226,13 +228,6 @@ def test_zb_v_needs_the_same_on_all_stages_and_less_than_1f1b(stages):
     assert stages == 1 or in_flight[0] / 2 < most
 
 
-def test_a_limit_on_memory_names_the_stage():
-    schedule = make_schedule("1f1b", stages=4, microbatches=8)
-    assert check_schedule(schedule, max_in_flight=7) is schedule
-    with pytest.raises(ScheduleError, match="stage 0 .* 7 activations.*limit is 6"):
-        check_schedule(schedule, max_in_flight=6)
-
-
 # Simulation
 
 
@@ -253,12 +248,6 @@ def test_messages_that_stay_on_a_stage_are_not_counted():
     assert simulate(make_schedule("interleaved", **numbers)).num_messages == 2 * 7 * 8
     assert simulate(make_schedule("zb_v", **numbers)).num_messages == 2 * 6 * 8
     assert simulate(make_schedule("interleaved", stages=1, microbatches=2)).num_messages == 0
-
-
-@pytest.mark.parametrize("values", [(-1, 1, 1), (math.nan, 1, 1), (1, math.inf, 1), (0, 0, 0)])
-def test_costs_must_be_numbers_of_something(values):
-    with pytest.raises(ScheduleError, match="1,1,1"):
-        Costs(*values)
 
 
 # Cells

@@ -36,6 +36,7 @@ def schedule(request):
 # CSV
 
 
+@pytest.mark.sampled(6)
 def test_what_is_written_is_read(schedule, tmp_path):
     path = write_csv(schedule, tmp_path / "table.csv")
     assert read_csv(path) == schedule
@@ -115,6 +116,7 @@ def test_chunks_are_letters():
     assert picture[1:] == ["stage 0 F 0a 0b 1a 1b  .", "        B  . 0b 0a 1b 1a"]
 
 
+@pytest.mark.sampled(6)
 def test_the_picture_fits_and_shows_every_operation(schedule):
     picture = draw(schedule)
     lines = picture.splitlines()
@@ -130,6 +132,7 @@ def test_the_picture_fits_and_shows_every_operation(schedule):
         assert num_shown == num_operations
 
 
+@pytest.mark.sampled(6)
 def test_the_words_say_bubble_ticks_and_memory(schedule):
     simulation = simulate(schedule)
     words = describe(schedule, simulation)
@@ -144,6 +147,7 @@ def test_the_words_say_bubble_ticks_and_memory(schedule):
 # SVG
 
 
+@pytest.mark.sampled(6)
 def test_the_svg_is_well_formed_and_complete(schedule):
     text = draw_svg(schedule)
     root = ElementTree.fromstring(text)
@@ -159,6 +163,7 @@ def test_the_svg_is_well_formed_and_complete(schedule):
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
 
+@pytest.mark.sampled(6)
 def test_boxes_stay_inside_and_do_not_overlap(schedule):
     root = ElementTree.fromstring(draw_svg(schedule, Costs(1, 1.5, 0.5)))
     lanes: dict[str, list[tuple[float, float]]] = {}

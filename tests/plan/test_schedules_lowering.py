@@ -16,7 +16,6 @@ from zerojax.plan.schedules import (
     SCHEDULES,
     ExecutorTable,
     Schedule,
-    ScheduleError,
     count_in_flight,
     lower,
     make_schedule,
@@ -147,7 +146,7 @@ def all_tables() -> list[Schedule]:
     return tables
 
 
-@pytest.mark.sampled(83)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("max_runs", [None, 8, 1])
 @pytest.mark.parametrize("stash", ["residuals", "input"])
 @pytest.mark.parametrize(
@@ -166,6 +165,7 @@ def test_every_operation_finds_what_it_needs(schedule, stash, max_runs):
 SIZES = {"input": "num_inputs", "gradient": "num_gradients", "residual": "num_residuals"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stash", ["residuals", "input"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_slot_less_is_too_few(name, stash):
@@ -262,12 +262,3 @@ def test_columns_are_int32_of_the_tables_shape_and_read_only():
         assert column.shape == (schedule.num_ticks, 4)
         with pytest.raises(ValueError, match="read-only"):
             column[0, 0] = 1
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [({"stash": "all"}, "use residuals or input"), ({"max_runs": 0}, "at least 1, or None")],
-)
-def test_what_lowering_cannot_do_is_refused(words, reason):
-    with pytest.raises(ScheduleError, match=reason):
-        lower(make_schedule("1f1b", stages=2, microbatches=2), **words)

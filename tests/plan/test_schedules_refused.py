@@ -36,11 +36,7 @@ SPLIT = make_schedule("zb_h1", stages=2, microbatches=2)
 @pytest.mark.parametrize(
     ("schedule", "changes", "reason"),
     [
-        (SMALL, [(3, 0, ".")], "stage 0 never runs B1"),
-        (SMALL, [(3, 1, "B1")], "tick 3, stage 1: B1 appears twice, first at tick 2"),
-        (SMALL, [(2, 0, "B1")], "stage 0: B1 appears twice"),
         (SMALL, [(3, 0, "B1.1")], "stage 0 never runs B1:.* chunks 0 to 1"),
-        (SMALL, [(1, 0, "."), (0, 0, "F0+F1")], "tick 0, stage 0: F0.F1 has 2 .* the F slot"),
         (
             SMALL,
             [(0, 0, "F1"), (1, 0, "F0")],
@@ -50,20 +46,9 @@ SPLIT = make_schedule("zb_h1", stages=2, microbatches=2)
         ),
         (
             SMALL,
-            [(1, 1, "F0"), (2, 0, "."), (2, 1, "B0"), (3, 0, "B0"), (3, 1, "F1+B1")],
-            "stage 0 never runs B1",
-        ),
-        (
-            SMALL,
             [(1, 1, "F0+B1"), (2, 1, "F1+B0")],
             "tick 1, stage 1: B1 needs the result of F1 of stage 1, which "
             "runs at tick 2, in the slot before",
-        ),
-        (
-            SMALL,
-            [(2, 0, "B1"), (3, 0, "B0")],
-            "tick 2, stage 0: B1 needs the result of B1 of stage 1, which runs "
-            "at tick 2, whose gradient arrives",
         ),
         (SPLIT, [(3, 1, ".")], "stage 1 never runs W1"),
         (
@@ -88,10 +73,7 @@ def test_a_broken_table_is_refused_with_its_reason(schedule, changes, reason):
         (Schedule("none", (((), ()),)), "'none' has no operation"),
         (dataclasses.replace(SMALL, placement="w"), "placement 'w' is unknown; use loop or v"),
         (dataclasses.replace(SMALL, placement="v"), "never runs F0.1"),
-        (
-            Schedule("x", (((Operation("F", 0),), ()), ((),))),
-            "tick 1: 1 cells, but",
-        ),
+        (Schedule("x", (((Operation("F", 0),), ()), ((),))), "tick 1: 1 cells, but"),
         (Schedule("x", (((Operation("Q", 0),),),)), "kind 'Q' is unknown"),
         (Schedule("x", (((Operation("F", -1),),),)), "cannot be negative"),
         (Schedule("x", (((Operation("F", 0, 2),),),), "v"), "chunk 2 does not exist"),
@@ -128,10 +110,7 @@ def test_no_operation_may_run_earlier_than_its_inputs(name):
         cell = table[event.tick][event.stage]
         table[event.tick][event.stage] = tuple(o for o in cell if o != event.operation)
         target = table[earliest - 1][event.stage]
-        table[earliest - 1][event.stage] = (
-            *(o for o in target if o.kind != kind),
-            event.operation,
-        )
+        table[earliest - 1][event.stage] = (*(o for o in target if o.kind != kind), event.operation)
         moved = dataclasses.replace(schedule, table=tuple(map(tuple, table)))
         with pytest.raises(ScheduleError):
             check_schedule(moved)

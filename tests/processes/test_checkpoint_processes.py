@@ -25,7 +25,7 @@ WORKER = """
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(address, 2, process)
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-    from zerojax.checkpoint import Checkpointer, CheckpointError, files, saving
+    from zerojax.checkpoint import Checkpointer, CheckpointError, files, folders, saving
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
@@ -92,6 +92,13 @@ WORKER = """
         checkpointer.wait()
         out["again"] = restore()
         out["names"] = sorted(set(os.listdir(path)) - {"writer.lock"})
+        other = {**about, "data_state": {"position": process}}
+        out["differs"] = told(lambda: checkpointer.save(4, make(np.int32(4)), **other))
+        commit = folders.commit
+        if process == 0:
+            folders.commit = None  # calling it fails on process 0 only
+        out["uncommitted"] = told(lambda: save_and_wait(4))
+        folders.commit = commit
         if process == 1:
             real, errors = files.settle, [OSError(errno.ENOSPC, "full"), ValueError("broken")]
 
@@ -161,6 +168,14 @@ def test_damage_in_one_processs_file_is_noticed_by_all(two: tuple[Path, list[dic
         assert told[0] == "DamagedError"
         assert "so are the earlier steps (2, 3); nothing was changed" in told[1]
     assert first["left"] == second["left"] == ["2", "3", "3.damaged", "4"]
+
+
+@pytest.mark.thorough
+@pytest.mark.multihost
+def test_processes_that_save_different_things_or_fail_at_the_end_save_nothing(two) -> None:
+    for told in two[1]:
+        assert "differs between process 0 and process 1" in told["differs"][1]
+        assert told["uncommitted"][1].startswith("process 0: step 4 was not saved")
 
 
 @pytest.mark.thorough

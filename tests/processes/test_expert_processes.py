@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import zerojax
 from tests.processes.test_processes import train
 from tests.support.expert_folder_process import STEPS, batch
-from tests.support.moe_folders import tensors_of, write_mixture
+from tests.support.hugging_face_folders import tensors_of, write_folder
 from tests.support.process_groups import run_group
 from tests.support.trajectories import TOLERANCE, train_for
 
@@ -47,7 +47,7 @@ def test_two_processes_train_and_one_goes_on_at_another_degree(zero, tmp_path):
 @pytest.mark.parametrize("case", ["mixtral", "olmoe"])
 def test_each_process_reads_its_own_experts_from_a_folder(case, zero, tmp_path):
     """No tensor of another's expert, no byte twice; the losses are those of one device."""
-    folder = write_mixture(tmp_path / "theirs", case)
+    folder = write_folder(tmp_path / "theirs", case)
     words = ["-m", "tests.support.expert_folder_process", str(folder), str(tmp_path), str(zero)]
     run_group([words] * 2, folder=Path.cwd(), join=True)
     one = train_for(

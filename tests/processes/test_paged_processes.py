@@ -6,10 +6,12 @@ equal up to rounding, `TOLERANCE`. Runs of the same two processes are equal to t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
 FILES = {"params": "nvme", "min_elements": 30, "slice_elements": 60}
 DURABLE = {**FILES, "durable": True}
+IN_BACKWARD = {**DURABLE, "update_in_backward": True}
 LIMIT = 900.0
 """Seconds after which a run, which needs about 20, is ended."""
 
@@ -111,14 +114,18 @@ def test_checkpoints_go_between_processes_and_tiers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("call", "place", "count"),
-    [("preadv", "process_1/weights/", 3), ("pwritev", "process_1/buckets", 5)],
-    ids=["pass", "sweep"],
+    ("call", "place", "count", "offload"),
+    [
+        ("preadv", "process_1/weights/", 3, FILES),
+        ("pwritev", "process_1/buckets", 5, FILES),
+        ("preadv", "process_1/buckets", 5, IN_BACKWARD),
+    ],
+    ids=["pass", "sweep", "update in backward"],
 )
-def test_a_failure_in_one_process_ends_all_with_one_sentence(tmp_path, call, place, count):
+def test_a_failure_in_one_process_ends_all_with_one_sentence(tmp_path, call, place, count, offload):
     folder = tmp_path / "run"
     fault = {"process": 1, "call": call, "folder": place, "after": 1, "count": count}
-    codes, outputs = run(folder, 6, offload=FILES, fault=fault)
+    codes, outputs = run(folder, 6, offload=offload, fault=fault)
     assert all(code > 0 for code in codes), outputs
     texts = [(folder / f"error-{process}").read_text(encoding="utf-8") for process in range(2)]
     assert texts[0] == texts[1]
@@ -129,35 +136,51 @@ def test_a_failure_in_one_process_ends_all_with_one_sentence(tmp_path, call, pla
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> list[float]:
-    """Losses of two processes that nobody disturbs."""
-    return trained(tmp_path_factory.mktemp("whole"), 6, offload=DURABLE)
+def undisturbed(tmp_path_factory) -> Callable[[float], list[float]]:
+    """Clipping -> losses of two processes that nobody disturbs."""
+
+    @functools.cache
+    def losses(clip_norm: float) -> list[float]:
+        folder = tmp_path_factory.mktemp("whole")
+        return trained(folder, 6, offload=DURABLE, clip_norm=clip_norm)
+
+    return losses
+
+
+@pytest.mark.parametrize("clip_norm", [0.1, 10.0])
+def test_an_update_in_the_backward_pass_has_the_bits_of_one_after_it(tmp_path, clip_norm):
+    """If every step is clipped, and if none is."""
+    options = {"clip_norm": clip_norm, "zero": 2}
+    after = trained(tmp_path / "after", 4, offload=DURABLE, **options)
+    assert trained(tmp_path / "within", 4, offload=IN_BACKWARD, **options) == after
 
 
 @pytest.mark.parametrize(
-    ("call", "place", "count"),
+    ("call", "place", "count", "more"),
     [
-        ("preadv", "process_1/weights/", 3),
-        ("pwritev", "process_1/buckets", 5),
-        ("commit", "process_1", 1),
+        ("preadv", "process_1/weights/", 3, {"offload": DURABLE}),
+        ("pwritev", "process_1/buckets", 5, {"offload": DURABLE}),
+        ("commit", "process_1", 1, {"offload": DURABLE}),
+        ("pwritev", "process_1/buckets", 5, {"offload": IN_BACKWARD}),
+        ("commit", "process_1", 1, {"offload": IN_BACKWARD, "clip_norm": 10.0}),
     ],
-    ids=["pass", "sweep", "commit"],
+    ids=["pass", "sweep", "commit", "update in backward", "its commit"],
 )
-def test_a_killed_process_loses_no_step(tmp_path, undisturbed, call, place, count):
+def test_a_killed_process_loses_no_step(tmp_path, undisturbed, call, place, count, more):
     """Both go on from the last step that both have in files, with the bits they would have had."""
     folder = tmp_path / "run"
     fault = {"process": 1, "call": call, "folder": place, "after": 2, "count": count}
-    codes, outputs = run(folder, 6, offload=DURABLE, fault={**fault, "kills": True})
+    codes, outputs = run(folder, 6, fault={**fault, "kills": True}, **more)
     assert codes[1] == -9, outputs
     assert codes[0] != 0
     before = noted(folder, 1)
     assert 0 < len(before) < 6
-    after = trained(folder, 6, offload=DURABLE)
+    after, expected = trained(folder, 6, **more), undisturbed(more.get("clip_norm", 0.1))
     steps = [step for step, _ in noted(folder, 1)[len(before) :]]
     # A step that was whole is not taken again; the last one may not have been noted.
     assert before[-1][0] + 1 <= steps[0] <= before[-1][0] + 3
-    assert [loss for _, loss in before] == undisturbed[: len(before)]
-    assert after == undisturbed[steps[0] - 1 :]
+    assert [loss for _, loss in before] == expected[: len(before)]
+    assert after == expected[steps[0] - 1 :]
 
 
 def test_files_of_another_number_of_processes_are_refused(tmp_path):

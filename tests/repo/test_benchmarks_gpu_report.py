@@ -1,7 +1,5 @@
 """What a run on a GPU found becomes tables and a decision; the figures here are made up."""
 
-from __future__ import annotations
-
 import functools
 import json
 
@@ -77,9 +75,7 @@ def run_file(folder):
             "goals": [],
         },
         "memory": {
-            "rows": [
-                {"program": "p", "zero": 0, "predicted_MB": 10.0, "measured_MB": 10.1},
-            ],
+            "rows": [{"program": "p", "zero": 0, "predicted_MB": 10.0, "measured_MB": 10.1}],
             "goals": [],
         },
     }

@@ -84,7 +84,7 @@ np.testing.assert_allclose(given, named, rtol=1e-6)  # other orders of the sums 
                 '        row("mistral", ',
                 '        row("toy", "ToyForCausalLM", _read_mistral, _write_mistral),\n'
                 '        row("mistral", ',
-            ),
+            )
         },
         """
 from zerojax.zoo.hugging_face import config_from_hugging_face

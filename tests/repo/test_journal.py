@@ -1,7 +1,5 @@
 """The journal of the full suite: what it writes, and which tests a later run leaves out."""
 
-from __future__ import annotations
-
 import json
 import types
 

@@ -1,7 +1,5 @@
 """The table of mutations fits the source; `python -m tests.mutations` runs them."""
 
-from __future__ import annotations
-
 import ast
 import functools
 

@@ -3,8 +3,6 @@
 The Pythons here are scripts that answer as Python, venv and pip would; nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -31,6 +31,7 @@ def plain(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return rows
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("capacity", [1, 7, 64])
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_are_those_of_the_plain_algorithm(seed, capacity):

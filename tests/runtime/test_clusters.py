@@ -134,10 +134,6 @@ class TestOwnVariables:
         with pytest.raises(ValueError, match=f"{left_out} is not set"):
             process_group_of(environment)
 
-    def test_the_coordinator_alone_is_refused_where_nobody_numbers_the_processes(self):
-        with pytest.raises(ValueError, match="ZEROJAX_NUM_PROCESSES is not set"):
-            process_group_of({"ZEROJAX_COORDINATOR": "h:1"})
-
     def test_one_process_is_no_group_whatever_else_is_set(self):
         assert process_group_of({**slurm(1, per_node=8), "ZEROJAX_NUM_PROCESSES": "1"}) is None
         assert process_group_of({**OWN, "ZEROJAX_NUM_PROCESSES": "1"}) is None
@@ -145,12 +141,8 @@ class TestOwnVariables:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"ZEROJAX_COORDINATOR": "10.0.0.1"}, "has no port"),
             ({"ZEROJAX_COORDINATOR": "h:port"}, "'port' is not a port"),
-            ({"ZEROJAX_COORDINATOR": "h:70000"}, "'70000' is not a port"),
             ({"ZEROJAX_NUM_PROCESSES": "four"}, "ZEROJAX_NUM_PROCESSES='four'"),
-            ({"ZEROJAX_PROCESS_ID": "4"}, r"process 4 is not in \[0, 4\)"),
-            ({"ZEROJAX_LOCAL_PROCESS_ID": "2", "ZEROJAX_NUM_LOCAL_PROCESSES": "2"}, "process 2 of"),
         ],
     )
     def test_what_cannot_be_is_refused(self, change, message):
@@ -255,12 +247,6 @@ class TestTorchrun:
         environment = torchrun(1, per_node=2) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         assert found(environment).coordinator == "n1:29501"
 
-    def test_a_part_of_them_is_refused_once_the_processes_are_numbered(self):
-        environment = torchrun(1, per_node=2)
-        del environment["MASTER_ADDR"]
-        with pytest.raises(ValueError, match="RANK=1 and WORLD_SIZE=4 .*MASTER_ADDR is not"):
-            process_group_of(environment)
-
     def test_an_address_alone_says_nothing(self):
         assert process_group_of({"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}) is None
 
@@ -292,10 +278,6 @@ class TestOpenMpi:
         environment = open_mpi(1, per_node=2) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
         assert found(environment).coordinator == "127.0.0.1:61440"
 
-    def test_several_hosts_and_no_word_of_the_first_are_refused_with_the_remedy(self):
-        with pytest.raises(ValueError, match="-x ZEROJAX_COORDINATOR=HOST:PORT"):
-            process_group_of(open_mpi(1, per_node=2))
-
     def test_one_process(self):
         assert process_group_of({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) is None
 
@@ -316,14 +298,6 @@ class TestKubernetes:
     def test_a_jobset_names_its_pods_itself(self):
         names = {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "workers", "JOB_INDEX": "0"}
         assert found({**POD, **names}).coordinator == "run-workers-0-0.run:12355"
-
-    def test_nothing_that_names_the_first_pod(self):
-        with pytest.raises(ValueError, match="ZEROJAX_COORDINATOR=train-0.SERVICE:12355"):
-            process_group_of(POD)
-
-    def test_several_jobs_of_a_jobset_are_refused(self):
-        with pytest.raises(ValueError, match="JOB_INDEX=1: .*replicas: 1"):
-            process_group_of({**POD, "ZEROJAX_COORDINATOR": "h:1", "JOB_INDEX": "1"})
 
     def test_an_array_of_jobs_is_no_group(self):
         assert process_group_of({"JOB_COMPLETION_INDEX": "3", "HOSTNAME": "sweep-3"}) is None

@@ -1,7 +1,5 @@
 """`~` is the home folder wherever a user gives a path."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

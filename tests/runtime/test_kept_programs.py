@@ -1,7 +1,5 @@
 """The folder of compiled programs that runs keep by themselves."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from pathlib import Path

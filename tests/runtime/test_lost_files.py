@@ -1,38 +1,22 @@
 """Files that go, or are cut, while a run uses them; and the last step of a run that ends."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import zerojax
+from tests.support.small_models import Line, regression_loss
 from tests.support.text_sets import some_texts, text_set
 from zerojax.checkpoint.store import StoreFailedError
 from zerojax.cli.complaints import explain
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.data import as_source
 from zerojax.data.packed_source import PackedSource
-from zerojax.models.losses import mean_squared_error
 from zerojax.parallel.offload import disk
 from zerojax.training.metrics import read_metrics
-
-
-class Line(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.out = nnx.Linear(4, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(x)
-
-
-def squared(model, batch):
-    return mean_squared_error(model(batch["x"]), batch["y"])
-
 
 ROWS = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
 
@@ -45,7 +29,7 @@ def train(folder, steps, *, mesh=None, every=500, save_on_exit=True, **options):
         Line,
         mesh or {"zero": 1},
         [ROWS],
-        loss=squared,
+        loss=regression_loss,
         optimizer=zerojax.adamw(0.1),
         steps=steps,
         checkpoint=checkpoint,
@@ -60,7 +44,7 @@ def train(folder, steps, *, mesh=None, every=500, save_on_exit=True, **options):
 @pytest.mark.parametrize(("every", "saved"), [(2, 4), (3, 3)])
 def test_without_save_on_exit_the_last_step_is_saved_when_it_is_due(every, saved, tmp_path):
     train(tmp_path, 4, every=every, save_on_exit=False).close()
-    assert zerojax.load_run(tmp_path, model=Line, loss=squared).step == saved
+    assert zerojax.load_run(tmp_path, model=Line, loss=regression_loss).step == saved
 
 
 def test_without_save_on_exit_no_step_is_saved_before_one_was_taken(tmp_path):
@@ -87,13 +71,13 @@ def test_a_run_folder_that_goes_is_said_and_written_anew(is_replaced, tmp_path, 
     assert printed.count(f"the run folder {folder} {what} by another program") == 1
     assert [row["step"] for row in read_metrics(folder).train] == [1, 2, 3, 4, 5, 6]
     assert json.loads((folder / "config.json").read_text())["steps"] == 6
-    assert zerojax.load_run(folder, model=Line, loss=squared).step == 6
+    assert zerojax.load_run(folder, model=Line, loss=regression_loss).step == 6
 
 
 # --- files of an optimizer's state ----------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOENT, errno.EIO])
 def test_a_store_that_fails_in_a_run_is_no_bad_input(number, tmp_path, monkeypatch):
     """Bad input (exit code 2) is not started again; a full or vanished disk is."""

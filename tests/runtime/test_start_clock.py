@@ -1,7 +1,5 @@
 """Where the seconds of a start go."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -1,7 +1,5 @@
 """Trees of a few leaves, coded and not, and steps of 8-bit AdamW on them."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -86,9 +86,7 @@ def sample_memory(compiled: bool = True, scale: float = 1.0, **roles: int | None
     known = ("master weights", "optimizer state", "gathered weights", "gradients")
     rows = tuple(
         RoleBytes(
-            role=role,
-            bytes=size if compiled else None,
-            formula=size if role in known else None,
+            role=role, bytes=size if compiled else None, formula=size if role in known else None
         )
         for role, size in sizes.items()
         if compiled or role in known

@@ -1,8 +1,8 @@
 """Folders as transformers leaves them, made from the shapes that it was seen to save.
 
-Knows hugging_face.json and families.json of tests/data; the bytes are written by the package
-safetensors, not by ours. `python -m tests.support.hugging_face_folders FILE` writes the
-config.json that zerojax makes of each family, for tests/oracles/families.py.
+Knows hugging_face.json, families.json and moe_families.json of tests/data; the bytes are written by
+the package safetensors, not by ours. `python -m tests.support.hugging_face_folders FILE` writes the
+config.json that zerojax makes of each family, for tests/oracles/families.py and moe_families.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ DATA = json.loads((Path(__file__).parents[1] / "data" / "hugging_face.json").rea
 CASES = DATA["cases"]
 FAMILIES = json.loads((Path(__file__).parents[1] / "data" / "families.json").read_text())["cases"]
 """Decoders of other families than GPT-2 and Llama; tests/oracles/families.py."""
+MIXTURES = json.loads((Path(__file__).parents[1] / "data" / "moe_families.json").read_text())[
+    "cases"
+]
+"""Mixtures of experts, with one tensor for each expert; tests/oracles/moe_families.py."""
+DECODERS = {**FAMILIES, **MIXTURES}
 
 
 def case_of(case: str) -> dict[str, Any]:
     """What was seen of a model."""
-    return CASES[case] if case in CASES else FAMILIES[case]
+    return CASES[case] if case in CASES else DECODERS[case]
 
 
 def tensors_of(case: str, dtype: Any = np.float32) -> dict[str, np.ndarray]:
@@ -88,5 +93,5 @@ def written_config(case: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    configs = {case: written_config(case) for case in FAMILIES}
+    configs = {case: written_config(case) for case in DECODERS}
     Path(sys.argv[1]).write_text(json.dumps(configs))

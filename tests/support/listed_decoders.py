@@ -474,12 +474,7 @@ STYLES: tuple[str, ...] = (*_STYLES, *_OTHERS)
 
 
 def build_decoder(
-    style: str,
-    *,
-    layers: int = 6,
-    width: int = 16,
-    vocab: int = 32,
-    rngs: nnx.Rngs | None = None,
+    style: str, *, layers: int = 6, width: int = 16, vocab: int = 32, rngs: nnx.Rngs | None = None
 ) -> Any:
     """An `nnx.Module` with `loss({"tokens", "targets"}) -> (sum, weight)`.
 

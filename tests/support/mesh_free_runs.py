@@ -112,10 +112,7 @@ def plan_on(
 
 
 def run(
-    plan: Plan,
-    *,
-    steps: int = STEPS,
-    batch: Callable[[int], Any] = regression_batch,
+    plan: Plan, *, steps: int = STEPS, batch: Callable[[int], Any] = regression_batch
 ) -> dict[str, np.ndarray]:
     """{name: every metric of every step, and every array of the last state in its true shape}."""
     state, step = init_state(plan, 0), build_step(plan)

@@ -86,10 +86,7 @@ OPTAX: dict[str, tuple[str, Make]] = {
     "freeze": (PADDED, lambda: optax.freeze(MASK)),
     "fromage": (TRUE, lambda: optax.fromage(RATE)),
     "identity": (PADDED, optax.identity),
-    "inject_hyperparams": (
-        TRUE,
-        lambda: _injected(optax.inject_hyperparams),
-    ),
+    "inject_hyperparams": (TRUE, lambda: _injected(optax.inject_hyperparams)),
     "inject_stateful_hyperparams": (
         TRUE,
         lambda: _quietly(_injected, optax.inject_stateful_hyperparams),
@@ -122,10 +119,7 @@ OPTAX: dict[str, tuple[str, Make]] = {
     "scale_by_amsgrad": (PADDED, optax.scale_by_amsgrad),
     "scale_by_belief": (PADDED, optax.scale_by_belief),
     "scale_by_distance_over_gradients": (TRUE, optax.scale_by_distance_over_gradients),
-    "scale_by_factored_rms": (
-        TRUE,
-        lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=4),
-    ),
+    "scale_by_factored_rms": (TRUE, lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=4)),
     "scale_by_lbfgs": (TRUE, lambda: optax.scale_by_lbfgs(memory_size=2)),
     "scale_by_learning_rate": (PADDED, lambda: optax.scale_by_learning_rate(RATE)),
     "scale_by_lion": (PADDED, optax.scale_by_lion),
@@ -190,10 +184,7 @@ CONTRIB: dict[str, tuple[str, Make]] = {
     "normalize": (PADDED, oc.normalize),
     "prodigy": (TRUE, oc.prodigy),
     "reduce_on_plateau": (PADDED, lambda: oc.reduce_on_plateau(patience=1)),
-    "sam": (
-        PADDED,
-        lambda: oc.sam(optax.sgd(RATE), optax.chain(oc.normalize(), optax.sgd(0.1))),
-    ),
+    "sam": (PADDED, lambda: oc.sam(optax.sgd(RATE), optax.chain(oc.normalize(), optax.sgd(0.1)))),
     "scale_by_acprop": (PADDED, oc.scale_by_acprop),
     "scale_by_ademamix": (PADDED, oc.scale_by_ademamix),
     "scale_by_adopt": (PADDED, oc.scale_by_adopt),
@@ -212,10 +203,7 @@ CONTRIB: dict[str, tuple[str, Make]] = {
 AGAIN = "does not compute the loss again at other parameters"
 REFUSED: dict[str, tuple[str, Make]] = {
     "lbfgs": (AGAIN, optax.lbfgs),
-    "scale_by_backtracking_linesearch": (
-        AGAIN,
-        lambda: optax.scale_by_backtracking_linesearch(3),
-    ),
+    "scale_by_backtracking_linesearch": (AGAIN, lambda: optax.scale_by_backtracking_linesearch(3)),
     "scale_by_zoom_linesearch": (AGAIN, lambda: optax.scale_by_zoom_linesearch(3)),
     "lookahead": (
         "optax.LookaheadParams",  # it has two of each

@@ -3,8 +3,6 @@
 Leaves are of odd shapes, and gradients of very different sizes from leaf to leaf.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

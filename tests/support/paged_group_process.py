@@ -3,11 +3,11 @@
     python -m tests.support.paged_group_process FOLDER DEVICES STEPS OPTIONS
 
 trains on DEVICES virtual devices of each process until step STEPS. OPTIONS is JSON: "offload",
-"zero", "microbatches", "layers", "every" (steps between checkpoints, in FOLDER/checkpoints), and
-"fault" with "process", "call" ("preadv", "pwritev" or "commit"), "folder" (part of the path of the
-file), "after" (calls count when this step has been noted), "count" (the number of the call that
-fails) and "kills". Each process adds step and loss to
-FOLDER/losses-PROCESS, and writes the text of a StoreError to FOLDER/error-PROCESS.
+"zero", "microbatches", "layers", "clip_norm", "every" (steps between checkpoints, in
+FOLDER/checkpoints), and "fault" with "process", "call" ("preadv", "pwritev" or "commit"), "folder"
+(part of the path of the file), "after" (calls count when this step has been noted), "count" (the
+number of the call that fails) and "kills". Each process adds step and loss to FOLDER/losses-
+PROCESS, and writes the text of a StoreError to FOLDER/error-PROCESS.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main(folder: Path, devices: int, steps: int, options: dict[str, Any]) -> Non
                 small(layers=options.get("layers", LAYERS), width=16, rate=0.2),
                 settings,
                 [text_batch(index) for index in range(4)],
-                optimizer=zerojax.adamw(0.05, eps=1e-5, clip_norm=0.1),
+                optimizer=zerojax.adamw(0.05, eps=1e-5, clip_norm=options.get("clip_norm", 0.1)),
                 precision="fp32",
                 num_microbatches=options.get("microbatches", 1),
                 steps=steps,

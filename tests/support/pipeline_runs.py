@@ -68,11 +68,7 @@ def compile_step(model: Any, **options: Any) -> Compiled:
 
 
 def train(
-    model: Any,
-    *,
-    steps: int = STEPS,
-    batch: Callable[[int], Any] = text_batch,
-    **options: Any,
+    model: Any, *, steps: int = STEPS, batch: Callable[[int], Any] = text_batch, **options: Any
 ) -> Trajectory:
     """Losses of `steps` steps; `options` are those of `compile_step`."""
     return compile_step(model, batch=batch, **options).run(steps=steps, batch=batch)
@@ -168,10 +164,7 @@ def function_model() -> tuple[Any, dict[str, Any]]:
         keys = jax.random.split(key, 3)
         return {
             "in": jax.random.normal(keys[0], (12, 10)) * 0.3,
-            "layers": {
-                "w": jax.random.normal(keys[1], (4, 10, 10)) * 0.3,
-                "b": jnp.zeros((4, 10)),
-            },
+            "layers": {"w": jax.random.normal(keys[1], (4, 10, 10)) * 0.3, "b": jnp.zeros((4, 10))},
             "out": jax.random.normal(keys[2], (10, 5)) * 0.2,
         }
 

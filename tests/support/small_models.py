@@ -112,6 +112,16 @@ def regression_loss(model: Any, batch: dict) -> Any:
     return mean_squared_error(model(batch["x"]), batch["y"])
 
 
+class Line(nnx.Module):
+    """One output of each row."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(x)
+
+
 class Recurrent(nnx.Module):
     """Starts a scan from zeros: a carry that knows nothing of shards."""
 

@@ -1,7 +1,5 @@
 """How results depend on the rows of a batch, against what the functions say."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -105,6 +103,7 @@ SUMS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("function", "batch", "fixed"), SUMS.values(), ids=SUMS)
 def test_sums_over_rows(function, batch, fixed):
     found = follow(function, batch, fixed)
@@ -136,6 +135,7 @@ MEANS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("function", "batch", "fixed"), MEANS.values(), ids=MEANS)
 def test_means_over_rows_are_no_sums(function, batch, fixed):
     found = follow(function, batch, fixed)
@@ -191,6 +191,7 @@ UNKNOWN = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("function", "batch", "fixed"), UNKNOWN.values(), ids=UNKNOWN)
 def test_what_couples_rows_is_not_taken_for_a_sum(function, batch, fixed):
     assert isinstance(follow(function, batch, fixed), Other)
@@ -230,6 +231,7 @@ AFFINE = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("function", "batch", "fixed"), AFFINE.values(), ids=AFFINE)
 def test_totals_and_terms_that_are_independent_of_the_batch(function, batch, fixed):
     assert is_affine(follow(function, batch, fixed))
@@ -251,6 +253,7 @@ NOT_AFFINE = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("function", "batch", "fixed"), NOT_AFFINE.values(), ids=NOT_AFFINE)
 def test_what_is_made_of_such_a_sum_otherwise(function, batch, fixed):
     assert not is_affine(follow(function, batch, fixed))

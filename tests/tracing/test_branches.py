@@ -1,7 +1,5 @@
 """Collectives inside conditionals are found, in the traced program and in the compiled one."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -66,6 +64,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
 def test_collectives_inside_conditionals(function):
     traced = jitted(function)

@@ -1,7 +1,5 @@
 """What a plan says of arrays that a loss closes over, and of parameters in float64."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """What a plan says of experts' rows, further rounds and memory, against its traced step."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -123,6 +121,7 @@ def test_nothing_is_sent_without_the_axis_and_a_round_still_costs():
     assert expert_costs(plan_for(llama(moe=zerojax.config.MoEConfig()), mesh={"data": 8})) is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"zero": 0}, {"zero": 3}, {"zero": 2, "num_microbatches": 2}])
 def test_memory_of_experts_is_that_of_their_arrays(options):
     plan = plan_of("loop", **options)

@@ -46,6 +46,7 @@ def of_gradient(module, frozen, batch) -> float:
     return count_flops(jax.value_and_grad(loss), trained)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", ["first", "last", "all but the middle"])
 def test_layers_of_which_some_are_frozen(part):
     batch = {"x": np.ones((8, 16), np.float32)}

@@ -45,6 +45,7 @@ def own_loss(model, batch):
     return next_token(model(batch["ids"][:, :-1]), batch["ids"][:, 1:] % ROWS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", [Own, OwnLinen(), (init, apply)])
 @pytest.mark.parametrize("zero", [1, 3])
@@ -65,6 +66,7 @@ def test_a_table_of_any_model_is_found(model, precision, zero):
         zerojax.shard_batch(plan, wrong)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "inside",
     [

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from tests.support import equal_trees
+from tests.support.marks import slow
 from tests.support.small_models import LinenText, UserText, linen_loss, reference_model
 from zerojax.models.adapt import as_model
 from zerojax.models.losses import mean_squared_error
@@ -119,11 +120,6 @@ def assert_composes(
 
 
 # --- models ---------------------------------------------------------------------------------------
-
-
-def slow(*values: Any) -> Any:
-    """A case that takes seconds to compile and shows what a quick one shows, too."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.thorough
@@ -634,6 +630,7 @@ _WHAT_TO_USE = (
 )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("body", "text"),
     [

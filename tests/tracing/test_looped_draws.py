@@ -166,6 +166,7 @@ def test_keys_of_few_numbers_are_made_one_by_one() -> None:
     equal_trees.assert_same(jax.jit(loop_draws(two))(KEY), two(KEY))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", [of_norms, of_chain, of_scales, of_other_keys])
 def test_other_draws_stay_apart(function: Any) -> None:
     assert loops_of(function) == []

@@ -128,11 +128,13 @@ ALIKE = [scaled, by_own_norm, unchanged]
 MIXED = [new_zeros, by_global_norm, by_layer, with_first, to_neighbours, one_otherwise]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("update", [*ALIKE, *MIXED])
 def test_rows_of_a_stack_are_updated_like_arrays(update):
     assert_mapped(update)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("update", ALIKE)
 def test_what_is_the_same_for_all_rows_is_computed_once(update):
     assert size_of(update, 12) == size_of(update, 6)

@@ -1,7 +1,5 @@
 """A model's own derivatives (`jax.custom_vjp`) see the gradients of the mean over a whole batch."""
 
-from __future__ import annotations
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -143,6 +141,7 @@ def of_the_model(model, batch):
     return jnp.sum(losses), jax.lax.stop_gradient(jnp.sum(losses > 1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "options", "why"),
     [

@@ -194,6 +194,7 @@ def traced(style: str) -> tuple[Any, ...]:
     return model, loss, params, extras, trace, find_loops(trace, params)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("style", STYLES)
 def test_finds_the_longest_equal_run_of_layers(style):
     found = traced(style)[-1]
@@ -201,7 +202,7 @@ def test_finds_the_longest_equal_run_of_layers(style):
     assert places == STYLES[style][1]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("style", STYLES)
 def test_gives_the_loss_and_gradients_of_the_model(style):
     model, loss, params, extras, _, found = traced(style)
@@ -259,6 +260,7 @@ ASKED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", ASKED.values(), ids=ASKED)
 def test_rolls_the_layers_of_which_the_same_is_asked(options):
     plan = plan_of(**options)
@@ -330,6 +332,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_loop_is_noticed_by_unrolling_it(what):
     rolled, equality = rolled_of("ends of another kind")
@@ -380,6 +383,7 @@ def test_a_loop_that_does_so_needs_no_more_memory_than_layers_by_themselves():
     assert auto < 0.75 * temporaries(roll_remat="model")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("roll_remat", "found"), [("auto", True), ("none", True), ("dots", True), ("full", False)]
 )

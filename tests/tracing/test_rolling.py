@@ -42,11 +42,7 @@ Place = tuple[str, int, int, int]
 WHOLE: tuple[Place, ...] = (("layers", 0, 1, LAYERS),)
 BUT_FIRST: tuple[Place, ...] = (("layers", 1, 1, LAYERS - 1),)
 IN_PAIRS: tuple[Place, ...] = (("layers", 0, 2, LAYERS // 2),)
-REFUSED = {
-    "other_rules": "custom_vjp",
-    "interleaved": "interleaved",
-    "effects": "effect",
-}
+REFUSED = {"other_rules": "custom_vjp", "interleaved": "interleaved", "effects": "effect"}
 """Style -> a word of the sentence that says why its list stays as it is."""
 LOOPS: dict[str, tuple[Place, ...]] = {
     **dict.fromkeys([style for style in STYLES if style not in (*REFUSED, "tied")], WHOLE),
@@ -173,7 +169,7 @@ def num_rolled(style: str, layers: int) -> int:
     return num_equations(trace.jaxpr.jaxpr)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("style", LOOPS)
 def test_finds_the_layers_of_every_style(style):
     found = case_of(style).find()
@@ -234,6 +230,7 @@ def test_keys_losses_and_statistics_grow_by_a_few_equations(style):
     assert more < whole / 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("style", REFUSED)
 def test_what_cannot_be_rolled_stays_with_the_first_difference(style):
     found = case_of(style).find()
@@ -331,6 +328,7 @@ def test_a_loop_tells_what_it_costs():
     assert f"{LAYERS} iterations" in plain.describe()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("style", "expected"),
     [
@@ -367,6 +365,7 @@ def test_a_checkpoint_in_a_loop_has_no_guard_against_cse():
     assert "prevent_cse=True" not in str(after.jaxpr)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("style", ["plain", "nnx_dropout", "linen_setup", "functions"])
 def test_new_arrays_are_the_models_own_in_stacks(style):
     case = case_of(style)

@@ -97,6 +97,7 @@ def _two(key: jax.Array, keys: jax.Array) -> jax.Array:
 QUICK = {"normal", "one draw", "list", "loop"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n not in QUICK)) for n in DRAWS]
 )
@@ -138,6 +139,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WHOLE)
 def test_rows_that_depend_on_each_other_are_not_computed_alone(name):
     draw, word = WHOLE[name]

@@ -1,7 +1,5 @@
 """Dimensions that can only be split together, in programs of a few operations."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """Attention that stores its scores is found by its structure, and nothing else is."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -51,6 +49,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_scores_are_found_once_with_their_line(name):
     function, shape, dtype = ATTENTION[name]

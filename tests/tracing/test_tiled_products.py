@@ -109,6 +109,7 @@ def on_devices(case: Case, tiles: int) -> Callable[..., Any]:
     return jax.jit(mapped)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_give_the_values_and_gradients_of_the_whole_weight(name):
     """Sums are in another order: 2e-6 of sums of about 10; in bfloat16 one rounding of them."""
@@ -173,6 +174,7 @@ READERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("word", READERS)
 def test_what_is_not_read_by_one_product_has_a_reason(word):
     x, w = jnp.zeros((2, 3, 4)), jnp.zeros((3, 4) if word == "batch" else (4, 9))

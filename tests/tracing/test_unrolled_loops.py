@@ -3,22 +3,19 @@
 Tolerance: both compute the same in float32; sums may be fused in another order.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zerojax
+from tests.support.gpu_plans import gpu_mesh
 from zerojax.config import MeshConfig, ModelConfig
 from zerojax.hardware import compile_client
-from zerojax.hardware.gpus import find_gpu
 from zerojax.parallel.step import build_step
 from zerojax.tracing.unrolling import describe_unrolled
 from zerojax.zoo import build_model
 
-MISSING = compile_client.missing()
 VOCAB, SEQ = 64, 16
 
 
@@ -68,6 +65,7 @@ def test_no_loop_over_layers_is_left():
     assert any("is unrolled" in reason for reason in plan.reasons)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "word"),
     [
@@ -108,14 +106,12 @@ def test_a_checkpoint_within_a_call_keeps_the_loop_unless_it_holds_by_itself(pre
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_a_step_for_a_gpu_holds_less_and_moves_less():
     """12 layers without remat; 11.3 and 6.9 GB for GPT-2 124M at 16 x 1024 tokens."""
     batch = tokens(8, 256)
     temporary = {}
     for unroll in (False, True):
-        devices = compile_client.gpu_devices(find_gpu("h100"), 1)
-        mesh = zerojax.make_mesh({"data": 1}, devices)
+        mesh = gpu_mesh(devices=1)
         plan = zerojax.make_plan(
             gpt(12, 256, 256), mesh, example_batch=batch, precision="bf16", unroll=unroll
         )

@@ -59,10 +59,7 @@ def lines_of(model: Any, batch: Any, *, precision: str = "bf16") -> list[str]:
 
 def test_a_forecast_says_so_and_that_its_time_does_not_know():
     plan = zerojax.make_plan(
-        Listener,
-        zerojax.make_abstract_mesh({"data": 2}),
-        example_batch=tokens(),
-        precision="bf16",
+        Listener, zerojax.make_abstract_mesh({"data": 2}), example_batch=tokens(), precision="bf16"
     )
     forecast = zerojax.forecast(plan, gpu="h100", why_formula="of this test")
     (note,) = [line for line in forecast.remarks if line.startswith("products:")]
@@ -108,6 +105,7 @@ def products_of_a_step(model: Any, batch: Any) -> tuple[set[str], list[str]]:
     return set(re.findall(r"x(f32|bf16)>[,)]", " ".join(lines))), plan.reasons
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint8])
 @pytest.mark.parametrize(("model", "used"), [(Looker, "bf16"), (Caster, "f32")])
 def test_the_plan_says_of_images_what_the_step_computes(model, used, dtype):

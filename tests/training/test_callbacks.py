@@ -11,28 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import zerojax
+from tests.support.small_models import Line, regression_loss
 from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.pruning import removals
 from zerojax.config import CheckpointConfig, LogConfig
-from zerojax.models.losses import mean_squared_error
 from zerojax.training.evaluation import EarlyStopping, KeepBest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class Line(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.out = nnx.Linear(4, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(x)
-
-
-def squared(model, batch):
-    return mean_squared_error(model(batch["x"]), batch["y"])
 
 
 def batch(seed: int, sign: float = 1.0) -> dict[str, np.ndarray]:
@@ -51,7 +38,7 @@ def train(folder=None, *, callbacks, steps=12, data=None, checkpoint=None, **opt
         Line,
         {"zero": 1},
         data,
-        loss=squared,
+        loss=regression_loss,
         optimizer=zerojax.sgd(0.05),
         steps=steps,
         checkpoint=checkpoint,
@@ -68,7 +55,7 @@ def test_a_callback_that_returns_true_ends_the_run_and_train_returns(tmp_path):
 
     trainer = train(tmp_path, callbacks=[stop], steps=None)
     assert trainer.num_steps in (3, 4), "a report is read while the next step is under way"
-    assert zerojax.load_run(tmp_path, model=Line, loss=squared).step == trainer.num_steps
+    assert zerojax.load_run(tmp_path, model=Line, loss=regression_loss).step == trainer.num_steps
 
 
 def test_the_step_that_began_before_an_exception_is_reported(tmp_path):
@@ -80,7 +67,7 @@ def test_the_step_that_began_before_an_exception_is_reported(tmp_path):
 
     with pytest.raises(RuntimeError, match="the callback failed"):
         train(tmp_path, callbacks=[fail], validation=None, eval_every=None)
-    saved = zerojax.load_run(tmp_path, model=Line, loss=squared).step
+    saved = zerojax.load_run(tmp_path, model=Line, loss=regression_loss).step
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     reports = [json.loads(line) for line in lines]
     assert [line["step"] for line in reports if "loss" in line] == [*range(1, saved + 1)]
@@ -141,7 +128,7 @@ def test_the_best_step_survives_retention_pruning_and_a_restart(tmp_path):
     train(tmp_path, callbacks=[], steps=14, data=[batch(1)]).close()
     assert steps() == [4, 14]
     assert removals(path, keep=1) == []
-    loaded = zerojax.load_run(tmp_path, "best", model=Line, loss=squared)
+    loaded = zerojax.load_run(tmp_path, "best", model=Line, loss=regression_loss)
     assert loaded.step == 4
     assert loaded.evaluate([batch(0)])["loss"] == pytest.approx(best)
     third = train(tmp_path, callbacks=[], steps=14)
@@ -171,6 +158,7 @@ def test_wrong_options_are_refused(make, part):
         make()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("callback", "options", "part"),
     [
@@ -213,6 +201,7 @@ class Wrong:
     def on_evaluation(self, trainer): ...
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("callback", "words"),
     [

@@ -198,6 +198,7 @@ def as_mamba(model: Path) -> None:
 ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("change", "rows", "words", "told"),
     [

@@ -74,6 +74,7 @@ def file(**section):
     }
 
 
+@pytest.mark.thorough
 def test_a_ds_config_sets_it():
     drop_of = lambda given: deepspeed.translate(given, num_devices=8).layer_drop  # noqa: E731
     assert drop_of(file(enabled=True, theta=0.5)) == LayerDropConfig(theta=0.5)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from zerojax.hardware.gpus import find_gpu, gpu_names
 from zerojax.training.metrics.runlog import find_peak, peak_flops
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("kind", "bf16", "memory"),
     [
@@ -68,14 +68,6 @@ def test_devices_without_bf16_units_have_no_such_peak(kind):
 def test_unknown_devices_have_none(kind):
     assert find_peak(kind) is None
     assert peak_flops(kind) is None
-
-
-@pytest.mark.parametrize("name", gpu_names())
-def test_every_card_is_cited_and_plausible(name):
-    gpu = find_gpu(name)
-    assert gpu.sources
-    if gpu.bf16_flops is not None:  # TF32 units do half the work of bf16 units on all of these
-        assert gpu.bf16_flops / gpu.fp32_flops == pytest.approx(2, rel=0.02)
 
 
 def test_a_peak_says_where_it_is_published():

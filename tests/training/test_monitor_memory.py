@@ -198,6 +198,7 @@ def test_what_lives_has_the_names_of_the_state():
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("purpose", "failing"),
     [

@@ -48,6 +48,7 @@ def compare(monkeypatch, *runs):
     check_same_run(values[-1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_another_learning_rate_is_found(name, monkeypatch):
     first, same, other = (described(OPTIMIZERS[name](rate)) for rate in (0.01, 0.01, 0.02))

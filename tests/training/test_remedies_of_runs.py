@@ -23,6 +23,7 @@ from tests.plan import test_host_budget as budget
 from tests.support.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.support.pipeline_runs import small
 from tests.support.refusals import Refusal, check_words, code_in, complaint, refused
+from tests.support.small_models import Line
 from tests.support.trajectories import plan_for, text_batch
 from zerojax.checkpoint.store import BucketStore
 from zerojax.checkpoint.store.direct_io import StoreError
@@ -132,6 +133,7 @@ BERT = {"vocab_size": 20, "max_position_embeddings": 8, "num_hidden_layers": 1}
 BERT |= {"num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "key", "bad", "good"),
     [
@@ -277,14 +279,6 @@ def test_a_disk_that_is_too_small_for_files(tmp_path, monkeypatch):
 # --- runs -----------------------------------------------------------------------------------------
 
 
-class Line(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.out = nnx.Linear(4, 1, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.out(x)
-
-
 Pair = collections.namedtuple("Pair", "x y")
 BATCH = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
 
@@ -323,6 +317,7 @@ def test_batches_of_a_kind_of_ones_own(tmp_path):
     assert np.isfinite(read({"example_batch": batch}).evaluate([batch])["loss"])
 
 
+@pytest.mark.thorough
 def test_a_model_of_ones_own_is_exported_under_its_own_names(run, tmp_path, capsys):
     words = ["checkpoint", "export", str(run), str(tmp_path / "out")]
     value, remedy = [run, "hugging_face.json"], ["zerojax checkpoint export", "--format"]

@@ -155,6 +155,7 @@ def test_frozen_weights_in_codes_fit_their_devices(name):
         assert row["state_GiB"] < row["peak_GiB"] < row["limit_GiB"] < memory / 2**30
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", OFFLOADED, ids=lambda case: case[0])
 def test_large_models_on_few_devices_fit_and_need_what_the_page_says(case, tmp_path, monkeypatch):
     """Compiled peaks by the record; host memory, files and tokens by the plan, too."""
@@ -199,6 +200,7 @@ def test_a_mesh_of_more_devices_says_how_many(mesh, needed):
         zerojax.make_mesh(mesh)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_parameters_do_not_show_is_as_published(name):
     model = read(name).model
@@ -208,7 +210,7 @@ def test_what_parameters_do_not_show_is_as_published(name):
     assert not model.tie_embeddings
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [8, 64, 512])
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_model_is_planned_on_other_device_counts(name, devices):

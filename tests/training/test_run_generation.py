@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.support.hugging_face_folders import CASES, FAMILIES, write_folder
-from tests.support.moe_folders import MIXTURES, write_mixture
+from tests.support.hugging_face_folders import CASES, DECODERS, write_folder
 from tests.support.refusals import refused
 from tests.support.small_models import VOCAB, reference_model
 from tests.support.trajectories import plan_for
@@ -54,7 +53,7 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(one, other, err_msg=f"row {row}")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("mesh", ["data 8, zero 3", "data 2 x model 4"])
 def test_greedy_tokens_are_those_of_one_device(mesh, name):
@@ -78,10 +77,9 @@ def test_so_they_are_with_other_axes_and_offload(mesh):
 
 
 @pytest.mark.slow  # three plans and six programs of each family
-@pytest.mark.parametrize("case", [*LLAMAS, *FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("case", [*LLAMAS, *DECODERS])
 def test_so_they_are_in_every_family(case, tmp_path):
-    write = write_mixture if case in MIXTURES else write_folder
-    model = from_hugging_face(write(tmp_path / case, case))
+    model = from_hugging_face(write_folder(tmp_path / case, case))
     longest = model.config.max_seq_len - NEW
     prompts = [prompt[:longest] for prompt in prompts_below(19)]
     batch = lambda index: {  # noqa: E731

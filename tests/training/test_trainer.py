@@ -370,6 +370,7 @@ def test_checkpoints_are_listed_and_pruned(tmp_path):
         assert trainer.num_steps == int(trainer.state["step"]) == 4
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

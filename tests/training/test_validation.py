@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 import zerojax
+from tests.support.small_models import Line
 from zerojax.config import LogConfig
 from zerojax.models.losses import mean_squared_error, next_token_of_call
 from zerojax.training.evaluation import EarlyStopping
@@ -17,14 +18,6 @@ from zerojax.training.validation import each_batch
 from zerojax.zoo import GPT2, GPT2Config
 
 ROWS = 16
-
-
-class Line(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.out = nnx.Linear(4, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(x)
 
 
 def rows(number: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -117,6 +110,7 @@ def test_a_short_last_batch_counts_with_the_rows_it_has(loss, number):
     assert found["weight"] == sum(x.sum() for x in rows_or_weights)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "part"),
     [
@@ -161,6 +155,7 @@ def test_validation_takes_what_batches_take():
     assert len(set(same)) == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("validation", "kind", "part"),
     [
@@ -258,6 +253,7 @@ class Rows:
         return {name: values[number] for name, values in self.batch.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [1, ROWS - 3, ROWS, 3 * ROWS + 5, 9 * ROWS])
 def test_an_evaluation_of_a_dataset_counts_each_row_once(number, capsys):
     data = Rows(number)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.marks import needs_compiler
 from tests.support.refusals import check_words
 from zerojax.cli import main, tune_search
 from zerojax.config import RunConfig, load
-from zerojax.hardware import compile_client
 from zerojax.training import tuning
 from zerojax.training.tuning import whole_steps
 
@@ -79,6 +79,7 @@ def test_nothing_is_written_where_nothing_fits(tmp_path, monkeypatch, capsys):
     assert not out.exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
@@ -96,7 +97,7 @@ def test_options_that_do_not_fit_together_are_refused(words, remedy, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(compile_client.missing() is not None, reason="needs the compiler for GPUs")
+@needs_compiler
 def test_the_search_itself_finds_plans_that_run_here(tmp_path: Path, capsys):
     out = tmp_path / "fastest.yaml"
     words = ["--search", "--gpu", "h100", "--best", "2", "--budget", "20", "--out", str(out)]

@@ -31,11 +31,6 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def kept(tmp_path: Path) -> KeptChoices:
-    return KeptChoices(tmp_path)
-
-
 def test_the_faster_one_is_taken_kept_and_not_timed_again(clock: Clock, kept: KeptChoices) -> None:
     answer = asked(clock, kept, Runs(clock, 0.5))
     assert answer.choice == "mosaic_gpu"
@@ -227,10 +222,7 @@ def _killing_at(number: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def test_zerojax_env_lists_what_was_measured_and_what_is_left_out(
-    clock: Clock,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
     kept = KeptChoices(tmp_path)

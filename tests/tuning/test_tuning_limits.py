@@ -48,11 +48,6 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture
-def kept(tmp_path: Path) -> KeptChoices:
-    return KeptChoices(tmp_path)
-
-
 # Time
 
 

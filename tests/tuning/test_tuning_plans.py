@@ -15,7 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from pallas_kernels.choice import Choice, missing
+from pallas_kernels.choice import Choice
+from tests.support.marks import needs_kernels
 from tests.support.tuning_doubles import Clock, plan_for
 from zerojax.cli import main
 from zerojax.config import MeshConfig
@@ -36,11 +37,6 @@ from zerojax.training.tuning import (
 )
 
 
-@pytest.fixture
-def kept(tmp_path: Path) -> KeptChoices:
-    return KeptChoices(tmp_path)
-
-
 def test_on_a_cpu_nothing_is_measured() -> None:
     plan = plan_for()
     assert zerojax.tune(plan) is plan
@@ -54,7 +50,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned_plan, "OTHER_KERNEL", "interpret")
 
 
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@needs_kernels
 @pytest.mark.usefixtures("on_gpus")
 def test_a_plan_has_the_choices_and_says_them(
     monkeypatch: pytest.MonkeyPatch, kept: KeptChoices
@@ -76,7 +72,7 @@ def test_a_plan_has_the_choices_and_says_them(
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@needs_kernels
 @pytest.mark.usefixtures("on_gpus")
 def test_both_ways_are_timed_in_place_on_the_sizes_of_the_plan(
     kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
@@ -119,10 +115,7 @@ TINY = [
 
 
 def test_the_command_prints_what_was_chosen(
-    on_gpus: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    on_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
     answers = iter(["one", "two", "three", "four"])
@@ -152,10 +145,7 @@ def test_the_command_refuses_what_leaves_nothing_to_measure(capsys: pytest.Captu
 
 @pytest.mark.thorough
 def test_the_command_times_whole_steps_and_advises_what_is_faster(
-    on_gpus: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    on_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Each variant trains for real; the times are injected."""
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
@@ -433,7 +423,6 @@ def test_what_is_not_open_is_not_named() -> None:
 # Memory of a call of attention, compiled for a GPU
 
 
-MISSING = compile_client.missing()
 CALLS = {
     "tiny": {"queries": 16, "heads": 2, "head_dim": 16, "dtype": "bfloat16"},
     "small": {"queries": 64, "heads": 4, "head_dim": 32, "dtype": "bfloat16"},
@@ -445,7 +434,6 @@ CALLS = {
 
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
     "name",
     [name if name == "short" else pytest.param(name, marks=pytest.mark.slow) for name in CALLS],

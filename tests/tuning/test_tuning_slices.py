@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -47,11 +46,6 @@ LARGEST = "blocks/mlp/up/kernel"
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> KeptChoices:
-    return KeptChoices(tmp_path)
-
-
-@pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices are taken for GPUs, nothing but slices is asked, and sizes fit small models."""
     monkeypatch.setattr(tuned_plan, "is_on_gpus", lambda plan: True)
@@ -81,6 +75,7 @@ def facts(plan: Plan) -> dict[str, Any]:
     return {**found, "layout": dataclasses.asdict(layout), "kernels": plan.program.kernels}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "offload",
     [HOST, {**HOST, "opt_state": {"device": 0.3, "host": 0.7}}, {**HOST, "params": "host"}],
@@ -191,6 +186,7 @@ def asked(plan: Plan, size: int = SMALL) -> Any:
     return slice_choices.slice_question(plan, with_slices(plan, size))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
 @pytest.mark.parametrize("offload", [HOST, {**HOST, "params": "host"}], ids=["host", "params"])
 def test_slices_of_any_size_have_the_same_bits(optimizer: str, offload: Any) -> None:
@@ -282,11 +278,7 @@ def test_measuring_keeps_to_the_room_there_is(monkeypatch: pytest.MonkeyPatch) -
 # Compiled for a GPU
 
 
-MISSING = compile_client.missing()
-
-
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("params", ["device", "host"])
 def test_a_part_takes_the_memory_that_was_counted_and_moves_slices_by_dma(params: str) -> None:
     """Slices of the sizes that are tried on a card, 4 to 32 million elements."""

@@ -18,6 +18,7 @@ from flax import nnx
 
 import zerojax
 from tests.support import bert_weights as tiny
+from tests.support.marks import slow
 from tests.support.trajectories import ROWS, TOLERANCE, train_for
 from zerojax.zoo import Bert, BertConfig, generate
 from zerojax.zoo.hugging_face import Leaf
@@ -102,10 +103,6 @@ def loss_and_gradients(remat: str, positions: bool = False) -> tuple[float, dict
 
     value, grads = jax.jit(jax.value_and_grad(loss))(state)
     return float(value), flat(grads)
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # Beside transformers

@@ -4,8 +4,6 @@ On a CPU the products are those of the same 8-bit values, added up in float32: a
 leaves out only how the tensor cores add.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes

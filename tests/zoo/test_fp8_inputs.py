@@ -3,17 +3,15 @@
 What they are compared with is each projection by itself, with a copy of its own.
 """
 
-from __future__ import annotations
-
 import chex
 import jax
 import numpy as np
 import pytest
 
+from tests.support.gpu_plans import compile_step, text_plan
 from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for, train_for
 from zerojax.config import MeshConfig, ModelConfig
-from zerojax.hardware import compile_client, gpus
 from zerojax.operators.marks import inner_programs
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
@@ -113,26 +111,14 @@ def test_a_compiled_step_on_a_cpu_needs_less_by_these_bytes(name, monkeypatch):
     check_saved(temporaries() - shared, SHARED[name] * 8 * (8 * 128 * 256))
 
 
-MISSING = compile_client.missing()
-
-
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("name", SHARED)
 def test_on_8_h100_a_step_needs_less_by_these_bytes(name, monkeypatch):
     sizes = {"num_layers": 8, "num_heads": 16, "embed_dim": 2048, "max_seq_len": 1024}
-    tokens = jax.ShapeDtypeStruct((8 * 4, 1024), np.int32)
-    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), 8)
-    plan = make_plan(
-        build_model(config_of(name, **sizes), 8192),
-        make_mesh(MeshConfig(), devices=devices),
-        example_batch={"tokens": tokens, "targets": tokens},
-        zero=3,
-    )
+    plan = text_plan(build_model(config_of(name, **sizes), 8192), 8 * 4, 1024, zero=3)
 
     def temporaries():
-        lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-        return compile_client.compile_for_gpus(lowered, sketch=True).memory.temporary
+        return compile_step(plan).memory.temporary
 
     shared = temporaries()
     one_by_one(monkeypatch)

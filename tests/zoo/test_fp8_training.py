@@ -15,11 +15,13 @@ import optax
 import pytest
 from flax import linen
 
+from tests.support.gpu_plans import text_plan
+from tests.support.marks import slow
 from tests.support.small_models import VOCAB, linen_loss, reference_model
 from tests.support.trajectories import plan_for, text_batch, train_for
 from zerojax.config import ConfigError, MeshConfig, ModelConfig
 from zerojax.data.corpus import read_text
-from zerojax.hardware import compile_client, gpus
+from zerojax.hardware import compile_client
 from zerojax.operators.marks import inner_programs
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
@@ -110,7 +112,6 @@ def test_the_losses_are_near_those_without_8_bits_but_not_the_same():
     assert difference.max() < 2e-3
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 STAGES = {
     "0": slow({"zero": 0}),
     "1-replica": slow({"zero": 1, "mesh": {"replica": 2}}),
@@ -316,24 +317,15 @@ def test_on_text_it_reaches_the_loss_of_bfloat16():
 
 # --- what a GPU would run ---------------------------------------------------------------------
 
-MISSING = compile_client.missing()
-
 
 @pytest.mark.gpu_programs
-@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("cublas", [True, False], ids=["cublaslt", "triton"])
 def test_on_an_h100_every_product_of_a_layer_has_8_bit_operands(cublas):
     """Without Triton they are cuBLASLt's 8-bit calls, with it dots of 8-bit arrays."""
     config = ModelConfig(
         name="gpt2", num_layers=2, num_heads=4, embed_dim=512, max_seq_len=512, matmul_dtype="fp8"
     )
-    tokens = jax.ShapeDtypeStruct((8, 512), np.int32)
-    devices = compile_client.gpu_devices(gpus.find_gpu("h100"), 1)
-    plan = make_plan(
-        build_model(config, 1024),
-        make_mesh(MeshConfig(), devices=devices),
-        example_batch={"tokens": tokens, "targets": tokens},
-    )
+    plan = text_plan(build_model(config, 1024), 8, 512, devices=1)
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
     text = compile_client.compile_for_gpus(lowered, sketch=cublas).text
     if cublas:

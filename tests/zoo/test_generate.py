@@ -177,13 +177,11 @@ def test_the_cache_has_the_dtype_of_the_activations():
     assert generate(model, jnp.ones((1, 3), jnp.int32), 2).shape == (1, 5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"num_tokens": 29},
-            "are 49 tokens, .* max_seq_len=48; use num_tokens=28",
-        ),
+        ({"num_tokens": 29}, "are 49 tokens, .* max_seq_len=48; use num_tokens=28"),
         ({"num_tokens": 0}, "num_tokens=0 must be at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0 must be a finite number >= 0"),
         ({"temperature": float("nan")}, "temperature=nan must be a finite number >= 0"),

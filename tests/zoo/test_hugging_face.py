@@ -220,6 +220,7 @@ BAD_INDEXES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", BAD_INDEXES)
 def test_an_index_that_is_wrong_is_refused(case, tmp_path):
     place, words = BAD_INDEXES[case]

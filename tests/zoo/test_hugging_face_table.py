@@ -154,10 +154,7 @@ LLAMA = {
         ({"model_type": "mamba"}, "model_type='mamba' .* llama"),
         ({"attention_bias": True}, "attention_bias=True, but the projections .* no biases"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', .*only 'silu' or 'swish'"),
-        (
-            {"rope_scaling": {"rope_type": "twisted"}},
-            "type 'twisted'",
-        ),
+        ({"rope_scaling": {"rope_type": "twisted"}}, "type 'twisted'"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "no 'original_max_position"),
         ({"hidden_size": None}, "no 'hidden_size'"),
     ],
@@ -174,6 +171,7 @@ def untyped(case: str) -> dict[str, Any]:
     return config | {key: None for key in ("layer_types", "no_rope_layers") if key in config}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", [*CASES, *FAMILIES])
 def test_a_number_of_a_config_is_taken_or_refused_in_a_sentence(case):
     """Each as 0, -1 and null: no division by zero, and no comparison with None."""
@@ -185,6 +183,7 @@ def test_a_number_of_a_config_is_taken_or_refused_in_a_sentence(case):
             row.config_class(**row.read_config({**config, key: value}))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("case", "change", "words"),
     [
@@ -228,6 +227,7 @@ def test_settings_of_transformers_5_are_those_of_4():
     assert read(LLAMA)["rope_scaling"] is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

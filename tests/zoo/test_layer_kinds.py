@@ -1,7 +1,5 @@
 """Decoders whose layers are of several kinds: one loop, one program, in every kind of plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -374,6 +372,7 @@ def test_the_number_of_parameters_is_that_of_the_arrays():
         assert config_of(**changes).num_parameters == counted, changes
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

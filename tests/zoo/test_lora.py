@@ -1,7 +1,5 @@
 """Adapters: what they compute, what is trained of a model that has them, and on which meshes."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -13,6 +11,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from tests.support.marks import slow
 from tests.support.small_models import VOCAB, reference_model
 from tests.support.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.config import ConfigError, LoraConfig, ModelConfig, RunConfig, from_dict, load
@@ -31,8 +30,6 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 9)), jnp.in
 ROUNDING = 1e-5
 """|difference of logits| of float32 sums in another order, through adapters that change logits by
 more than 0.1. Measured: 4e-7 with JAX 0.10, 2.8e-6 with 0.12."""
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def sizes(name, **changes):

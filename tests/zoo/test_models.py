@@ -621,6 +621,7 @@ def test_build_model_takes_what_the_run_is_told():
     assert as_decoder_config(ModelConfig(tie_embeddings=False), 50).tie_embeddings is False
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -1,7 +1,5 @@
 """Adapters in the files of PEFT, equal to what peft saves and computes (tests/oracles/lora.py)."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -405,8 +405,7 @@ def test_an_adapter_beside_the_head():
     config = zoo.GPT2Config(**SIZES, tie_embeddings=False)
     add = lambda target: nnx.eval_shape(  # noqa: E731
         lambda: zerojax.add_lora(
-            lambda rngs: zoo.GPT2(config, rngs=rngs),
-            zerojax.LoraConfig(rank=2, targets=(target,)),
+            lambda rngs: zoo.GPT2(config, rngs=rngs), zerojax.LoraConfig(rank=2, targets=(target,))
         )(nnx.Rngs(0))
     )
     Refusal("lm_head", "lm_head", "'blocks/.*'", ["blocks/.*"]).check(add)

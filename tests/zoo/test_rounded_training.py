@@ -1,7 +1,5 @@
 """Quantization-aware training: kernels are rounded as exports round them, on any mesh."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +29,7 @@ def kernel_of(dtype, shape=(4, 16, 24), seed=0):
     return values.astype(dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_numpy_and_compiled_programs_round_to_the_same_bits(name, dtype):
@@ -85,7 +84,7 @@ def test_training_is_that_of_one_device(options, name):
     assert name in " ".join(found.plan.reasons)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "dtype"), [("int8", None), ("int4", "bfloat16")])
 def test_an_export_gives_back_the_weights_that_the_run_computed_with(name, dtype, tmp_path):
     """Bit for bit; and a model of the decoded weights gives the logits of the run."""

@@ -49,6 +49,7 @@ def test_the_table_is_the_packages(file):
         assert count == tensor.num_bytes
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(30))
 def test_any_block_is_numpys(seed, file):
     """Runs in every dimension, in order; only the block's own bytes are read."""
@@ -130,6 +131,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_table_is_named(case, tmp_path):
     table, words = DAMAGED[case]

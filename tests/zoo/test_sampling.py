@@ -44,6 +44,7 @@ def kept_by_numpy(
     return scores > -np.inf
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("penalty", [1.0, 1.3, 0.7])
 def test_the_repetition_penalty_is_that_of_transformers(seed, penalty):
@@ -54,6 +55,7 @@ def test_the_repetition_penalty_is_that_of_transformers(seed, penalty):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("top_k", [None, 1, 5, VOCAB])
 @pytest.mark.parametrize("top_p", [None, 0.05, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("temperature", [0.5, 1.7])

@@ -284,6 +284,7 @@ def test_nothing_follows_an_end_token():
         assert (row[stop:] == end).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [

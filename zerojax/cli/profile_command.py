@@ -17,7 +17,7 @@ from zerojax.cli.jax_environment import (
     run_one_program_at_a_time,
     use_cpu_devices,
 )
-from zerojax.config import RunConfig, load
+from zerojax.config import BatchRampConfig, RunConfig, load
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.runtime.memory import keep_freed_memory
@@ -131,9 +131,11 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
         steps=total,
         run_dir=str(folder),
         eval_every=None,
+        batch_ramp=BatchRampConfig(),  # measures steps with the full batch
         data=dataclasses.replace(config.data, validation_fraction=0.0),
         optimizer=dataclasses.replace(
-            config.optimizer, warmup_steps=None if warmup is None else min(warmup, total)
+            config.optimizer,
+            warmup_steps=None if warmup is None else min(warmup, total),
         ),
         checkpoint=dataclasses.replace(
             config.checkpoint, path=None, every=NEVER, save_on_exit=save

@@ -11,6 +11,7 @@ from zerojax.config.attention_layouts import (
     SlidingWindowLayout,
     VariableLayout,
 )
+from zerojax.config.batch_ramp import BatchRamp, BatchRampConfig
 from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.expect import ExpectConfig
@@ -39,6 +40,8 @@ from zerojax.config.sections import (
 
 __all__ = [
     "BSLongformerLayout",
+    "BatchRamp",
+    "BatchRampConfig",
     "BigBirdLayout",
     "CheckpointConfig",
     "ConfigError",

@@ -57,9 +57,11 @@ class OffloadConfig:
     host: host memory. nvme: files, only with params: nvme, so that host memory grows neither with
     depth nor with the batch."""
     update_in_backward: bool = False
-    """Whether each layer is updated as soon as its gradient exists, so that gradients are never
-    stored; for the largest models. Needs params: host, one microbatch, no clipping, and bf16 or
-    fp32. A non-finite gradient is detected only after later layers were updated."""
+    """Whether each layer is updated as soon as its gradient exists. With params: host, gradients
+    are never stored; it needs one microbatch, no clipping, and bf16 or fp32, and a non-finite
+    gradient is detected only after later layers were updated. With params: nvme it needs durable:
+    true and has no such limits: the files' previous generation undoes an update whose gradients
+    turn out to be clipped or not finite."""
     tile_bytes: int | None = None
     """Largest part of a layer's weight that a device gathers at once, in bytes of the compute
     dtype; with zero: 3, or with params: host or nvme. A larger weight of a loop over layers that
@@ -94,11 +96,19 @@ class OffloadConfig:
         check_at_least(self, 1, "slice_elements", "min_elements", "tile_bytes")
         if self.auto:
             self._check_auto()
-        if self.update_in_backward and self.params != HOST:
+        if self.update_in_backward and self.params == DEVICE:
             refuse(
                 "update_in_backward",
                 True,
-                "updates layer weights that are stored in host memory; set params: host as well",
+                "updates layer weights that are stored in host memory or in files; set params: "
+                "host, or params: nvme and durable: true",
+            )
+        if self.update_in_backward and self.params == NVME and not self.durable:
+            refuse(
+                "update_in_backward",
+                True,
+                "with params: nvme goes back to the previous generation of the files if gradients "
+                "are clipped or not finite; set durable: true as well, which keeps it",
             )
         if self.activations == NVME and self.params != NVME:
             refuse(

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from zerojax.config.attention_layouts import LayoutConfig
+from zerojax.config.batch_ramp import BatchRamp, BatchRampConfig
 from zerojax.config.checks import (
     MAX_LAYERS,
     check_at_least,
@@ -337,6 +338,7 @@ class RunConfig:
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     elasticity: ElasticityConfig = dataclasses.field(default_factory=ElasticityConfig)
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
+    batch_ramp: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
     layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
     expect: ExpectConfig = dataclasses.field(default_factory=ExpectConfig)
     precision: ComputeDtype | None = None
@@ -398,6 +400,7 @@ class RunConfig:
                 batch,
                 f"is not divisible by num_microbatches ({parts}); use {near}",
             )
+        self._check_batch_ramp()
         scaled = "fp16" in (self.precision, self.reduce_dtype)
         if self.loss_scale != LossScale() and not scaled:
             raise ConfigError(
@@ -419,6 +422,17 @@ class RunConfig:
             )
         for pattern in self.freeze:
             check_regex("freeze", pattern)
+
+    def _check_batch_ramp(self) -> None:
+        if self.batch_ramp.is_off:
+            return
+        if self.elasticity.enabled:
+            raise ConfigError(
+                f"a batch ramp (start={self.batch_ramp.start}) together with elasticity, which "
+                "chooses the batch, is not supported; leave elasticity or batch_ramp out",
+                ("batch_ramp", "start"),
+            )
+        BatchRamp(config=self.batch_ramp, final=self.global_batch_size)
 
     def _check_elasticity(self) -> None:
         if not self.elasticity.enabled:

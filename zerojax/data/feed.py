@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from zerojax.config import BatchRamp
 from zerojax.data.source import RowSource
 from zerojax.models.given_arrays import as_arrays
 
@@ -21,6 +22,8 @@ logger = logging.getLogger("zerojax.data")
 
 Batch = Mapping[str, Any]
 State = dict[str, Any]
+REGROUPED = "regrouped"
+"""Key in the state of a feed whose batches are made of rows of another feed's batches."""
 _OTHERS = "batches=zerojax.data.as_feed(batches, allow_other_data=True)"
 
 
@@ -33,6 +36,9 @@ class Feed(abc.ABC):
 
     kind: str
     """Type of the data. It is part of the state, so that data of another type are detected."""
+
+    regroups = False
+    """Whether a batch consists of rows of several batches of the data."""
 
     allow_other_data = False
     """Whether `restore` accepts a state of other data than the feed's; it then continues at the
@@ -85,6 +91,12 @@ class Feed(abc.ABC):
         if allow_other_data is None:
             allow_other_data = self.allow_other_data
         details = state
+        if REGROUPED in state and not (self.regroups or allow_other_data):
+            raise ValueError(
+                f"the saved run had a batch ramp, so its {state['position']} steps are not so many "
+                "batches of the data; continue with its batch_ramp, or continue after so many "
+                f"batches nevertheless: {_OTHERS}"
+            )
         if state.get("kind") != self.kind:
             if not allow_other_data:
                 raise ValueError(
@@ -161,10 +173,27 @@ class SourceFeed(Feed):
         if not 0 <= self._lo < self._hi <= size:
             raise ValueError(f"rows={rows} are not within the {size} rows of a global batch")
         self._row = start * size
+        self._ramp: BatchRamp | None = None
+
+    def use_ramp(self, ramp: BatchRamp) -> None:
+        """Makes every following batch as large as a batch ramp sets for its step.
+
+        Of a batch of s rows, each process reads its part: the rows `lo` s / B to `hi` s / B, where
+        `lo` and `hi` are its rows of a full batch of B rows.
+
+        Args:
+          ramp: batch sizes; its full batch is that of the source.
+        """
+        state, self._ramp = self.state(), ramp
+        self.restore(state)  # forgets batches that were read ahead with another size
 
     def _next(self) -> Batch:
-        batch = self._source.rows(self._row + self._lo, self._row + self._hi)
-        self._row += self._source.global_batch_size
+        size, whole = self._source.global_batch_size, self._source.global_batch_size
+        if self._ramp is not None:
+            size = self._ramp.rows(self._position + 1)
+        low, high = self._lo * size // whole, self._hi * size // whole
+        batch = self._source.rows(self._row + low, self._row + high)
+        self._row += size
         return batch
 
     def epochs(self, state: Mapping[str, Any]) -> dict[str, int]:
@@ -190,7 +219,12 @@ class SourceFeed(Feed):
             )
         row = details.get("row")
         same = row is not None and not differing
-        self._row = int(row) if same else position * self._source.global_batch_size
+        if same:
+            self._row = int(row)
+        elif self._ramp is not None:
+            self._row = self._ramp.rows_before(position + 1)
+        else:
+            self._row = position * self._source.global_batch_size
 
 
 class FunctionFeed(Feed):

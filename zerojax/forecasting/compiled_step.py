@@ -50,7 +50,9 @@ from zerojax.optim.matrices import SCOPE as MATRICES
 from zerojax.parallel.step import build_step
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import (
+    LAYER_UPDATE,
     PIPELINE_BUFFERS,
+    layer_update_bytes,
     model_flops,
     role_bytes,
     role_tiers,
@@ -470,16 +472,17 @@ def _assemble(
             *(_STREAMED,) * (facts is not None and _reads_pages(plan)),
             *(() if facts is None else _remarks(facts)),
             *describe_open_choices(plan),
-            *_of_curriculum(plan),
+            *_of_ladder(plan),
         ),
     )
 
 
-def _of_curriculum(plan: Plan) -> Iterator[str]:
-    """Yields a remark if the row length changes during the run (curriculum)."""
+def _of_ladder(plan: Plan) -> Iterator[str]:
+    """Yields remarks if the size of a step changes during the run (curriculum, batch ramp)."""
     if plan.ladder is not None:
         yield from plan.ladder.describe()
-        yield "curriculum: the numbers of this page are for a step with rows of full length"
+        whole = plan.ladder.describe_rung(plan.ladder.whole)
+        yield f"the numbers of this page are for a step with {whole}"
 
 
 def _of_wide_products(plan: Plan) -> Iterator[str]:
@@ -572,18 +575,25 @@ def _memory(plan: Plan, facts: Facts | None) -> Memory:
             roles=roles,
         )
     use = compile_client.MemoryUse(**facts["memory"])
+    updated = layer_update_bytes(plan)  # not in the compiled program, which updates afterwards
+    roles = _roles(use, facts["roles"], formula, batch)
+    if updated:
+        roles = tuple(
+            dataclasses.replace(one, bytes=updated) if one.role == LAYER_UPDATE else one
+            for one in roles
+        )
     return Memory(
         state=state,
         batch=batch,
         arguments=use.arguments,
         outputs=use.outputs,
         aliased=use.aliased,
-        temporary=use.temporary,
-        peak=use.peak,
+        temporary=use.temporary + updated,
+        peak=use.peak + updated,
         # State that the plan stores in files is in host memory in the compiled program.
         host=on_host if _reads_pages(plan) else use.host_peak,
         formula_peak=sum(formula.values()),
-        roles=_roles(use, facts["roles"], formula, batch),
+        roles=roles,
     )
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
+from zerojax.config.mesh import HOST
 from zerojax.models.adapt import bound_attribute
 from zerojax.models.losses import own_means
 from zerojax.models.step_count import after_step
@@ -75,8 +76,8 @@ def build_step(plan: Plan) -> Any:
         `zerojax.parallel.update.leaf_names` has the names of both.
       - "largest_share": float32, share of this gradient in the sum of squares of all gradients.
       - "skipped": int32, 1 when loss or gradients were not finite and only the counters changed.
-        With `update_in_backward` it is 1 when the loss was not finite, and nothing changed, or when
-        a gradient was not finite: then the layers after it were updated.
+        With `update_in_backward` of layers on the host it is 1 when the loss was not finite, and
+        nothing changed, or when a gradient was not finite: then the layers after it were updated.
       - "num_skipped": int32, number of skipped steps of the run so far.
       - with a loss scale: "loss_scale" (float32, the scale of this step) and "at_floor" (bool: this
         step overflowed although the scale could not be lower).
@@ -337,7 +338,9 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
 
 
 def _updates_in_backward(plan: Plan) -> bool:
-    return plan.offload is not None and plan.offload.update_in_backward
+    """Returns whether the backward pass of the jitted step updates layers on the host."""
+    offload = plan.settings.offload
+    return offload.update_in_backward and offload.params == HOST
 
 
 def _reads_pages(plan: Plan) -> bool:

@@ -31,6 +31,7 @@ MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
 AVERAGE = "average of weights"
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations"
 PIPELINE_BUFFERS, CONSTANTS = "pipeline buffers", "constants"
+LAYER_UPDATE = "update of a layer"
 
 Tiers = dict[str, int]
 """{memory ("device", "host" or "nvme"): bytes per device}, without memories that are not used."""
@@ -154,6 +155,7 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
       activations: offloaded activations only; there is no formula for activations on the device.
       pipeline buffers: values that pipeline stages store between forward and backward.
       constants: arrays that the loss closes over, if they are large enough to list.
+      update of a layer: `layer_update_bytes`.
     """
     weights, gradients = _formula_tiers(plan)
     found = {**state_tiers(plan), GATHERED: weights, GRADIENTS: gradients}
@@ -161,6 +163,8 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
         found[PIPELINE_BUFFERS] = {DEVICE: total_buffer_bytes(plan.pipeline)}
     if (constants := large_constants(plan.traced.forward)) > 0:
         found[CONSTANTS] = {DEVICE: constants}
+    if updated := layer_update_bytes(plan):
+        found[LAYER_UPDATE] = {DEVICE: updated}
     if plan.offload is not None and plan.offload.activations != DEVICE:
         # A loop over microbatches may have two gradient buffers: compiled for 8 H200 it has two at
         # stage 3 and one at stage 1.
@@ -169,6 +173,23 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
             plan.offload.activations: buffers * (kept_activation_bytes(plan) or 0)
         }
     return found
+
+
+def layer_update_bytes(plan: Decisions) -> int:
+    """Returns the bytes of device memory for the update of a layer of files in the backward pass;
+    0 without one.
+
+    They are the layer's optimizer state before and after the update, its new weights, and its
+    gradients, which wait while the layer below is differentiated.
+    """
+    layout = plan.offload
+    if layout is None or not (layout.update_in_backward and layout.paged):
+        return 0
+    precision, leaves = plan.precision, [layout.leaves[name] for name in layout.paged]
+    state = jnp.dtype(precision.param_dtype).itemsize * precision.has_masters
+    state += jnp.dtype(precision.moments_dtype).itemsize * len(layout.moments)
+    sizes = 2 * state + jnp.dtype(precision.compute_dtype).itemsize + _scattered_itemsize(plan)
+    return sizes * sum(math.prod(leaf.shard_shape[1:]) for leaf in leaves)
 
 
 def large_constants(forward: ClosedJaxpr) -> int:
@@ -301,10 +322,10 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     With a pipeline gradients are always accumulated, and one microbatch adds the gradients of one
     chunk. Of streamed layers (`offload.by_layer`) a device stores two gathered layers and the
     gradients of one; all gradients are stored where the weights are, on the host or in files, or
-    not at all with an update in the backward pass. Parameters that are gathered on use are in
-    memory together if one part of the loss without a loop reads them: one layer of a loop, or all
-    layers that a Python loop calls (`zerojax.plan.placement.straight_pieces`). Weights in tiles
-    are gathered one after the other.
+    not at all with an update of layers on the host in the backward pass. Parameters that are
+    gathered on use are in memory together if one part of the loss without a loop reads them: one
+    layer of a loop, or all layers that a Python loop calls
+    (`zerojax.plan.placement.straight_pieces`). Weights in tiles are gathered one after the other.
 
     Three kinds of parameters need no copy: frozen parameters stored in the compute dtype, shards
     that are gathered on use, and copies that are part of the state (`wire.weights`). Coded
@@ -352,9 +373,8 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
             if tiles is not None:  # the current tile, the next tile, and the gradient of one
                 weights += 2 * whole // layers // tiles.count * compute
                 gradients += whole // layers // tiles.count * compute
-            if (
-                layout.update_in_backward
-            ):  # gradients of the layer above, which waits for its update
+            if layout.update_in_backward and not layout.paged:
+                # gradients of the layer above, which waits for its update
                 gradients += shard // layers * _scattered_itemsize(plan)
             else:
                 far_gradients += shard * _scattered_itemsize(plan)

@@ -115,8 +115,9 @@ class Decisions:
       layer_drop: settings of the layers that steps skip at random (`plan.layer_choice.LayerDrop`);
         None without layer drop.
       tiles: layer weights that are gathered in tiles.
-      ladder: compiled row lengths of a curriculum (`plan.rungs.Ladder`); None without a curriculum,
-        or before `rung_plans.with_rungs` has planned them.
+      ladder: compiled row lengths of a curriculum (`plan.rungs.Ladder`), or batch sizes of a ramp
+        (`plan.batch_rungs.BatchLadder`); None without either, or before `rung_plans.with_rungs` has
+        planned them.
     """
 
     mesh: Mesh | AbstractMesh

@@ -111,6 +111,8 @@ def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
     if shares is not None:
         words = ", ".join(f"{tier}: {share:g}" for tier, share in shares.items())
         yield f"offload.opt_state: {{{words}}}, which stores more of the state in files"
+    if plan.offload is not None and plan.offload.slices_at_once > 1:
+        yield "offload.update_in_backward: false, whose buffers hold one slice instead of a layer"
     axes = state_axes(plan.mesh.shape)
     shards = math.prod(plan.mesh.shape[axis] for axis in axes)
     if plan.zero == 0 and shards > 1:
@@ -233,7 +235,8 @@ def check_disk(plan: Plan) -> None:
         return
     in_layers = plan.offload is not None and bool(plan.offload.paged)
     share = "" if in_layers else ", which takes half"  # pages have one generation in any case
-    remedies = [f"offload.durable: false{share}"] if config.durable else []
+    without = " without update_in_backward" * config.update_in_backward
+    remedies = [f"offload.durable: false{without}{share}"] if config.durable else []
     remedies += ["to free some space", "another offload.folder"]
     if in_layers:
         remedies += ["offload.params: host"]

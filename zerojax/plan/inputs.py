@@ -9,7 +9,13 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import tracing
-from zerojax.config import CurriculumConfig, LayerDropConfig, MeshConfig, as_mesh_config
+from zerojax.config import (
+    BatchRampConfig,
+    CurriculumConfig,
+    LayerDropConfig,
+    MeshConfig,
+    as_mesh_config,
+)
 from zerojax.config.checks import as_patterns, check_whole_number
 from zerojax.config.recognition import is_deepspeed
 from zerojax.optim.precision import Precision
@@ -51,6 +57,8 @@ class PlanInputs:
     Attributes:
       curriculum: curriculum of the row length, planned by `rung_plans.with_rungs`; a `type` of None
         means no curriculum.
+      batch_ramp: ramp of the batch size, planned by `rung_plans.with_rungs`; a `start` of None
+        means no ramp.
       layer_drop: progressive layer drop; a `theta` of 1 means no layer drop.
       reasons: sentences about the defaults that were chosen before planning; they become part of
         the plan.
@@ -70,6 +78,7 @@ class PlanInputs:
     freeze: tuple[str, ...] = ()
     steps: int | None = None
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
+    batch_ramp: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
     layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
     reasons: tuple[str, ...] = ()
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from zerojax.config import MeshConfig
 from zerojax.config.checks import warn_user
+from zerojax.config.mesh import HOST
 from zerojax.models.batch_weight import BatchWeight, find_batch_weight
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
 from zerojax.models.step_count import check_step_rules
@@ -164,7 +165,7 @@ def choose_batch_weight(
     found, why = find_batch_weight(trace, len(names)), ""
     if found is None:
         why = "the weight is random, or depends on the model or on the whole batch"
-    elif settings.offload.update_in_backward:
+    elif settings.offload.update_in_backward and settings.offload.params == HOST:
         why = "offload.update_in_backward updates layers during the backward pass"
     elif settings.deterministic is not None and found.needs_batch:
         why = "deterministic='mesh' sums weights in its own order"

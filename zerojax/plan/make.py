@@ -19,10 +19,12 @@ from zerojax import models, optim, tracing
 from zerojax.config import MeshConfig
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
+from zerojax.config.mesh import HOST
 from zerojax.models.losses import split_result
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
+from zerojax.plan.batch_rungs import ramp_microbatches
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
 from zerojax.plan.compiler_options import choose_options, shown_options
 from zerojax.plan.context_split import check_context, plan_context
@@ -429,7 +431,8 @@ def _plan_offload(
     settings, mesh = task.settings, task.mesh
     check_durable(settings.offload, task.precision)
     layout = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
-    check_update_in_backward(layout, task.num_microbatches, task.precision, tx)
+    if settings.offload.params == HOST:
+        check_update_in_backward(layout, task.num_microbatches, task.precision, tx)
     averages = layout is not None and optim.EMA in layout.moments
     check_pages(settings, mesh, task.precision, averages=averages)
     return layout
@@ -498,6 +501,9 @@ def _resolve(
     batch = abstract(inputs.example_batch)
     check_codes(settings, mesh, precision, reads_lazily=internal.reads_lazily)
     number = check_deterministic(settings, mesh, precision, inputs.num_microbatches)
+    why_ramp: list[str] = []
+    if settings.deterministic is None:
+        number, why_ramp = ramp_microbatches(inputs.batch_ramp, number, mesh, batch)
     number, why_number = choose_microbatches(number, mesh, batch)
     check_batch(batch, mesh, number)
     task = _Task(
@@ -510,7 +516,7 @@ def _resolve(
         batch=batch,
         num_microbatches=number,
     )
-    return task, why_precision, why_number
+    return task, why_precision, [*why_ramp, *why_number]
 
 
 def _trace(task: _Task) -> _Seen:

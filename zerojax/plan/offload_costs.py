@@ -123,7 +123,9 @@ def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
     pass; with `activations: nvme` it is also written to files and read from them.
 
     With weights in files, weights and gradients are read from files and written to files, except
-    that nothing is read for the gradients of the first microbatch.
+    that nothing is read for the gradients of the first microbatch. With an update in the backward
+    pass, gradients are written for a step that is clipped, and not read for the update; a clipped
+    step transfers those of an update after the pass in addition (`redone_bytes`).
     """
     layout = plan.offload
     if layout is None:
@@ -151,9 +153,10 @@ def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
     left = role_tiers(plan)[GRADIENTS].get(NVME if in_files else HOST, 0)
     if left:
         added = number if number > 1 else 0
-        to_device = left * (added + 1)
+        in_backward = in_files and layout.update_in_backward
+        to_device = left * (added + (not in_backward))
         there = left * number
-        files = {"read": there, "written": there} if in_files else {}
+        files = {"read": there - left * in_backward, "written": there} if in_files else {}
         parts.append(Moved(what=GRADIENTS, to_device=to_device, to_host=there, **files))
     if layout.activations != DEVICE:
         kept = (kept_activation_bytes(plan) or 0) * number
@@ -176,6 +179,24 @@ def _update(plan: Decisions) -> Moved:
     return Moved(what=UPDATE, to_device=both, to_host=both, read=disk, written=disk)
 
 
+def redone_bytes(plan: Decisions) -> Moved:
+    """Counts the bytes that one device transfers in addition in a step whose update in the backward
+    pass has to be repeated, because its gradients are clipped."""
+    layout = plan.offload
+    assert layout is not None
+    update = _update(plan)
+    compute = jnp.dtype(plan.precision.compute_dtype).itemsize
+    elements = sum(plan.placement.shard_elements(plan.placement.leaves[n]) for n in layout.paged)
+    weights, gradients = elements * compute, elements * page_gradient_dtype(plan).itemsize
+    return Moved(
+        what="update of a clipped step",
+        to_device=update.to_device + gradients,
+        to_host=update.to_host + weights,
+        read=update.read + gradients,
+        written=update.written + weights,
+    )
+
+
 def page_gradient_dtype(plan: Decisions) -> Any:
     """Returns the dtype in which gradients of layers are stored in files until the update."""
     precision = plan.precision
@@ -185,9 +206,11 @@ def page_gradient_dtype(plan: Decisions) -> Any:
 
 def all_file_bytes(plan: Decisions, num_devices: int) -> int:
     """Returns the bytes of all files of `num_devices` devices: all generations of the state,
-    weights, gradients and layer inputs."""
+    weights (twice with an update in the backward pass), gradients and layer inputs."""
     generations = 2 if plan.settings.offload.durable else 1
-    pages = sum(_page_bytes(plan, num_devices)) + _input_bytes(plan) * num_devices
+    weights, gradients = _page_bytes(plan, num_devices)
+    in_backward = plan.offload is not None and plan.offload.update_in_backward
+    pages = (1 + in_backward) * weights + gradients + _input_bytes(plan) * num_devices
     return generations * file_bytes(plan, num_devices) + pages
 
 
@@ -226,17 +249,30 @@ def buffer_bytes(plan: Decisions, layout: OffloadLayout, num_devices: int) -> in
     """Returns the bytes of host memory that a process of `num_devices` devices uses as buffers for
     its files.
 
-    Arrays of gradients or layer inputs that are being written take their bytes once more.
+    Arrays of gradients or layer inputs that are being written take their bytes once more. With an
+    update in the backward pass, the buffers of the state hold slices of a layer together, and new
+    weights have buffers of their own.
     """
     sizes = slice_bytes(plan, layout)
     rows = [sizes[leaf.name] * min(num_devices, leaf.num_shards) for leaf in layout.on_disk]
     rings = max(rows, default=0)
     if not layout.paged:
-        return FEWEST_BUFFERS * rings
+        return num_buffers(layout) * rings
     layers = plan.placement.leaves[layout.paged_order[0]].stored_shape[0]
     weights, gradients = (size // layers for size in _page_bytes(plan, num_devices))
     inputs = _input_bytes(plan) * num_devices // max(layers - 1, 1)
-    return FEWEST_BUFFERS * (rings + weights) + (FEWEST_BUFFERS + 1) * (gradients + inputs)
+    weights *= 1 + layout.update_in_backward
+    return (
+        num_buffers(layout) * rings
+        + FEWEST_BUFFERS * weights
+        + (FEWEST_BUFFERS + 1) * (gradients + inputs)
+    )
+
+
+def num_buffers(layout: OffloadLayout) -> int:
+    """Returns the number of buffers for slices of the optimizer state in files: one set of slices
+    is read, one is updated and one is written."""
+    return FEWEST_BUFFERS * layout.slices_at_once
 
 
 def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
@@ -327,7 +363,7 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
     rates = rates or rates_of(gpu, plan.settings.offload.folder)
     layout = plan.offload
     # In the backward pass a layer is updated while the next layers are computed.
-    streaming = layout is not None and layout.update_in_backward
+    streaming = layout is not None and layout.update_in_backward and bool(layout.by_layer)
     update = [part for part in moved if part.what == UPDATE and not streaming]
     beside = [part for part in moved if part.what in (WEIGHTS, GRADIENTS)]
     beside += [part for part in moved if part.what == UPDATE and streaming]
@@ -364,6 +400,10 @@ def _touched(plan: Decisions, num_devices: int) -> tuple[int, int]:
     number = plan.num_microbatches
     in_update = 2 * file_bytes(plan, num_devices) + weights + gradients
     # The last layer stays for both passes, which is neglected here.
+    if plan.offload is not None and plan.offload.update_in_backward and plan.offload.paged:
+        return 0, in_update - gradients + number * (2 * weights + gradients) + (
+            number - 1
+        ) * gradients
     return in_update, number * (2 * weights + gradients) + (number - 1) * gradients
 
 

@@ -316,30 +316,35 @@ def check_update_in_backward(
     precision: Precision,
     tx: optax.GradientTransformation,
 ) -> None:
-    """Raises if an update in the backward pass is requested but needs gradients that do not exist
-    yet.
+    """Raises if an update of layers on the host in the backward pass is requested but needs
+    gradients that do not exist yet.
+
+    Layers in files have no such limits: their update can be undone (`durable`).
 
     Raises:
       ValueError: the message states the conflicting setting and the remedy.
     """
     if layout is None or not layout.update_in_backward:
         return
+    undone = "or offload.params: nvme with durable: true, whose update can be undone"
     what = "offload.update_in_backward updates a layer as soon as its gradient exists"
     if num_microbatches != 1:
         raise ValueError(
             f"{what}, so gradients of num_microbatches={num_microbatches} cannot be accumulated "
-            "first; use num_microbatches=1 and a smaller batch, or more data shards"
+            f"first; use num_microbatches=1 and a smaller batch, more data shards, {undone}"
         )
     clip_norm = getattr(tx, "clip_norm", None)
     if clip_norm is not None:
         raise ValueError(
             f"{what}, before the global gradient norm is known, so they cannot be clipped to "
-            f"clip_norm={clip_norm:g}; use clip_norm=None"
+            f"clip_norm={clip_norm:g}; use clip_norm=None, leave update_in_backward out (an update "
+            "in host memory could be undone only from a second copy of the optimizer state, 12 "
+            f"bytes per parameter), {undone}"
         )
     if precision.loss_scale is not None:
         raise ValueError(
             f"{what}, before a float16 overflow in another layer is detected, so a step cannot be "
-            "undone; use precision bf16 or fp32"
+            f"undone; use precision bf16 or fp32, {undone}"
         )
     for name in sorted(layout.streamed & layout.leaves.keys()):
         counts = layout.leaves[name].counts

@@ -25,7 +25,7 @@ def streamed_from_host(plan: Plan) -> Plan:
     assert isinstance(plan.remake, Remake)
     config = plan.settings.offload
     inputs = HOST if config.activations == NVME else config.activations
-    offload = dataclasses.replace(config, params=HOST, activations=inputs)
+    offload = dataclasses.replace(config, params=HOST, activations=inputs, update_in_backward=False)
     settings = dataclasses.replace(plan.settings, offload=offload)
     return dataclasses.replace(plan.remake, settings=settings)(plan.mesh)
 

@@ -25,7 +25,7 @@ from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import MODEL, describe_mesh
 from zerojax.plan.expert_costs import costs_dict, expert_lines
 from zerojax.plan.leaf_placement import Access
-from zerojax.plan.offload_costs import Hiding, Moved, card_of, hiding, moved_bytes
+from zerojax.plan.offload_costs import Hiding, Moved, card_of, hiding, moved_bytes, redone_bytes
 from zerojax.plan.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
 from zerojax.plan.state_layout import OffloadLayout
@@ -228,6 +228,14 @@ def offload_lines(plan: Decisions) -> list[str]:
     lines = moved_lines(moved)
     if layout.leaves:
         lines += _wrap(_slices_sentence(layout))
+    if layout.update_in_backward and layout.paged:
+        again = redone_bytes(plan)
+        lines += _wrap(
+            f"layers are updated in the backward pass, {layout.slices_at_once} slices at a time, "
+            "as if gradients were not clipped; a clipped step is updated once more from the "
+            f"previous generation of the files: {trees.format_bytes(again.read)} more read, "
+            f"{trees.format_bytes(again.written)} more written, after the backward pass"
+        )
     card = card_of(plan)
     found = None if card is None else hiding(plan, card)
     if found is not None:
@@ -302,9 +310,10 @@ def _slices_sentence(layout: OffloadLayout) -> str:
     plural = "" if len(leaves) == 1 else "s"
     sentence = (
         f"state of {len(leaves)} parameter{plural} in {number} slices of {', '.join(layout.arrays)}"
-        f", at most {largest:,} elements; three slices of each array are on the device during "
-        "the update"
+        f", at most {largest:,} elements"
     )
+    if layout.slices_at_once == 1:
+        sentence += "; three slices of each array are on the device during the update"
     if layout.kept:
         number, (name, why) = len(layout.kept), layout.kept[0]
         plural = "" if number == 1 else "s"

@@ -1,7 +1,7 @@
-"""Plans the training step of each compiled row length of a curriculum, before any of them is
-compiled.
+"""Plans the training step of each compiled row length of a curriculum, or of each batch size of a
+ramp, before any of them is compiled.
 
-The training state must be the same at every length, so a model whose parameters depend on the row
+The training state must be the same at every size, so a model whose parameters depend on the row
 length is an error.
 """
 
@@ -14,34 +14,50 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.config import ConfigError, CurriculumConfig
+from zerojax.config import BatchRampConfig, ConfigError, CurriculumConfig
+from zerojax.plan.batch_rungs import BatchLadder, batch_ladder_of, resized_structs
 from zerojax.plan.inputs import PlanInputs, plan_options
 from zerojax.plan.make import Plan, plan_of
 from zerojax.plan.rungs import WEIGHTS, Ladder, ladder_of
 from zerojax.tracing.trees import flatten_names
 
+_LENGTH_KEY, _BATCH_KEY = ("curriculum", "type"), ("batch_ramp", "start")
+
 
 def with_rungs(plan: Plan) -> Plan:
-    """Returns the plan with the plans of all compiled lengths of its curriculum; the same plan
-    without a curriculum.
+    """Returns the plan with the plans of all compiled sizes of its curriculum or batch ramp; the
+    same plan without either.
 
     Args:
-      plan: plan for full rows; its measured choices are used for all lengths.
+      plan: plan for full rows and the full batch; its measured choices are used for all sizes.
 
     Raises:
-      ConfigError: the curriculum does not fit the run, or a length cannot be planned.
+      ConfigError: the curriculum or ramp does not fit the run, or a size cannot be planned.
     """
-    curriculum = plan.inputs.curriculum
-    if curriculum.type is None:
+    curriculum, ramp = plan.inputs.curriculum, plan.inputs.batch_ramp
+    if curriculum.type is None and ramp.is_off:
         return plan
-    has_own_loss = plan.inputs.loss is not None
-    ladder = ladder_of(plan, curriculum, has_own_loss=has_own_loss)
-    plans = {length: _plan_rung(plan, ladder, length) for length in ladder.config.rungs}
+    if curriculum.type is not None and not ramp.is_off:
+        raise ConfigError(
+            f"a batch ramp (start={ramp.start}) together with a curriculum of the row length is "
+            "not supported, since each pair of sizes would be a compiled step; leave one of them "
+            "out",
+            ("batch_ramp", "start"),
+        )
+    ladder: Ladder | BatchLadder
+    if ramp.is_off:
+        has_own_loss = plan.inputs.loss is not None
+        ladder = ladder_of(plan, curriculum, has_own_loss=has_own_loss)
+        plans = {length: _plan_length(plan, ladder, length) for length in ladder.config.rungs}
+    else:
+        ladder = batch_ladder_of(plan, ramp)
+        plans = {rows: _plan_batch(plan, ladder, rows) for rows in ladder.ramp.rungs[:-1]}
+        plans[ladder.whole] = plan
     ladder = dataclasses.replace(ladder, plans=plans)
     return dataclasses.replace(plan, ladder=ladder, reasons=(*plan.reasons, *ladder.describe()))
 
 
-def _plan_rung(plan: Plan, ladder: Ladder, length: int) -> Plan:
+def _plan_length(plan: Plan, ladder: Ladder, length: int) -> Plan:
     """Plans the step for rows of `length` tokens, with the measured choices of `plan`."""
     inputs = dataclasses.replace(
         plan.inputs,
@@ -49,24 +65,50 @@ def _plan_rung(plan: Plan, ladder: Ladder, length: int) -> Plan:
         curriculum=CurriculumConfig(),
         num_microbatches=plan.num_microbatches,
     )
-    rung = _planned(plan, inputs, length, ladder.seq_len)
+    remedy = "use a model and settings that support shorter rows, or other lengths (min_length, "
+    rung = _planned(plan, inputs, ladder, length, f"{remedy}length_step)", _LENGTH_KEY)
     _check_state(plan, rung, length, ladder.seq_len)
+    return _with_kernels(plan, rung)
+
+
+def _plan_batch(plan: Plan, ladder: BatchLadder, rows: int) -> Plan:
+    """Plans the step for a batch of `rows` rows, with the measured choices of `plan`."""
+    number = None  # follows from virtual_shards
+    if plan.settings.deterministic is None:
+        number = plan.num_microbatches * rows // ladder.whole
+    inputs = dataclasses.replace(
+        plan.inputs,
+        example_batch=resized_structs(plan.abstract_batch, rows),
+        batch_ramp=BatchRampConfig(),
+        num_microbatches=number,
+    )
+    remedy = "use other batch sizes (start, increment), or settings that support this one"
+    rung = _planned(plan, inputs, ladder, rows, remedy, _BATCH_KEY)
+    return _with_kernels(plan, rung)
+
+
+def _with_kernels(plan: Plan, rung: Plan) -> Plan:
     kernels = dict(rung.program.kernels)
     kernels |= {what: plan.program.kernels[what] for what in ("update", "statistics")}
     return dataclasses.replace(rung, program=dataclasses.replace(rung.program, kernels=kernels))
 
 
-def _planned(plan: Plan, inputs: PlanInputs, length: int, seq_len: int) -> Plan:
+def _planned(
+    plan: Plan,
+    inputs: PlanInputs,
+    ladder: Ladder | BatchLadder,
+    size: int,
+    remedy: str,
+    key: tuple[str, ...],
+) -> Plan:
     settings = plan.settings
     try:
         return plan_of(inputs, plan.mesh, zero=settings.zero, **plan_options(settings))
     except Exception as error:
         raise ConfigError(
-            f"rows of {length} tokens (one of the curriculum's compiled lengths) cannot be "
-            f"planned, although rows of {seq_len} can ({type(error).__name__}: {error}); use a "
-            "model and settings that support shorter rows, or other lengths (min_length, "
-            "length_step)",
-            ("curriculum", "type"),
+            f"{ladder.describe_rung(size)} (one of the compiled sizes) cannot be planned, although "
+            f"{ladder.describe_rung(ladder.whole)} can ({type(error).__name__}: {error}); {remedy}",
+            key,
         ) from error
 
 
@@ -82,7 +124,7 @@ def _check_state(plan: Plan, rung: Plan, length: int, seq_len: int) -> None:
                 f"the model's state depends on the length of rows: {name} is {shapes[0]} with "
                 f"{seq_len} tokens and {shapes[1]} with {length}; make this size a setting of the "
                 "model, or leave the curriculum out",
-                ("curriculum", "type"),
+                _LENGTH_KEY,
             )
 
 

@@ -7,7 +7,7 @@ This module reads shapes and the traced loss; `plan/rung_plans.py` makes the pla
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zerojax.config import ConfigError, CurriculumConfig
@@ -40,6 +40,31 @@ class Ladder:
     adds_weights: bool
     plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
+    event = "sequence_length", "length"
+    """Name of the log's event at a new length, and its field."""
+
+    @property
+    def whole(self) -> int:
+        """Number of tokens of a full row."""
+        return self.seq_len
+
+    def size(self, step: int) -> int:
+        """Returns the number of tokens per row of a step, counted from 1."""
+        return self.config.length(step)
+
+    def rung_of(self, size: int) -> int:
+        """Returns the compiled length for rows of `size` tokens."""
+        return self.config.rung(size)
+
+    def next_step(self, step: int) -> int | None:
+        """Returns the first step after `step` that needs another program; None if no step does."""
+        return self.config.first_step_above(self.rung_of(self.size(step)), step)
+
+    def spans(self, after: int, until: int) -> Iterator[tuple[int, int]]:
+        """Yields (tokens per row, number of successive steps) of the steps `after` + 1 to
+        `until`."""
+        return self.config.spans(after, until)
+
     @property
     def is_weighted(self) -> bool:
         """Whether some steps use fewer tokens than their compiled length, with weights of 0 for the
@@ -63,6 +88,16 @@ class Ladder:
             f"curriculum: {len(config.rungs)} compiled lengths for {len(lengths)} lengths: "
             f"{rungs}; {how}",
         ]
+
+    def describe_size(self, size: int) -> str:
+        """Describes a step's rows for the log."""
+        rung = self.rung_of(size)
+        compiled = "" if rung == size else f", computed with {rung}"
+        return f"rows of {size} of {self.seq_len} tokens{compiled}"
+
+    def describe_rung(self, rung: int) -> str:
+        """Describes what the program of a compiled length computes."""
+        return f"rows of {rung} tokens"
 
     @property
     def last_below(self) -> int:
@@ -101,7 +136,7 @@ def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bo
         )
     if curriculum.schedule_type != "fixed_discrete" and curriculum.max_length is None:
         curriculum = dataclasses.replace(curriculum, max_length=seq_len)
-    _check_settings(plan)
+    check_ladder_settings(plan, "a curriculum", ("curriculum", "type"))
     ladder = Ladder(config=curriculum, seq_len=seq_len, keys=keys, adds_weights=False)
     if not ladder.is_weighted:
         return ladder
@@ -165,19 +200,26 @@ def _is_next_token(plan: Decisions, *, has_own_loss: bool) -> bool:
     return not has_own_loss and is_of_zoo and losses.loss_unit(plan.loss) == losses.NATS_PER_TOKEN
 
 
-def _check_settings(plan: Decisions) -> None:
-    """Raises for settings with which a curriculum has not been shown to be exact."""
+def check_ladder_settings(plan: Decisions, what: str, key: tuple[str, ...]) -> None:
+    """Raises for settings with which steps of several compiled sizes have not been shown to be
+    exact.
+
+    Args:
+      plan: plan of a full step.
+      what: the feature that compiles several sizes, with its article.
+      key: its setting, for the error.
+    """
     offload = plan.settings.offload
     if one_bit_of(plan.tx) is not None:
-        raise _refusal(
-            "a curriculum together with a 1-bit optimizer, which has two programs per length, is "
+        raise ConfigError(
+            f"{what} together with a 1-bit optimizer, which has two programs per size, is "
             "not supported; use adamw, or leave one of them out",
-            "type",
+            key,
         )
     if not offload.is_off or offload.tile_bytes is not None:
-        what = "offload" if not offload.is_off else f"offload.tile_bytes={offload.tile_bytes}"
-        raise _refusal(
-            f"a curriculum together with {what} is not supported; leave one of them out", "type"
+        other = "offload" if not offload.is_off else f"offload.tile_bytes={offload.tile_bytes}"
+        raise ConfigError(
+            f"{what} together with {other} is not supported; leave one of them out", key
         )
 
 

@@ -130,6 +130,15 @@ class OffloadLayout:
         return tuple(name for name in self.leaves if name in self.paged)
 
     @property
+    def slices_at_once(self) -> int:
+        """Number of slices in files that are read, updated and written together: those of a layer
+        if layers in files are updated in the backward pass, else 1."""
+        if not (self.update_in_backward and self.paged):
+            return 1
+        leaves = [self.leaves[name] for name in self.paged]
+        return sum(leaf.num_slices // leaf.shard_shape[0] for leaf in leaves)
+
+    @property
     def off_device(self) -> tuple[SlicedLeaf, ...]:
         """Parameters that have slices in host memory or in files."""
         leaves = self.leaves.values()

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import models, tracing
 from zerojax.config import (
+    BatchRampConfig,
     CheckpointConfig,
     CurriculumConfig,
     LayerDropConfig,
@@ -108,6 +109,7 @@ def train(
     seq_len: int | None = None,
     freeze: str | Sequence[str] = (),
     curriculum: CurriculumConfig | None = None,
+    batch_ramp: BatchRampConfig | None = None,
     layer_drop: LayerDropConfig | None = None,
     checkpoint: CheckpointConfig | str | Path | None = None,
     run_dir: str | Path | None = "auto",
@@ -170,6 +172,7 @@ def train(
       seq_len: of text data.
       freeze: regular expressions; parameters whose names match are not trained.
       curriculum: shorter rows in early steps, see `CurriculumConfig`; evaluations have whole rows.
+      batch_ramp: fewer rows in early steps, see `BatchRampConfig`; `steps` is then required.
       layer_drop: steps that leave out layers, see `LayerDropConfig`; evaluations have all layers.
       checkpoint: folder of the run, which holds its checkpoints and resumes from them; or a
         `CheckpointConfig`, whose `path` is the folder of the checkpoints themselves, by default
@@ -211,6 +214,7 @@ def train(
         seq_len=seq_len,
         freeze=freeze,
         curriculum=curriculum,
+        batch_ramp=batch_ramp,
         layer_drop=layer_drop,
         checkpoint=checkpoint,
         run_dir=run_dir,
@@ -274,9 +278,8 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     rows = next((leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape), None)
     if ds_config is not None:
         arguments = ds_config.with_rows(arguments, rows)
-    steps, reasons = arguments.steps, arguments.reasons
-    if steps is None and default_steps is not None:
-        steps, reasons = default_steps, (*reasons, f"steps={default_steps}: {why_steps}")
+    arguments = _with_default_steps(arguments, default_steps, why_steps)
+    steps = arguments.steps
     checkpoint = _as_checkpoint(arguments.checkpoint)
     folder = _run_folder(arguments.run_dir, checkpoint)
     if checkpoint is not None and checkpoint.path is None and folder is not None:
@@ -296,6 +299,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
             freeze=arguments.freeze,
             steps=steps,
             curriculum=arguments.curriculum or CurriculumConfig(),
+            batch_ramp=arguments.batch_ramp or BatchRampConfig(),
             layer_drop=arguments.layer_drop or LayerDropConfig(),
         ),
         mesh=mesh_config if isinstance(mesh_config, Mesh) else as_mesh_config(mesh_config),
@@ -310,7 +314,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
         watch=arguments.watch,
         checkpoint=checkpoint,
         settings_of=functools.partial(_settings_in_folder, arguments.seed, steps),
-        reasons=reasons,
+        reasons=arguments.reasons,
         notes=RunNotes(
             loss=loss_kind,
             data=text,
@@ -325,6 +329,8 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
 def _settings_in_folder(seed: int, steps: int | None, plan: Plan) -> dict[str, Any]:
     found = {"seed": seed, "steps": steps, "zero": plan.zero, "mesh": to_dict(plan.settings)}
     curriculum, layer_drop = plan.inputs.curriculum, plan.inputs.layer_drop
+    if not plan.inputs.batch_ramp.is_off:
+        found["batch_ramp"] = to_dict(plan.inputs.batch_ramp)
     if curriculum.type is not None:
         found["curriculum"] = to_dict(curriculum)
     if not layer_drop.is_off:
@@ -487,6 +493,20 @@ def _default_steps(batches: Any) -> tuple[Any, int | None, str]:
         return batches, DEFAULT_STEPS, "the default where batches have no end"
     batches, count = one_pass(batches)
     return batches, count, "the batches once; with more steps they are repeated"
+
+
+def _with_default_steps(arguments: Arguments, steps: int | None, why: str) -> Arguments:
+    """Returns the arguments with the default number of steps, if the user has set none.
+
+    Raises:
+      ConfigError: with a batch ramp the number of batches is not the number of steps.
+    """
+    if arguments.steps is not None or steps is None:
+        return arguments
+    if arguments.batch_ramp is not None:
+        arguments.batch_ramp.check_steps(None)
+    reasons = (*arguments.reasons, f"steps={steps}: {why}")
+    return dataclasses.replace(arguments, steps=steps, reasons=reasons)
 
 
 def _as_checkpoint(checkpoint: CheckpointConfig | str | Path | None) -> CheckpointConfig | None:

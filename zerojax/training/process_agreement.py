@@ -94,6 +94,20 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
     )
 
 
+def check_ramp_of_feed(feed: Feed) -> None:
+    """Raises if a batch ramp cannot divide the batches of a feed among several processes.
+
+    Raises:
+      ValueError: there are several processes, and rows cannot be read by index.
+    """
+    if jax.process_count() > 1 and not isinstance(feed, SourceFeed):
+        raise ValueError(
+            f"batch_ramp: batches of type {feed.kind!r} cannot be regrouped in "
+            f"{jax.process_count()} processes, which would need rows of each other; pass a dataset "
+            "of rows, a TokenSource or text, or use one process"
+        )
+
+
 def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
     """Returns True if all processes have the same global batch, False if they have their own rows.
 
@@ -150,6 +164,7 @@ def describe_run(
         "the parameters": str(placed),
         "the batch": str([(x.shape, x.dtype.name) for x in jax.tree.leaves(plan.abstract_batch)]),
         "the curriculum": json.dumps(to_dict(plan.inputs.curriculum)),
+        "batch_ramp": json.dumps(to_dict(plan.inputs.batch_ramp)),
         "layer_drop": json.dumps(to_dict(plan.inputs.layer_drop)),
         "the data": json.dumps(data, default=str),
         "the optimizer (its learning rate or another number of its update)": _update_of(plan),

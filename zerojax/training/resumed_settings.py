@@ -41,6 +41,7 @@ def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -
         *_jumped(plan, restored, config),
         *_other_curriculum(restored, config),
         *_other_layer_drop(restored, config),
+        *_other_batch_ramp(restored, config),
     ]
 
 
@@ -100,6 +101,18 @@ def _other_layer_drop(restored: Any, config: Mapping[str, Any]) -> list[str]:
     return [
         f"the layer_drop of this call, {new or 'none'}, is used from step {restored.step + 1} on; "
         f"the saved run had {old or 'none'}"
+    ]
+
+
+def _other_batch_ramp(restored: Any, config: Mapping[str, Any]) -> list[str]:
+    """Returns a line if the batch ramp differs from that of the saved run."""
+    both = [settings.get("batch_ramp") or {} for settings in (restored.config, config)]
+    old, new = (found if found.get("start") else {} for found in both)
+    if old == new:
+        return []
+    return [
+        f"the batch_ramp of this call, {new or 'none'}, is used from step {restored.step + 1} on; "
+        f"the saved run had {old or 'none'}; tokens_seen counts earlier steps by that of this call"
     ]
 
 

@@ -328,6 +328,7 @@ def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | N
         freeze=(*config.freeze, *config.model.lora.freeze),
         steps=config.steps,
         curriculum=config.curriculum,
+        batch_ramp=config.batch_ramp,
         layer_drop=config.layer_drop,
         reasons=tuple(why_precision),
     )

@@ -25,7 +25,7 @@ from zerojax.runtime.watchdog import Watchdog
 from zerojax.tracing.trees import flatten_names, num_bytes
 from zerojax.training.checkpointing import base_of, end_state
 from zerojax.training.evaluation import check_evaluation_mode
-from zerojax.training.process_agreement import check_same_run, describe_run
+from zerojax.training.process_agreement import check_ramp_of_feed, check_same_run, describe_run
 from zerojax.training.run_spec import CHECKPOINT_FOLDER, RunSpec, print_if_slow
 from zerojax.training.trainer import Trainer
 from zerojax.training.validation import check_before_run, describe_limit
@@ -64,6 +64,8 @@ def open_run(spec: RunSpec, plan: Plan) -> Run:
     if (cache := keep_programs()) is not None:
         reasons.append(cache)
     check_offload(plan)
+    if spec.feed is not None and not plan.inputs.batch_ramp.is_off:
+        check_ramp_of_feed(spec.feed)
     if jax.process_count() > 1:
         assert spec.feed is not None
         check_same_run(

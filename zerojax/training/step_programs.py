@@ -1,8 +1,8 @@
-"""Compiled steps of a plan: one step, or one for each compiled row length of a curriculum.
+"""Compiled steps of a plan: one step, or one for each compiled size of a ladder.
 
-A curriculum trains on shorter rows first. While a step of one row length runs, the step of the next
-length is compiled in a thread. JAX caches the compiled program, so the first call with the next
-length only runs it.
+A curriculum trains on shorter rows first, a batch ramp on fewer rows. While a step of one size
+runs, the step of the next size is compiled in a thread. JAX caches the compiled program, so the
+first call with the next size only runs it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from zerojax.data.row_lengths import shorten
 from zerojax.parallel.step import build_step
 from zerojax.plan.counts import model_flops, tokens_per_step
 from zerojax.plan.make import Plan
+from zerojax.plan.rungs import Ladder
 
 logger = logging.getLogger("zerojax.training")
 
 
 @dataclasses.dataclass(kw_only=True)
 class StepProgram:
-    """The compiled step for one row length.
+    """The compiled step for one size.
 
     Attributes:
-      plan: plan of the step; its `abstract_batch` has rows of this length.
+      plan: plan of the step; its `abstract_batch` has this size.
       jitted: jitted step from `build_step`.
       was_called: True if it has taken a step.
       compiling: thread that compiles the step; None: the first call compiles it.
@@ -77,10 +78,10 @@ class StepProgram:
 
 
 class StepPrograms:
-    """All compiled steps of a plan, one for each compiled row length.
+    """All compiled steps of a plan, one for each compiled size.
 
     Args:
-      plan: plan for full rows, with or without a curriculum.
+      plan: plan of a full step, with or without a curriculum or a batch ramp.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -90,23 +91,17 @@ class StepPrograms:
             rung: StepProgram(plan=one, jitted=build_step(one)) for rung, one in plans.items()
         }
 
-    def length(self, step: int) -> int | None:
-        """Returns the row length in tokens of step `step` (from 1); None without a curriculum."""
-        return None if self._ladder is None else self._ladder.config.length(step)
-
-    def rung(self, step: int) -> int | None:
-        """Returns the row length for which step `step` (from 1) is compiled; None without a
-        curriculum."""
-        length = self.length(step)
-        return None if length is None else self._ladder.config.rung(length)
+    def rung(self, step: int) -> int:
+        """Returns the compiled size of step `step` (from 1); 0 if all steps have one size."""
+        return 0 if self._ladder is None else self._ladder.rung_of(self._ladder.size(step))
 
     def of(self, step: int) -> StepProgram:
         """Returns the program of step `step` (from 1)."""
-        return self._programs[self.rung(step) or 0]
+        return self._programs[self.rung(step)]
 
     def place(self, step: int, batch: Any) -> Any:
         """Places a host batch on the devices, with rows shortened for step `step` (from 1)."""
-        if self._ladder is not None:
+        if isinstance(self._ladder, Ladder):
             batch = shorten(batch, self._ladder, step)
         return shard_batch(self.of(step).plan, batch, vocab_size=self._plan.vocab_size)
 
@@ -116,18 +111,14 @@ class StepPrograms:
         return lambda batch: self.place(next(steps), batch)
 
     def compile_next(self, step: int, until: int | None) -> None:
-        """Starts to compile the row length that follows that of `step`.
+        """Starts to compile the size that follows that of `step`.
 
         Args:
           step: number of the current step.
-          until: last step of the run; None if it is not known. A length that only later steps would
-            use is not compiled.
+          until: last step of the run; None if it is not known. A size that only later steps would
+            have is not compiled.
         """
-        if self._ladder is None:
-            return
-        rung = self.rung(step)
-        assert rung is not None
-        following = self._ladder.config.first_step_above(rung, step)
+        following = None if self._ladder is None else self._ladder.next_step(step)
         if following is not None and (until is None or following <= until):
             self.of(following).compile_ahead()
 
@@ -137,29 +128,37 @@ class StepPrograms:
             if program.compiling is not None:
                 program.compiling.join()
 
-    def describe(self, step: int, *, always: bool = False) -> str | None:
-        """Returns a line for the log about the row length of step `step` (from 1).
+    def name(self, step: int) -> str:
+        """Returns a name for the program of step `step` (from 1), for messages."""
+        if self._ladder is None:
+            return "the training step"
+        return f"the training step for {self._ladder.describe_rung(self.rung(step))}"
+
+    def change(self, step: int, *, always: bool = False) -> tuple[str, str, dict[str, Any]] | None:
+        """Returns an event for the log about the size of step `step` (from 1): (its kind, its line,
+        its fields).
 
         Args:
           step: number of the step.
-          always: True: return a line even if the previous step has the same length; False: return
-            None then. Without a curriculum, None is returned in either case.
+          always: True: return it even if the previous step has the same size; False: return None
+            then. If all steps have one size, None is returned in either case.
         """
-        length = self.length(step)
-        is_same = step > 1 and length == self.length(step - 1)
-        if length is None or (is_same and not always):
+        ladder = self._ladder
+        if ladder is None:
             return None
-        rung = self.rung(step)
-        compiled = "" if rung == length else f", computed with {rung}"
-        return f"step {step}: rows of {length} of {self._ladder.seq_len} tokens{compiled}"
+        size = ladder.size(step)
+        if step > 1 and size == ladder.size(step - 1) and not always:
+            return None
+        kind, field = ladder.event
+        return kind, f"step {step}: {ladder.describe_size(size)}", {field: size}
 
 
 @dataclasses.dataclass(frozen=True)
 class CountedWork:
-    """Numbers of tokens and FLOPs of steps whose rows have different lengths.
+    """Numbers of tokens and FLOPs of steps whose rows or batches have different sizes.
 
     Attributes:
-      plan: plan with a curriculum.
+      plan: plan with a curriculum or a batch ramp.
     """
 
     plan: Plan
@@ -169,7 +168,8 @@ class CountedWork:
         return {rung: model_flops(plan) for rung, plan in self.plan.ladder.plans.items()}
 
     def tokens(self, after: int, until: int) -> int | None:
-        """Returns the tokens with nonzero weight of steps `after` + 1 to `until`, over all devices.
+        """Returns the tokens of steps `after` + 1 to `until`, over all devices, without those that
+        a curriculum gives weight 0.
 
         Returns None if batches have no "tokens".
         """
@@ -177,14 +177,14 @@ class CountedWork:
         whole = tokens_per_step(self.plan)
         if whole is None:
             return None
-        spans = ladder.config.spans(after, until)
-        return sum(whole // ladder.seq_len * length * count for length, count in spans)
+        spans = ladder.spans(after, until)
+        return sum(whole // ladder.whole * size * count for size, count in spans)
 
     def flops(self, after: int, until: int) -> float:
         """Returns the FLOPs of steps `after` + 1 to `until` over all devices.
 
-        Each step is counted with the row length for which it is compiled.
+        Each step is counted with the size for which it is compiled.
         """
-        config = self.plan.ladder.config
-        spans = config.spans(after, until)
-        return sum(self._of_rung[config.rung(length)] * count for length, count in spans)
+        ladder = self.plan.ladder
+        spans = ladder.spans(after, until)
+        return sum(self._of_rung[ladder.rung_of(size)] * count for size, count in spans)

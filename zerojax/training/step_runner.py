@@ -15,6 +15,7 @@ from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_evaluation
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
+from zerojax.plan.rungs import Ladder
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.watchdog import Watchdog
@@ -57,8 +58,9 @@ class StepRunner:
       metrics: metrics of the last report, on the host.
       history: metrics of every report, oldest first.
       clock: clock of the training loop.
-      jitted_step: compiled step of the current plan; with a curriculum, of the last row length.
-      step_plan: plan of `jitted_step`; with a curriculum, of the last row length.
+      jitted_step: compiled step of the current plan; with a curriculum or batch ramp, of the last
+        step.
+      step_plan: plan of `jitted_step`.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class StepRunner:
         self._programs = StepPrograms(self.plan)
         self._step_was_called = False
         self._use(self._programs.of(self.num_steps + 1))
-        self._check_of_lengths = LengthCheck(self.plan) if self.plan.ladder else None
+        is_curriculum = isinstance(self.plan.ladder, Ladder)
+        self._check_of_lengths = LengthCheck(self.plan) if is_curriculum else None
         self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
         self._watchdog.plan_changed()
 
@@ -127,12 +130,12 @@ class StepRunner:
         if disk := self.state.get("disk"):
             disk.data_state = data_state
         step = self.num_steps + 1
-        program, rung = self._programs.of(step), self._programs.rung(step)
+        program = self._programs.of(step)
         self._use(program)
-        self._say_length(step)
+        self._say_size(step)
         first = program.is_waited_for
         what = f"{'compiling, or ' * first}in step {step}"
-        name = "the training step" + ("" if rung is None else f" for rows of {rung} tokens")
+        name = self._programs.name(step)
         compiling = self._compiling(name) if first else contextlib.nullcontext()
         with compiling, self.clock.stepping(), self._watchdog.during(what, is_long=first):
             self._check_lengths(step, batch)
@@ -142,12 +145,11 @@ class StepRunner:
         self._programs.compile_next(step, self._last_step)
         return metrics
 
-    def _say_length(self, step: int) -> None:
-        text = self._programs.describe(step)
-        if text is None and not self._step_was_called and self._programs.length(step) is not None:
-            text = self._programs.describe(step, always=True)
-        if text is not None and self._log is not None:
-            self._log.event("sequence_length", step, text, length=self._programs.length(step))
+    def _say_size(self, step: int) -> None:
+        change = self._programs.change(step, always=not self._step_was_called)
+        if change is not None and self._log is not None:
+            kind, text, fields = change
+            self._log.event(kind, step, text, **fields)
 
     def _check_lengths(self, step: int, batch: Any) -> None:
         """Checks once that weights of 0 at the end of rows have the effect of shorter rows."""
@@ -267,7 +269,7 @@ class StepRunner:
         self._reports.settle(self.plan, self._log)
 
     def wait_for_compilation(self) -> None:
-        """Waits for the compilation of a later row length, if a thread is compiling one."""
+        """Waits for the compilation of a later size, if a thread is compiling one."""
         self._programs.wait()
 
     def _untimed(self) -> contextlib.AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zerojax.config import (
+    BatchRampConfig,
     CheckpointConfig,
     CurriculumConfig,
     LayerDropConfig,
@@ -47,6 +48,7 @@ class Arguments:
     seq_len: int | None
     freeze: Any
     curriculum: CurriculumConfig | None
+    batch_ramp: BatchRampConfig | None
     layer_drop: LayerDropConfig | None
     checkpoint: Any
     run_dir: Any
@@ -84,6 +86,8 @@ def checked(arguments: Arguments) -> Arguments:
     check_kind("watch", arguments.watch, WatchConfig, "a zerojax.WatchConfig")
     wanted = "a zerojax.CurriculumConfig"
     check_kind("curriculum", arguments.curriculum, CurriculumConfig, wanted)
+    wanted = "a zerojax.BatchRampConfig"
+    check_kind("batch_ramp", arguments.batch_ramp, BatchRampConfig, wanted)
     wanted = "a zerojax.LayerDropConfig"
     check_kind("layer_drop", arguments.layer_drop, LayerDropConfig, wanted)
     kinds = CheckpointConfig, str, os.PathLike

@@ -17,9 +17,11 @@ from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.checkpoint.store import StoreError
 from zerojax.data import Feed, RowSource, as_feed, local_rows, one_pass, prefetch
+from zerojax.data.ramped_feed import in_ramp
 from zerojax.hardware.local_devices import device_memory
 from zerojax.optim import EMA, EmaState, Weights
 from zerojax.parallel.reshard import with_weights
+from zerojax.plan.batch_rungs import BatchLadder
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import PeerLostError, is_peer_loss
 from zerojax.runtime.preemption import Interrupted, StopRequest
@@ -39,7 +41,7 @@ from zerojax.training.loop_notes import (
     say_unsaved,
 )
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
-from zerojax.training.process_agreement import divide_batches
+from zerojax.training.process_agreement import check_ramp_of_feed, divide_batches
 from zerojax.training.reporting import Metrics, compare_peak
 from zerojax.training.resumed_settings import NEXT_RATE, next_rate
 from zerojax.training.run_generation import ModelReader, RunGenerator, end_tokens_of
@@ -75,7 +77,8 @@ class Trainer(StepRunner):
         its "step".
       evaluation_names: names of the evaluation metrics, known from the first step on; empty without
         validation data.
-      jitted_step: compiled step of the current plan; with a curriculum, of the last row length.
+      jitted_step: compiled step of the current plan; with a curriculum or batch ramp, of the last
+        step.
       step_plan: plan of `jitted_step`.
     """
 
@@ -137,6 +140,8 @@ class Trainer(StepRunner):
         """
         if steps is None:
             batches, count = one_pass(batches)
+            if count is not None:
+                self.plan.inputs.batch_ramp.check_steps(None)
             steps = count if count is None else self.num_steps - self.num_steps % count + count
         feed, self._last_step = self._as_feed(batches), steps
         before = self.num_steps, int(self.state["skipped"])
@@ -249,19 +254,29 @@ class Trainer(StepRunner):
         If the same object is passed again, the earlier feed continues, because a generator has a
         position of its own.
         """
-        if isinstance(batches, Feed):
-            feed = batches
-        elif self._feed is not None and self._feed[0] is batches:
+        if self._feed is not None and self._feed[0] is batches:
             feed = self._feed[1]
         else:
-            rows = local_rows(self.plan) if isinstance(batches, RowSource) else None
-            feed = as_feed(batches, start=self.num_steps, rows=rows)
-            if jax.process_count() > 1:
-                divide_batches(feed, self.plan.mesh)
+            feed = self._new_feed(batches)
         self._feed = batches, feed
         if self._data_state is not None and feed.state() != self._data_state:
             feed.restore(self._data_state)
         return feed
+
+    def _new_feed(self, batches: Any) -> Feed:
+        ladder = self.plan.ladder
+        ramp = ladder.ramp if isinstance(ladder, BatchLadder) else None
+        feed, start = batches, None
+        if not isinstance(batches, Feed):
+            start = self.num_steps
+            rows = local_rows(self.plan) if isinstance(batches, RowSource) else None
+            feed = as_feed(batches, start=0 if ramp else start, rows=rows)
+            if jax.process_count() > 1:
+                divide_batches(feed, self.plan.mesh)
+        if ramp is None:
+            return feed
+        check_ramp_of_feed(feed)
+        return in_ramp(feed, ramp, start=start)
 
     def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
         """Trains until the run is done or its plan changes; returns True if the plan changed."""

@@ -212,6 +212,8 @@ class BucketStore:
         dtype: DTypeLike = np.uint8,
         order: Sequence[int] | None = None,
         read: bool = True,
+        ahead: int = 1,
+        held: int = 1,
     ) -> Generator[Bucket]:
         """Iterates over the buckets once; a finished loop that wrote makes a new generation.
 
@@ -224,12 +226,15 @@ class BucketStore:
           order: numbers of the buckets to visit; None: all, from 0 on. A bucket that occurs more
             than once cannot be written, because it may have been prefetched already.
           read: False if the loop overwrites every byte; arrays then have undefined contents.
+          ahead: number of buckets that are read ahead of the current one.
+          held: number of buckets that stay valid, the current one included; `ahead` + `held` is at
+            most `num_buffers`.
 
         Returns:
           An iterator, to be used immediately and to its end. It raises the errors of the threads.
 
         Raises:
-          ValueError: `dtype` or `order` does not fit the buckets.
+          ValueError: `dtype` or `order` does not fit the buckets, or there are too few buffers.
           StoreError: another sweep is in progress, the store is closed or contains two generations,
             or a bucket differs from the written one (the message names the bucket).
           OSError: the disk reports an error, ENOSPC if it is full; the message names the bucket.
@@ -243,7 +248,12 @@ class BucketStore:
             )
         places = list(range(self.num_buckets)) if order is None else [int(i) for i in order]
         _check_order(places, self.num_buckets)
-        return self._sweep(kind, places, read)
+        if ahead < 1 or held < 1 or ahead + held > self.num_buffers:
+            raise ValueError(
+                f"ahead={ahead} and held={held} need at least one buffer each, and the store has "
+                f"{self.num_buffers}; open it with num_buffers={ahead + held} or more"
+            )
+        return self._sweep(kind, places, read, ahead, held)
 
     def close(self) -> None:
         """Waits for transfers in progress, and releases files, threads and the lock. May be called
@@ -288,7 +298,9 @@ class BucketStore:
             raise
         return all_direct
 
-    def _sweep(self, kind: np.dtype, order: list[int], read: bool) -> Generator[Bucket]:
+    def _sweep(
+        self, kind: np.dtype, order: list[int], read: bool, ahead: int, held: int
+    ) -> Generator[Bucket]:
         if self._refusal:
             raise StoreError(self._refusal)
         if self._sweeping:
@@ -306,6 +318,8 @@ class BucketStore:
                 lambda index, buffer: buffer[: self.bucket_sizes[index]].view(kind),
                 start_read=self._start_read if read else _read_nothing,
                 start_write=lambda index, buffer: self._start_write(index, buffer, begin, written),
+                ahead=ahead,
+                held=held,
             )
             if written:
                 self._commit(written)

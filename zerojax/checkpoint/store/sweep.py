@@ -103,14 +103,15 @@ def _write_piece(descriptor: int, piece: memoryview, offset: int) -> int:
 
 
 class Bucket:
-    """One bucket of a sweep, valid until the loop requests the next bucket.
+    """One bucket of a sweep, valid until the loop requests the next bucket (or, with `held`
+    buckets, as many later).
 
     Attributes:
       index: number of the bucket.
       array: bytes of the bucket in memory of the store, with the dtype of the sweep; shape
         [elements]. Change it in place, then call `write`. Another bucket reuses that memory later,
         so copy values that must stay. `jax.device_put` on the CPU does not copy an aligned array:
-        wait for results computed from it (`jax.block_until_ready`) before the next bucket.
+        wait for results computed from it (`jax.block_until_ready`) while the bucket is valid.
     """
 
     def __init__(self, index: int, array: np.ndarray, start_write: Callable[[], None]):
@@ -129,7 +130,8 @@ class Bucket:
         if self._start_write is None:
             raise StoreError(
                 f"bucket {self.index} was already written or is no longer in memory; call "
-                "bucket.write() once, before the next bucket is requested"
+                "bucket.write() once, before the next bucket (with `held` buckets, as many later) "
+                "is requested"
             )
         start_write = self._release()
         start_write()
@@ -152,15 +154,20 @@ def sweep_buckets(
     *,
     start_read: Start,
     start_write: Start,
+    ahead: int = 1,
+    held: int = 1,
 ) -> Iterator[Bucket]:
     """Yields one bucket after the other, reading ahead; on any exit, waits for all transfers.
 
     Args:
       order: numbers of the buckets; a bucket that occurs more than once cannot be written.
-      ring: at least `FEWEST_BUFFERS` buffers; bucket number p of `order` uses ring[p % len(ring)].
+      ring: at least `FEWEST_BUFFERS` buffers, and at least `ahead` + `held`; bucket number p of
+        `order` uses ring[p % len(ring)].
       as_array: function that returns the caller's view of a bucket, given its number and buffer.
       start_read: function that starts to read a bucket into a buffer.
       start_write: function that starts to write a bucket from a buffer.
+      ahead: number of buckets that are read ahead of the current one.
+      held: number of buckets that stay valid, the current one included.
     """
     repeated = {index for index, times in collections.Counter(order).items() if times > 1}
     reads: dict[int, Callable[[], None]] = {}
@@ -181,23 +188,28 @@ def sweep_buckets(
             )
         writes[place] = start_write(order[place], ring[place % len(ring)])
 
+    live: collections.deque[Bucket] = collections.deque()
+    started = 0
     try:
         for place, index in enumerate(order):
-            if place == 0:
-                read(0)
-            if place + 1 < len(order):
-                read(place + 1)
+            while started < min(place + ahead + 1, len(order)):
+                read(started)
+                started += 1
             reads[place]()
             del reads[place]
             buffer = ring[place % len(ring)]
             bucket = Bucket(index, as_array(index, buffer), lambda place=place: write(place))
-            try:
-                yield bucket
-            finally:
-                bucket._expire()
+            live.append(bucket)
+            yield bucket
+            while len(live) >= held:
+                live.popleft()._expire()
+        while live:
+            live.popleft()._expire()
         while writes:
             writes.pop(next(iter(writes)))()
     finally:
+        for bucket in live:
+            bucket._expire()
         _drain([*reads.values(), *writes.values()])
 
 

@@ -24,6 +24,7 @@ from zerojax.parallel.offload.disk_errors import DiskErrors, failing_together
 from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice, disk_leaves
 from zerojax.parallel.offload.pages import Pages
 from zerojax.plan.make import Plan
+from zerojax.plan.offload_costs import num_buffers
 from zerojax.plan.slices import cut_leaf, map_moments, shards_of
 from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import MASTER, SlicedLeaf, store_folder
@@ -72,6 +73,8 @@ class DiskState:
         *,
         read: bool = True,
         order: Sequence[int] | None = None,
+        at_once: int = 1,
+        may_stop: bool = False,
         before_commit: Callable[[], None] | None = None,
     ) -> Generator[DiskSlice]:
         """Yields each slice in files once, to be read or overwritten (see `BucketStore.sweep`).
@@ -79,6 +82,10 @@ class DiskState:
         Args:
           order: numbers of the buckets to visit; None: all buckets in order.
           read: False skips reading, for buckets that are overwritten completely.
+          at_once: number of slices that may be used together: a slice may be used until that many
+            others were requested, and as many are read ahead.
+          may_stop: whether the caller may stop before the end although it wrote slices. The store
+            has to be durable: it then keeps its previous generation.
           before_commit: called after all buckets are written, before they replace the previous
             generation.
 
@@ -90,6 +97,7 @@ class DiskState:
         places = [place for place in self.leaves.values() for _ in range(place.num_buckets)]
         visits = range(len(places)) if order is None else order
         wrote = False
+        assert self.store.is_durable or not may_stop
 
         def write(bucket: Any) -> None:
             nonlocal wrote
@@ -97,7 +105,8 @@ class DiskState:
             bucket.write()
 
         try:
-            for count, bucket in enumerate(self.store.sweep(order=visits, read=read), 1):
+            sweep = self.store.sweep(order=visits, read=read, ahead=at_once, held=at_once)
+            for count, bucket in enumerate(sweep, 1):
                 place = places[bucket.index]
                 number = place.leaf.first(NVME) + bucket.index - place.first_bucket
                 views = place.views(bucket.array)
@@ -105,7 +114,7 @@ class DiskState:
                 if wrote and count == len(visits) and before_commit is not None:
                     before_commit()
         except BaseException as error:
-            if wrote:
+            if wrote and not may_stop:
                 self._fail(error)
             if isinstance(error, OSError):
                 raise StoreFailedError(self.failure or _text_of(error)) from error
@@ -276,6 +285,7 @@ def create_disk(plan: Plan) -> DiskState:
       OSError: the disk has too little space; the message says how many bytes are missing and what
         to change.
     """
+    assert plan.offload is not None
     folder = store_folder(plan.settings.offload)
     leaves = disk_leaves(plan)
     sizes = [place.bucket_bytes for place in leaves.values() for _ in range(place.num_buckets)]
@@ -285,6 +295,7 @@ def create_disk(plan: Plan) -> DiskState:
         bucket_bytes=sizes,
         durable=plan.settings.offload.durable,
         replace=True,
+        num_buffers=num_buffers(plan.offload),
     )
     for path in folder.glob(SIDE_FILES):
         path.unlink()  # of the replaced store: generations are counted from the beginning

@@ -40,6 +40,7 @@ from zerojax.parallel.offload.disk_errors import failing_together
 from zerojax.parallel.offload.disk_places import disk_leaves
 from zerojax.parallel.offload.disk_step import build_weights
 from zerojax.plan.make import Plan
+from zerojax.plan.offload_costs import num_buffers
 from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import store_folder
 from zerojax.runtime.bounded_json import loads
@@ -202,12 +203,14 @@ def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
         of layers or slicing.
       StoreError: the files are damaged.
     """
+    assert plan.offload is not None
     folder, generation = store_folder(plan.settings.offload), _last_generation(plan)
     disk: DiskState | None = None
     store: BucketStore | None = None
     try:
         with failing_together():
-            store = BucketStore.open(folder, generation=generation)
+            buffers = num_buffers(plan.offload)
+            store = BucketStore.open(folder, generation=generation, num_buffers=buffers)
             arrays, about = _unpacked(folder / _name_of(store.generation))
         # Equal in all processes, which filled their files together.
         if about.get("signature") != _signature(plan):

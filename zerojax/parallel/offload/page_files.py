@@ -106,6 +106,7 @@ class PageSweep:
         order: Sequence[int],
         *,
         read: bool = True,
+        held: int = 1,
         errors: DiskErrors | None = None,
     ) -> None:
         """Begins a sweep.
@@ -114,11 +115,12 @@ class PageSweep:
           pages: the pages.
           order: their numbers.
           read: whether pages are read before they are returned.
+          held: number of pages that may be written, the current one included.
           errors: keeps errors of the disk; None: they are raised at once.
         """
         self._pages = pages
         self._errors = DiskErrors(several=False) if errors is None else errors
-        self._sweep = pages.store.sweep(order=list(order), read=read)
+        self._sweep = pages.store.sweep(order=list(order), read=read, held=held)
         self._using: collections.deque[Any] = collections.deque()
 
     def __enter__(self) -> PageSweep:

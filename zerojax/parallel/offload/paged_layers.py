@@ -105,6 +105,7 @@ class LayerPrograms:
     """The programs of one plan, in training or in evaluation, each compiled when first called.
 
     Attributes:
+      config: configuration of the pass.
       begin: `(params, frozen, extras, key_data, batch) -> (prepared, extras, outer, device)`;
         gathers parameters once per step. If there are several microbatches, `outer` and `device`
         are gradient sums that start at zero.
@@ -124,7 +125,7 @@ class LayerPrograms:
     """
 
     def __init__(self, plan: Plan, config: PassConfig, *, train: bool) -> None:
-        self._plan, self._config, self._train = plan, config, train
+        self._plan, self.config, self._train = plan, config, train
         stored = plan.abstract_stored
         self._params, self._frozen = stored["params"], stored["frozen"]
         self._prepared = _prepared_specs(config, self._params, self._frozen)
@@ -182,7 +183,7 @@ class LayerPrograms:
           result: partition specs of the results.
           donates: numbers of the arguments whose memory the results may reuse.
         """
-        plan, config = self._plan, self._config
+        plan, config = self._plan, self.config
         mapped = jax.shard_map(
             over_batch(config, local),
             mesh=config.mesh,
@@ -217,7 +218,7 @@ class LayerPrograms:
         """Returns (the `StreamedPass`, (extras (non-parameter arrays), random key, batch) of the
         microbatch) on this data shard.
         """
-        number = self._config.num_microbatches if self._train else 1
+        number = self.config.num_microbatches if self._train else 1
         microbatches = split_batch(context.batch, number)
         key = shard_key(context.key_data)
         if number > 1:
@@ -228,7 +229,7 @@ class LayerPrograms:
         )
         extras = _here(context.extras)
         weights = StreamedPass(
-            self._config,
+            self.config,
             self._params,
             self._frozen,
             extras,
@@ -242,13 +243,13 @@ class LayerPrograms:
     def _begin(
         self, params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Any
     ) -> Any:
-        prepared = prepare_parameters(self._config, params, frozen)
+        prepared = prepare_parameters(self.config, params, frozen)
         outer, device = {}, {}
         if self._train:
             context = Context(prepared, _own(extras), key_data, batch, jnp.int32(0))
             weights, _ = self._pass(context)
-            several = self._config.num_microbatches > 1
-            dtype = self._config.precision.accumulate_dtype
+            several = self.config.num_microbatches > 1
+            dtype = self.config.precision.accumulate_dtype
             if several:
                 outer = {name: jnp.zeros(x.shape, dtype) for name, x in weights.outer.items()}
             device = {
@@ -339,7 +340,7 @@ class LayerPrograms:
             squares,
         )
         if before is None:
-            dtype = self._config.precision.reduce_dtype
+            dtype = self.config.precision.reduce_dtype
             waiting = {name: grad.astype(dtype) for name, grad in waiting.items()}
         return waiting, _own(after)
 
@@ -357,7 +358,7 @@ class LayerPrograms:
             found += pull_around((state.consts, state.others))
         found += pull_embed(state.gradients)
         grads = weights.outer_gradients(found)
-        if self._config.num_microbatches > 1:
+        if self.config.num_microbatches > 1:
             totals = _here(outer)
             grads = {n: totals[n] + grad.astype(totals[n].dtype) for n, grad in grads.items()}
         extras = given[0]
@@ -404,6 +405,29 @@ def build_paged_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arr
         return mapped(params, extras, totals)
 
     return gradients
+
+
+def build_scale(config: PassConfig) -> Callable[[Arrays, jax.Array | None], jax.Array]:
+    """Builds the traced `(sums of loss and weight, factor of the loss) -> factor of the gradients`
+    of a step whose gradients are not clipped: float32 [].
+    """
+
+    def local(weight: jax.Array) -> jax.Array:
+        return sum_replicated(_here(weight))
+
+    def scale(sums: Arrays, factor: jax.Array | None) -> jax.Array:
+        mapped = jax.shard_map(
+            over_batch(config, local),
+            mesh=config.mesh,
+            in_specs=OWN,
+            out_specs=P(),
+            axis_names=set(MANUAL_AXES),
+            check_vma=False,
+        )
+        weight = mapped(sums["weight"])
+        return 1 / (weight if factor is None else weight * factor)
+
+    return scale
 
 
 def evaluation_config(plan: Plan, config: PassConfig, function: Loss, batch: Any) -> PassConfig:

@@ -4,10 +4,11 @@ A step is a Python loop over pages (a page holds one layer's weights or gradient
 reads the weights of layer 0, 1, ...; the backward pass reads the weights in reverse order and
 writes the gradients. Then a jitted function reduces the other gradients, decides about clipping and
 skipping, and updates the parameters in memory. Last, a loop over the optimizer state in files reads
-gradients and writes weights. Threads read one page ahead. Until the forward and backward pass have
-ended, the given state is unchanged, so an error before that loses nothing. Each
-process has its own files; an error of one disk is raised by all processes, at the end of the pass
-or of the sweep.
+gradients and writes weights. With `offload.update_in_backward` layers are updated during the
+backward pass instead (`paged_update`), and the loop runs only if gradients are clipped. Threads
+read one page ahead. Until the forward and backward pass have ended, the given state is unchanged,
+so an error before that loses nothing. Each process has its own files; an error of one disk is
+raised by all processes, at the end of the pass or of the sweep.
 """
 
 from __future__ import annotations
@@ -23,32 +24,25 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.mesh import DEVICE
 from zerojax.models.losses import no_sums
 from zerojax.parallel.offload.disk import (
     DiskState,
 )
 from zerojax.parallel.offload.disk_errors import DiskErrors
-from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice
-from zerojax.parallel.offload.disk_step import (
-    SliceUpdates,
-    SliceWeights,
-    build_slice_update,
-    place_rows,
-    take_rows,
-)
+from zerojax.parallel.offload.disk_step import SliceUpdates
 from zerojax.parallel.offload.layer_inputs import inputs_of
 from zerojax.parallel.offload.page_files import PageSweep
 from zerojax.parallel.offload.paged_layers import (
     Context,
     LayerPrograms,
     PassTotals,
+    build_scale,
     evaluation_config,
 )
+from zerojax.parallel.offload.paged_update import PageUpdates, UpdateInBackward
 from zerojax.parallel.offload.pages import Pages
 from zerojax.parallel.zero import PassConfig
 from zerojax.plan.make import Plan
-from zerojax.plan.slices import tier_sharding
 from zerojax.plan.state import TrainState, step_key
 from zerojax.tracing.protocol import Loss
 
@@ -98,50 +92,72 @@ class PagedStep:
         # Adds the sums of one microbatch at a time, like a loop that starts from zeros.
         self._add = jax.jit(lambda sums, more: jax.tree.map(jnp.add, sums, more))
         self._zeros = jax.tree.map(np.asarray, no_sums(plan.traced.metric_names))
+        scale = build_scale(programs.config)
+        self._scale = jax.jit(scale, out_shardings=NamedSharding(plan.mesh, P()))
+        self._in_backward = plan.offload.update_in_backward
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        disk = state["disk"]
+        disk, errors = state["disk"], DiskErrors()
         given: Any = {**state, "disk": {}}
-        totals = self._pass(disk.pages, given, batch)
-        new, metrics, pending = self._jitted(given, {"batch": batch, "totals": totals})
-        new["disk"] = disk
-        # Waits for the jitted part: its result says whether the gradients are finite.
-        if not int(metrics["skipped"]):
-            self._sweep(disk, new, pending)
+        with contextlib.ExitStack() as stack:
+            update = None
+            if self._in_backward:
+                update = UpdateInBackward(disk, self.page_updates, given, errors)
+                stack.enter_context(update)
+            totals = self._pass(disk.pages, given, batch, update, errors)
+            new, metrics, pending = self._jitted(given, {"batch": batch, "totals": totals})
+            new["disk"] = disk
+            # Waits for the jitted part: its result says whether the gradients are finite.
+            if int(metrics["skipped"]):
+                return new, metrics
+            if update is not None and update.is_right(pending):
+                self._commit(disk, new, pending, update)
+                return new, metrics
+        self._sweep(disk, new, pending)
         return new, metrics
 
     # --- forward and backward ---------------------------------------------------------------------
 
-    def _pass(self, pages: Pages, state: TrainState, batch: Any) -> PassTotals:
+    def _pass(
+        self,
+        pages: Pages,
+        state: TrainState,
+        batch: Any,
+        update: UpdateInBackward | None,
+        errors: DiskErrors,
+    ) -> PassTotals:
         key_data, factor = self._key_and_factor(state, batch)
         outer_params = state["params"], state["frozen"]
         given = *outer_params, state["extras"], key_data, batch
         prepared, extras, outer, device = self.programs.begin(*given)
         sums: Any = None
         squares: Any = {}
-        errors = DiskErrors()
         for number in range(self._number):
             context = Context(prepared, extras, key_data, batch, np.int32(number))
-            given = outer, device, factor
-            more, outer, after, extras = self._microbatch(pages, context, given, errors)
+            given = sums, outer, device, factor
+            now = update if number == self._number - 1 else None
+            sums, outer, after, extras = self._microbatch(pages, context, given, now, errors)
             device, squares = after.device, after.squares
-            if self._number > 1:
-                more = self._add(self._zeros if sums is None else sums, more)
-            sums = more
         totals = PassTotals(sums, outer, device, squares, extras)
         errors.raise_together(totals)
         return totals
 
     def _microbatch(
-        self, pages: Pages, context: Context, given: tuple[Any, Any, Any], errors: DiskErrors
+        self,
+        pages: Pages,
+        context: Context,
+        given: tuple[Any, Any, Any, Any],
+        update: UpdateInBackward | None,
+        errors: DiskErrors,
     ) -> tuple[Any, Any, Any, Any]:
         """Runs forward and backward pass of one microbatch.
 
         Args:
           pages: all pages.
           context: inputs of the microbatch.
-          given: sums of gradients outside the layers and of small stacks so far; factor of the
-            loss.
+          given: sums of loss and weight so far (None in the first microbatch), of gradients outside
+            the layers, and of small stacks; factor of the loss.
+          update: update of layers in the backward pass of the last microbatch.
           errors: keeps errors of the disk.
 
         Returns:
@@ -149,7 +165,7 @@ class PagedStep:
           extras (non-parameter arrays)).
         """
         programs, last = self.programs, pages.num_layers - 1
-        outer, device, factor = given
+        before, outer, device, factor = given
         there_and_back = [*range(last + 1), *reversed(range(last))]
         tier = self._plan.settings.offload.activations
         with (
@@ -170,9 +186,13 @@ class PagedStep:
             sums, written, of_head, state = programs.head(
                 context, activations, around, device, factor
             )
+            if self._number > 1:
+                sums = self._add(self._zeros if before is None else before, sums)
+            if update is not None:
+                update.begin(self._scale(sums, factor), context.key_data)
             inputs.turn()
             forward = rows, entering, inputs, around
-            state = self._backward(pages, weights, context, forward, state, errors)
+            state = self._backward(pages, weights, context, forward, state, update, errors)
             inputs.end()
             weights.end()
         outer, extras = programs.embed_backward(context, of_head, state, (written, changes), outer)
@@ -185,10 +205,14 @@ class PagedStep:
         context: Context,
         forward: Any,
         state: Any,
+        update: UpdateInBackward | None,
         errors: DiskErrors,
     ) -> Any:
         """Runs the backward pass of all layers, the last one first, and writes their gradients to
         files.
+
+        The gradients of a layer, and its update in the backward pass, leave the devices after the
+        backward pass of the layer below has been started.
 
         Args:
           pages: all pages.
@@ -197,6 +221,7 @@ class PagedStep:
           forward: (weights of the last layer, its input, storage of the inputs of all other layers,
             (consts, others) of the layers).
           state: `Backward` as the head returns it.
+          update: update of each layer; None: layers are not updated.
           errors: keeps errors of the disk.
         """
         rows, entering, inputs, around = forward
@@ -205,7 +230,16 @@ class PagedStep:
         if pages.gradients.store.is_broken:  # an earlier pass failed
             with errors.kept():
                 pages.gradients.renew()
-        with PageSweep(pages.gradients, order, read=has_earlier, errors=errors) as sweep:
+        with PageSweep(pages.gradients, order, read=has_earlier, held=2, errors=errors) as sweep:
+
+            def leave(page: Any, grads: Any) -> None:
+                # Waiting for the gradients also waits for everything that reads the old page.
+                pages.gradients.take(page.array, jax.block_until_ready(grads))
+                sweep.write(page)
+                if update is not None:
+                    update.finish()
+
+            above: Any = None
             for layer in order:
                 if layer < order[0]:
                     page = weights.next()
@@ -220,13 +254,32 @@ class PagedStep:
                     entering = inputs.take()
                 if layer < order[0]:
                     weights.use((rows, grads))
-                # Waiting for the gradients also waits for everything that reads the old page.
-                pages.gradients.take(target.array, jax.block_until_ready(grads))
-                sweep.write(target)
+                if above is not None:
+                    leave(*above)
+                above = target, grads
+                if update is not None:
+                    update.start(grads)
+            leave(*above)
+            if update is not None:
+                update.end()
             sweep.end()
         return state
 
     # --- the update -------------------------------------------------------------------------------
+
+    def _commit(
+        self, disk: DiskState, new: TrainState, pending: Any, update: UpdateInBackward
+    ) -> None:
+        """Makes an update in the backward pass valid, after the update of all other slices in
+        files; changes `new` in place.
+        """
+        with disk.together(), disk.updating():
+            for piece in update.rest(functools.partial(self._write_rest, disk, new)):
+                name = piece.place.leaf.name
+                new["params"][name] = self._whole_updates(piece, new["params"][name], pending)
+                piece.write()
+        assert disk.pages is not None
+        disk.pages.take_new_weights()
 
     def _sweep(self, disk: DiskState, new: TrainState, pending: Any) -> None:
         """Updates all optimizer-state slices in files, writes the new weights of layers, and
@@ -267,57 +320,6 @@ class PagedStep:
                     weights.write(target)
             gradients.end()
             weights.end()
-
-
-class PageUpdates:
-    """Updates the slices of layers, with one jitted function for each parameter."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self.functions: dict[str, Any] = {}
-
-    def __call__(
-        self, piece: DiskSlice, grads: np.ndarray, weights: np.ndarray, pending: Any
-    ) -> None:
-        """Updates one slice: writes new master and moments into `piece`, and new weights into
-        `weights`.
-
-        Args:
-          piece: one slice of the optimizer's state.
-          grads, weights: gradients and weights of the same slice, [rows of this process, elements].
-          pending: result of `zerojax.parallel.offload.disk_step.pending_of`.
-        """
-        place = piece.place
-        name = place.leaf.name
-        if name not in self.functions:
-            self.functions[name] = self._build(place, weights.dtype)
-        old = {key: place_rows(place, rows, self._plan) for key, rows in piece.arrays.items()}
-        new_weights, new = self.functions[name](
-            None,
-            old,
-            place_rows(place, grads, self._plan),
-            np.int32(piece.number),
-            pending["opt_state"],
-            pending["numbers"],
-        )
-        jax.block_until_ready((new_weights, new))  # a CPU device may use the files' buffers
-        take_rows(place, new_weights, weights)
-        for key, target in piece.arrays.items():
-            take_rows(place, new[key], target)
-
-    def _build(self, place: DiskLeaf, dtype: np.dtype) -> Any:
-        def weights_of(_: None, grad: jax.Array) -> SliceWeights:
-            return SliceWeights(
-                start=jnp.zeros(grad.shape, dtype),
-                gradient=lambda number: grad[0],
-                put=lambda rows, own, number: own.astype(dtype)[None],
-                end=lambda rows: rows,
-            )
-
-        slices = tier_sharding(place.leaf, DEVICE, self._plan.mesh)
-        return build_slice_update(
-            self._plan, place, weights_of, given=(None, slices), result=slices
-        )
 
 
 class PagedEvaluation:

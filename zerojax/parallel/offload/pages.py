@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from zerojax.plan.offload_costs import page_gradient_dtype
 from zerojax.plan.state_layout import MASTER, store_folder
 
 WEIGHTS, GRADIENTS, INPUTS = "weights", "gradients", "inputs"
+NEW_WEIGHTS = "new_weights"
 """Names of the folders of pages, inside the folder of the optimizer's state."""
 
 
@@ -123,9 +124,11 @@ class Pages:
       leaves: {name: the parameter's part of a page}, in the order of a page.
       num_layers: number of pages of each kind.
       weights, gradients: files with the weights and the gradients of layers.
+      new_weights: files for the weights after an update in the backward pass, while those before it
+        are read; None without such an update.
       inputs: files with the inputs of layers (`offload.activations: nvme`); None without them.
-      order: numbers of the buckets of the optimizer state, in the order of an update: first
-        parameters without pages, then layer by layer.
+      others: numbers of the buckets of the optimizer state of parameters without pages.
+      order: numbers of all buckets in the order of an update: first `others`, then layer by layer.
     """
 
     def __init__(self, plan: Plan, places: Mapping[str, DiskLeaf]) -> None:
@@ -137,8 +140,13 @@ class Pages:
         weights = {name: leaf.row.dtype for name, leaf in self.leaves.items()}
         gradients = dict.fromkeys(self.leaves, page_gradient_dtype(plan))
         self.inputs: InputPages | None = None
+        self.new_weights: PageSet | None = None
         self.weights = PageSet(folder / WEIGHTS, self.leaves, weights, self.num_layers)
         try:
+            if layout.update_in_backward:
+                self.new_weights = PageSet(
+                    folder / NEW_WEIGHTS, self.leaves, weights, self.num_layers
+                )
             self.gradients = PageSet(folder / GRADIENTS, self.leaves, gradients, self.num_layers)
             if layout.activations == NVME and self.num_layers > 1:
                 assert isinstance(plan.mesh, Mesh)
@@ -147,18 +155,27 @@ class Pages:
         except BaseException:
             self.close()
             raise
-        self.order = [
+        self.others = [
             bucket
             for name, place in places.items()
             if name not in self.leaves
             for bucket in range(place.first_bucket, place.first_bucket + place.num_buckets)
         ]
-        self.order += [
+        self.order = self.others + self.order_of(range(self.num_layers))
+
+    def order_of(self, layers: Iterable[int]) -> list[int]:
+        """Returns the numbers of the buckets of layers, layer by layer."""
+        return [
             leaf.bucket_of(layer, part)
-            for layer in range(self.num_layers)
+            for layer in layers
             for leaf in self.leaves.values()
             for part in range(leaf.parts)
         ]
+
+    def take_new_weights(self) -> None:
+        """Makes the weights in `new_weights` current; the old ones are overwritten next."""
+        assert self.new_weights is not None
+        self.weights, self.new_weights = self.new_weights, self.weights
 
     def fill(self, slices: Callable[[Sequence[int]], Generator[DiskSlice]]) -> None:
         """Writes the weights of all layers, cast from the master weights in files.
@@ -193,7 +210,8 @@ class Pages:
 
     def close(self) -> None:
         """Closes the files. May be called twice."""
-        for pages in (self.weights, getattr(self, "gradients", None), self.inputs):
+        every = self.weights, self.new_weights, getattr(self, "gradients", None), self.inputs
+        for pages in every:
             if pages is not None:
                 pages.store.close()
 

@@ -1,0 +1,134 @@
+"""Decides the batch sizes and microbatches of a run whose global batch grows (batch ramp).
+
+Every microbatch has the same number of rows, so a smaller batch has fewer microbatches, and the
+memory of activations is the same in every step. `plan/rung_plans.py` makes the plans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import BatchRamp, BatchRampConfig, ConfigError
+from zerojax.plan.decisions import Decisions
+from zerojax.plan.device_mesh import num_data_shards
+from zerojax.plan.rungs import check_ladder_settings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchLadder:
+    """Compiled batch sizes of a run with a batch ramp; has the same methods as `Ladder`.
+
+    Attributes:
+      ramp: number of rows of each step.
+      plans: {number of rows: plan of the step with this batch}.
+    """
+
+    ramp: BatchRamp
+    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+
+    event = "batch_size", "rows"
+    """Name of the log's event at a new size, and its field."""
+
+    @property
+    def whole(self) -> int:
+        """Number of rows of a full batch."""
+        return self.ramp.final
+
+    def size(self, step: int) -> int:
+        """Returns the number of rows of a step, counted from 1."""
+        return self.ramp.rows(step)
+
+    def rung_of(self, size: int) -> int:
+        """Returns the compiled size for a batch of `size` rows, which is `size`."""
+        return size
+
+    def next_step(self, step: int) -> int | None:
+        """Returns the first step after `step` that needs another program; None if no step does."""
+        return self.ramp.first_step_above(self.ramp.rows(step))
+
+    def spans(self, after: int, until: int) -> Iterator[tuple[int, int]]:
+        """Yields (rows, number of successive steps) of the steps `after` + 1 to `until`."""
+        return self.ramp.spans(after, until)
+
+    def describe(self) -> list[str]:
+        """Returns lines for the plan about the batch sizes and the steps that have them."""
+        sizes = zip(self.ramp.rungs, self.ramp.first_steps, strict=True)
+        steps = ", ".join(f"{rows} from step {step}" for rows, step in sizes)
+        config, last = self.ramp.config, self.ramp.first_steps[-1]
+        return [
+            f"batch ramp: rows of a step: {steps}; the ramp ends after "
+            f"{self.ramp.rows_before(last)} rows (ramp_rows={config.ramp_rows})",
+            "batch ramp: each size is compiled, in microbatches: "
+            + ", ".join(f"{rows} in {one.num_microbatches}" for rows, one in self.plans.items()),
+        ]
+
+    def describe_size(self, size: int) -> str:
+        """Describes a step's batch for the log."""
+        return f"batch of {size} of {self.whole} rows"
+
+    def describe_rung(self, rung: int) -> str:
+        """Describes what the program of a compiled size computes."""
+        return f"a batch of {rung} rows"
+
+
+def ramp_microbatches(
+    config: BatchRampConfig, number: int | None, mesh: Mesh | AbstractMesh, batch: Any
+) -> tuple[int | None, list[str]]:
+    """Returns (number of microbatches of the full batch, reasons), checked for every batch size.
+
+    Args:
+      config: batch ramp of the run.
+      number: the user's number of microbatches; None: the smallest with which the rows of a
+        microbatch divide all batch sizes.
+      mesh: mesh of the run.
+      batch: global batch, as arrays or structs.
+
+    Raises:
+      ConfigError: the number, or the data shards of the mesh, do not divide a batch size.
+    """
+    if config.is_off:
+        return number, []
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    ramp, shards = BatchRamp(config=config, final=rows), num_data_shards(mesh)
+    unit = math.gcd(*ramp.rungs, rows)
+    if unit % shards:
+        raise ConfigError(
+            f"the batch sizes {', '.join(map(str, ramp.rungs))} have to be divisible by {shards} "
+            f"data shards; use multiples of {shards} for start and increment",
+            ("batch_ramp", "start"),
+        )
+    least = rows // unit
+    if number is not None and number % least:
+        raise ConfigError(
+            f"num_microbatches={number} microbatches of the full batch have {rows / number:g} rows,"
+            " which do not divide every batch size "
+            f"({', '.join(map(str, ramp.rungs))}); use num_microbatches={least} or a multiple, or "
+            "leave it out",
+            ("batch_ramp", "start"),
+        )
+    if number is not None:
+        return number, []
+    return least, [
+        f"num_microbatches={least}: microbatches of {unit} rows divide every batch of the ramp"
+    ]
+
+
+def batch_ladder_of(plan: Decisions, config: BatchRampConfig) -> BatchLadder:
+    """Finds the batch sizes of a run, without plans, after checking its settings.
+
+    Raises:
+      ConfigError: a setting of the run does not work with a batch ramp.
+    """
+    check_ladder_settings(plan, "a batch ramp", ("batch_ramp", "start"))
+    return BatchLadder(ramp=BatchRamp(config=config, final=plan.global_batch_size))
+
+
+def resized_structs(batch: Any, rows: int) -> Any:
+    """Returns the shapes of a global batch of `rows` rows, from structs of the full batch."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
