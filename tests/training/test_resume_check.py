@@ -15,7 +15,7 @@ from tests.training.test_rate_range import config_of, contents
 from zerojax.cli import main
 from zerojax.training import resume_check
 from zerojax.training.resume_check import CLOSE, DIFFERS, IDENTICAL, REDRAWN, check_resume
-from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, Record, Request
+from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, Record, StepsRequest
 from zerojax.training.resumed_steps import main as run_child
 from zerojax.training.run_file import run_from_config
 
@@ -47,7 +47,7 @@ def compare(tmp_path, monkeypatch):
     def check(own: Record, new: Record, key: Record, moved: float = 0.0) -> dict[str, str]:
         weights = np.arange(8, dtype=np.float32)
 
-        def run(self, request: Request, devices: int, folder: Path, title: str):
+        def run(self, request: StepsRequest, devices: int, folder: Path, title: str):
             record = key if request.other_key else (own if devices == 8 else new)
             after = weights + 1 + moved * (devices != 8)
             return resume_check._Steps(record, {"w": weights}, {"w": after})
@@ -141,7 +141,7 @@ def test_a_deterministic_run_continues_bit_for_bit(tmp_path):
 
 
 def test_a_child_process_leaves_its_error(tmp_path):
-    request = Request(config=str(tmp_path / "none.json"), words=(), steps=1)
+    request = StepsRequest(config=str(tmp_path / "none.json"), words=(), steps=1)
     file = tmp_path / "request.json"
     file.write_text(json.dumps(dataclasses.asdict(request)))
     run_child(str(file), str(tmp_path))

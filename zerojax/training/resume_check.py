@@ -23,7 +23,7 @@ from zerojax.config import RunConfig, load
 from zerojax.config.checks import MAX_CPU_DEVICES, check_whole_number
 from zerojax.config.loader import user_path
 from zerojax.runtime import bounded_json
-from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, Record, Request
+from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, Record, StepsRequest
 from zerojax.training.run_folder import CONFIG_FILE
 from zerojax.training.run_record import RECORD_FILE
 
@@ -51,7 +51,7 @@ Verdict = Literal["identical", "close", "redrawn", "differs"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class ResumeFinding:
     """Comparison of one aspect of a resumed run.
 
     Attributes:
@@ -85,7 +85,7 @@ class ResumeCheck:
     steps: int
     before: str
     after: str
-    findings: tuple[Finding, ...]
+    findings: tuple[ResumeFinding, ...]
     notes: tuple[str, ...]
 
     @property
@@ -270,7 +270,9 @@ class _Trial:
     def _run(self, mesh: _Mesh, title: str, *, steps: int | None = None, **how: bool) -> _Steps:
         self._count += 1
         folder = self._space / str(self._count)
-        request = Request(config=self._config, words=mesh.words, steps=steps or self._steps, **how)
+        request = StepsRequest(
+            config=self._config, words=mesh.words, steps=steps or self._steps, **how
+        )
         return self._children.run(request, mesh.devices, folder, title)
 
 
@@ -286,7 +288,7 @@ class _Children:
     on_cpu: bool
     progress: Callable[[str], None]
 
-    def run(self, request: Request, devices: int, folder: Path, title: str) -> _Steps:
+    def run(self, request: StepsRequest, devices: int, folder: Path, title: str) -> _Steps:
         """Returns what one child process recorded in a new folder."""
         self.progress(title)
         folder.mkdir()
@@ -321,46 +323,48 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 # --- aspects ------------------------------------------------------------------------------------
 
 
-def _state(old: Record, new: Record) -> Finding:
+def _state(old: Record, new: Record) -> ResumeFinding:
     common = old.state.keys() & new.state.keys()
     changed = sorted(name for name in common if old.state[name] != new.state[name])
     alone = sorted(old.state.keys() ^ new.state.keys())
     if changed:
         text = f"{len(changed)} of {len(common)} arrays differ, such as {changed[0]!r}"
-        return Finding("state", DIFFERS, text)
+        return ResumeFinding("state", DIFFERS, text)
     if alone:
         text = f"{len(alone)} arrays are kept on one mesh only, such as {alone[0]!r}"
-        return Finding("state", DIFFERS, f"{len(common)} arrays are equal; {text}")
-    return Finding("state", IDENTICAL, f"{len(common)} arrays, before the first step")
+        return ResumeFinding("state", DIFFERS, f"{len(common)} arrays are equal; {text}")
+    return ResumeFinding("state", IDENTICAL, f"{len(common)} arrays, before the first step")
 
 
-def _data(old: Record, new: Record) -> Finding:
+def _data(old: Record, new: Record) -> ResumeFinding:
     pairs = list(zip(old.batches, new.batches, strict=False))
     wrong = [number for number, (a, b) in enumerate(pairs, start=1) if a != b]
     if len(old.batches) != len(new.batches):
         counts = f"{len(old.batches)} and {len(new.batches)} batches are left"
-        return Finding("data", DIFFERS, counts)
+        return ResumeFinding("data", DIFFERS, counts)
     if wrong:
         first = old.first_step + wrong[0]
-        return Finding("data", DIFFERS, f"the batch of step {first} has other rows")
-    return Finding("data", IDENTICAL, f"{len(pairs)} batches, row by row in the same order")
+        return ResumeFinding("data", DIFFERS, f"the batch of step {first} has other rows")
+    return ResumeFinding("data", IDENTICAL, f"{len(pairs)} batches, row by row in the same order")
 
 
-def _random_numbers(old: Record, new: Record, other: Record) -> Finding:
+def _random_numbers(old: Record, new: Record, other: Record) -> ResumeFinding:
     aspect = "random numbers"
     own, found, changed = (record.steps[0]["loss"] for record in (old, new, other))
     if changed == own:
-        return Finding(aspect, IDENTICAL, "the step uses none: another key gives the same loss")
+        return ResumeFinding(
+            aspect, IDENTICAL, "the step uses none: another key gives the same loss"
+        )
     by_key, by_mesh = _relative(changed, own), _relative(found, own)
     text = f"another key changes the first loss by {by_key:.1e}, the new mesh by {by_mesh:.1e}"
     if by_mesh == 0:
-        return Finding(aspect, IDENTICAL, text)
+        return ResumeFinding(aspect, IDENTICAL, text)
     if by_mesh * CLEAR <= by_key:
-        return Finding(aspect, CLOSE, text)
+        return ResumeFinding(aspect, CLOSE, text)
     same_pieces = old.axes == new.axes and old.num_microbatches == new.num_microbatches
     if same_pieces or (old.is_deterministic and new.is_deterministic):
-        return Finding(aspect, DIFFERS, text)
-    return Finding(
+        return ResumeFinding(aspect, DIFFERS, text)
+    return ResumeFinding(
         aspect,
         REDRAWN,
         f"{text}: each device draws its own dropout masks; with mesh.deterministic=mesh they are "
@@ -368,31 +372,31 @@ def _random_numbers(old: Record, new: Record, other: Record) -> Finding:
     )
 
 
-def _learning_rate(old: Record, new: Record) -> Finding:
+def _learning_rate(old: Record, new: Record) -> ResumeFinding:
     rates = [[step.get("learning_rate") for step in one.steps] for one in (old, new)]
     if None in (*rates[0], *rates[1]):
-        return Finding("learning rate", IDENTICAL, "the optimizer does not report it")
+        return ResumeFinding("learning rate", IDENTICAL, "the optimizer does not report it")
     for number, (a, b) in enumerate(zip(*rates, strict=False), start=old.first_step + 1):
         if a != b:
-            return Finding("learning rate", DIFFERS, f"step {number}: {a:.6g} and {b:.6g}")
-    return Finding("learning rate", IDENTICAL, f"{rates[0][0]:.4g} to {rates[0][-1]:.4g}")
+            return ResumeFinding("learning rate", DIFFERS, f"step {number}: {a:.6g} and {b:.6g}")
+    return ResumeFinding("learning rate", IDENTICAL, f"{rates[0][0]:.4g} to {rates[0][-1]:.4g}")
 
 
-def _metric(aspect: str, name: str, old: _Steps, new: _Steps, aside: str) -> Finding:
+def _metric(aspect: str, name: str, old: _Steps, new: _Steps, aside: str) -> ResumeFinding:
     """Compares a metric of each step."""
     values = [[step[name] for step in one.record.steps] for one in (old, new)]
     if len(values[0]) != len(values[1]):
         counts = f"{len(values[0])} and {len(values[1])} steps were taken"
-        return Finding(aspect, DIFFERS, counts)
+        return ResumeFinding(aspect, DIFFERS, counts)
     if values[0] == values[1]:
-        return Finding(aspect, IDENTICAL, f"{len(values[0])} steps{aside}")
+        return ResumeFinding(aspect, IDENTICAL, f"{len(values[0])} steps{aside}")
     limit = LIMITS[old.record.compute_dtype][name]
     worst = max(_relative(b, a) for a, b in zip(*values, strict=True))
     text = f"largest relative difference {worst:.1e} (limit {limit:g}){aside}"
-    return Finding(aspect, CLOSE if worst <= limit else DIFFERS, text)
+    return ResumeFinding(aspect, CLOSE if worst <= limit else DIFFERS, text)
 
 
-def _parameters(old: _Steps, new: _Steps, aside: str) -> Finding:
+def _parameters(old: _Steps, new: _Steps, aside: str) -> ResumeFinding:
     """Compares the parameters after the last step, relative to their change over all steps."""
     change, apart, worst, where = 0.0, 0.0, 0.0, ""
     for name, end in old.after.items():
@@ -403,14 +407,14 @@ def _parameters(old: _Steps, new: _Steps, aside: str) -> Finding:
             worst, where = differs, name
     if not where:
         text = f"{len(list(old.after))} arrays, after the last step{aside}"
-        return Finding("parameters", IDENTICAL, text)
+        return ResumeFinding("parameters", IDENTICAL, text)
     ratio = math.sqrt(apart / change) if change else math.inf
     limit = LIMITS[old.record.compute_dtype]["parameters"]
     text = (
         f"difference / change over all steps {ratio:.1e} (limit {limit:g}), most of it in "
         f"{where!r}{aside}"
     )
-    return Finding("parameters", CLOSE if ratio <= limit else DIFFERS, text)
+    return ResumeFinding("parameters", CLOSE if ratio <= limit else DIFFERS, text)
 
 
 def _relative(found: float, expected: float) -> float:

@@ -39,7 +39,7 @@ OTHER_SEED = 1_234_567_891
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class StepsRequest:
     """What the child process does.
 
     Attributes:
@@ -87,7 +87,7 @@ class Record:
     notes: list[str]
 
 
-def take_steps(request: Request, folder: Path) -> Record:
+def take_steps(request: StepsRequest, folder: Path) -> Record:
     """Trains the steps of a request and writes the parameters before and after them.
 
     Args:
@@ -123,7 +123,7 @@ def take_steps(request: Request, folder: Path) -> Record:
 class _Observer:
     """Callback that records the restored state, the coming batches and the steps."""
 
-    def __init__(self, request: Request, feed: Feed, folder: Path) -> None:
+    def __init__(self, request: StepsRequest, feed: Feed, folder: Path) -> None:
         self._request, self._feed, self._folder = request, feed, folder
         self._first = 0
         self._state: dict[str, str] = {}
@@ -197,7 +197,7 @@ def main(request: str, folder: str) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     given: dict[str, Any] = json.loads(Path(request).read_text())
     given["words"] = tuple(given["words"])
-    asked = Request(**given)
+    asked = StepsRequest(**given)
     try:
         found: dict[str, Any] = dataclasses.asdict(take_steps(asked, Path(folder)))
     except (ValueError, TypeError, OSError, FloatingPointError, CheckpointError) as error:
