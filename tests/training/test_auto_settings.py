@@ -118,10 +118,3 @@ def test_devices_without_a_description_keep_the_defaults(specs: list[RunSpec]) -
     trainer = auto()
     assert dataclasses.replace(trainer.plan.settings, data=-1) == zerojax.MeshConfig()
     assert any('"auto"' in reason and "cpu" in reason for reason in specs[0].reasons)
-
-
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_settings.jax, "process_count", lambda: 2)
-    spec = dataclasses.make_dataclass("Spec", ["mesh"])(zerojax.MeshConfig())
-    with pytest.raises(ValueError, match=r"has 2; .*zerojax plan SCRIPT --search"):
-        auto_settings.with_found_settings(spec)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from zerojax.checkpoint.errors import (
     MachineError,
 )
 from zerojax.checkpoint.store import StoreError, StoreFailedError
+from zerojax.runtime.bounded_json import loads
 
 _TEXT_BYTES = 1024
 _KINDS = (
@@ -174,6 +176,59 @@ def from_process_0(number: int) -> int:
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def computed_by_process_0(compute: Callable[[], Any]) -> Any:
+    """Returns, on every process, the result of `compute` on process 0, which alone calls it.
+
+    Args:
+      compute: function without collectives; returns a value that JSON can store.
+
+    Raises:
+      Exception: `compute` failed: its own error on process 0, on the others a ValueError or a
+        RuntimeError with its text.
+    """
+    if jax.process_count() == 1:
+        return compute()
+    error: Exception | None = None
+    sent: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            sent = {"result": compute()}
+        except Exception as caught:
+            error, sent = caught, {"error": str(caught), "is_value": isinstance(caught, ValueError)}
+    own = np.frombuffer(json.dumps(sent).encode(), np.uint8)
+    size = from_process_0(own.size)
+    own = own if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    text = np.asarray(multihost_utils.broadcast_one_to_all(own), np.uint8).tobytes()
+    found = loads(text)
+    if error is not None:
+        raise error
+    if "error" in found:
+        kind = ValueError if found["is_value"] else RuntimeError
+        raise kind(f"process 0: {found['error']}")
+    return found["result"]
+
+
+def first_text(text: str | None) -> str | None:
+    """Returns, on every process, the text of the first process that has one; None if none has.
+
+    With several processes the text names its process, and is cut to about 1000 bytes.
+
+    Args:
+      text: text of this process, not empty; None if it has none.
+    """
+    if jax.process_count() == 1:
+        return text
+    row = np.zeros(_TEXT_BYTES, np.uint8)
+    own = (text or "").encode()[:_TEXT_BYTES]
+    row[: len(own)] = np.frombuffer(own, np.uint8)
+    rows = gather(row)
+    having = [process for process, one in enumerate(rows) if one[0]]
+    if not having:
+        return None
+    words = rows[having[0]].tobytes().rstrip(b"\0").decode(errors="replace")
+    return f"process {having[0]}: {words}"
 
 
 def gather(values: np.ndarray) -> np.ndarray:

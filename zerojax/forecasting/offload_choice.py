@@ -2,6 +2,9 @@
 
 Choices are tried in order of the bytes that they move per step: no offload, parts of the state in
 host memory, and last files. A choice is compiled only if the formulas do not rule it out.
+
+Several processes try the choices together. Each compares a choice with the host memory and the disk
+of its own machine, and one that fits not everywhere is ruled out; process 0 alone compiles.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zerojax.checkpoint.agreement import computed_by_process_0, first_text
 from zerojax.config.mesh import DEVICE, HOST, NVME, OffloadConfig
 from zerojax.forecasting.compiled_step import forecast
 from zerojax.forecasting.forecast_numbers import ForecastNumbers, Verdict
@@ -31,6 +35,7 @@ FILES: tuple[Mapping[str, Any], ...] = (
 )
 """Choices with files, the least transfers per step first."""
 
+_STATE_ON_HOST = {"opt_state": HOST}
 Compile = Callable[[Plan], ForecastNumbers]
 
 
@@ -59,12 +64,15 @@ def choose_offload(
 ) -> OffloadChoice:
     """Returns the plan of a run with the least offload that fits.
 
+    Collective, if the job has several processes.
+
     Args:
       plan_with: plans the run with the given offload; raises ValueError where that is impossible.
       asked: settings of the run, with `auto`.
       gpu: the card.
       files: whether files may be used, which need a folder.
-      check: raises ValueError if the plan needs more host memory or disk space than is free.
+      check: raises ValueError if the plan needs more host memory or disk space than is free for
+        this process.
       compile_plan: plan -> forecast of its compiled step; None uses `forecast`.
       report: called with a few words about each stage of the work.
 
@@ -72,6 +80,7 @@ def choose_offload(
       ValueError: no choice fits, or the run cannot be planned without offload.
     """
     compile_plan = compile_plan or (lambda plan: forecast(plan, gpu=gpu, fast=True))
+    files = computed_by_process_0(lambda: files)
     search = _Choice(plan_with, asked, gpu, check, compile_plan, report)
     for fields in ({}, *OFFLOADS, *(FILES if files else ())):
         plan = search.plan_if_fits(fields)
@@ -112,7 +121,7 @@ def plan_choosing_offload(
             "offload.auto: nothing is offloaded, because the memory size of the devices is unknown"
         )
         return _with_reason(make(asked.chosen()), why)
-    missing = compile_client.missing()
+    missing = computed_by_process_0(compile_client.missing)
     if missing is not None:
         raise compile_client.CompilerMissing(f"offload.auto compares compiled plans, but {missing}")
     files = asked.folder is not None
@@ -140,42 +149,60 @@ class _Choice:
 
     def plan_if_fits(self, fields: Mapping[str, Any]) -> Plan | None:
         """Returns the plan with these fields of `OffloadConfig`; None if it does not fit."""
-        name = _name(fields)
+        name, error = _name(fields), None
         try:
             plan = self.plan_with(self.asked.chosen(**fields))
             self.check(plan)
-        except ValueError as error:
-            if not fields:  # not a question of offload
-                raise
-            return self.rule_out(name, str(error))
+        except ValueError as caught:
+            error = caught
+        why = first_text(None if error is None else str(error))
+        if why is not None and not fields:  # not a question of offload
+            raise error or ValueError(why)
+        if why is None:
+            why, share = computed_by_process_0(lambda: self.judge(plan, fields))
+        if why is not None:
+            self.ruled_out.append(f"{name}: {why}")
+            return None
+        return self.with_share(plan, share) if fields == _STATE_ON_HOST else plan
+
+    def judge(self, plan: Plan, fields: Mapping[str, Any]) -> tuple[str | None, float]:
+        """Returns (reason why the step does not fit, or None; share of the optimizer's state that
+        would fit on the device)."""
         bound = forecast(plan, gpu=self.gpu, why_formula="a bound rules out what cannot fit")
         if bound.verdict.fits is False:
-            return self.rule_out(name, _needs(bound.verdict))
-        self.report(f"compiling with {name}")
+            return _needs(bound.verdict), 0.0
+        self.report(f"compiling with {_name(fields)}")
         try:
             found = self.compile_plan(plan)
         except CompileError as error:
-            return self.rule_out(name, str(error))
+            return str(error), 0.0
         if not found.verdict.fits:
-            return self.rule_out(name, _needs(found.verdict))
-        return self.with_share(plan, found) if fields == {"opt_state": HOST} else plan
+            return _needs(found.verdict), 0.0
+        return None, share_that_fits(plan, found) if fields == _STATE_ON_HOST else 0.0
 
-    def rule_out(self, name: str, why: str) -> None:
-        self.ruled_out.append(f"{name}: {why}")
+    def with_share(self, plan: Plan, share: float) -> Plan:
+        """Returns the plan with a share of the optimizer's state on the device, if that fits.
 
-    def with_share(self, plan: Plan, found: ForecastNumbers) -> Plan:
-        """Returns the plan with as much of the optimizer's state on the device as fits."""
-        share = share_that_fits(plan, found)
+        Args:
+          plan: with the whole state in host memory.
+          share: on the device, from `judge`.
+        """
         if share < LEAST_SHARE:
             return plan
         fields = {"opt_state": ((DEVICE, share), (HOST, round(1 - share, 2)))}
-        self.report(f"compiling with {_name(fields)}")
         try:
             shared = self.plan_with(self.asked.chosen(**fields))
-            fits = self.compile_plan(shared).verdict.fits
-        except (CompileError, ValueError):
+        except ValueError:
             return plan
-        return shared if fits else plan
+        return shared if computed_by_process_0(lambda: self.compiles(shared, fields)) else plan
+
+    def compiles(self, plan: Plan, fields: Mapping[str, Any]) -> bool:
+        """Returns whether the compiled step of a plan fits."""
+        self.report(f"compiling with {_name(fields)}")
+        try:
+            return bool(self.compile_plan(plan).verdict.fits)
+        except (CompileError, ValueError):
+            return False
 
     def found(self, plan: Plan) -> OffloadChoice:
         """Returns the choice with its sentence."""
