@@ -220,6 +220,7 @@ CLIPPED = zerojax.adamw(1e-3, clip_norm=1.0)
 LOG, SLOW = LogConfig(every=2), OptimizerConfig(learning_rate=1e-4)
 
 LION, OF_ADAMW = OptimizerConfig(name="lion"), OptimizerConfig(name="adamw")
+SCALED = OptimizerConfig(scaling="linear", base_batch=8)
 
 CALLS = table(
     f"""
@@ -253,6 +254,8 @@ gradient_clipping=0.0 & optimizer=CLIPPED | gradient_clipping 0.0 1.0 | clip_nor
 {SCHEDULE} & optimizer=SGD | scheduler WarmupLR | optimizer | {SCHEDULE} {ADAM} ; & optimizer=SGD
 {SCHEDULE} & optimizer=LION | scheduler WarmupLR | optimizer adamw
   | {SCHEDULE} {ADAM} ; {SCHEDULE} & optimizer=OF_ADAMW
+{SCHEDULE} & optimizer=SCALED | scheduler WarmupLR linear | scaling
+  | {SCHEDULE} & optimizer=OF_ADAMW ; & optimizer=SCALED
 steps_per_print=5 & log=LOG | steps_per_print 5 log.every | 2
   | steps_per_print=$ & log=LOG ; & log=LOG
 data_parallel_size=4 & num_devices=8 | data_parallel_size 4 | 8

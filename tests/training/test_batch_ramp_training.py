@@ -215,6 +215,28 @@ def test_sizes_and_tokens_are_logged(tmp_path):
 
 
 @pytest.mark.thorough
+def test_rates_follow_the_tokens_and_the_batch(tmp_path):
+    """Also after a resume, with the same bits."""
+    optimizer = zerojax.OptimizerConfig(
+        learning_rate=0.1,
+        schedule="linear",
+        schedule_unit="tokens",
+        warmup_steps=0,
+        scaling="linear",
+        base_batch=16,
+    )
+    whole = trained({"zero": 1}, optimizer=optimizer)
+    seen = np.asarray([0, 8, 16, 32]) / sum(SIZES)
+    expected = 0.1 * (1 - 0.9 * seen) * np.asarray(SIZES) / 16
+    # float32 fractions of tokens
+    assert [one["learning_rate"] for one in whole.history] == pytest.approx(expected, rel=1e-5)
+    stop = lambda trainer, _: trainer.num_steps == 3  # noqa: E731
+    options = {"optimizer": optimizer, "checkpoint": tmp_path}
+    trained({"zero": 1}, callbacks=[stop], **options).close()
+    check_same_bits(trained({"zero": 1}, **options), whole)
+
+
+@pytest.mark.thorough
 def test_the_next_size_is_compiled_while_this_one_runs(monkeypatch):
     threads = []
     compile_program = StepProgram._compile

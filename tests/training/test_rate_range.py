@@ -99,6 +99,7 @@ def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_loss(losses, stee
         ([], {"low": 1.0, "high": 0.1}, "low=1", "above"),
         ([], {"steps": 3}, "steps=3", "20"),
         (["mesh.offload.opt_state=nvme"], {}, "files", "opt_state=host"),
+        (["optimizer.scaling=linear", "optimizer.base_batch=4"], {}, "linear", "base_batch=8"),
     ],
 )
 def test_what_cannot_be_tested_is_refused(tmp_path, words, options, value, remedy):

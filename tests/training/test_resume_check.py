@@ -15,11 +15,11 @@ from tests.training.test_rate_range import config_of, contents
 from zerojax.cli import main
 from zerojax.training import resume_check
 from zerojax.training.resume_check import CLOSE, DIFFERS, IDENTICAL, REDRAWN, check_resume
-from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, Record, StepsRequest
+from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, StepsRecord, StepsRequest
 from zerojax.training.resumed_steps import main as run_child
 from zerojax.training.run_file import run_from_config
 
-SAVED = Record(
+SAVED = StepsRecord(
     first_step=4,
     axes={"data": 4},
     num_microbatches=1,
@@ -35,7 +35,7 @@ TWO = dataclasses.replace(SAVED, axes={"data": 2})
 KEYED = dataclasses.replace(SAVED, steps=[{**SAVED.steps[0], "loss": 2.2}])
 
 
-def with_losses(record: Record, *losses: float) -> Record:
+def with_losses(record: StepsRecord, *losses: float) -> StepsRecord:
     return dataclasses.replace(record, steps=[{**record.steps[0], "loss": loss} for loss in losses])
 
 
@@ -44,7 +44,9 @@ def compare(tmp_path, monkeypatch):
     """Returns the findings of a check whose child processes leave the given records."""
     run_from_config(config_of(tmp_path / "run", "steps=2", "zero=0", "eval_every=null"))
 
-    def check(own: Record, new: Record, key: Record, moved: float = 0.0) -> dict[str, str]:
+    def check(
+        own: StepsRecord, new: StepsRecord, key: StepsRecord, moved: float = 0.0
+    ) -> dict[str, str]:
         weights = np.arange(8, dtype=np.float32)
 
         def run(self, request: StepsRequest, devices: int, folder: Path, title: str):

@@ -136,6 +136,7 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
         optimizer=dataclasses.replace(
             config.optimizer,
             warmup_steps=None if warmup is None else min(warmup, total),
+            warmup_tokens=None,
         ),
         checkpoint=dataclasses.replace(
             config.checkpoint, path=None, every=NEVER, save_on_exit=save

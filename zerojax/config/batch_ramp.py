@@ -69,6 +69,7 @@ class _Phase(NamedTuple):
     rows: int
 
 
+@names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp:
     """Batch sizes of a run whose global batch grows.

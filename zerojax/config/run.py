@@ -266,6 +266,12 @@ class OptimizerConfig:
     """Optimizer; adam8bit is AdamW with 8-bit moments."""
     learning_rate: float = 3e-4
     """Highest learning rate of the schedule."""
+    scaling: Literal["linear", "sqrt"] | None = None
+    """Rule by which the learning rate follows the batch size: it is multiplied by the number of
+    rows of the step's batch, divided by base_batch, or by the square root of this. null: it does
+    not depend on the batch."""
+    base_batch: int | None = None
+    """Number of rows of the batch for which learning_rate is set, for scaling only."""
     beta1: float = 0.9
     """Decay of the first moment; for sgd the momentum."""
     beta2: float = 0.95
@@ -294,6 +300,12 @@ class OptimizerConfig:
     warmup_steps: int | None = None
     """Number of steps in which the learning rate rises linearly from 0. null: 2 % of the run, at
     least 10 (second moments need about 1 / (1 - beta2) = 20 steps)."""
+    warmup_tokens: int | None = None
+    """Number of tokens, instead of steps, in which the learning rate rises linearly from 0. null:
+    the warm-up counts steps."""
+    schedule_unit: Literal["steps", "tokens"] = "steps"
+    """Whether the decay of the learning rate follows the steps or the tokens seen so far. They
+    differ only if the size of steps changes, by a curriculum or a batch ramp."""
     final_lr_fraction: float = 0.1
     """Learning rate at the last step, as a fraction of the highest learning rate."""
     decay_fraction: float = 0.2
@@ -312,10 +324,32 @@ class OptimizerConfig:
         check_fraction(self, "final_lr_fraction", "decay_fraction")
         check_at_least(self, 0, "weight_decay")
         check_size(self, "warmup_steps", least=0)
+        check_size(self, "base_batch")
+        if self.scaling is not None and self.base_batch is None:
+            refuse("scaling", self.scaling, "needs the batch of learning_rate: set base_batch")
+        if self.base_batch is not None and self.scaling is None:
+            reason = "has no effect without scaling; leave it out, or set scaling=linear or sqrt"
+            refuse("base_batch", self.base_batch, reason)
+        check_size(self, "warmup_tokens", most=2**62)
+        if self.warmup_tokens is not None and self.warmup_steps is not None:
+            both = "sets the warm-up, and so does warmup_steps"
+            refuse("warmup_tokens", self.warmup_tokens, f"{both}; leave one of them out")
+        if self.schedule_unit != "steps" and self.schedule == "constant":
+            refuse(
+                "schedule_unit",
+                self.schedule_unit,
+                "has no effect with schedule=constant; leave it out, or use cosine, linear or wsd",
+            )
         if self.ema_decay is None and not self.ema_warmup:
             refuse("ema_warmup", False, "has no effect without an average; set ema_decay as well")
         for pattern, _ in self.groups:
             check_regex("groups", pattern)
+
+    @property
+    def depends_on_sizes(self) -> bool:
+        """Whether the learning rate depends on the rows or tokens of the steps."""
+        counts_tokens = self.warmup_tokens is not None or self.schedule_unit == "tokens"
+        return counts_tokens or self.scaling is not None
 
 
 Dtype = Literal["fp32", "bf16"]

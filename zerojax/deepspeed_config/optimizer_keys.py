@@ -210,6 +210,7 @@ def update_of(file: File, given: CallerValues) -> Update:
     """Builds the optimizer that a ds_config sets. Notes errors, and then returns a placeholder."""
     clip = _clipping(file, given)
     kind = file.optional("optimizer.type")
+    _refuse_own_schedule(file, given.optimizer)
     if kind is None:
         return _without_section(file, given, clip)
     if isinstance(given.optimizer, optax.GradientTransformation):
@@ -231,6 +232,23 @@ def update_of(file: File, given: CallerValues) -> Update:
     except (ValueError, TypeError) as error:
         file.notes.refuse("optimizer.params", dict(params), str(error))
         return Update(OptimizerConfig(), None, clip)
+
+
+def _refuse_own_schedule(file: File, caller: Any) -> None:
+    """Notes an error if the file sets the schedule, and the caller's configuration sets how a
+    schedule counts or follows the batch."""
+    sections = [name for name in ("optimizer", "scheduler") if file.has(f"{name}.type")]
+    if not sections or not isinstance(caller, OptimizerConfig):
+        return
+    for name in ("scaling", "warmup_tokens", "schedule_unit"):
+        value = getattr(caller, name)
+        if value != getattr(OptimizerConfig(), name):
+            file.notes.refuse(
+                f"{sections[-1]}.type",
+                file[f"{sections[-1]}.type"],
+                f"sets the learning rate, so {name}={value} of the OptimizerConfig that was passed "
+                f"has no effect; leave {name} out, or remove the section {sections[-1]}",
+            )
 
 
 def _clipping(file: File, given: CallerValues) -> float:

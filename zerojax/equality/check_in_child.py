@@ -48,6 +48,7 @@ from zerojax.equality.short_runs import (
 from zerojax.equality.tracing import Relation, line_of_error
 from zerojax.models.adapt import as_loss, as_model, evaluation_mode
 from zerojax.operators.marks import takes_over_batch
+from zerojax.optim.step_sizes import StepSizes
 
 MICROBATCHES = 2
 
@@ -147,12 +148,20 @@ class _Check:
         if optimizer is None or isinstance(optimizer, OptimizerConfig):
             optimizer = optimizer or OptimizerConfig()
             if optimizer.warmup_steps != 0 or optimizer.schedule != "constant":
-                optimizer = dataclasses.replace(optimizer, warmup_steps=0, schedule="constant")
+                optimizer = dataclasses.replace(
+                    optimizer,
+                    warmup_steps=0,
+                    warmup_tokens=None,
+                    schedule="constant",
+                    schedule_unit="steps",
+                )
                 self.notes.append(
                     "the check used a constant learning rate, because a warm-up would change "
                     "parameters too little for a comparison"
                 )
-        built = optim.build_optimizer(optimizer, len(request.batches))
+        rows = jax.tree.leaves(request.batches[0])[0].shape[0]
+        sizes = StepSizes.constant(rows, why_unknown="the rate is constant in a check")
+        built = optim.build_optimizer(optimizer, len(request.batches), sizes)
         self.given = CheckInputs(
             model=model,
             loss=as_loss(request.loss, model),

@@ -26,6 +26,7 @@ from zerojax.optim.optimizer import Optimizer
 from zerojax.optim.parameter_tree import OnParameterTree, ParameterTree
 from zerojax.optim.precision import Precision
 from zerojax.optim.schedules import Schedule, build_schedule
+from zerojax.optim.step_sizes import StepSizes
 from zerojax.tracing.protocol import Model
 
 
@@ -56,7 +57,9 @@ class BuiltOptimizer:
 
 
 def build_optimizer(
-    optimizer: optax.GradientTransformation | OptimizerConfig | None, steps: int | None
+    optimizer: optax.GradientTransformation | OptimizerConfig | None,
+    steps: int | None,
+    sizes: StepSizes | None = None,
 ) -> BuiltOptimizer:
     """Builds the transformation from the user's `optimizer` argument.
 
@@ -65,16 +68,18 @@ def build_optimizer(
         `OptimizerConfig`.
       steps: number of steps of the run, which the schedules cosine, linear and wsd need; with None
         the rate is constant after the warm-up.
+      sizes: rows and tokens of the steps, for rates that depend on them; None: not known.
 
     Raises:
       TypeError: the optimizer is of any other type.
+      ConfigError: the rate depends on tokens or rows that are not known.
     """
     check_optimizer(optimizer)
     if isinstance(optimizer, optax.GradientTransformation):
         rate = optimizer.learning_rate if isinstance(optimizer, Optimizer) else None
         return BuiltOptimizer(optimizer, rate, _describe_ema(optimizer))
     config = optimizer or OptimizerConfig()
-    schedule, reason = build_schedule(config, steps)
+    schedule, reason = build_schedule(config, steps, sizes)
     tx = with_rate(config, schedule)
     origin = "default" if optimizer is None else "configured"
     named = f"optimizer {config.name} ({origin}), learning rate {config.learning_rate:g}: {reason}"

@@ -27,6 +27,7 @@ from zerojax.config.checks import (
     refuse,
 )
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict
+from zerojax.optim.step_sizes import StepSizes
 
 Schedule = Callable[[Any], Any]
 """Function from the number of updates applied so far to the learning rate, as in optax."""
@@ -41,43 +42,129 @@ def as_schedule(learning_rate: float | Schedule) -> Schedule:
     return optax.constant_schedule(learning_rate)
 
 
-def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule, str]:
-    """Builds (learning rate as a function of updates applied, one line that explains it)."""
+def build_schedule(
+    config: OptimizerConfig, steps: int | None, sizes: StepSizes | None = None
+) -> tuple[Schedule, str]:
+    """Builds (learning rate as a function of updates applied, one line that explains it).
+
+    Args:
+      config: configuration of the optimizer.
+      steps: number of steps of the run; None: not known, and the rate does not decay.
+      sizes: rows and tokens of the steps; None: not known.
+
+    Raises:
+      ConfigError: the configuration depends on rows or tokens that are not known, or counts more
+        tokens than the run has.
+    """
+    schedule, why = _for_base_batch(config, steps, sizes)
+    if config.scaling is None:
+        return schedule, why
+    base, power = config.base_batch, {"linear": 1.0, "sqrt": 0.5}[config.scaling]
+    assert base is not None
+    if sizes is None:
+        raise ConfigError(
+            f"{config.scaling} needs the rows of the batch, which are not known here; set "
+            "learning_rate for your batch, and leave scaling out",
+            ("optimizer", "scaling"),
+        )
+
+    def scaled(count: Any) -> jax.Array:
+        return schedule(count) * (sizes.rows_of(count) / base) ** power
+
+    factors = {rows: (rows / base) ** power for rows in sizes.rows}
+    times = ", ".join(f"{factor:.4g} for {rows} rows" for rows, factor in factors.items())
+    most = config.learning_rate * max(factors.values())
+    rule = f"{config.scaling} in the batch, base_batch={base}"
+    return scaled, f"{why}; times {times} ({rule}), so at most {most:.4g}"
+
+
+def _for_base_batch(
+    config: OptimizerConfig, steps: int | None, sizes: StepSizes | None
+) -> tuple[Schedule, str]:
+    """Builds the schedule without the scaling by the batch, and the line that explains it."""
     check_whole_number("steps", steps, 0, MAX_SIZE)
+    peak = config.learning_rate
+    rise, risen, why = _warmup(config, steps, sizes)
+    if steps is None or config.schedule == "constant":
+        why += "constant" + ", since the length of the run is not known" * (steps is None)
+        return _joined(rise, risen, optax.constant_schedule(peak)), why
+    why += f"{config.schedule} to {peak * config.final_lr_fraction:g}"
+    if config.schedule_unit == "steps":
+        decay = _decay(config, max(steps - risen, 1), max(round(config.decay_fraction * steps), 1))
+        return _joined(rise, risen, lambda count: decay(jnp.maximum(count - risen, 0))), why
+    known = _known(sizes)
+    known.check_tokens("schedule_unit", "tokens")
+    total, first = known.tokens_until(steps), float(known.tokens_until(risen))
+    tail = max(config.decay_fraction * total, 1.0)
+    decay = _decay(config, max(total - first, 1.0), tail)
+
+    def by_tokens(count: Any) -> jax.Array:
+        return decay(jnp.maximum(known.tokens_of(count) - first, 0))
+
+    return _joined(rise, risen, by_tokens), f"{why} by tokens ({total:,} in {steps:,} steps)"
+
+
+def _known(sizes: StepSizes | None) -> StepSizes:
+    why = "the batch is not known here"
+    return StepSizes.constant(1, why_unknown=why) if sizes is None else sizes
+
+
+def _decay(config: OptimizerConfig, rest: Any, tail: Any) -> Schedule:
+    """Builds the rate after the warm-up, as a function of the steps or tokens since then.
+
+    Args:
+      config: configuration of the optimizer.
+      rest: length of the run after the warm-up: int steps or float tokens.
+      tail: length of the decay of wsd, in the same unit.
+    """
     peak, final = config.learning_rate, config.learning_rate * config.final_lr_fraction
+    if config.schedule == "cosine":
+        return optax.cosine_decay_schedule(peak, rest, alpha=config.final_lr_fraction)
+    if config.schedule == "linear":
+        return optax.linear_schedule(peak, final, rest)
+    hold = max(rest - tail, 0)
+    return optax.join_schedules(
+        [optax.constant_schedule(peak), optax.linear_schedule(peak, final, tail)], [hold]
+    )
+
+
+def _warmup(
+    config: OptimizerConfig, steps: int | None, sizes: StepSizes | None
+) -> tuple[Schedule, int, str]:
+    """Returns (rate in each update of the warm-up, number of steps of the warm-up, beginning of the
+    line that explains the schedule)."""
+    peak, tokens = config.learning_rate, config.warmup_tokens
+    if tokens is not None:
+        known = _known(sizes)
+        known.check_tokens("warmup_tokens", tokens)
+        risen = known.steps_until(tokens)
+        if steps is not None and risen > steps:
+            raise ConfigError(
+                f"{tokens} is above the {known.tokens_until(steps)} tokens of the run's {steps} "
+                "steps; lower it, or train longer",
+                ("optimizer", "warmup_tokens"),
+            )
+
+        def rise_by_tokens(count: Any) -> jax.Array:
+            return peak * jnp.minimum(known.tokens_of(count + 1) / float(tokens), 1.0)
+
+        return rise_by_tokens, risen, f"{tokens:,} warm-up tokens ({risen} steps), then "
     if config.warmup_steps is not None:
         warmup = config.warmup_steps
     else:
         warmup = 10 if steps is None else min(max(10, round(0.02 * steps)), steps // 2)
-    if steps is None or config.schedule == "constant":
-        why = "constant" + ", since the length of the run is not known" * (steps is None)
-        after: Schedule = optax.constant_schedule(peak)
-        return _with_warmup(after, peak, warmup), f"{warmup} warm-up steps, then {why}"
-    rest = max(steps - warmup, 1)
-    if config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(peak, rest, alpha=config.final_lr_fraction)
-    elif config.schedule == "linear":
-        after = optax.linear_schedule(peak, final, rest)
-    else:
-        tail = max(round(config.decay_fraction * steps), 1)
-        hold = max(rest - tail, 0)
-        after = optax.join_schedules(
-            [optax.constant_schedule(peak), optax.linear_schedule(peak, final, tail)], [hold]
-        )
-    reason = f"{warmup} warm-up steps, then {config.schedule} to {final:g}"
-    return _with_warmup(after, peak, warmup), reason
+
+    def rise(count: Any) -> jax.Array:
+        return peak * (jnp.asarray(count, jnp.float32) + 1) / warmup
+
+    return rise, warmup, f"{warmup} warm-up steps, then "
 
 
-def _with_warmup(after: Schedule, peak: float, warmup: int) -> Schedule:
-    """Builds a linear rise from peak/warmup at the first update to `peak`, followed by `after`."""
-    if warmup == 0:
+def _joined(rise: Schedule, risen: int, after: Schedule) -> Schedule:
+    """Builds the rate of a warm-up of `risen` updates, followed by `after`."""
+    if risen == 0:
         return after
-
-    def schedule(count: Any) -> jax.Array:
-        rising = peak * (jnp.asarray(count, jnp.float32) + 1) / warmup
-        return jnp.where(count < warmup, rising, after(jnp.maximum(count - warmup, 0)))
-
-    return schedule
+    return lambda count: jnp.where(count < risen, rise(count), after(count))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from zerojax.config import (
 from zerojax.config.checks import as_patterns, check_whole_number
 from zerojax.config.recognition import is_deepspeed
 from zerojax.optim.precision import Precision
+from zerojax.optim.step_sizes import StepSizes
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.device_mesh import DATA
 
@@ -60,6 +61,8 @@ class PlanInputs:
       batch_ramp: ramp of the batch size, planned by `rung_plans.with_rungs`; a `start` of None
         means no ramp.
       layer_drop: progressive layer drop; a `theta` of 1 means no layer drop.
+      step_sizes: rows and tokens of the run's steps, if `example_batch` is a step of one compiled
+        size only; None: they follow from the batch, the curriculum and the ramp.
       reasons: sentences about the defaults that were chosen before planning; they become part of
         the plan.
 
@@ -80,6 +83,7 @@ class PlanInputs:
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     batch_ramp: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
     layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
+    step_sizes: StepSizes | None = None
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import models, optim, tracing
-from zerojax.config import MeshConfig
+from zerojax.config import MeshConfig, OptimizerConfig
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.mesh import HOST
@@ -99,6 +99,7 @@ from zerojax.plan.rolling import (
 )
 from zerojax.plan.secondary_shards import check_secondary, describe_secondary, with_secondary
 from zerojax.plan.signed_momentum import check_one_bit, describe_one_bit
+from zerojax.plan.sizes_of_steps import sizes_of_steps
 from zerojax.plan.state import (
     TrainState,
     abstract,
@@ -496,7 +497,9 @@ def _resolve(
     precision = as_precision(
         precision, reduce_dtype=inputs.reduce_dtype, accumulate_dtype=inputs.accumulate_dtype
     )
-    optimizer = optim.build_optimizer(inputs.optimizer, inputs.steps)
+    depends = isinstance(inputs.optimizer, OptimizerConfig) and inputs.optimizer.depends_on_sizes
+    sizes = sizes_of_steps(inputs) if depends else None
+    optimizer = optim.build_optimizer(inputs.optimizer, inputs.steps, sizes)
     check_one_bit(settings, mesh, precision, optimizer.tx)
     batch = abstract(inputs.example_batch)
     check_codes(settings, mesh, precision, reads_lazily=internal.reads_lazily)

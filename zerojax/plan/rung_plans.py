@@ -19,6 +19,7 @@ from zerojax.plan.batch_rungs import BatchLadder, batch_ladder_of, resized_struc
 from zerojax.plan.inputs import PlanInputs, plan_options
 from zerojax.plan.make import Plan, plan_of
 from zerojax.plan.rungs import WEIGHTS, Ladder, ladder_of
+from zerojax.plan.sizes_of_steps import sizes_of_steps
 from zerojax.tracing.trees import flatten_names
 
 _LENGTH_KEY, _BATCH_KEY = ("curriculum", "type"), ("batch_ramp", "start")
@@ -64,6 +65,7 @@ def _plan_length(plan: Plan, ladder: Ladder, length: int) -> Plan:
         example_batch=shortened_structs(plan.abstract_batch, ladder, length),
         curriculum=CurriculumConfig(),
         num_microbatches=plan.num_microbatches,
+        step_sizes=sizes_of_steps(plan.inputs),
     )
     remedy = "use a model and settings that support shorter rows, or other lengths (min_length, "
     rung = _planned(plan, inputs, ladder, length, f"{remedy}length_step)", _LENGTH_KEY)
@@ -81,6 +83,7 @@ def _plan_batch(plan: Plan, ladder: BatchLadder, rows: int) -> Plan:
         example_batch=resized_structs(plan.abstract_batch, rows),
         batch_ramp=BatchRampConfig(),
         num_microbatches=number,
+        step_sizes=sizes_of_steps(plan.inputs),
     )
     remedy = "use other batch sizes (start, increment), or settings that support this one"
     rung = _planned(plan, inputs, ladder, rows, remedy, _BATCH_KEY)

@@ -129,6 +129,13 @@ def find_rate(
     """
     check_range(low, high, steps)
     check_no_files(config, "this test")
+    if config.optimizer.scaling is not None:
+        raise ValueError(
+            f"optimizer.scaling={config.optimizer.scaling} multiplies the learning rate, and this "
+            "test finds the rate itself; test with optimizer.scaling=null and "
+            "optimizer.base_batch=null, and set the result for "
+            f"base_batch={config.global_batch_size}"
+        )
     join_processes()
     spec = spec_from_config(config.on_devices(jax.device_count()))
     assert spec.checkpoint is not None

@@ -23,7 +23,7 @@ from zerojax.config import RunConfig, load
 from zerojax.config.checks import MAX_CPU_DEVICES, check_whole_number
 from zerojax.config.loader import user_path
 from zerojax.runtime import bounded_json
-from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, Record, StepsRequest
+from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, StepsRecord, StepsRequest
 from zerojax.training.run_folder import CONFIG_FILE
 from zerojax.training.run_record import RECORD_FILE
 
@@ -232,7 +232,7 @@ Arrays = Mapping[str, np.ndarray]
 class _Steps:
     """What one child process left: its record, and the parameters before and after its steps."""
 
-    record: Record
+    record: StepsRecord
     before: Arrays
     after: Arrays
 
@@ -312,7 +312,7 @@ class _Children:
         found = json.loads((folder / RECORD).read_text())
         if "error" in found:
             raise ValueError(f"{title}: {found['error']}")
-        return _Steps(Record(**found), _arrays(folder / BEFORE), _arrays(folder / AFTER))
+        return _Steps(StepsRecord(**found), _arrays(folder / BEFORE), _arrays(folder / AFTER))
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
@@ -323,7 +323,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 # --- aspects ------------------------------------------------------------------------------------
 
 
-def _state(old: Record, new: Record) -> ResumeFinding:
+def _state(old: StepsRecord, new: StepsRecord) -> ResumeFinding:
     common = old.state.keys() & new.state.keys()
     changed = sorted(name for name in common if old.state[name] != new.state[name])
     alone = sorted(old.state.keys() ^ new.state.keys())
@@ -336,7 +336,7 @@ def _state(old: Record, new: Record) -> ResumeFinding:
     return ResumeFinding("state", IDENTICAL, f"{len(common)} arrays, before the first step")
 
 
-def _data(old: Record, new: Record) -> ResumeFinding:
+def _data(old: StepsRecord, new: StepsRecord) -> ResumeFinding:
     pairs = list(zip(old.batches, new.batches, strict=False))
     wrong = [number for number, (a, b) in enumerate(pairs, start=1) if a != b]
     if len(old.batches) != len(new.batches):
@@ -348,7 +348,7 @@ def _data(old: Record, new: Record) -> ResumeFinding:
     return ResumeFinding("data", IDENTICAL, f"{len(pairs)} batches, row by row in the same order")
 
 
-def _random_numbers(old: Record, new: Record, other: Record) -> ResumeFinding:
+def _random_numbers(old: StepsRecord, new: StepsRecord, other: StepsRecord) -> ResumeFinding:
     aspect = "random numbers"
     own, found, changed = (record.steps[0]["loss"] for record in (old, new, other))
     if changed == own:
@@ -372,7 +372,7 @@ def _random_numbers(old: Record, new: Record, other: Record) -> ResumeFinding:
     )
 
 
-def _learning_rate(old: Record, new: Record) -> ResumeFinding:
+def _learning_rate(old: StepsRecord, new: StepsRecord) -> ResumeFinding:
     rates = [[step.get("learning_rate") for step in one.steps] for one in (old, new)]
     if None in (*rates[0], *rates[1]):
         return ResumeFinding("learning rate", IDENTICAL, "the optimizer does not report it")

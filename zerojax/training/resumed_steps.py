@@ -58,7 +58,7 @@ class StepsRequest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
+class StepsRecord:
     """What the child process saw.
 
     Attributes:
@@ -87,7 +87,7 @@ class Record:
     notes: list[str]
 
 
-def take_steps(request: StepsRequest, folder: Path) -> Record:
+def take_steps(request: StepsRequest, folder: Path) -> StepsRecord:
     """Trains the steps of a request and writes the parameters before and after them.
 
     Args:
@@ -154,10 +154,10 @@ class _Observer:
         self._steps.append(dict(metrics))
         return len(self._steps) >= self._request.steps
 
-    def record(self, trainer: Any) -> Record:
+    def record(self, trainer: Any) -> StepsRecord:
         """Returns everything that was recorded."""
         plan = trainer.plan
-        return Record(
+        return StepsRecord(
             first_step=self._first,
             axes=dict(plan.mesh.shape),
             num_microbatches=plan.num_microbatches,
