@@ -17,6 +17,7 @@ import pytest
 
 from tests.offload.test_offload_pages import batch_on, options_of, paged
 from tests.offload.test_offload_params import make_optimizer
+from tests.offload.test_offload_plan import CARD, RATES
 from tests.support.offload_disk_runs import close, differing, portable, steps_as_undisturbed
 from tests.support.pipeline_runs import small
 from tests.support.trajectories import plan_for
@@ -32,7 +33,7 @@ from zerojax.parallel.offload.paged_step import PagedStep
 from zerojax.parallel.step import build_step
 from zerojax.plan.counts import layer_update_bytes
 from zerojax.plan.host_budget import disk_bytes
-from zerojax.plan.offload_costs import moved_bytes, redone_bytes
+from zerojax.plan.offload_costs import hiding, moved_bytes, redone_bytes
 
 NORM = 0.43
 """Between the norms of the gradients of the first and of the last steps of `train`."""
@@ -283,5 +284,12 @@ def test_what_an_update_of_files_in_backward_needs(tmp_path):
     plan = planned(tmp_path)
     again = plan.remake(plan.mesh).settings.offload
     assert again.update_in_backward
+    other = planned(tmp_path, in_backward=False)
     assert "once more" in plan.table()
-    assert "once more" not in planned(tmp_path, in_backward=False).table()
+    assert "once more" not in other.table()
+    within, after = (hiding(one, CARD, RATES) for one in (plan, other))
+    assert within is not None
+    assert after is not None
+    assert within.update_seconds == 0 < after.update_seconds
+    assert within.stream_seconds > after.stream_seconds
+    assert within.disk_seconds < after.disk_seconds  # gradients are not read

@@ -149,7 +149,7 @@ class _Choice:
 
     def plan_if_fits(self, fields: Mapping[str, Any]) -> Plan | None:
         """Returns the plan with these fields of `OffloadConfig`; None if it does not fit."""
-        name, error = _name(fields), None
+        error, share = None, 0.0
         try:
             plan = self.plan_with(self.asked.chosen(**fields))
             self.check(plan)
@@ -161,7 +161,7 @@ class _Choice:
         if why is None:
             why, share = computed_by_process_0(lambda: self.judge(plan, fields))
         if why is not None:
-            self.ruled_out.append(f"{name}: {why}")
+            self.ruled_out.append(f"{_name(fields)}: {why}")
             return None
         return self.with_share(plan, share) if fields == _STATE_ON_HOST else plan
 

@@ -211,8 +211,8 @@ class PagedStep:
         """Runs the backward pass of all layers, the last one first, and writes their gradients to
         files.
 
-        The gradients of a layer, and its update in the backward pass, leave the devices after the
-        backward pass of the layer below has been started.
+        With an update in the backward pass, the gradients and the new state of a layer leave the
+        devices after the backward pass of the layer below has been started.
 
         Args:
           pages: all pages.
@@ -254,13 +254,15 @@ class PagedStep:
                     entering = inputs.take()
                 if layer < order[0]:
                     weights.use((rows, grads))
+                if update is None:
+                    leave(target, grads)
+                    continue
                 if above is not None:
                     leave(*above)
                 above = target, grads
-                if update is not None:
-                    update.start(grads)
-            leave(*above)
+                update.start(grads)
             if update is not None:
+                leave(*above)
                 update.end()
             sweep.end()
         return state
