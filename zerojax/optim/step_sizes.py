@@ -90,8 +90,10 @@ class StepSizes:
         return jnp.asarray(np.asarray(self.rows, np.float32))[self._part(count)]
 
     def _part(self, count: Any) -> jax.Array:
-        starts = jnp.asarray(np.asarray(self.after, np.int32))
-        return jnp.searchsorted(starts, jnp.asarray(count, jnp.int32), side="right") - 1
+        # Not a binary search, whose loop would be part of the compiled step.
+        count = jnp.asarray(count, jnp.int32)
+        starts = np.asarray(self.after, np.int32).reshape((1,) * count.ndim + (-1,))
+        return jnp.sum(starts <= count[..., None], -1) - 1
 
     def _steps_in(self, count: Any, part: jax.Array) -> jax.Array:
         starts = jnp.asarray(np.asarray(self.after, np.int32))

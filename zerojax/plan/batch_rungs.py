@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import BatchRamp, BatchRampConfig, ConfigError
 from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import num_data_shards
+from zerojax.plan.device_mesh import STAGE, num_data_shards
 from zerojax.plan.rungs import check_ladder_settings
 
 
@@ -85,7 +85,7 @@ def ramp_microbatches(
     Args:
       config: batch ramp of the run.
       number: the user's number of microbatches; None: the smallest with which the rows of a
-        microbatch divide all batch sizes.
+        microbatch divide all batch sizes, with pipeline stages the largest up to 4 per stage.
       mesh: mesh of the run.
       batch: global batch, as arrays or structs.
 
@@ -114,8 +114,12 @@ def ramp_microbatches(
         )
     if number is not None:
         return number, []
-    return least, [
-        f"num_microbatches={least}: microbatches of {unit} rows divide every batch of the ramp"
+    stages = mesh.shape[STAGE]
+    fitting = [least * n for n in range(2, 4 * stages // least + 1) if unit // shards % n == 0]
+    number = max([least, *fitting], key=lambda n: (n % stages == 0, n)) if stages > 1 else least
+    return number, [
+        f"num_microbatches={number}: microbatches of {rows // number} rows divide every batch of "
+        "the ramp"
     ]
 
 
