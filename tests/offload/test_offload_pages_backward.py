@@ -73,6 +73,7 @@ def both(folder: Any, sweeps: list[int], **options: Any) -> tuple[Any, list[dict
     metrics, number of its updates after a backward pass)."""
     steps = options.pop("steps", 5)
     plan = planned(folder / "in", **options)
+    assert bool(plan.tiles.cut) == ("tile_bytes" in options.get("offload", {}))
     state, found = train(plan, steps)
     swept = len(sweeps)
     other = planned(folder / "after", in_backward=False, **options)
