@@ -165,6 +165,8 @@ INTO_NEW_FOLDERS = {
     "equality/__init__.py",
     "equality/child.py",
     "training/hugging_face_export.py",
+    "training/resume_check.py",
+    "training/resumed_steps.py",
 }
 """They fill a folder that they have made themselves, under a name that nobody had."""
 ELSEWHERE = {

@@ -39,10 +39,16 @@ def with_losses(record: StepsRecord, *losses: float) -> StepsRecord:
     return dataclasses.replace(record, steps=[{**record.steps[0], "loss": loss} for loss in losses])
 
 
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    run_from_config(config_of(folder, "steps=2", "zero=0", "eval_every=null"))
+    return folder
+
+
 @pytest.fixture
-def compare(tmp_path, monkeypatch):
+def compare(saved_run, monkeypatch):
     """Returns the findings of a check whose child processes leave the given records."""
-    run_from_config(config_of(tmp_path / "run", "steps=2", "zero=0", "eval_every=null"))
 
     def check(
         own: StepsRecord, new: StepsRecord, key: StepsRecord, moved: float = 0.0
@@ -55,7 +61,7 @@ def compare(tmp_path, monkeypatch):
             return resume_check._Steps(record, {"w": weights}, {"w": after})
 
         monkeypatch.setattr(resume_check._Children, "run", run)
-        found = check_resume(tmp_path / "run", devices=2)
+        found = check_resume(saved_run, devices=2)
         return {one.aspect: one.verdict for one in found.findings} | {
             "agrees": str(found.agrees),
             "exact": str(found.is_exact),
