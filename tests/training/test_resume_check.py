@@ -132,6 +132,7 @@ def test_a_resume_on_fewer_devices_is_compared_in_processes(tmp_path, capsys):
     assert verdicts["random numbers"] == REDRAWN
     assert {verdicts["loss"], verdicts["parameters"]} <= {IDENTICAL, CLOSE}
     assert found["agrees"]
+    assert found["steps"] == 2
     options = ["--devices", "2", "--steps", "1", "optimizer.learning_rate=0.1"]
     assert main(["checkpoint", "resume-check", str(tmp_path), *options]) == 4
     assert re.search("learning rate +differs", capsys.readouterr().out)

@@ -28,7 +28,7 @@ from zerojax.plan.state import run_key_data
 from zerojax.runtime.memory import keep_freed_memory
 from zerojax.tracing.trees import flatten_names
 from zerojax.training.run_file import spec_from_config
-from zerojax.training.run_lifecycle import fit
+from zerojax.training.trainer import Trainer
 from zerojax.training.trial_runs import as_trial, check_no_files, open_trial
 
 RECORD, BEFORE, AFTER = "record.json", "before.npz", "after.npz"
@@ -114,7 +114,9 @@ def take_steps(request: StepsRequest, folder: Path) -> StepsRecord:
     inputs = dataclasses.replace(spec.inputs, model=model, steps=steps)
     spec = dataclasses.replace(spec, inputs=inputs)
     observer = _Observer(request, feed, folder)
-    trainer = fit(open_trial(as_trial(spec, observer), saved=True))
+    run = open_trial(as_trial(spec, observer), saved=True)
+    trainer = Trainer(run.plan, run.spec, checkpointer=run.checkpointer, base=run.base)
+    trainer.fit(feed, trainer.num_steps + request.steps)
     _write_parameters(trainer, folder / AFTER)
     trainer.close()
     return observer.record(trainer)
@@ -149,10 +151,9 @@ class _Observer:
             new = jax.device_put(run_key_data(OTHER_SEED), old.sharding)
             trainer.state = {**trainer.state, "rng": new}
 
-    def __call__(self, trainer: Any, metrics: dict[str, float]) -> bool:
-        """Records one step; returns True after the last one."""
+    def __call__(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Records one step."""
         self._steps.append(dict(metrics))
-        return len(self._steps) >= self._request.steps
 
     def record(self, trainer: Any) -> StepsRecord:
         """Returns everything that was recorded."""
