@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.process_groups import ROOT, free_port
+from tests.support.process_groups import run_group
 from tests.support.trajectories import TOLERANCE
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
@@ -22,25 +19,9 @@ LIMIT = 900.0
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process notes; see `tests.support.auto_group_process`."""
-    folder, started = tmp_path_factory.mktemp("auto"), []
-    group = {"ZEROJAX_COORDINATOR": f"127.0.0.1:{free_port()}", "ZEROJAX_NUM_PROCESSES": "2"}
-    try:
-        for index in range(2):
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.support.auto_group_process", str(folder)],
-                    env={**os.environ, "PYTHONPATH": str(ROOT), **group}
-                    | {"ZEROJAX_PROCESS_ID": str(index)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        outputs = [process.communicate(timeout=LIMIT)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert not any(process.returncode for process in started), "\n".join(outputs)
+    folder = tmp_path_factory.mktemp("auto")
+    words = ["-m", "tests.support.auto_group_process", str(folder)]
+    run_group([words, words], join=True, seconds=LIMIT)
     return [json.loads((folder / f"found-{index}").read_text()) for index in range(2)]
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.process_groups import ROOT, free_port
+from tests.support.process_groups import end_group
 from tests.support.trajectories import TOLERANCE
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
@@ -35,30 +32,10 @@ def run(
 ) -> tuple[list[int], list[str]]:
     """(exit codes, outputs) of the processes of a run on four devices."""
     folder.mkdir(exist_ok=True)
-    words = [str(folder), str(4 // processes), str(steps), json.dumps(options)]
-    common = {**os.environ, "PYTHONPATH": str(ROOT)}
-    address, started = f"127.0.0.1:{free_port()}", []
-    try:
-        for index in range(processes):
-            group = {
-                "ZEROJAX_COORDINATOR": address,
-                "ZEROJAX_NUM_PROCESSES": str(processes),
-                "ZEROJAX_PROCESS_ID": str(index),
-            }
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.support.paged_group_process", *words],
-                    env=common | (group if processes > 1 else {}),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        outputs = [process.communicate(timeout=LIMIT)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [process.returncode for process in started], outputs
+    words = ["-m", "tests.support.paged_group_process", str(folder), str(4 // processes)]
+    words += [str(steps), json.dumps(options)]
+    ended = end_group([words] * processes, join=processes > 1, seconds=LIMIT)
+    return [code for code, _ in ended], [text for _, text in ended]
 
 
 def noted(folder: Path, process: int = 0) -> list[tuple[int, float]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.process_groups import ROOT, free_port
+from tests.support.process_groups import ROOT, end_group
 from zerojax.runtime.shutdown import HUNG
 
 pytestmark = pytest.mark.multihost
@@ -21,29 +21,8 @@ LIMIT = 120.0
 
 def run_both(first: list[str], second: list[str]) -> list[tuple[int, str]]:
     """(exit status, what it printed) of each process."""
-    address, started = f"127.0.0.1:{free_port()}", []
-    try:
-        for index, words in enumerate((first, second)):
-            group = {
-                "ZEROJAX_COORDINATOR": address,
-                "ZEROJAX_NUM_PROCESSES": "2",
-                "ZEROJAX_PROCESS_ID": str(index),
-            }
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.support.tuning_process", *words],
-                    cwd=ROOT,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **group},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        outputs = [process.communicate(timeout=LIMIT)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(one.returncode, text) for one, text in zip(started, outputs, strict=True)]
+    words = [["-m", "tests.support.tuning_process", *own] for own in (first, second)]
+    return end_group(words, folder=ROOT, variables={"JAX_PLATFORMS": "cpu"}, seconds=LIMIT)
 
 
 def chosen(first: list[str], second: list[str]) -> list[str]:

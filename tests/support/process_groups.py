@@ -19,15 +19,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_group(
+def end_group(
     words: Sequence[Sequence[str]],
     *,
     folder: Path | None = None,
     variables: Mapping[str, str] | None = None,
-    join: bool = False,
+    join: bool = True,
     seconds: float = 240,
-) -> list[str]:
-    """What each of several Python processes has printed, all of which have to end with 0.
+) -> list[tuple[int, str]]:
+    """Returns (exit code, output) of each of several Python processes.
 
     Args:
       words: of each process, what stands behind `python`.
@@ -59,6 +59,20 @@ def run_group(
     finally:
         for process in started:
             process.kill()
-    codes = [process.returncode for process in started]
+    return [(one.returncode, text) for one, text in zip(started, outputs, strict=True)]
+
+
+def run_group(
+    words: Sequence[Sequence[str]],
+    *,
+    folder: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    join: bool = False,
+    seconds: float = 240,
+) -> list[str]:
+    """Returns the outputs of `end_group`, whose processes all have to end with 0."""
+    ended = end_group(words, folder=folder, variables=variables, join=join, seconds=seconds)
+    codes = [code for code, _ in ended]
+    outputs = [text for _, text in ended]
     assert codes == [0] * len(codes), "\n".join([str(codes), *outputs])
     return outputs
