@@ -96,8 +96,11 @@ def test_a_run_file_of_which_a_rule_is_violated(tmp_path, capsys):
     path, golden = tmp_path / "run.yaml", tmp_path / "plan.json"
     path.write_text("expect:\n  gradients_in: fp32\n  layer_loops: 1\n  max_peak_gib: 1\n")
     where = ["--gpu", "h100", "--devices", "8", "--golden", str(golden), "--fast"]
-    assert main(["plan", str(path), *TINY, *where]) == 4
-    out = capsys.readouterr().out
+    assert main(["plan", str(path), *TINY, *where, "--collectives"]) == 4
+    out, _, collectives = capsys.readouterr().out.partition("COLLECTIVES")
+    assert "over data, bf16" in collectives
+    assert "of gradients" in collectives
+    out += collectives
     assert "VIOLATED gradients_in" in out
     assert "kept layer_loops" in out
     assert f"{golden} was written" in out

@@ -80,7 +80,7 @@ def test_a_signal_a_kill_and_a_hang_in_one_run(tmp_path, undisturbed):
         told = re.search(r"process (\d) of 2 has made no progress for (\d+) s", sentence)
         assert told, sentence
         assert (int(told[1]), int(told[2]) >= 3) == (process, True)
-        assert "may for 3 s (watch.step_timeout)" in ended.sentence(process)
+        assert "the limit is 3 s (watch.step_timeout)" in ended.sentence(process)
         stacks = (tmp_path / "run" / f"stacks-process-{process}.txt").read_text()
         assert "trainer.py" in stacks
     assert "fault_process.py" in stacks, "it shows where process 1 was"

@@ -104,7 +104,7 @@ def test_at_half_of_the_limit_it_says_what_takes_so_long(capfd):
     with make(ends, step_timeout=2.0) as watchdog, watchdog.during("waiting for data"):
         assert ends.has_ended.wait(60)
     errors = capfd.readouterr().err
-    assert "it is waiting for data; it is ended after 2 s" in errors
+    assert "it is waiting for data; the watchdog ends it after 2 s" in errors
     assert errors.index("the watchdog ends it after 2 s") < errors.index("most recent call first")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ eval_batches: 1
 checkpoint: {every: 4}
 log: {every: 1, console: lines, tensorboard: false}
 """
+_OF_A_MAP = r" waits? in step | left no note|, without progress for |has begun step"
 LONGEST = 240.0
 """Seconds that any of these runs gets, on a machine that does other things as well."""
 
@@ -49,10 +51,14 @@ class Ended:
     seconds: float
 
     def sentence(self, process: int) -> str:
-        """What zerojax itself says of the end of a process: one line."""
+        """What zerojax itself says of the end of a process: one line, without the map of a hang."""
         lines = self.outputs[process].splitlines()
         said = [
-            line for line in lines if line.startswith("zerojax: ") and "after " not in line[-30:]
+            line
+            for line in lines
+            if line.startswith("zerojax: ")
+            and "after " not in line[-30:]
+            and not re.search(_OF_A_MAP, line)
         ]
         assert len(said) == 1, self.outputs[process]
         return said[0]

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +28,7 @@ def end_group(
     variables: Mapping[str, str] | None = None,
     join: bool = True,
     seconds: float = 240,
+    after_first: float | None = None,
 ) -> list[tuple[int, str]]:
     """Returns (exit code, output) of each of several Python processes.
 
@@ -35,6 +38,8 @@ def end_group(
       variables: of the environment of all of them.
       join: also the variables that make a group of them for zerojax.
       seconds: until they are killed.
+      after_first: seconds after the end of the first one until the others are killed; None: there
+        is no such limit.
     """
     address, started = f"127.0.0.1:{free_port()}", []
     common = {**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})}
@@ -55,11 +60,22 @@ def end_group(
                     text=True,
                 )
             )
+        if after_first is not None:
+            threading.Thread(target=_kill_late, args=(started, after_first), daemon=True).start()
         outputs = [process.communicate(timeout=seconds)[0] for process in started]
     finally:
         for process in started:
             process.kill()
     return [(one.returncode, text) for one, text in zip(started, outputs, strict=True)]
+
+
+def _kill_late(started: Sequence[subprocess.Popen[str]], seconds: float) -> None:
+    """Kills the processes that still run some seconds after the first of them has ended."""
+    while all(process.poll() is None for process in started):
+        time.sleep(0.1)
+    time.sleep(seconds)
+    for process in started:
+        process.kill()
 
 
 def run_group(

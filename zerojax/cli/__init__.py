@@ -108,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate_command.add(commands)
     run_commands.add_eval(commands)
     run_commands.add_report(commands)
+    run_commands.add_where(commands)
     keys_command.add(commands)
     machine_commands.add_env(commands)
     data_command.add(commands)

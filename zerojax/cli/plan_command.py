@@ -122,6 +122,11 @@ def add(commands) -> None:
         metavar="FILE",
         help="compare the compiled step with this file; write it if it does not exist",
     )
+    parser.add_argument(
+        "--collectives",
+        action="store_true",
+        help="list the collectives of the compiled step in order, with the lines that cause them",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,10 +158,10 @@ def run(args: argparse.Namespace) -> int:
     if is_script:
         plan_for = functools.partial(_plan_of_script, str(path), overrides)
     if needs_no_gpu:
-        if args.expect or args.golden:
+        if args.expect or args.golden or args.collectives:
             raise ValueError(
-                "--expect and --golden read the compiled step; leave out --parameter and "
-                "--propose-rules, and give --gpu"
+                "--expect, --golden and --collectives read the compiled step; leave out "
+                "--parameter and --propose-rules, and give --gpu"
             )
         use_the_cpu_alone()
         show(_answer(args, plan_for(devices)))
@@ -173,8 +178,9 @@ def run(args: argparse.Namespace) -> int:
     if not is_script:
         _check_mesh(config, devices)
     how = {"as_json": args.json, "no_compile": args.no_compile, "fast": args.fast}
-    if expected.names or args.golden:
-        return check(plan_for, gpu, devices, expected=expected, golden=args.golden, **how)
+    if expected.names or args.golden or args.collectives:
+        how |= {"golden": args.golden, "lists_collectives": args.collectives}
+        return check(plan_for, gpu, devices, expected=expected, **how)
     return predict(plan_for, gpu, devices, **how)
 
 
@@ -182,11 +188,13 @@ def _check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for options that cannot be combined, and for an invalid budget."""
     if args.budget <= 0:
         raise ValueError(f"--budget {args.budget:g}: give seconds above 0, such as 300")
-    if (args.expect or args.golden) and (args.search or args.no_compile):
+    readers = {name: getattr(args, name) for name in ("expect", "golden", "collectives")}
+    reader = next((f"--{name}" for name, value in readers.items() if value), None)
+    if reader is not None and (args.search or args.no_compile):
         other = "--search" if args.search else "--no-compile"
         raise ValueError(
-            f"{'--expect' if args.expect else '--golden'} reads the compiled step of one plan and "
-            f"cannot be combined with {other}; leave out one of them"
+            f"{reader} reads the compiled step of one plan and cannot be combined with {other}; "
+            "leave out one of them"
         )
     if args.search and args.no_compile:
         raise ValueError(
@@ -267,6 +275,7 @@ def check(
     *,
     expected: ExpectConfig,
     golden: str | None,
+    lists_collectives: bool,
     as_json: bool,
     no_compile: bool,
     fast: bool,
@@ -279,6 +288,7 @@ def check(
       plan_for: as in `predict`.
       expected: the rules; none may be set.
       golden: path of the golden file, if any.
+      lists_collectives: whether to print the collectives of the step.
 
     Returns:
       As `predict`; 3 also if nothing was checked, and 4 for a violation or a difference.
@@ -288,12 +298,13 @@ def check(
     """
     from zerojax.forecasting.forecast_page import forecast_dict, forecast_page
     from zerojax.forecasting.program_rules import check_golden, check_step, plan_record
+    from zerojax.forecasting.step_contents import by_collective, describe_sent
     from zerojax.hardware import compile_client
 
     if no_compile or compile_client.missing() is not None:
         how = {"as_json": as_json, "no_compile": no_compile, "fast": fast}
         code = predict(plan_for, gpu, devices, **how)
-        show("expect: not checked, because nothing was compiled", file=sys.stderr)
+        show("the step was not checked, because nothing was compiled", file=sys.stderr)
         return EXIT_NOT_DECIDED if code == EXIT_FITS else code
     with Progress(quiet=as_json) as progress:
         progress(f"planning for {devices} x {gpu.title}")
@@ -303,11 +314,16 @@ def check(
     differences = None if golden is None else check_golden(plan_record(checked), golden)
     if as_json:
         found = {"expect": checked.as_dict()["rules"], "differences": differences}
+        if lists_collectives:
+            found["collectives"] = [dataclasses.asdict(one) for one in checked.contents.sent]
         show(json.dumps({**forecast_dict(checked.forecast), **found}, indent=2))
     else:
         show(forecast_page(checked.forecast))
         if expected.names:
             show(f"\n{checked.page()}")
+        if lists_collectives:
+            lines = map(describe_sent, by_collective(checked.contents.sent).values())
+            show("\n".join(["", "COLLECTIVES of a step, in order", *(f"  {x}" for x in lines)]))
         if golden is not None:
             show(f"\n{_golden_page(golden, differences)}")
     if checked.violations or differences:

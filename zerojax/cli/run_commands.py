@@ -1,10 +1,11 @@
-"""`zerojax eval` and `report`: print the loss and write the report of a trained model."""
+"""`zerojax eval`, `report` and `where`: loss and report of a trained model, state of a hang."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from zerojax.config.checks import MAX_CPU_DEVICES
 from zerojax.config.display import show
 from zerojax.config.loader import coerce_fields, load_dataclass, user_path
 from zerojax.runtime import bounded_json
+from zerojax.runtime.hang_map import describe_hang
 from zerojax.runtime.memory import keep_freed_memory
+from zerojax.runtime.standstill import NOTE_SECONDS, read_notes
 
 RECORD_FILE = "run.json"
 
@@ -44,6 +47,15 @@ axes, their results, and the settings that differ (comparison.html beside the fi
 examples:
   zerojax report runs/a
   zerojax report runs/a runs/b runs/c --out comparison.html"""
+
+_WHERE = """\
+A process that makes no progress for 10 s leaves a note in the folder of its run, and removes it
+when it goes on. This command reads the notes of all processes, which must share the folder. It
+prints in which step processes wait, at or before which collective, which processes are missing
+there, and what those are doing. The watchdog prints the same before it ends a run.
+
+examples:
+  zerojax where runs/mine"""
 
 
 def add_eval(commands) -> None:
@@ -66,6 +78,14 @@ def add_report(commands) -> None:
     add_run(parser)
     parser.add_argument("others", metavar="RUN", nargs="*", help="runs to compare it with")
     parser.add_argument("--out", metavar="FILE", help="file of the page that compares several runs")
+
+
+def add_where(commands) -> None:
+    """Adds the command `zerojax where` to the parser."""
+    parser = add_command(
+        commands, "where", where, "say what the processes of a hanging run wait for", _WHERE
+    )
+    add_run(parser)
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -94,6 +114,23 @@ def report(args: argparse.Namespace) -> int:
         )
     runs = [args.run, *args.others]
     show(write_comparison(runs, args.out) if args.others else write_report(args.run))
+    return 0
+
+
+def where(args: argparse.Namespace) -> int:
+    """Runs `zerojax where`: prints what the processes of a run wait for.
+
+    Raises:
+      FileNotFoundError: the folder does not exist.
+    """
+    folder = user_path(args.run)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{args.run} is not a folder; pass the folder of a run")
+    notes = read_notes(folder)
+    if not notes:
+        show(f"no process of {args.run} has been without progress for {NOTE_SECONDS:g} s")
+    for line in describe_hang(notes, time.time()) if notes else []:
+        show(line)
     return 0
 
 

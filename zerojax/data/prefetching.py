@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from zerojax.data.feed import Batch, Feed, State, logger
+from zerojax.tracing.source_lines import PREFETCH
 
 # Seconds that `close` waits for a read in progress before it abandons the thread.
 JOIN_SECONDS = 5.0
@@ -110,7 +111,7 @@ class _Worker:
         self._late: list[tuple[Batch, State]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(feed, put), name="zerojax-prefetch", daemon=True
+            target=self._run, args=(feed, put), name=PREFETCH, daemon=True
         )
         self._thread.start()
 

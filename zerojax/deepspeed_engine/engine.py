@@ -40,6 +40,7 @@ from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.kept_programs import keep_programs
+from zerojax.runtime.standstill import WAITING_FOR_DATA
 from zerojax.training.checkpointing import end_state
 from zerojax.training.metrics.stragglers import DATA, SAVE
 from zerojax.training.reporting import Metrics
@@ -329,7 +330,7 @@ class Engine(EngineQueries, AbsentMethods):
         clock = (
             contextlib.nullcontext() if self._runner is None else self._runner.clock.during(DATA)
         )
-        with clock, self._guard.during("waiting for data"):
+        with clock, self._guard.during(WAITING_FOR_DATA):
             return as_batch(batch, data_iter, parts)
 
     def _settle_rows(self, example: Any) -> None:

@@ -23,6 +23,7 @@ import jax
 from zerojax.config import WatchConfig
 from zerojax.runtime.distributed import PeerLostError, is_peer_loss
 from zerojax.runtime.watchdog import Watchdog
+from zerojax.tracing.source_lines import line_of_user
 
 _RESUME = "run the same command again; load_checkpoint continues from the last save_checkpoint"
 
@@ -55,6 +56,7 @@ class Guard:
             process=jax.process_index(),
             processes=jax.process_count(),
             resume_hint=_RESUME,
+            line=line_of_user,
             sign=self._under_way.sign,
         )
         self._open, self.is_open = contextlib.ExitStack(), False

@@ -43,6 +43,8 @@ _FRAMES = 100
 """Frames of Python that a lowered program keeps for each operation; JAX's own default."""
 _STEP = str(Path("zerojax", "parallel", "step.py"))
 """End of the path of the file whose functions are the step; frames around it called zerojax."""
+_NAMES = 3
+"""Parameters of a collective that are named in a text."""
 _NEAR = 50
 """Values that are searched for a user's line around a collective that has none."""
 
@@ -184,6 +186,28 @@ def read_sent(
                 )
             )
     return found
+
+
+def by_collective(sent: Iterable[SentArray]) -> dict[str, list[SentArray]]:
+    """Returns {name of a collective: the arrays that it sends}, in the order of the step."""
+    found: dict[str, list[SentArray]] = {}
+    for array in sent:
+        found.setdefault(array.collective, []).append(array)
+    return found
+
+
+def describe_sent(arrays: Sequence[SentArray]) -> str:
+    """Returns a collective in words: what it sends, of which parameters, from which line.
+
+    Args:
+      arrays: all arrays of one collective.
+    """
+    first = arrays[0]
+    names = list(dict.fromkeys(name for array in arrays for name in array.parameters))
+    more = f" and {len(names) - _NAMES} more" * (len(names) > _NAMES)
+    what = f"{first.role} {', '.join(names[:_NAMES])}{more}".rstrip()
+    line = next((array.line for array in arrays if array.line), None)
+    return f"{first.describe()} of {what}" + (f", from {line}" if line else "")
 
 
 class _Names:

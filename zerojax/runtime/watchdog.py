@@ -17,7 +17,9 @@ from types import TracebackType
 from typing import Self
 
 from zerojax.config.sections import WatchConfig
+from zerojax.runtime.hang_map import describe_hang
 from zerojax.runtime.shutdown import HUNG
+from zerojax.runtime.standstill import NOTE_SECONDS, StandstillNotes, read_notes
 from zerojax.runtime.user_files import open_appending
 
 POLL_SECONDS = 1.0
@@ -69,10 +71,14 @@ class Watchdog:
       process: index of this process.
       processes: number of processes.
       resume_hint: sentence part that says how to continue the run.
+      line: as in `StandstillNotes`.
       sign: function called at every poll. Its value changes with every sign of progress that the
         methods do not report; None means that nothing is being waited for.
       clock: function that returns a monotonic time in seconds.
       end: function that ends the process with an exit code, without any cleanup.
+
+    Attributes:
+      notes: writes a note into the folder while there is no progress; other processes read it.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class Watchdog:
         process: int = 0,
         processes: int = 1,
         resume_hint: str = "run the same command again to resume",
+        line: Callable[[bool], str | None] = lambda _: None,
         sign: Callable[[], int | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
@@ -94,6 +101,7 @@ class Watchdog:
         self._folder, self._resume_hint = folder, resume_hint
         self._process, self._processes = process, processes
         self._sign, self._clock, self._end = sign, clock, end
+        self.notes = StandstillNotes(folder, process, processes, line=line)
         # Used by the thread: last sign, its time, and the time since which nothing is waited for.
         self._last_sign: int | None = None
         self._sign_at = -math.inf
@@ -112,6 +120,7 @@ class Watchdog:
         if self._entered == 1 and not self._is_off:
             self._phase = _Phase("starting", True, self._clock())
             self._step_ended = None
+            self.notes.remove()  # one that an earlier start has left
             self._stopping = threading.Event()
             self._thread = threading.Thread(
                 target=self._watch, args=(self._stopping,), name="zerojax-watchdog", daemon=True
@@ -130,6 +139,7 @@ class Watchdog:
             self._stopping.set()
             self._thread.join()
             self._thread = None
+            self.notes.remove()
 
     def stop(self) -> None:
         """Ends supervision without waiting for the watchdog's thread. Any thread may call it."""
@@ -211,6 +221,11 @@ class Watchdog:
             if self._processes > 1:
                 faulthandler.cancel_dump_traceback_later()
 
+    def _note_limit(self) -> float:
+        """Returns the seconds without progress after which the note is written."""
+        config = self._config
+        return min(NOTE_SECONDS, (config.step_timeout or math.inf) / 4, config.long_timeout / 4)
+
     def _is_quiet(self) -> bool:
         """Returns True if the process waits for nothing; also reads `sign` to detect progress."""
         if self._sign is None:
@@ -234,6 +249,10 @@ class Watchdog:
         if self._processes > 1:
             later = max(limit - waited, 0.0) + NET_SECONDS
             faulthandler.dump_traceback_later(later, exit=True, file=sys.__stderr__ or 2)
+        if waited > self._note_limit():
+            self.notes.note((phase, since), phase.what, waited)
+        else:
+            self.notes.forget()
         if waited > limit:
             self._bark(phase, waited, limit)
         elif waited > limit / 2 and phase is not self._said:
@@ -272,6 +291,8 @@ class Watchdog:
             f"watchdog ends it with code {HUNG}; the stacks of all threads are above{where}; "
             f"{remedy}"
         )
+        for line in self._map():
+            self._say(line)
         if file is not None:
             with contextlib.suppress(OSError, ValueError):
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -279,6 +300,16 @@ class Watchdog:
                     opened.write(f"{self._standstill(phase, waited)}\n")
                     opened.flush()
                     _dump_stacks(opened)
+
+    def _map(self) -> list[str]:
+        """Returns lines that say which processes wait where, and which are missing."""
+        if self._folder is None or self._processes == 1:
+            return []
+        self.notes.wait(NOTE_SECONDS / 2)
+        with contextlib.suppress(OSError):
+            notes = read_notes(self._folder)
+            return describe_hang(notes, time.time()) if notes else []
+        return []
 
     def _standstill(self, phase: _Phase, waited: float) -> str:
         several = f"process {self._process} of {self._processes}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import threading
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ import flax
 import jax
 import numpy as np
 import optax
+
+PREFETCH = "zerojax-prefetch"
+"""Name of threads that read batches ahead."""
 
 _OURS = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple(
@@ -53,6 +58,25 @@ def innermost_line(frames: Iterable[tuple[str, int]]) -> str | None:
         for filename, number in innermost_first:
             if belongs(filename):
                 return source_line(filename, number)
+    return None
+
+
+def line_of_user(reads_data: bool = False) -> str | None:
+    """Returns the line of user code that runs in this process, as "file:line: source".
+
+    Args:
+      reads_data: whether to look first into the thread that reads batches, then into the main one.
+    """
+    main = threading.main_thread().ident
+    threads = [thread.ident for thread in threading.enumerate() if thread.name == PREFETCH]
+    stacks = sys._current_frames()
+    for thread in [*threads * reads_data, main]:
+        if (frame := stacks.get(thread or 0)) is None:
+            continue
+        frames = traceback.walk_stack(frame)
+        line = innermost_line((one.f_code.co_filename, number) for one, number in frames)
+        if line is not None:
+            return line
     return None
 
 

@@ -22,6 +22,7 @@ from zerojax.runtime.kept_programs import keep_programs
 from zerojax.runtime.start_clock import phase
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.runtime.watchdog import Watchdog
+from zerojax.tracing.source_lines import line_of_user
 from zerojax.tracing.trees import flatten_names, num_bytes
 from zerojax.training.checkpointing import base_of, end_state
 from zerojax.training.evaluation import check_evaluation_mode
@@ -114,6 +115,7 @@ def fit(run: Run) -> Trainer:
         process=jax.process_index(),
         processes=jax.process_count(),
         resume_hint=spec.loop.resume_hint,
+        line=line_of_user,
     )
     with watchdog:
         try:

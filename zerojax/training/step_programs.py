@@ -17,10 +17,12 @@ from typing import Any
 
 from zerojax.data import shard_batch
 from zerojax.data.row_lengths import shorten
+from zerojax.forecasting.step_meetings import find_meetings
 from zerojax.parallel.step import build_step
 from zerojax.plan.counts import model_flops, tokens_per_step
 from zerojax.plan.make import Plan
 from zerojax.plan.rungs import Ladder
+from zerojax.runtime.standstill import Meeting
 
 logger = logging.getLogger("zerojax.training")
 
@@ -67,6 +69,14 @@ class StepProgram:
             lowered.compile()
         except Exception:  # the first call compiles again, and raises the error
             logger.debug("compiling a step ahead failed", exc_info=True)
+
+    def meetings(self) -> list[Meeting]:
+        """Returns the collectives in which this process first needs each other process.
+
+        JAX returns the program that runs, without compiling it again.
+        """
+        lowered = self.jitted.lower(self.plan.abstract_state, self.plan.abstract_batch)
+        return find_meetings(self.plan, lowered.compile().as_text())
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Takes a step, after waiting for a compilation in progress."""

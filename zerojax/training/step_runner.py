@@ -140,6 +140,7 @@ class StepRunner:
         with compiling, self.clock.stepping(), self._watchdog.during(what, is_long=first):
             self._check_lengths(step, batch)
             self.state, metrics = program(self.state, batch)
+        self._watchdog.notes.entered(step, metrics["loss"], name, program.meetings)
         self._step_was_called = True
         self.num_steps = step
         self._programs.compile_next(step, self._last_step)

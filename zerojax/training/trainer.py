@@ -25,6 +25,7 @@ from zerojax.plan.batch_rungs import BatchLadder
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import PeerLostError, is_peer_loss
 from zerojax.runtime.preemption import Interrupted, StopRequest
+from zerojax.runtime.standstill import WAITING_FOR_DATA
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.checkpointing import (
     as_begun,
@@ -284,7 +285,7 @@ class Trainer(StepRunner):
         with prefetch(feed, put=self._programs.placing(self.num_steps)) as incoming:
             while (steps is None or self.num_steps < steps) and not stop.due():
                 try:
-                    with self.clock.during(DATA), self._watchdog.during("waiting for data"):
+                    with self.clock.during(DATA), self._watchdog.during(WAITING_FOR_DATA):
                         batch, data_state = next(incoming)
                 except StopIteration:
                     say_if_short(self._log, self.num_steps, steps)

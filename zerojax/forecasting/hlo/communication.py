@@ -135,6 +135,24 @@ def find_in_branches(program: Program, num_devices: int) -> list[Collective]:
     return sorted(found, key=lambda one: one.name)
 
 
+def find_groups(program: Program, num_devices: int) -> dict[str, list[Group]]:
+    """Returns {name of a collective: all of its groups of devices}; names are unique.
+
+    Devices of a permute are in one group if transfers connect them, directly or through others.
+
+    Args:
+      program: program compiled for `num_devices` devices.
+      num_devices: number of devices that run the program.
+    """
+    finder = _Finder(program, num_devices)
+    return {
+        instruction.name: finder.groups(kind, instruction)
+        for computation in program.computations.values()
+        for instruction in computation.instructions
+        if (kind := _kind(instruction))
+    }
+
+
 class _Finder:
     """Finds the collectives of a program, one computation after the other, and stores the
     results."""
@@ -190,7 +208,7 @@ class _Finder:
             sources = [source for source, target in pairs if source != target]
             payload, wire = held, held * max(map(sources.count, sources), default=0)
         else:
-            group = self._group(kind, instruction)
+            group = self.groups(kind, instruction)[0]
             payload = held * len(group) if kind == "all-gather" else held
             wire = ring_bytes(kind, payload, len(group))
         return Collective(
@@ -206,23 +224,29 @@ class _Finder:
             arrays=len(sent),
         )
 
-    def _group(self, kind: str, instruction: Instruction) -> Group:
+    def groups(self, kind: str, instruction: Instruction) -> list[Group]:
+        """Returns all groups of devices of a collective."""
+        if kind == PERMUTE:
+            found: list[Group] = []
+            pairs = _pairs(instruction)
+            while pairs:
+                found.append(connected(pairs))
+                pairs = [pair for pair in pairs if pair[0] not in found[-1]]
+            return found
         attributes = instruction.attributes
         text = attributes.get("replica_groups", "{}")
         if "device_ids" in attributes:
             # This attribute is part of the mesh notation, after a comma.
             text = f"{text}, device_ids={attributes['device_ids']}"
-        group = read_groups(text, self._num_devices)[0]
+        groups = read_groups(text, self._num_devices)
         by_replica = kind in _OVER_REPLICAS and "channel_id" in attributes
-        if by_replica and attributes.get("use_global_device_ids") != "true":
-            partitions = self._program.num_partitions
-            everyone = len(group) == self._num_devices
-            return (
-                group
-                if everyone
-                else tuple(r * partitions + p for r in group for p in range(partitions))
-            )
-        return group
+        is_everyone = len(groups[0]) == self._num_devices
+        if not by_replica or attributes.get("use_global_device_ids") == "true" or is_everyone:
+            return groups
+        partitions = self._program.num_partitions
+        return [
+            tuple(r * partitions + p for r in group for p in range(partitions)) for group in groups
+        ]
 
 
 def ring_bytes(kind: str, payload: int, group_size: int) -> int:

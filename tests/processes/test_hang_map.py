@@ -1,0 +1,43 @@
+"""Runs that hang say which process is missing before which collective of which step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.hang_process import AFTER
+from tests.support.process_groups import end_group
+
+pytestmark = [pytest.mark.multihost, pytest.mark.slow]
+
+STAGES = [
+    (kind, processes, missing)
+    for processes, missing in ((2, 0), (2, 1), (4, 0), (4, 1), (4, 3))
+    for kind in ("stops", "data", "callback", "branch")
+]
+
+
+def said(output: str) -> list[str]:
+    """Lines of zerojax itself."""
+    return [line for line in output.splitlines() if line.startswith("zerojax: process")]
+
+
+@pytest.mark.parametrize(("kind", "processes", "missing"), STAGES)
+def test_the_missing_process_and_the_collective_are_named(
+    tmp_path: Path, kind: str, processes: int, missing: int
+) -> None:
+    words = ["-m", "tests.support.hang_process", kind, str(missing), str(tmp_path / "run")]
+    ended = end_group([words] * processes, after_first=15.0)
+    maps = [text for index, (_, text) in enumerate(ended) if index != missing and said(text)]
+    text = "\n".join(line for one in maps for line in said(one))
+    assert text, ended
+    print(text)
+    steps = re.findall(r"processe?s? [\d, -]+ waits? in step (\d+) ", text)
+    assert len({*steps}) == 1, text
+    # A report comes one step late, and the next step may have begun.
+    assert AFTER < int(steps[0]) <= AFTER + 3
+    assert f", which needs process {missing}" in text
+    assert "over data" in text, "a collective"
+    assert re.search(rf"zerojax: process {missing} (left no note|on )", text), text
