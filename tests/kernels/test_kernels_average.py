@@ -131,7 +131,7 @@ def of_one_byte(shape, dtype, impl, *, skip=False):
     return found, update_adam8bit(*given, scalars=plain, **more), average
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("impl", [XLA, pytest.param("interpret", marks=needs_kernels)])
 @pytest.mark.parametrize("shape", [(5,), (1300,), (3, 512)], ids=str)

@@ -49,6 +49,7 @@ class OfLinen(linen.Module):
         return linen.Dense(2)(linen.Dense(8)(x))
 
 
+@pytest.mark.thorough
 def test_a_seed_gives_the_weights_of_the_models_own_init():
     batch = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 2), np.float32)}
     loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()  # noqa: E731

@@ -82,6 +82,7 @@ def train(model, loss=squared, **options):
     return zerojax.train(model, {"zero": 1}, lambda step: {"x": X}, loss=loss, **given)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_is_that_of_the_module_without_dropout():
     trainer = train(AlwaysOn())
     assert "train: set by the mode" in trainer.plan.table()

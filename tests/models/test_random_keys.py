@@ -34,7 +34,7 @@ def train(folder, steps, kind="rbg", **options):
         )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
 def test_a_run_with_other_keys_goes_on_where_it_was(tmp_path, kind):
     whole = train(None, 6, kind)

@@ -56,6 +56,7 @@ def chosen(fits: Callable[[OffloadConfig], bool], **options: Any) -> OffloadChoi
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fits", "places"),
     [
@@ -76,6 +77,7 @@ def test_the_first_offload_that_fits_is_chosen(
     assert found.plan.remake(make_abstract_mesh({}, 4)).reasons.count(found.sentence) == 1
 
 
+@pytest.mark.thorough
 def test_a_share_of_the_state_that_fits_stays_on_the_device() -> None:
     found = chosen(lambda offload: offload.moves_opt_state)
     shares = found.plan.settings.offload.shares
@@ -83,6 +85,7 @@ def test_a_share_of_the_state_that_fits_stays_on_the_device() -> None:
     assert shares["device"] + shares["host"] == pytest.approx(1)
 
 
+@pytest.mark.thorough
 def test_what_the_host_cannot_hold_goes_to_files() -> None:
     def check(plan: Plan) -> None:
         if plan.settings.offload.on_host:
@@ -136,6 +139,7 @@ def losses(trainer: zerojax.Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.history]
 
 
+@pytest.mark.thorough
 def test_on_a_cpu_nothing_is_offloaded() -> None:
     trainer = train(AUTO)
     assert trainer.plan.settings.offload.is_off

@@ -66,6 +66,7 @@ def test_the_newer_of_store_and_checkpoint_wins(left):
     close(state)
 
 
+@pytest.mark.thorough
 def test_another_slicing_is_refused(left):
     folder, _ = left
     config = type(offload(folder))(

@@ -304,6 +304,7 @@ def test_a_durable_state_survives_a_failure_in_the_sweep(tmp_path, monkeypatch):
     close(expected)
 
 
+@pytest.mark.thorough
 def test_files_that_were_deleted_end_a_durable_run(tmp_path):
     config = {"slice_elements": 1024, "min_elements": 2048, "durable": True}
     plan = plan_for(

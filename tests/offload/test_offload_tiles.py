@@ -164,6 +164,7 @@ def test_what_cannot_be_cut_is_named(place):
     assert any("cuts nothing" in line for line in plan.reasons)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", [HOST, DEVICE], ids=["host", "device"])
 def test_memory_of_the_plan_falls_with_the_tiles(place):
     def gathered(limit: int | None) -> int:

@@ -107,7 +107,7 @@ def of_layer(index, implementation="chunked", **options):
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_layer_has_the_window_of_its_kind(index, implementation):

@@ -55,7 +55,7 @@ def assert_same(ours, plain):
 # --- the same numbers -------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options", [{"scale": 0.3}, {"softcap": 2.0}, {"scale": 0.5, "softcap": 1.0}]
 )

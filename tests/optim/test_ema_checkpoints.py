@@ -71,6 +71,7 @@ PLACES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -119,6 +119,7 @@ def test_products_beside_a_collective_are_counted_by_their_operands():
     assert (found.matmul_flops, found.eight_bit_flops) == (2 * 2 * 8 * 8 * 16, 2 * 8 * 8 * 16)
 
 
+@pytest.mark.thorough
 def test_shorter_products_hide_less_of_an_offload():
     card = dataclasses.replace(sample_card(), bf16_flops=1e15, fp8_flops=2e15)
     rates = TierRates(to_device=1e9, to_host=1e9, both=2e9, disk=None, link="", disk_source="")
@@ -132,6 +133,7 @@ def test_shorter_products_hide_less_of_an_offload():
     assert small.tokens / wide.tokens == pytest.approx(1 / (1 - share / 2), rel=0.01)
 
 
+@pytest.mark.thorough
 def test_the_search_for_a_plan_counts_them_so_too():
     card = dataclasses.replace(sample_card(), bf16_flops=1e12, fp8_flops=2e12)
     wide, small = (bounds_of(plan_of(matmul_dtype=d), card, 1.0).seconds for d in (None, "fp8"))

@@ -308,6 +308,7 @@ def test_sizes_of_a_mesh_that_is_not_here():
     assert staged.forward_bytes == propose(Mlp, {"data": 2, "model": 4}, batch=X).forward_bytes
 
 
+@pytest.mark.thorough
 def test_the_command_proposes_rules_for_a_script(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(

@@ -175,6 +175,7 @@ def own(address: str, process: int, **more: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.thorough
 def test_a_port_that_is_taken():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -207,6 +208,7 @@ def test_the_name_of_process_0_may_become_known_later(monkeypatch):
         distributed._check_free(group.coordinator, group, 0.5)
 
 
+@pytest.mark.thorough
 def test_a_coordinator_that_is_not_there():
     address = f"127.0.0.1:{free_port()}"
     result = run_alone(JOIN, **own(address, 1))

@@ -175,6 +175,7 @@ def train_and_close(engine, steps, error=None):
             raise error
 
 
+@pytest.mark.thorough
 def test_an_error_is_told_once_and_a_checkpoint_mends_it(tmp_path):
     """By `train_batch`, which reads a step when the next one is under way."""
     engine = initialize(CONFIG, run_dir=tmp_path / "log")

@@ -82,6 +82,7 @@ def test_importing_zerojax_does_not_import_jax():
     )
 
 
+@pytest.mark.thorough
 def test_no_part_of_the_package_starts_devices_when_imported():
     """Work at import would fix the number of devices before a user can say it."""
     program = (

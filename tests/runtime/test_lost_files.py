@@ -40,7 +40,7 @@ def train(folder, steps, *, mesh=None, every=500, save_on_exit=True, **options):
 # --- the last step --------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("every", "saved"), [(2, 4), (3, 3)])
 def test_without_save_on_exit_the_last_step_is_saved_when_it_is_due(every, saved, tmp_path):
     train(tmp_path, 4, every=every, save_on_exit=False).close()

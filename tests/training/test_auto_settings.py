@@ -114,6 +114,7 @@ def test_a_number_of_microbatches_of_the_call_is_kept(monkeypatch: pytest.Monkey
         auto(num_microbatches=2)
 
 
+@pytest.mark.thorough
 def test_devices_without_a_description_keep_the_defaults(specs: list[RunSpec]) -> None:
     trainer = auto()
     assert dataclasses.replace(trainer.plan.settings, data=-1) == zerojax.MeshConfig()

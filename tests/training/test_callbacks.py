@@ -58,6 +58,7 @@ def test_a_callback_that_returns_true_ends_the_run_and_train_returns(tmp_path):
     assert zerojax.load_run(tmp_path, model=Line, loss=regression_loss).step == trainer.num_steps
 
 
+@pytest.mark.thorough
 def test_the_step_that_began_before_an_exception_is_reported(tmp_path):
     """It is in the checkpoint that is saved after the exception."""
 

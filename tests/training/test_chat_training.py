@@ -92,7 +92,7 @@ def test_loss_and_gradients_are_those_of_the_texts_one_by_one(
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max() + 1e-9)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("attention", ["xla", "chunked"])
 def test_another_text_in_the_row_changes_no_bit(tmp_path, attention, monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 4)

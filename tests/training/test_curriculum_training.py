@@ -82,12 +82,14 @@ def compiled_steps():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.thorough
 def test_settings_of_jax_in_a_context_hold_for_lengths_compiled_ahead(compiled_steps):
     with jax.default_matmul_precision("highest"):
         trained()
     assert len(compiled_steps) == 2
 
 
+@pytest.mark.thorough
 def test_a_step_whose_tokens_have_no_weight_is_said():
     def batches(step: int):
         weights = np.ones((ROWS, TOKENS), np.float32)
@@ -100,7 +102,7 @@ def test_a_step_whose_tokens_have_no_weight_is_said():
     assert [text.split(":")[0] for text in texts] == ["step 1", "step 2"]
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.thorough), 3])
 def test_steps_equal_those_of_one_device_on_short_rows(zero, compiled_steps):
     trainer = trained({"zero": zero, "persistence_threshold": 0})
     losses, expected = plain_training(STEPS, lambda step: 6 + step)
@@ -116,7 +118,11 @@ def test_steps_equal_those_of_one_device_on_short_rows(zero, compiled_steps):
 
 
 @pytest.mark.parametrize(
-    "step", [pytest.param(2, id="inside a length"), pytest.param(3, id="before a longer one")]
+    "step",
+    [
+        pytest.param(2, id="inside a length", marks=pytest.mark.thorough),
+        pytest.param(3, id="before a longer one"),
+    ],
 )
 def test_a_resumed_run_has_the_same_bits(step, tmp_path, whole_run):
     with pytest.raises(OSError, match="gone"):

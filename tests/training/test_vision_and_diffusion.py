@@ -92,6 +92,7 @@ def test_drawing_with_a_perfect_denoiser_gives_the_image():
     np.testing.assert_allclose(drawn, np.broadcast_to(image, drawn.shape), atol=2e-3)
 
 
+@pytest.mark.thorough
 def test_a_plan_splits_both_and_rolls_their_blocks():
     h100 = zerojax.make_abstract_mesh({"data": 8}, gpu="h100")
     for name, model in (

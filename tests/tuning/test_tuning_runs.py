@@ -61,6 +61,7 @@ def test_folder_report_and_checkpoint_name_the_choice_and_why(tmp_path: Path) ->
         assert [reason for reason in plan["reasons"] if reason.startswith(line)]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("refused")
 def test_a_run_says_whether_it_is_watched_while_it_measures(
     monkeypatch: pytest.MonkeyPatch,

@@ -114,6 +114,7 @@ def test_what_is_faster_is_in_the_plan_with_its_reason_and_kept(
     assert facts(again) == facts(tuned), "what was measured is kept"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("on_gpus")
 def test_what_is_not_faster_changes_nothing_but_the_reasons(
     kept: KeptChoices, monkeypatch: pytest.MonkeyPatch

@@ -114,6 +114,7 @@ def test_biases_choose_and_are_no_part_of_the_result():
     assert not slopes["bias"][...].any()
 
 
+@pytest.mark.thorough
 def test_groups_are_chosen_with_biases_too():
     """A group whose scores are the lowest is chosen for its biases, which may be below -1."""
     groups = {"num_groups": 3, "groups_per_token": 1}
