@@ -22,10 +22,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.oracles.families import SEEN, SIZES, config_of, short
 from tests.support.hugging_face_weights import probes, text_of, weights
@@ -34,6 +36,18 @@ MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers"
 QWEN3 = {**MIXTRAL, "num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8}
 del QWEN3["num_local_experts"]
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 2}
+GPT_OSS = {
+    **MIXTRAL,
+    "head_dim": 4,
+    "sliding_window": 6,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "rope_theta": 100.0,
+        "truncate": False,
+    },
+}
 WITH_BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
 # name: (model_type, further keys, tokens)
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -59,6 +73,21 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         24,
     ),
+    "gpt_oss": ("gpt_oss", {**GPT_OSS, "swiglu_limit": 0.5}, 24),  # which clips half of the units
+    "gpt_oss_balance": (
+        "gpt_oss",
+        {
+            **GPT_OSS,
+            **WITH_BALANCE,
+            "num_local_experts": 6,
+            "num_hidden_layers": 3,
+            "num_experts_per_tok": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+        24,
+    ),
 }
 NARROWEST = 2e-5
 """Between the probability of the last expert that is chosen and the next: no rounding decides."""
@@ -66,6 +95,8 @@ NARROWEST = 2e-5
 
 def in_files(model_type: str, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """A parameter of the model as the tensors that files have of it."""
+    if model_type == "gpt_oss":
+        return {name: tensor}
     parts = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     if model_type == "mixtral":
         name = name.replace(".mlp.", ".block_sparse_moe.")
@@ -160,12 +191,28 @@ def check_written(cases: dict[str, Any], written: dict[str, Any]) -> None:
         seen["written"] = written[name]
 
 
+def decoded_codes() -> dict[str, Any]:
+    """All codes of MXFP4 with small, middle and large scales, decoded by transformers."""
+    codes = torch.from_numpy(np.random.default_rng(0).permutation(256).astype(np.uint8))
+    blocks = codes.reshape(2, 4, 2, 16)
+    scales = [0, 1, 64, 100, 120, 126, 127, 128, 129, 130, 140, 200, 240, 250, 251, 252]
+    scales = torch.tensor(scales, dtype=torch.uint8).reshape(2, 4, 2)
+    values = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    assert values.isfinite().all()
+    return {
+        "blocks": blocks.tolist(),
+        "scales": scales.tolist(),
+        "values": values.to(torch.float64).tolist(),
+    }
+
+
 if __name__ == "__main__":
     out, *more = map(Path, sys.argv[1:])
+    codes = decoded_codes()
     if more:
         found = json.loads(out.read_text())["cases"]
         check_written(found, json.loads(more[0].read_text()))
     else:
         found = {name: run(*case) for name, case in CASES.items()}
     about = {"transformers": transformers.__version__, "torch": torch.__version__}
-    out.write_text(json.dumps({"versions": about, "cases": found}) + "\n")
+    out.write_text(json.dumps({"versions": about, "cases": found, "mxfp4": codes}) + "\n")

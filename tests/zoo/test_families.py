@@ -253,7 +253,7 @@ def test_keys_of_published_models_are_known(name):
         assert sizes.kinds[0].rope.scaling.factor == 2.0
     if name == "smollm3":
         assert [kind.rope is None for kind in sizes.kinds] == [False, True]
-    if name in (experts := {"mixtral": 8, "olmoe": 64, "qwen3_moe": 128}):
+    if name in (experts := {"mixtral": 8, "olmoe": 64, "qwen3_moe": 128, "gpt_oss": 32}):
         assert sizes.moe.renormalize == (name != "olmoe")
         assert sizes.moe.num_experts == experts[name]
         assert sizes.moe.balance_weight == 0

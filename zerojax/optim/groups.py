@@ -18,12 +18,15 @@ from zerojax.tracing import trees
 Tree = Any
 Groups = tuple[tuple[str, ParameterGroup], ...]
 
-_VECTOR_NAMES = ("bias", "scale")
+_VECTOR_NAMES = (
+    *("bias", "scale", "sinks"),
+    *("gate_bias", "up_bias", "down_bias", "logit_bias"),  # of experts and routers
+)
 
 
 def is_matrix(name: str, ndim: int) -> bool:
     """Returns whether weight decay applies to a parameter: it has two or more dimensions, and its
-    name is not that of a bias or scale.
+    name is not that of a bias, a scale or attention sinks.
 
     The name is needed because biases of stacked layers have two dimensions as well.
     """

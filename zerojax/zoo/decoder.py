@@ -39,6 +39,7 @@ MEGATRON_RULES: TensorParallelRules = (
     (r"mlp/(shared/)?down/kernel$", ("model", None)),
     (r"mlp/experts/(gate|up)$", (None, None, "model")),
     (r"mlp/experts/down$", (None, "model", None)),
+    (r"mlp/experts/(gate|up)_bias$", (None, "model")),
     (r"attention/(query|key|value)/lora/b$", (None, "model", None)),
     (r"attention/output/lora/a$", ("model", None, None)),
     (r"mlp/(shared/)?(gate|up)/lora/b$", (None, "model")),
@@ -520,6 +521,8 @@ def _build_mlp(config: DecoderConfig, output_stddev: float, rngs: nnx.Rngs) -> M
             stddev=INIT_STDDEV,
             output_stddev=output_stddev,
             rngs=rngs,
+            use_bias=config.mlp_bias,
+            limit=config.expert_limit,
         )
     return Mlp(
         config.embed_dim,

@@ -69,7 +69,8 @@ class DecoderConfig:
       query_key_norm: norm of query and key. "head": over each head's features (arXiv:2302.05442).
         "all": over the features of all heads together. "none": no norm.
       qkv_bias, output_bias, mlp_bias: whether the query, key and value projections, the attention's
-        output, and the MLP have biases.
+        output, and the MLP have biases. With experts, `mlp_bias` adds biases to each expert and to
+        the router's logits.
       kinds: distinct kinds of layers.
       pattern: index into `kinds` for each layer; None if there is one kind.
       attention_scale: factor of the scores; None uses head_dim^-0.5.
@@ -79,11 +80,15 @@ class DecoderConfig:
         denominator and has no value (gpt-oss, arXiv:2508.10925).
       clip_qkv: limit to which magnitudes of query, key and value are clipped (OLMo,
         arXiv:2402.00838); None for no clipping.
-      activation: activation of the MLP: "silu", "gelu_tanh", "gelu" or "relu".
+      activation: activation of the MLP: "silu", "gelu_tanh", "gelu", "relu" or "quick_gelu", which
+        is x * sigmoid(1.702 x).
       gated: whether the MLP is down(activation(gate(x)) * up(x)) (arXiv:2002.05202); False:
         down(activation(up(x))).
-      moe: settings of experts that replace the MLP; they are gated and have no biases. Their
-        default width `expert_dim` is `mlp_dim`.
+      moe: settings of experts that replace the MLP; they are gated. Their default width
+        `expert_dim` is `mlp_dim`.
+      expert_limit: limit L of an expert's hidden units, whose product is then
+        activation(min(gate(x), L)) * (clip(up(x), -L, L) + 1), as in gpt-oss (arXiv:2508.10925);
+        None for activation(gate(x)) * up(x).
       learned_positions: whether a table of positions is added to the embeddings, as in GPT-2.
       embed_scale: factor of the embeddings, rounded to their dtype.
       residual_scale: factor of the outputs of attention and MLP before they are added.
@@ -127,9 +132,10 @@ class DecoderConfig:
     attention_softcap: float | None = None
     attention_sinks: bool = False
     clip_qkv: float | None = None
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "quick_gelu"] = "silu"
     gated: bool = True
     moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
+    expert_limit: float | None = None
     learned_positions: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
@@ -186,11 +192,11 @@ class DecoderConfig:
         norm = self.norm.has_scale + self.norm.has_bias
         layer = 2 * width * (heads + kv_heads)
         if self.moe.num_experts:
-            layer += expert_parameters(self.moe, width, num_experts)
+            layer += expert_parameters(self.moe, width, num_experts, has_bias=self.mlp_bias)
         else:
             layer += (3 if self.gated else 2) * width * mlp
+            layer += self.mlp_bias * ((2 if self.gated else 1) * mlp + width)
         layer += self.qkv_bias * (heads + 2 * kv_heads) + self.output_bias * width
-        layer += self.mlp_bias * ((2 if self.gated else 1) * mlp + width)
         layer += {"pre_post": 4, "parallel": 1}.get(self.norm_places, 2) * norm * width
         normed = {"head": 2 * head_dim, "all": heads + kv_heads, "none": 0}
         layer += norm * normed[self.query_key_norm] + self.attention_sinks * self.num_heads
@@ -223,6 +229,7 @@ class DecoderConfig:
             ("attention_softcap", "use None for no cap"),
             ("clip_qkv", "use None for no clipping"),
             ("logit_softcap", "use None for no cap"),
+            ("expert_limit", "use None for no limit"),
         ):
             value = getattr(self, field)
             if value is not None and not value > 0:
@@ -267,10 +274,14 @@ def with_expert_dim(moe: MoEConfig, mlp_dim: int | None) -> MoEConfig:
     return dataclasses.replace(moe, expert_dim=mlp_dim)
 
 
-def expert_parameters(moe: MoEConfig, width: int, num_experts: int) -> int:
+def expert_parameters(
+    moe: MoEConfig, width: int, num_experts: int, *, has_bias: bool = False
+) -> int:
     """Returns the number of elements of a layer's router, `num_experts` experts and shared MLP."""
-    experts = 3 * width * (moe.expert_dim or 0) * num_experts
-    return width * moe.num_experts + experts + 3 * width * moe.shared_dim
+    hidden = moe.expert_dim or 0
+    experts = (3 * width * hidden + has_bias * (2 * hidden + width)) * num_experts
+    router = (width + has_bias) * moe.num_experts
+    return router + experts + 3 * width * moe.shared_dim
 
 
 def check_experts(config: Any) -> None:
@@ -279,11 +290,15 @@ def check_experts(config: Any) -> None:
     Args:
       config: a `DecoderConfig` or a `LlamaConfig`.
     """
+    has_bias, limit = getattr(config, "mlp_bias", False), getattr(config, "expert_limit", None)
     if not config.moe.num_experts:
+        if limit is not None:
+            raise ValueError(
+                f"expert_limit={limit!r} applies only to experts, but moe.num_experts=0; use None"
+            )
         return
     for field, plain in (
         ("gated", True),
-        ("mlp_bias", False),
         ("mlp_chunk", None),
         ("matmul_dtype", None),
     ):
@@ -293,6 +308,11 @@ def check_experts(config: Any) -> None:
                 f"{field}={value!r} with moe.num_experts={config.moe.num_experts}: experts support "
                 f"only {field}={plain!r}; use that, or a model without experts"
             )
+    if has_bias and config.moe.products != "batched":
+        raise ValueError(
+            f"moe.products={config.moe.products!r} with mlp_bias=True: experts with biases support "
+            "only products='batched'; use that, or mlp_bias=False"
+        )
 
 
 def kinds_and_pattern(

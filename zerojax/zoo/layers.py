@@ -228,6 +228,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 """{name: activation function of an MLP}."""
 

@@ -23,9 +23,9 @@ from zerojax.operators.grouped_products import Product
 from zerojax.operators.marks import mark_whole_sequences
 from zerojax.operators.routed_experts import SLACK, experts, rounds_needed
 from zerojax.operators.whole_batch import batch_max, batch_sum
-from zerojax.zoo.layers import ACTIVATIONS, Mlp, normal
+from zerojax.zoo.layers import ACTIVATIONS, Mlp, expand_rank, normal
 
-EXPERT_PARAMETERS = (r"experts/(gate|up|down)$",)
+EXPERT_PARAMETERS = (r"experts/(gate|up|down)(_bias)?$",)
 """Regular expressions that match the names of expert parameters."""
 
 
@@ -101,17 +101,27 @@ class TowardsMean:
 class Router(nnx.Module):
     """Computes scores of all experts, and chooses the experts of each token.
 
-    With `config.bias_rate` it has a `bias`, float32 [experts], and a `load`, int32 [experts]: the
-    number of tokens, without padding, that this step routes to each expert (see `StepCount`).
+    With `use_bias` a learned `logit_bias`, float32 [experts], is added to the logits. With
+    `config.bias_rate` it has a `bias`, float32 [experts], and a `load`, int32 [experts]: the number
+    of tokens, without padding, that this step routes to each expert (see `StepCount`).
     """
 
     bias: nnx.Variable[jax.Array] | None = None
     load: StepCount | None = None
 
-    def __init__(self, embed_dim: int, config: MoEConfig, *, stddev: float, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        config: MoEConfig,
+        *,
+        stddev: float,
+        rngs: nnx.Rngs,
+        use_bias: bool = False,
+    ) -> None:
         number = config.num_experts
         self.config = config
         self.kernel = normal(rngs, (embed_dim, number), stddev)
+        self.logit_bias = nnx.Param(jnp.zeros(number, jnp.float32)) if use_bias else None
         self.deterministic = False  # set by eval(): the load is then not counted
         if config.bias_rate is not None:
             self.bias = nnx.Variable(jnp.zeros(number, jnp.float32))
@@ -138,6 +148,8 @@ class Router(nnx.Module):
             self.kernel[...].astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
+        if self.logit_bias is not None:
+            logits = logits + expand_rank(self.logit_bias[...].astype(jnp.float32), logits.ndim)
         softmax = config.scores == "softmax"
         scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
         gates, ids = self._choose(scores)
@@ -200,7 +212,11 @@ def _positive_sum(scores: jax.Array) -> jax.Array:
 
 
 class GatedExperts(nnx.Module):
-    """Gated MLPs of all experts: gate, up [experts, embed, width], down [experts, width, embed]."""
+    """Gated MLPs of all experts: gate, up [experts, embed, width], down [experts, width, embed].
+
+    With `use_bias` also gate_bias, up_bias [experts, width] and down_bias [experts, embed]. `limit`
+    is `DecoderConfig.expert_limit`.
+    """
 
     def __init__(
         self,
@@ -212,11 +228,19 @@ class GatedExperts(nnx.Module):
         stddev: float,
         output_stddev: float,
         rngs: nnx.Rngs,
+        use_bias: bool = False,
+        limit: float | None = None,
     ) -> None:
-        self.activation = activation
+        self.activation, self.limit = activation, limit
         self.gate = normal(rngs, (number, embed_dim, width), stddev)
         self.up = normal(rngs, (number, embed_dim, width), stddev)
         self.down = normal(rngs, (number, width, embed_dim), output_stddev)
+        self.names = ("gate", "up", "down")
+        if use_bias:
+            self.gate_bias = nnx.Param(jnp.zeros((number, width), jnp.float32))
+            self.up_bias = nnx.Param(jnp.zeros((number, width), jnp.float32))
+            self.down_bias = nnx.Param(jnp.zeros((number, embed_dim), jnp.float32))
+            self.names = (*self.names, "gate_bias", "up_bias", "down_bias")
 
     def __call__(self, x: jax.Array, gates: jax.Array, ids: jax.Array, **options: Any) -> jax.Array:
         """Computes the sum of the chosen experts' outputs times `gates`, [..., embed].
@@ -226,9 +250,10 @@ class GatedExperts(nnx.Module):
           gates, ids: factors and indices of the chosen experts, [..., k].
           **options: options of `zerojax.experts`.
         """
-        weights = {name: getattr(self, name)[...] for name in ("gate", "up", "down")}
+        weights = {name: getattr(self, name)[...] for name in self.names}
         x = x.astype(weights["gate"].dtype)
-        return experts(x, gates, ids, weights, _GatedMlps(self.activation), **options)
+        apply = _GatedMlps(self.activation, self.limit)
+        return experts(x, gates, ids, weights, apply, **options)
 
 
 def _batched(rows: jax.Array, kernels: jax.Array) -> jax.Array:
@@ -238,9 +263,11 @@ def _batched(rows: jax.Array, kernels: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _GatedMlps:
-    """Function that computes down(f(gate(x)) * up(x)) of each expert for the expert's rows."""
+    """Function that computes down(f(gate(x)) * up(x)) of each expert for the expert's rows; with
+    `limit` as described for `DecoderConfig.expert_limit`."""
 
     activation: str
+    limit: float | None = None
 
     def __call__(
         self, weights: dict[str, jax.Array], rows: jax.Array, product: Product = _batched
@@ -248,12 +275,20 @@ class _GatedMlps:
         """Computes the experts' outputs for their rows, in the shape of `rows`.
 
         Args:
-          weights: {name: [experts, in, out]}.
-          rows: [experts, rows, embed], or [rows, embed] sorted by expert.
+          weights: {name: [experts, in, out]}, and biases {name + "_bias": [experts, out]} or none.
+          rows: [experts, rows, embed], or, without biases, [rows, embed] sorted by expert.
           product: function that multiplies such rows with [experts, in, out].
         """
-        gates = ACTIVATIONS[self.activation](product(rows, weights["gate"]))
-        return product(gates * product(rows, weights["up"]), weights["down"])
+
+        def project(rows: jax.Array, name: str) -> jax.Array:
+            result, bias = product(rows, weights[name]), weights.get(f"{name}_bias")
+            return result if bias is None else result + bias.astype(result.dtype)[:, None]
+
+        gates, wide = project(rows, "gate"), project(rows, "up")
+        if self.limit is not None:
+            gates = jnp.minimum(gates, self.limit)
+            wide = jnp.clip(wide, -self.limit, self.limit) + 1
+        return project(ACTIVATIONS[self.activation](gates) * wide, "down")
 
 
 class MoE(nnx.Module):
@@ -276,6 +311,8 @@ class MoE(nnx.Module):
         activation: str = "silu",
         stddev: float = 0.02,
         output_stddev: float = 0.02,
+        use_bias: bool = False,
+        limit: float | None = None,
     ) -> None:
         """Draws float32 parameters from N(0, stddev^2), `down` from N(0, output_stddev^2).
 
@@ -285,25 +322,40 @@ class MoE(nnx.Module):
           rngs: random streams of the parameters.
           activation: activation of the MLPs, as in `DecoderConfig`.
           stddev, output_stddev: standard deviations of the parameters.
+          use_bias: whether experts and the router's logits have biases, which start at 0.
+          limit: limit of the experts' hidden units, see `DecoderConfig.expert_limit`.
 
         Raises:
-          ValueError: `num_experts` is 0 or `expert_dim` is None.
+          ValueError: `num_experts` is 0, `expert_dim` is None, or biases are combined with products
+            other than "batched".
         """
         if not config.num_experts or config.expert_dim is None:
             raise ValueError(
                 f"num_experts={config.num_experts}, expert_dim={config.expert_dim}: a mixture "
                 "needs at least one expert and the width of its experts; set both"
             )
+        if use_bias and config.products != "batched":
+            raise ValueError(
+                f"moe.products={config.products!r} with biases of experts is not supported, since "
+                "rows sorted by expert do not tell whose bias they need; use products='batched'"
+            )
         self.config = config
         self.deterministic = False  # set by eval(): no choice is then dropped
-        self.router = Router(embed_dim, config, stddev=stddev, rngs=rngs)
+        self.router = Router(embed_dim, config, stddev=stddev, rngs=rngs, use_bias=use_bias)
         options: dict[str, Any] = {
             "activation": activation,
             "stddev": stddev,
             "output_stddev": output_stddev,
             "rngs": rngs,
         }
-        self.experts = GatedExperts(embed_dim, config.expert_dim, config.num_experts, **options)
+        self.experts = GatedExperts(
+            embed_dim,
+            config.expert_dim,
+            config.num_experts,
+            use_bias=use_bias,
+            limit=limit,
+            **options,
+        )
         self.shared = (
             Mlp(embed_dim, config.shared_dim, gated=True, use_bias=False, **options)
             if config.shared_dim

@@ -18,8 +18,11 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "quick_gelu": "quick_gelu",
 }
-_WRITTEN = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "relu": "relu"}
+_WRITTEN = {name: name for name in ("silu", "gelu", "relu", "quick_gelu")} | {
+    "gelu_tanh": "gelu_pytorch_tanh"
+}
 
 
 def read_sizes(

@@ -53,8 +53,17 @@ def joined_leaves(config: DecoderConfig) -> list[Leaf]:
     return _leaves(config, joined=True)
 
 
+def gpt_oss_leaves(config: DecoderConfig) -> list[Leaf]:
+    """Lists parameters of gpt-oss: one tensor for all experts of a layer, in which columns of gate
+    and up alternate."""
+    return _leaves(config, joined=False, experts=None)
+
+
 def _leaves(
-    config: DecoderConfig, *, joined: bool, experts: tuple[str, Mapping[str, str]] = _EXPERTS
+    config: DecoderConfig,
+    *,
+    joined: bool,
+    experts: tuple[str, Mapping[str, str]] | None = _EXPERTS,
 ) -> list[Leaf]:
     entries = [Leaf("token_embedding/embedding", "model.embed_tokens.weight", "vocab embed")]
     for ours, theirs in _NORMS[config.norm_places]:
@@ -69,7 +78,7 @@ def _leaves(
     if config.attention_sinks:
         entries.append(Leaf(f"{_BLOCK}attention/sinks", f"{_LAYER}self_attn.sinks", "heads"))
     if config.moe.num_experts:
-        entries += _experts(*experts)
+        entries += _experts_together() if experts is None else _experts(*experts)
     else:
         entries += _joined_mlp() if joined else _mlp(config)
     entries += _norm(config, "final_norm", "model.norm", "embed")
@@ -140,6 +149,22 @@ def _experts(block: str, names: Mapping[str, str]) -> Iterator[Leaf]:
         tensor = f"{_LAYER}{block}.experts.{{expert}}.{theirs}.weight"
         dims = "embed mlp -> mlp embed" if ours == "down" else "mlp embed -> embed mlp"
         yield Leaf(f"{_BLOCK}mlp/experts/{ours}", tensor, dims)
+
+
+def _experts_together() -> Iterator[Leaf]:
+    ours, theirs = f"{_BLOCK}mlp", f"{_LAYER}mlp"
+    dims = "experts embed -> embed experts"
+    yield Leaf(f"{ours}/router/kernel", f"{theirs}.router.weight", dims)
+    yield Leaf(f"{ours}/router/logit_bias", f"{theirs}.router.bias", "experts")
+    tensor = f"{theirs}.experts.gate_up_proj"
+    for part, name in enumerate(("gate", "up")):
+        dims = "experts embed (mlp 2) -> experts embed mlp"
+        yield Leaf(f"{ours}/experts/{name}", tensor, dims, part)
+    for part, name in enumerate(("gate", "up")):
+        dims = "experts (mlp 2) -> experts mlp"
+        yield Leaf(f"{ours}/experts/{name}_bias", f"{tensor}_bias", dims, part)
+    yield Leaf(f"{ours}/experts/down", f"{theirs}.experts.down_proj", "experts mlp embed")
+    yield Leaf(f"{ours}/experts/down_bias", f"{theirs}.experts.down_proj_bias", "experts embed")
 
 
 def _joined_mlp() -> Iterator[Leaf]:

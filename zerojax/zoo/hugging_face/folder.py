@@ -14,6 +14,7 @@ from zerojax.config.loader import user_path
 from zerojax.runtime.bounded_json import inside, load
 from zerojax.zoo.hugging_face.config_reading import UnsupportedError
 from zerojax.zoo.hugging_face.layouts import Range
+from zerojax.zoo.hugging_face.mxfp4 import METHOD, CodedTensor, find_coded
 from zerojax.zoo.hugging_face.safetensors import INDEX, SINGLE, Tensor, read_block, read_table
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -26,13 +27,16 @@ class Folder:
     Attributes:
       path: absolute path of the folder.
       config: content of config.json.
-      tensors: {tensor name: (file, entry of the file's table)}.
+      tensors: {tensor name: (file, entry of the file's table)}; of a weight in codes, its decoded
+        entry with the file of its codes.
+      coded: {tensor name: codes of a weight in MXFP4}.
       bytes_read: number of tensor bytes that this process has read.
     """
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[Path, Tensor]]
+    coded: Mapping[str, CodedTensor] = dataclasses.field(default_factory=dict)
     bytes_read: int = 0
 
     def file_of(self, tensor: str) -> str:
@@ -45,14 +49,20 @@ class Folder:
         return sorted({self.file_of(tensor) for tensor in self.tensors})
 
     def read(self, name: str, runs: Sequence[Sequence[Range]]) -> np.ndarray:
-        """Reads a block of a tensor, and no other bytes.
+        """Reads a block of a tensor, and no other bytes; a weight in codes is decoded.
 
         Args:
           name: name of the tensor.
           runs: ordered ranges for each dimension; the block is their Cartesian product.
         """
-        file, tensor = self.tensors[name]
-        block, count = read_block(file, tensor, runs)
+        if name in self.coded:
+            return self.coded[name].read(self._read_stored, runs)
+        return self._read_stored(self.tensors[name], runs)
+
+    def _read_stored(
+        self, stored: tuple[Path, Tensor], runs: Sequence[Sequence[Range]]
+    ) -> np.ndarray:
+        block, count = read_block(*stored, runs)
         self.bytes_read += count
         return block
 
@@ -90,7 +100,13 @@ def open_folder(path: str | Path) -> Folder:
                 f"{folder / INDEX} lists {quoted(name)} in {file}, which does not contain it; "
                 "fetch both again"
             )
-    return Folder(path=folder.absolute(), config=config, tensors=tensors)
+    if _method(config) != METHOD:
+        return Folder(path=folder.absolute(), config=config, tensors=tensors)
+    coded = find_coded(tensors)
+    codes = {part[1].name for one in coded.values() for part in (one.blocks, one.scales)}
+    tensors = {name: place for name, place in tensors.items() if name not in codes}
+    tensors |= {name: (one.blocks[0], one.decoded) for name, one in coded.items()}
+    return Folder(path=folder.absolute(), config=config, tensors=tensors, coded=coded)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -158,20 +174,26 @@ def _files(folder: Path, places: Mapping[str, str] | None) -> list[Path]:
 
 
 def check_unquantized(config: Mapping[str, Any]) -> None:
-    """Checks that the weights are not quantized.
+    """Checks that the weights are not quantized, or are codes of MXFP4, which are decoded.
 
     Raises:
-      UnsupportedError: config.json has a `quantization_config`.
+      UnsupportedError: config.json has a `quantization_config` of another kind.
     """
-    quantization = config.get("quantization_config")
-    if quantization:
-        is_dict = isinstance(quantization, dict)
-        method = quantization.get("quant_method", "unknown") if is_dict else quantization
-        method = cut(str(method), 100)
+    method = _method(config)
+    if method is not None and method != METHOD:
         raise UnsupportedError(
-            f"config.json: quantization_config ({method}): quantized weights are not supported; "
-            "use the unquantized model"
+            f"config.json: quantization_config ({cut(str(method), 100)}): quantized weights are "
+            f"not supported, except {METHOD}; use the unquantized model"
         )
+
+
+def _method(config: Mapping[str, Any]) -> Any:
+    """Returns `quant_method` of config.json; None if weights are not quantized."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return None
+    is_dict = isinstance(quantization, dict)
+    return quantization.get("quant_method", "unknown") if is_dict else quantization
 
 
 def end_tokens_in(folder: Path, config: Mapping[str, Any] | None = None) -> tuple[int, ...]:

@@ -5,8 +5,10 @@ layout such as `"(heads head_dim) embed -> embed heads head_dim"` has the dimens
 on the left and of the array on the right; parentheses join dimensions into one, in row-major order.
 A number on the left divides the tensor into that many arrays: in
 `"embed (3 heads head_dim) -> embed heads head_dim"` with `part=1`, the array is the second of three
-parts. If a tensor concatenates arrays of unequal sizes along its first dimension, `RowsOfTensor`
-gives the rows of the array.
+parts. In `"embed (mlp 2) -> embed mlp"` the elements of two arrays alternate; a slice of one is
+read with the other's elements in between, since reading element by element would take too long. If
+a tensor concatenates arrays of unequal sizes along its first dimension, `RowsOfTensor` gives the
+rows of the array.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ class Layout:
         names = [name for group in self.theirs for name in group]
         split = values.reshape([taken[name][1] - taken[name][0] for name in names])
         kept = [name for name in names if name != _PART]
-        split = split.reshape([taken[name][1] - taken[name][0] for name in kept])
+        if _PART in names:
+            part = self.part - taken[_PART][0]
+            split = np.moveaxis(split, names.index(_PART), 0)[part]
         return split.transpose([kept.index(name) for name in self.ours])
 
     def as_theirs(self, values: np.ndarray) -> np.ndarray:
@@ -122,7 +126,9 @@ class Layout:
         split[...] = values.transpose([self.ours.index(name) for name in names])
 
     def _ranges(self, index: Sequence[Range]) -> Mapping[str, Range]:
-        return {**dict(zip(self.ours, index, strict=True)), _PART: (self.part, self.part + 1)}
+        alternates = any(len(group) > 1 and group[-1] == _PART for group in self.theirs)
+        part = (0, self.parts) if alternates else (self.part, self.part + 1)
+        return {**dict(zip(self.ours, index, strict=True)), _PART: part}
 
 
 def _runs(dims: Sequence[tuple[int, Range]]) -> list[Range]:

@@ -1,7 +1,7 @@
-"""Families with mixtures of experts: Mixtral, OLMoE, Qwen3-MoE.
+"""Families with mixtures of experts: Mixtral, OLMoE, Qwen3-MoE, gpt-oss.
 
-Sources: arXiv:2401.04088, arXiv:2409.02060, arXiv:2505.09388, and transformers 5.23. Their files
-have one tensor for each expert of each layer.
+Sources: arXiv:2401.04088, arXiv:2409.02060, arXiv:2505.09388, arXiv:2508.10925, and transformers
+5.23. Files have one tensor for each expert of each layer; those of gpt-oss, one for each layer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from zerojax.zoo.decoder_config import DecoderConfig, LayerKind
 from zerojax.zoo.hugging_face import decoder_leaves
 from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
 from zerojax.zoo.hugging_face.decoder_keys import (
+    patterned,
     read_activation,
     read_biases,
+    read_layer_types,
     read_sizes,
+    types_of,
     window_in,
+    window_of,
 )
 from zerojax.zoo.hugging_face.families import Keys, plain_rope, row, uniform
 from zerojax.zoo.hugging_face.layouts import Architecture
+from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, rope_of
+from zerojax.zoo.layers import NormConfig
 
 _WHEN_ON = "router_aux_loss_coef"
 """Keys that are read only if "output_router_logits" adds the balance loss; else without effect."""
@@ -36,7 +42,7 @@ def _read_experts(
     balance: float,
     renormalize: bool,
 ) -> Keys:
-    """Reads the settings of experts that all three families share.
+    """Reads the settings of experts that all families share.
 
     Args:
       config: the config.json.
@@ -185,6 +191,69 @@ def _write_qwen3_moe(config: DecoderConfig) -> Keys:
     }
 
 
+# --- gpt-oss --------------------------------------------------------------------------------------
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""Rotary positions of a config.json that has none, as in transformers."""
+
+
+def _read_gpt_oss(config: ConfigReading) -> Keys:
+    """Reads gpt-oss: attention sinks, alternating windows, clipped experts with biases.
+
+    The router's softmax is over the chosen experts, which equals `renormalize`.
+    """
+    sizes = read_sizes(config, kv_heads=8, head_dim=64, eps=1e-5)
+    config.require("experts use x * sigmoid(1.702 x)", hidden_act=("silu",), swiglu_alpha=(1.702,))
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        config.asked |= {"rope_parameters", "rope_scaling"}
+        theta = config.positive("rope_theta", 150000.0)
+        values = {**_YARN, "rope_theta": theta}
+        rope = rope_of(values, where=config.where, theta=theta, longest=sizes["max_seq_len"])
+    else:
+        rope = plain_rope(config, sizes["max_seq_len"], theta=150000.0)
+    count = sizes["num_layers"]
+    types = read_layer_types(config, [FULL if n % 2 else SLIDING for n in range(count)])
+    window = window_of(config, types, config.get("sliding_window", 128))
+    layers = [LayerKind(window=window if kind == SLIDING else None, rope=rope) for kind in types]
+    biases = bool(config.get("attention_bias", True))
+    defaults = {"number": 128, "chosen": 4, "balance": 0.001}
+    return {
+        **sizes,
+        **patterned(layers),
+        **_read_experts(config, width=sizes["mlp_dim"], renormalize=True, **defaults),
+        "norm": NormConfig(eps=sizes["norm"].eps),
+        "qkv_bias": biases,
+        "output_bias": biases,
+        "mlp_bias": True,
+        "attention_sinks": True,
+        "activation": "quick_gelu",
+        "expert_limit": float(config.positive("swiglu_limit", 7.0)),
+    }
+
+
+def _write_gpt_oss(config: DecoderConfig) -> Keys:
+    return {
+        **uniform(config),
+        **_write_experts(config),
+        "attention_bias": config.qkv_bias,
+        "head_dim": config.features_per_head,
+        "hidden_act": "silu",
+        "intermediate_size": config.moe.expert_dim,
+        "layer_types": types_of(config),
+        "num_local_experts": config.moe.num_experts,
+        "sliding_window": window_in(config),
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": config.expert_limit,
+    }
+
+
 ROWS: Mapping[str, Architecture] = {
     entry.model_type: entry
     for entry in (
@@ -203,6 +272,15 @@ ROWS: Mapping[str, Architecture] = {
             _read_qwen3_moe,
             _write_qwen3_moe,
             no_effect=(_WHEN_ON, "max_window_layers"),
+        ),
+        row(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            _read_gpt_oss,
+            _write_gpt_oss,
+            leaves=decoder_leaves.gpt_oss_leaves,
+            # The initial context is in rope_parameters; experts_per_token is an older name.
+            no_effect=(_WHEN_ON, "initial_context_length", "experts_per_token"),
         ),
     )
 }

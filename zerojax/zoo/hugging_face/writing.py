@@ -28,7 +28,10 @@ from zerojax.zoo.lora import LowRank, adapted_kernels, merged_kernel
 Read = Callable[[str, int | None], np.ndarray]
 """Function (parameter name, layer or None for all layers) that returns values on the host."""
 
-_REPLACED = ("rope_parameters", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
+_REPLACED = (
+    *("rope_parameters", "dtype", "torch_dtype", "_name_or_path", "transformers_version"),
+    "quantization_config",
+)
 """Keys of the original config.json that are not copied to the exported one."""
 _OF_THE_RUN = (
     *("dropout", "family", "remat", "loss_chunk", "mlp_chunk"),
