@@ -104,6 +104,8 @@ class Sweep:
             check_devices(config)
             quiet = dataclasses.replace(config.log, console="quiet")
             spec = spec_from_config(dataclasses.replace(config, log=quiet))
+            inputs = dataclasses.replace(spec.inputs, numbers_are_inputs=True)
+            spec = dataclasses.replace(spec, inputs=inputs)
             self._prepared[trial.number] = spec, plan_run(spec)
         return self._prepared[trial.number]
 
@@ -123,7 +125,8 @@ class Sweep:
           ValueError: the folder holds another sweep, or a trial was trained outside of it.
           Interrupted: Ctrl-C or SIGTERM; the trial in progress was saved.
         """
-        self.check(say)
+        say(f"planning {len(self.trials)} trials")
+        self.check()
         with not_for_everybody():
             self.folder.mkdir(parents=True, exist_ok=True)
             record = SweepRecord(self.folder, settings_of_sweep(self._config))
