@@ -28,6 +28,7 @@ from zerojax.cli import (
     rate_command,
     run_commands,
     schedule_command,
+    sweep_command,
     train_command,
     tune_command,
 )
@@ -99,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan_command.add(commands)
     tune_command.add(commands)
     rate_command.add(commands)
+    sweep_command.add(commands)
     check_command.add(commands)
     schedule_command.add(commands)
     deepspeed_command.add_elastic(commands)

@@ -37,6 +37,7 @@ from zerojax.config.sections import (
     WatchConfig,
     describe_loss_scale,
 )
+from zerojax.config.sweep import SweepAxis, SweepConfig
 
 __all__ = [
     "BSLongformerLayout",
@@ -65,6 +66,8 @@ __all__ = [
     "ParameterGroup",
     "RunConfig",
     "SlidingWindowLayout",
+    "SweepAxis",
+    "SweepConfig",
     "VariableLayout",
     "WatchConfig",
     "WireConfig",

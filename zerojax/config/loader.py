@@ -265,9 +265,13 @@ def _closest(name: str, known: Sequence[str]) -> str | None:
     return next(iter(initials + difflib.get_close_matches(name, known, 1, 0.6)), None)
 
 
-def _resolve(cls: type, text: str) -> Key:
+def resolve_key(cls: type, text: str) -> Key:
     """Returns the full key of an override. A text that is not a full key stands for the key nearest
-    to the top level that ends in it."""
+    to the top level that ends in it.
+
+    Raises:
+      ConfigError: no key, or more than one, ends in the text.
+    """
     key = tuple(text.split("."))
     leaves = [*_leaves(cls)]
     if key in leaves or any(leaf[: len(key)] == key for leaf in leaves):
@@ -290,6 +294,13 @@ def _resolve(cls: type, text: str) -> Key:
     raise ConfigError(f"unknown key; {_nearest(key[-1], cls, (), cls)}", key, _COMMAND_LINE)
 
 
+def type_of_key(cls: type, key: Key) -> Any:
+    """Returns the declared type of the setting with a full key."""
+    for name in key[:-1]:
+        cls = _hints(cls)[name]
+    return _hints(cls)[key[-1]]
+
+
 def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, str]) -> None:
     text, equals, value = override.partition("=")
     if not equals:
@@ -297,7 +308,7 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
             f"override {quoted(override)} is not KEY=VALUE; an example is mesh.zero=3",
             where=_COMMAND_LINE,
         )
-    key = _resolve(cls, text.strip().removeprefix("--"))
+    key = resolve_key(cls, text.strip().removeprefix("--"))
     new: Any = CommandText(value)
     if key not in set(_leaves(cls)):
         new = parse_text(value)

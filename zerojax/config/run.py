@@ -43,6 +43,7 @@ from zerojax.config.sections import (
     WatchConfig,
     describe_loss_scale,
 )
+from zerojax.config.sweep import SweepConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -375,6 +376,7 @@ class RunConfig:
     batch_ramp: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
     layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
     expect: ExpectConfig = dataclasses.field(default_factory=ExpectConfig)
+    sweep: SweepConfig = dataclasses.field(default_factory=SweepConfig)
     precision: ComputeDtype | None = None
     """Dtype of forward and backward; norms and losses are always float32. null: bf16, or fp32 on
     CPU devices."""

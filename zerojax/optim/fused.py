@@ -19,7 +19,7 @@ from pallas_kernels.many import update_many
 from pallas_kernels.update import update, update_trees
 from zerojax.optim.ema import EMA, Ema, EmaState, around
 from zerojax.optim.groups import Decay, LeafSettings
-from zerojax.optim.optimizer import Arrays, BegunUpdate, Optimizer, UpdateContext
+from zerojax.optim.optimizer import Arrays, BegunUpdate, Optimizer, StepNumbers, UpdateContext
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule, as_schedule
 from zerojax.optim.transforms import clip_by_global_norm
@@ -307,6 +307,7 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         with_ema=with_ema,
         with_clip_norm=with_clip_norm,
         with_tree=with_tree,
+        numbers=functools.partial(_step_numbers, method, options),
         one_bit=None if method.one_bit is None else method.one_bit(method, options),
     )
 
@@ -392,6 +393,10 @@ def begin_update(
     settings = options.decay.settings(dict(whole))
 
     def scalars_of(leaf: LeafSettings) -> Any:
+        if context.numbers is not None:
+            given = context.numbers.scalars[leaf]
+            now = {"gradient_scale": context.gradient_scale, "skip": context.skip}
+            return given._replace(**{n: jnp.asarray(x, jnp.float32) for n, x in now.items()})
         return method.scalars(
             rate * leaf.learning_rate_factor,
             weight_decay=leaf.weight_decay,
@@ -433,6 +438,29 @@ def begin_update(
     if average is not None:
         before = (*before, average.ema)
     return BegunUpdate(moments=before, run=run, end=end)
+
+
+def _step_numbers(
+    method: Method, options: Options, count: jax.Array, whole: Mapping[str, Any]
+) -> StepNumbers:
+    """Implements `Optimizer.numbers`; computes what `begin_update` would compute in the step."""
+    rate = jnp.asarray(as_schedule(options.learning_rate)(count), jnp.float32)
+
+    def scalars_of(leaf: LeafSettings) -> Any:
+        found = method.scalars(
+            rate * leaf.learning_rate_factor,
+            weight_decay=leaf.weight_decay,
+            count=optax.safe_increment(count),
+            gradient_scale=1.0,
+            skip=False,
+        )
+        return type(found)(*(jnp.asarray(x, jnp.float32) for x in found))
+
+    limit = options.clip_norm
+    return StepNumbers(
+        scalars={leaf: scalars_of(leaf) for leaf in options.decay.settings(dict(whole)).values()},
+        clip_norm=None if limit is None else jnp.float32(limit),
+    )
 
 
 def next_count(count: jax.Array, context: UpdateContext) -> jax.Array:

@@ -113,6 +113,7 @@ class UpdateContext:
         parameters that are split; Muon needs it to gather matrices.
       all_params: {name: shape and dtype of the whole parameter} for all parameters, if the update
         covers only some of them; masks and groups see all. {} if the update covers all.
+      numbers: numbers that the program takes as inputs; None: they are constants of the program.
     """
 
     gradient_scale: jax.Array
@@ -125,6 +126,7 @@ class UpdateContext:
     layers: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     dims: Mapping[str, tuple[tuple[str, ...], ...]] = dataclasses.field(default_factory=dict)
     all_params: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    numbers: StepNumbers | None = None
 
     def seed(self, name: str) -> jax.Array:
         """Returns random bits for a parameter's shard, uint32 [2]; replicas of a shard get equal
@@ -175,6 +177,23 @@ class UpdateContext:
         """
         return lax.psum(values, axes) if axes else values
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepNumbers:
+    """Numbers of one update that a program takes as inputs, so that other hyperparameters run in
+    the same program.
+
+    Attributes:
+      scalars: {settings of parameters: scalars of the update rule, float32 [] each}, of which
+        `gradient_scale` and `skip` are not used.
+      clip_norm: float32 []; maximum of the global gradient norm; None does not clip.
+    """
+
+    scalars: Mapping[Any, Any]
+    clip_norm: jax.Array | None
+
+
+jax.tree_util.register_dataclass(StepNumbers, ["scalars", "clip_norm"], [])
 
 Apply = Callable[[Arrays, Tree, Arrays, UpdateContext], tuple[Arrays, Tree]]
 
@@ -239,6 +258,9 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       with_ema: function (`Ema`) that returns the same optimizer with an average; its state is an
         `EmaState` around the optimizer's state.
       with_clip_norm: function (maximum) that returns the same optimizer with this `clip_norm`.
+      numbers: function (number of updates applied, int32 []; {name: shape and dtype of the whole
+        parameter}) that returns the `StepNumbers` of the next update; None if its numbers are
+        always constants of the program.
       one_bit: `zerojax.optim.one_bit.OneBit`, which sends signs of momentum instead of gradients;
         None if gradients are summed.
     """
@@ -261,6 +283,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     ema: Ema | None
     with_ema: Callable[[Ema], Optimizer]
     with_clip_norm: Callable[[float | None], Optimizer]
+    numbers: Callable[[jax.Array, Mapping[str, jax.ShapeDtypeStruct]], StepNumbers] | None
     one_bit: Any
 
     def __new__(
@@ -286,6 +309,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         with_uses: Callable[[Mapping[str, Any]], Optimizer] | None = None,
         settings: Callable[[Tree], Mapping[str, Any]] | None = None,
         matrices: Callable[[Mapping[str, Any]], Mapping[str, MuonDimensionNumbers]] | None = None,
+        numbers: Callable[[Any, Mapping[str, Any]], StepNumbers] | None = None,
         one_bit: Any = None,
     ) -> Optimizer:
         self = super().__new__(cls, init, update)
@@ -295,7 +319,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         self.per_layer, self.with_stacks, self.settings = per_layer, with_stacks, settings
         self.matrices, self.ema, self.with_ema, self.one_bit = matrices, ema, with_ema, one_bit
         self.with_tree, self.with_clip_norm = with_tree, with_clip_norm
-        self.with_uses = with_uses
+        self.with_uses, self.numbers = with_uses, numbers
         return self
 
 

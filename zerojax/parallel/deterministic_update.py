@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.optim import Optimizer, UpdateContext
+from zerojax.optim import Optimizer, StepNumbers, UpdateContext
 from zerojax.parallel.sums import (
     TreeOrder,
     barrier_kind,
@@ -143,6 +143,7 @@ def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
         scale: jax.Array,
         skip: jax.Array,
         key_data: jax.Array,
+        numbers: StepNumbers | None,
     ) -> tuple[Arrays, Any]:
         context = UpdateContext(
             gradient_scale=scale,
@@ -151,6 +152,7 @@ def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
             axes=dict.fromkeys(shards, ()),  # the piece's number separates random bits
             shapes=shapes,
             choice=choice,
+            numbers=numbers,
         )
         begun = begin(state, whole_shapes, context)
         nothing = zero_at_run_time(key_data)

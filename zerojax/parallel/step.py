@@ -37,6 +37,7 @@ from zerojax.parallel.one_bit_update import (
     build_signed_update,
     unsummed_names,
 )
+from zerojax.parallel.step_numbers import StepWithNumbers, takes_numbers
 from zerojax.parallel.update import ThisStep, build_norm, build_update
 from zerojax.parallel.weight_copies import build_following
 from zerojax.plan import device_mesh as meshes
@@ -115,11 +116,11 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
 
     measured = {kind: choice.implementation for kind, choice in plan.program.kernels.items()}
 
-    def step(state: TrainState, batch: Any) -> tuple[Any, ...]:
+    def step(state: TrainState, batch: Any, numbers: Any = None) -> tuple[Any, ...]:
         with attention_measured(measured):
-            return compute(state, batch)
+            return compute(state, batch, numbers)
 
-    def compute(state: TrainState, batch: Any) -> tuple[Any, ...]:
+    def compute(state: TrainState, batch: Any, numbers: Any) -> tuple[Any, ...]:
         key = step_key(state["rng"], state["step"])
         factor = factor_of(state, batch["batch"] if paged else batch)
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
@@ -129,7 +130,7 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         read = read_norm(grads, scale, sums.get("squares"))
         grad_norm = read.norm
         finite = jnp.isfinite(loss) & (read.read_finite if in_backward else jnp.isfinite(grad_norm))
-        now = ThisStep(scale, grad_norm, ~finite, key, loss)
+        now = ThisStep(scale, grad_norm, ~finite, key, loss, numbers)
         updated = update(grads, state, now)
         extras = after_step(extras, plan.model.step_rules)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
@@ -184,7 +185,7 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         return LiveStateOnly(step, _OneProgram(plan))
     if on_disk:
         jitted = DiskStep(plan, jitted, rest)
-    return LiveStateOnly(jitted)
+    return LiveStateOnly(StepWithNumbers(plan, jitted) if takes_numbers(plan) else jitted)
 
 
 class _OneProgram:

@@ -18,7 +18,7 @@ from pallas_kernels.choice import Choice
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
 from pallas_kernels.many import update_many
 from pallas_kernels.update import update as update_leaf
-from zerojax.optim import Optimizer, UpdateContext, extra_arguments
+from zerojax.optim import Optimizer, StepNumbers, UpdateContext, extra_arguments
 from zerojax.parallel.guarded_update import guarded_update
 from zerojax.plan.device_mesh import PASS_AXES
 from zerojax.plan.make import Plan
@@ -58,6 +58,7 @@ class ThisStep(NamedTuple):
       skip: bool []; True leaves parameters and optimizer state unchanged.
       key: the step's typed PRNG key.
       loss: float32 []; the mean loss of the global batch.
+      numbers: `StepNumbers` that the program takes as inputs; None: they are constants.
     """
 
     scale: jax.Array
@@ -65,6 +66,7 @@ class ThisStep(NamedTuple):
     skip: jax.Array
     key: jax.Array
     loss: jax.Array
+    numbers: StepNumbers | None = None
 
 
 def build_norm(
@@ -264,6 +266,7 @@ def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, An
         scale: jax.Array,
         skip: jax.Array,
         key_data: jax.Array,
+        numbers: StepNumbers | None,
     ) -> tuple[Arrays, Any]:
         context = UpdateContext(
             gradient_scale=scale,
@@ -274,6 +277,7 @@ def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, An
             choice=choice,
             layers=layers,
             dims=dims,
+            numbers=numbers,
         )
         return tx.apply(grads, state, shards, context)
 
@@ -286,8 +290,8 @@ def map_update(
     """Maps an update of one device's shards over the mesh by `shard_map`.
 
     Args:
-      local: `(gradients, optimizer state, parameters, scale, skip, key_data) -> (parameters,
-        optimizer state)` of one device.
+      local: `(gradients, optimizer state, parameters, scale, skip, key_data, numbers) ->
+        (parameters, optimizer state)` of one device.
 
     Returns:
       `(gradients, state, ThisStep) -> (parameters, optimizer state)`.
@@ -296,14 +300,15 @@ def map_update(
     mapped = jax.shard_map(
         local,
         mesh=plan.mesh,
-        in_specs=(params, opt_state, params, P(), P(), P()),
+        in_specs=(params, opt_state, params, P(), P(), P(), P()),
         out_specs=(params, opt_state),
         check_vma=False,
     )
 
     def update(grads: Arrays, state: TrainState, now: ThisStep) -> tuple[Arrays, Any]:
         scale, key_data = clipped_scale(tx, now), jax.random.key_data(now.key)
-        return mapped(grads, state["opt_state"], state["params"], scale, now.skip, key_data)
+        old = state["opt_state"], state["params"]
+        return mapped(grads, *old, scale, now.skip, key_data, now.numbers)
 
     return update
 
@@ -312,7 +317,9 @@ def clipped_scale(tx: Optimizer, now: ThisStep) -> jax.Array:
     """Returns the factor by which gradients are multiplied, clipping included: float32 []."""
     if tx.clip_norm is None:
         return now.scale
-    return now.scale * jnp.where(now.norm < tx.clip_norm, 1.0, tx.clip_norm / now.norm)
+    limit = tx.clip_norm if now.numbers is None else now.numbers.clip_norm
+    assert limit is not None
+    return now.scale * jnp.where(now.norm < limit, 1.0, limit / now.norm)
 
 
 def axes_of_leaves(

@@ -61,6 +61,8 @@ class PlanInputs:
       batch_ramp: ramp of the batch size, planned by `rung_plans.with_rungs`; a `start` of None
         means no ramp.
       layer_drop: progressive layer drop; a `theta` of 1 means no layer drop.
+      numbers_are_inputs: whether the step takes learning rate, decays and clipping of an optimizer
+        as inputs, if it can, so that runs that differ only in these run the same program.
       step_sizes: rows and tokens of the run's steps, if `example_batch` is a step of one compiled
         size only; None: they follow from the batch, the curriculum and the ramp.
       reasons: sentences about the defaults that were chosen before planning; they become part of
@@ -84,6 +86,7 @@ class PlanInputs:
     batch_ramp: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
     layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
     step_sizes: StepSizes | None = None
+    numbers_are_inputs: bool = False
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,8 @@ from zerojax.config.loader import user_path
 from zerojax.optim.building import with_rate
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.user_files import replace_text
-from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth
-from zerojax.training.metrics.report import embedded, template
+from zerojax.training.metrics.charts import Chart, Points, Series, smooth
+from zerojax.training.metrics.report import small_page
 from zerojax.training.run_file import spec_from_config
 from zerojax.training.run_lifecycle import fit
 from zerojax.training.run_spec import RunSpec
@@ -227,20 +225,14 @@ def write_rate_page(test: RateTest, path: str | Path, name: str) -> Path:
         tick=lambda place: f"{10**place:.2g}",
     )
     ends, result = (places[0], places[-1]), as_html(test.describe())
-    parts = {
-        "name": as_html(name),
-        "status": "",
-        "plan_line": as_html(f"{len(test.rates)} steps after step {test.first_step}"),
-        "ending": "",
-        "tiles": "",
-        "charts": draw(chart, ends),
-        "panels": f"<h2>Result</h2>\n<div class='panel'><pre>{result}</pre></div>",
-        "time": time.strftime("%Y-%m-%d at %H:%M"),
-        "folder": as_html(str(path)),
-        "unreadable": "",
-        "data": embedded([chart], ends),
-    }
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template())
+    page = small_page(
+        name,
+        f"{len(test.rates)} steps after step {test.first_step}",
+        [chart],
+        {"Result": f"<pre>{result}</pre>"},
+        ends=ends,
+        folder=str(path),
+    )
     written = user_path(path)
     replace_text(written, page)
     return written

@@ -15,7 +15,7 @@ from zerojax.config.checks import names_keywords
 from zerojax.config.loader import user_path
 from zerojax.data import RowSource, array_names, as_feed, as_source
 from zerojax.data.text_set import is_text_set, read_text_sidecar
-from zerojax.data.tokenizer import as_tokenizer, bpe_size
+from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.hardware.gpus import Gpu, gpu_of_device
 from zerojax.optim.precision import Precision, as_precision, default_precision
@@ -75,10 +75,10 @@ def run_from_config(config: RunConfig, *, resume_hint: str = RESUME_HINT) -> Tra
         )
     join_processes()
     mesh, config = config.mesh, config.on_devices(jax.device_count())
-    _check_devices(config)
+    check_devices(config)
     spec = spec_from_config(config, _why_other_mesh(mesh, config.mesh), resume_hint)
     plan = plan_run(spec)
-    _make_folder(Path(config.run_dir))
+    make_folder(Path(config.run_dir))
     return fit(open_run(spec, plan))
 
 
@@ -94,17 +94,7 @@ def spec_from_config(
     """
     folder = Path(config.run_dir)
     with phase("data"):
-        source, validation, tokenizer = as_source(
-            config.data.mixture or config.data.path,
-            tokenizer=tokenizer_spec(config),
-            seq_len=config.data.seq_len,
-            global_batch_size=config.global_batch_size,
-            seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
-            validation_fraction=config.data.validation_fraction,
-            vocab_size=config.model.vocab_size,
-            pack=config.data.pack,
-            long_texts=config.data.long_texts,
-        )
+        source, validation, tokenizer = open_data(config)
     vocab_size = _vocab_size_of_data(config, source)
     rows = rows_of_process(source, meshes.make_mesh(config.mesh))
     batch = abstract(source.batch(0))
@@ -159,7 +149,22 @@ def spec_from_config(
     )
 
 
-def _check_devices(config: RunConfig) -> None:
+def open_data(config: RunConfig) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
+    """Opens the data of a run file; returns training source, validation source and tokenizer."""
+    return as_source(
+        config.data.mixture or config.data.path,
+        tokenizer=tokenizer_spec(config),
+        seq_len=config.data.seq_len,
+        global_batch_size=config.global_batch_size,
+        seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
+        validation_fraction=config.data.validation_fraction,
+        vocab_size=config.model.vocab_size,
+        pack=config.data.pack,
+        long_texts=config.data.long_texts,
+    )
+
+
+def check_devices(config: RunConfig) -> None:
     """Raises if the run needs more devices or memory than are available; opens no data.
 
     The size of the state is checked only if JAX fell back to CPUs. A GPU with too little memory
@@ -209,7 +214,7 @@ def _vocab_size_of_data(config: RunConfig, source: RowSource) -> int:
     return vocab_size
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Creates the run folder; does nothing in processes other than 0."""
     if jax.process_index() != 0:
         return

@@ -106,8 +106,13 @@ def _common_settings(spec: RunSpec) -> dict[str, Any]:
 
 
 @not_for_everybody()
-def fit(run: Run) -> Trainer:
-    """Creates or restores the state, trains to the end, and closes the run if an error occurs."""
+def fit(run: Run, until: int | None = None) -> Trainer:
+    """Creates or restores the state, trains to the end, and closes the run if an error occurs.
+
+    Args:
+      run: run to train.
+      until: number of steps at which to end before the run's own end; None: the run's own end.
+    """
     spec, checkpointer, trainer = run.spec, run.checkpointer, None
     watchdog = Watchdog(
         spec.watch or WatchConfig(),
@@ -128,7 +133,7 @@ def fit(run: Run) -> Trainer:
                         run.plan, spec, checkpointer=checkpointer, watchdog=watchdog, base=run.base
                     )
                 with phase("training step"):
-                    trainer.fit(spec.feed, spec.steps)
+                    trainer.fit(spec.feed, spec.steps if until is None else until)
                 if checkpointer is not None:
                     with watchdog.during("waiting for the last checkpoint", is_long=True):
                         checkpointer.wait()

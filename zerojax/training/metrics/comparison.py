@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerojax.config.display import as_html
 from zerojax.config.loader import user_path
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import replace_text
-from zerojax.training.metrics.charts import Chart, Series, draw, smooth, thin
+from zerojax.training.metrics.charts import Chart, Series, smooth, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_seconds
 from zerojax.training.metrics.metric_files import Metrics, read_metrics
 from zerojax.training.metrics.report import (
     SMOOTHED_FROM,
     breakdown,
     cells,
-    embedded,
     finite,
     loss_unit,
     object_in,
     points_of,
     short,
-    template,
+    small_page,
 )
 
 FILE_NAME = "comparison.html"
@@ -82,24 +78,9 @@ def _page(runs: Sequence[Run], folders: Sequence[Path]) -> str:
     steps = [row["step"] for _, metrics, _ in runs for row in (*metrics.train, *metrics.evals)]
     ends = min(steps), max(steps)
     panels = {"Results": _results(runs), "Settings that differ": _differences(runs)}
-    parts = {
-        "name": as_html(f"{len(runs)} runs"),
-        "status": "",
-        "plan_line": as_html(", ".join(name for name, _, _ in runs)),
-        "ending": "",
-        "tiles": "",
-        "charts": "".join(draw(chart, ends) for chart in charts),
-        "panels": "\n".join(
-            f"<h2>{title}</h2>\n<div class='panel'>{content}</div>"
-            for title, content in panels.items()
-            if content
-        ),
-        "time": time.strftime("%Y-%m-%d at %H:%M"),
-        "folder": as_html(", ".join(map(str, folders))),
-        "unreadable": "",
-        "data": embedded(charts, ends),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template())
+    names = ", ".join(name for name, _, _ in runs)
+    where = ", ".join(map(str, folders))
+    return small_page(f"{len(runs)} runs", names, charts, panels, ends=ends, folder=where)
 
 
 def comparing_charts(runs: Sequence[Run]) -> list[Chart]:

@@ -95,16 +95,61 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
         "ending": f'<p class="ending">{as_html(redact(ended[1]))}</p>' if ended else "",
         "tiles": "".join(_tiles(metrics)),
         "charts": "".join(draw(chart, ends) for chart in charts),
-        "panels": "\n".join(
-            f"<h2>{title}</h2>\n<div class='panel'>{content}</div>"
-            for title, content in panels.items()
-            if content
-        ),
+        "panels": _panels(panels),
         "time": time.strftime("%Y-%m-%d at %H:%M"),
         "folder": as_html(str(run_dir)),
         "unreadable": f" {lost} half-written lines of metrics.jsonl were left out." if lost else "",
         "data": embedded(charts, ends),
     }
+    return _filled(parts)
+
+
+def small_page(
+    name: str,
+    line: str,
+    charts: Sequence[Chart],
+    panels: Mapping[str, str],
+    *,
+    ends: tuple[float, float],
+    folder: str,
+    status: str = "",
+) -> str:
+    """Returns a page of charts and panels, without the tiles and events of a run's report.
+
+    Args:
+      name: title of the page.
+      line: text below the title.
+      charts: charts on a common horizontal axis.
+      panels: {title: HTML}; a panel without content is left out.
+      ends: ends of the horizontal axis.
+      folder: text that names the folder in the footer.
+      status: HTML beside the title.
+    """
+    parts = {
+        "name": as_html(name),
+        "status": status,
+        "plan_line": as_html(line),
+        "ending": "",
+        "tiles": "",
+        "charts": "".join(draw(chart, ends) for chart in charts),
+        "panels": _panels(panels),
+        "time": time.strftime("%Y-%m-%d at %H:%M"),
+        "folder": as_html(folder),
+        "unreadable": "",
+        "data": embedded(charts, ends),
+    }
+    return _filled(parts)
+
+
+def _panels(panels: Mapping[str, str]) -> str:
+    return "\n".join(
+        f"<h2>{title}</h2>\n<div class='panel'>{content}</div>"
+        for title, content in panels.items()
+        if content
+    )
+
+
+def _filled(parts: Mapping[str, str]) -> str:
     # All parts are inserted in one pass, because inserted text may contain braces.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template())
 

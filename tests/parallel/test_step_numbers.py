@@ -1,0 +1,93 @@
+"""Steps that take their optimizer's numbers as inputs: one program, and the bits of plain steps."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from tests.parallel.test_step import Model, batch_of
+from tests.support.equal_trees import assert_same
+from tests.support.small_models import regression_loss
+from tests.support.trajectories import plan_for, regression_batch
+from zerojax.config import OptimizerConfig
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_step
+from zerojax.plan.make import plan_of
+
+FIRST = {
+    "learning_rate": 3e-3,
+    "weight_decay": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "clip_norm": 0.5,
+    "warmup_steps": 2,
+}
+OTHER = {
+    "learning_rate": 0.02,
+    "weight_decay": 0.03,
+    "beta1": 0.8,
+    "beta2": 0.99,
+    "eps": 1e-6,
+    "clip_norm": 3.0,
+    "warmup_steps": 0,
+    "schedule": "wsd",
+    "decay_fraction": 0.4,
+    "final_lr_fraction": 0.0,
+}
+
+
+def plan_with(numbers, *, as_inputs, name="adamw", **options):
+    """A plan with these numbers of the optimizer, and a parameter group."""
+    groups = {"last/kernel": {"learning_rate_factor": 0.5}}
+    plan = plan_for(
+        Model,
+        devices=2,
+        loss=regression_loss,
+        batch=regression_batch,
+        optimizer=OptimizerConfig(name=name, groups=groups, **numbers),
+        **{"zero": 2, **options},
+    )
+    inputs = dataclasses.replace(plan.inputs, steps=20, numbers_are_inputs=as_inputs)
+    return plan_of(inputs, plan.mesh, zero=plan.zero, **options.get("mesh_options", {}))
+
+
+def text_of(plan):
+    return build_step(plan).lower(plan.abstract_state, plan.abstract_batch).as_text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("lion", "sgd", "lamb")),
+    ],
+)
+def test_other_numbers_are_the_same_program(name):
+    texts = {text_of(plan_with(each, as_inputs=True, name=name)) for each in (FIRST, OTHER)}
+    assert len(texts) == 1
+    assert text_of(plan_with(FIRST, as_inputs=False, name=name)) not in texts
+
+
+def test_what_is_no_input_is_another_program():
+    """No decay leaves parameters with equal settings, so the program has fewer of them."""
+    plain = text_of(plan_with(FIRST, as_inputs=True))
+    assert text_of(plan_with({**FIRST, "weight_decay": 0.0}, as_inputs=True)) != plain
+    assert text_of(plan_with({**FIRST, "clip_norm": None}, as_inputs=True)) != plain
+    eight_bits = [
+        text_of(plan_with(each, as_inputs=True, name="adam8bit")) for each in (FIRST, OTHER)
+    ]
+    assert eight_bits[0] != eight_bits[1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("numbers", [FIRST, OTHER], ids=["first", "other"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "lamb"])
+def test_the_state_has_the_bits_of_a_plain_step(name, numbers):
+    states = []
+    for as_inputs in (False, True):
+        plan = plan_with(numbers, as_inputs=as_inputs, name=name)
+        step, state = build_step(plan), init_state(plan)
+        for index in range(6):
+            state, metrics = step(state, batch_of(plan, index))
+        states.append(jax.device_get((state, metrics)))
+    assert_same(states[1], states[0])
