@@ -1,8 +1,9 @@
 """A training process with layers in durable files, for `benchmarks.paged_faults`.
 
-    python -m benchmarks.paged_faults_run FOLDER STEPS
+    python -m benchmarks.paged_faults_run FOLDER STEPS [in_backward]
 
-Notes the start of each sweep over the optimizer state, and each complete step with its loss.
+Notes the start of each sweep over the optimizer state, and each complete step with its loss. With
+"in_backward" the optimizer updates layers during the backward pass.
 """
 
 from __future__ import annotations
@@ -49,10 +50,14 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
     return {name: random.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in "xy"}
 
 
-def main(folder: Path, steps: int) -> None:
+def main(folder: Path, steps: int, in_backward: bool) -> None:
     """Trains until step `steps`; writes "sweep" and "step NUMBER LOSS" to FOLDER/ledger."""
     offload = OffloadConfig(
-        params="nvme", activations="nvme", folder=str(folder / "store"), durable=True
+        params="nvme",
+        activations="nvme",
+        folder=str(folder / "store"),
+        durable=True,
+        update_in_backward=in_backward,
     )
     with (folder / "ledger").open("a", buffering=1, encoding="utf-8") as ledger:
         updating = DiskState.updating
@@ -85,4 +90,4 @@ if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_disable_most_optimizations", True)  # compiles in a second
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), "in_backward" in sys.argv[3:])
