@@ -1,10 +1,11 @@
-"""Runs every test of the committed HEAD, in hours: `make test-all`.
+"""Runs every test of a commit, in hours: `make test-all`.
 
 All tiers on the newest and on the oldest supported Python, the programs of GPUs, and the mutations.
 It works in a clone of its own, so that the working tree can change meanwhile. Results are written
 as they come to .pytest_cache/test-all/COMMIT/: journal.jsonl (one line for each test) and
 report.txt (failures, slowest files), which is also printed. `--continue` skips the tests of the
-same commit that passed before an interruption.
+same commit that passed before an interruption; `--commit` names another commit than HEAD, so that a
+run that takes longer than the work on the next commit can be continued.
 
 This file needs nothing but Python's standard library.
 """
@@ -62,12 +63,13 @@ PARTS = (
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/test_all.py", description=__doc__)
     parser.add_argument("--continue", dest="goes_on", action="store_true", help="see above")
+    parser.add_argument("--commit", metavar="REV", default="HEAD", help="default: %(default)s")
     parser.add_argument("--only", metavar="PART", help=", ".join(part.name for part in PARTS))
     args = parser.parse_args()
     parts = [part for part in PARTS if args.only in (None, part.name)]
     if not parts:
         parser.error(f"--only {args.only}: no such part")
-    commit = _git("rev-parse", "HEAD")
+    commit = _git("rev-parse", "--verify", f"{args.commit}^{{commit}}")
     if _git("status", "--porcelain"):
         print("test-all: changes that are not committed are not tested", flush=True)
     run = RUNS / commit[:12]

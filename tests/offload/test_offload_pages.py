@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,45 @@ def test_a_failed_read_in_the_pass_loses_nothing(tmp_path, monkeypatch, ends_at_
     monkeypatch.undo()
     assert "\n" not in str(error.value)
     steps_as_undisturbed(plan, state, step, one_device(tmp_path / "whole"), batch_on(plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [["preadv"], ["pwritev"], ["preadv", "pwritev"]], ids="+".join)
+@pytest.mark.parametrize(
+    "more",
+    [{"activations": "nvme"}, {"durable": True, "update_in_backward": True}],
+    ids=["sweep", "in backward"],
+)
+def test_a_disk_that_is_slow_in_any_phase_changes_no_bit(tmp_path, monkeypatch, slow, more):
+    """Some calls take long, others not, so that every buffer is once the one that is waited for."""
+
+    def trained(folder: Path) -> tuple[list[float], dict[str, Any]]:
+        given = options_of(devices=1, microbatches=2)
+        offload = paged(folder, slice_elements=1024, min_elements=2048, **more)
+        plan = plan_for(small(layers=4, width=32), offload=offload, **given)
+        state, step, losses = init_state(plan), build_step(plan), []
+        for index in range(3):
+            state, metrics = step(state, batch_on(plan, index))
+            losses.append(float(metrics["loss"]))
+        found = portable(plan, state)
+        close(state)
+        return losses, found
+
+    losses, expected = trained(tmp_path / "quick")
+    chance = random.Random(5)
+
+    def slowed(real: Any) -> Any:
+        def call(*given: Any) -> int:
+            time.sleep(chance.choice([0.0, 0.0, 0.03]))
+            return real(*given)
+
+        return call
+
+    for name in slow:
+        monkeypatch.setattr(os, name, slowed(getattr(os, name)))
+    slow_losses, found = trained(tmp_path / "slow")
+    assert slow_losses == losses
+    assert differing(found, expected) == []
 
 
 @pytest.mark.thorough
