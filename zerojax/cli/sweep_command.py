@@ -39,7 +39,7 @@ The section `sweep` of the run file names the settings that vary:
 
 All trials train for a few steps. The best third of them goes on from its checkpoints, three times
 as long, and so on to one trial, which trains to the end. 27 trials then take the steps of three
-runs. Each trial is an ordinary run in a folder of its own. Results and a page (sweep.html) are in
+runs. Each trial is an ordinary run in a folder of its own. Results and a page (trials.html) are in
 the folder of the sweep, by default the run folder with -sweep at its end.
 
 The plan of every trial is checked before the first one starts. The same command continues a sweep
@@ -155,6 +155,6 @@ def _result(sweep: Sweep, record: SweepRecord) -> str:
             *lines,
             "",
             f"The best run is in {best.config.run_dir}: {best.describe()}",
-            f"The page is {sweep.folder}/sweep.html",
+            f"The page is {sweep.folder}/trials.html",
         ]
     )

@@ -17,7 +17,7 @@ from zerojax.training.metrics.report import SMOOTHED_FROM, cells, finite, points
 from zerojax.training.sweep_record import SweepRecord
 from zerojax.training.sweep_trials import SweepRung, SweepTrial, steps_to_train, value_text
 
-PAGE_NAME = "sweep.html"
+PAGE_NAME = "trials.html"
 
 
 def write_sweep_page(

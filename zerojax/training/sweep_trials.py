@@ -19,7 +19,7 @@ import numpy as np
 from zerojax.config import ConfigError, RunConfig, SweepAxis, SweepConfig, to_dict
 from zerojax.config.checks import MAX_SIZE, check_whole_number
 from zerojax.config.loader import load_dataclass, resolve_key, type_of_key
-from zerojax.config.sweep import MAX_TRIALS
+from zerojax.config.sweep_settings import MAX_TRIALS
 
 _ONE_LENGTH = "trials with other lengths of the run cannot be compared at equal steps"
 _SAME_WORK = "trials would train on other numbers of tokens in the same steps"
@@ -226,7 +226,7 @@ def _values(sweep: SweepConfig, axes: Mapping[str, SweepAxis]) -> list[dict[str,
 def _combination(axes: Mapping[str, SweepAxis], index: int) -> dict[str, Any]:
     """Returns a combination of the lists; the values of the last axis change first."""
     values = {}
-    for key, axis in reversed(axes.items()):
+    for key, axis in reversed([*axes.items()]):
         index, place = divmod(index, len(axis.values))
         values[key] = axis.values[place]
     return {key: values[key] for key in axes}
