@@ -18,6 +18,7 @@ from zerojax.training.sweep_record import RungResult, SweepRecord, as_result
 from zerojax.training.sweep_runs import Sweep, check_fits
 from zerojax.training.sweep_trials import (
     SweepRung,
+    describe_warmup,
     make_rungs,
     make_trials,
     settings_of_sweep,
@@ -89,11 +90,11 @@ def test_numbers_are_drawn_from_ranges(tmp_path):
         "{optimizer.learning_rate: {low: 1e-5, high: 1e-1, scale: log}, "
         "optimizer.weight_decay: {low: 0, high: 1}, optimizer.warmup_steps: {low: 0, high: 9}}"
     )
-    found = trials_of(tmp_path, f"sweep.axes={axes}", "sweep.trials=200")
+    found = trials_of(tmp_path, f"sweep.axes={axes}", "sweep.trials=60")
     rates = [x["optimizer.learning_rate"] for x in found]
     assert all(1e-5 <= rate <= 1e-1 for rate in rates)
-    assert 60 < sum(rate < 1e-3 for rate in rates) < 140  # half of them on a log scale
-    assert 60 < sum(x["optimizer.weight_decay"] < 0.5 for x in found) < 140
+    assert 15 < sum(rate < 1e-3 for rate in rates) < 45  # half of them on a log scale
+    assert 15 < sum(x["optimizer.weight_decay"] < 0.5 for x in found) < 45
     assert {x["optimizer.warmup_steps"] for x in found} <= set(range(10))
 
 
@@ -143,6 +144,16 @@ def test_the_section_of_a_file_names_the_line(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("sweep:\n  axes:\n    optimizer.beta1: {low: 0.9, high: 0.8}\n")
     refused(lambda: load(RunConfig, path), "0.9", ["high", "run.yaml:3"], error=ConfigError)
+
+
+def test_a_first_rung_within_the_warm_up_is_said(tmp_path):
+    def note(*words: str) -> str | None:
+        config = config_of(tmp_path, TWO_RATES, "steps=90", *words)
+        return describe_warmup(make_trials(config, ""), make_rungs(9, 90, config.sweep))
+
+    assert "min_steps above 10" in (note() or "")
+    assert note("optimizer.warmup_steps=9") is None
+    assert note("sweep.min_steps=11") is None
 
 
 # --- ranking --------------------------------------------------------------------------------------
@@ -223,6 +234,7 @@ def test_a_dry_run_plans_every_trial_and_writes_nothing(tmp_path, capsys):
     told = capsys.readouterr().out
     assert told.count("optimizer.learning_rate=") == 2
     assert "rung 1: 2 trials to step 4" in told
+    assert "warm-up of 4 steps" in told
     assert "13 steps in all" in told  # 2 x 4, then 5 more for one of them
     assert not folder.exists()
 
@@ -236,7 +248,7 @@ def test_a_trial_that_cannot_run_is_refused_before_any_trial_starts(tmp_path):
 
 
 def test_a_plan_that_is_larger_than_the_device_is_refused(tmp_path):
-    sweep = Sweep(config_of(tmp_path / "run", TWO_RATES), str(tmp_path / "sweep"))
+    sweep = Sweep(config_of(tmp_path / "run", "sweep.axes={seed: [0]}"), str(tmp_path / "sweep"))
     sweep.check()
     _, plan = sweep._prepare(sweep.trials[0])
     card = find_gpu("h100")

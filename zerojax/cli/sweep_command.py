@@ -117,8 +117,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(sweep: Sweep) -> str:
     """Returns the trials, the rungs and the steps of a sweep as lines of text."""
-    from zerojax.training.sweep_trials import steps_to_train
+    from zerojax.training.sweep_trials import describe_warmup, steps_to_train
 
+    note = describe_warmup(sweep.trials, sweep.rungs)
     last, total = sweep.rungs[-1].steps, steps_to_train(sweep.rungs)
     rungs = [
         f"  rung {number}: {rung.trials} trials to step {rung.steps}"
@@ -132,6 +133,7 @@ def _plan(sweep: Sweep) -> str:
             f"{total:,} steps in all, {total / last:.3g} times the {last:,} of one run; "
             f"{len(sweep.trials) * last:,} without dropping trials",
             f"ranked by {sweep.measure}; folder {sweep.folder}",
+            *([] if note is None else [f"note: {note}"]),
         ]
     )
 
