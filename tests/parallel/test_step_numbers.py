@@ -36,19 +36,19 @@ OTHER = {
 }
 
 
-def plan_with(numbers, *, as_inputs, name="adamw", **options):
-    """A plan with these numbers of the optimizer, and a parameter group."""
-    groups = {"last/kernel": {"learning_rate_factor": 0.5}}
+def plan_with(numbers, *, as_inputs, name="adamw"):
+    """A plan with these numbers of the optimizer, and groups whose decay is between the others'."""
+    groups = {"last/kernel": {"learning_rate_factor": 0.5}, "first/": {"weight_decay": 0.05}}
     plan = plan_for(
         Model,
         devices=2,
         loss=regression_loss,
         batch=regression_batch,
         optimizer=OptimizerConfig(name=name, groups=groups, **numbers),
-        **{"zero": 2, **options},
+        zero=2,
     )
     inputs = dataclasses.replace(plan.inputs, steps=20, numbers_are_inputs=as_inputs)
-    return plan_of(inputs, plan.mesh, zero=plan.zero, **options.get("mesh_options", {}))
+    return plan_of(inputs, plan.mesh, zero=plan.zero)
 
 
 def text_of(plan):

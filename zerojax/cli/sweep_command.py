@@ -39,7 +39,7 @@ The section `sweep` of the run file names the settings that vary:
 
 All trials train for a few steps. The best third of them goes on from its checkpoints, three times
 as long, and so on to one trial, which trains to the end. 27 trials then take the steps of three
-runs. Each trial is an ordinary run in a folder of its own. Results and a page (sweep.html) are in
+runs. Each trial is an ordinary run in a folder of its own. Results and a page (trials.html) are in
 the folder of the sweep, by default the run folder with -sweep at its end.
 
 The plan of every trial is checked before the first one starts. The same command continues a sweep
@@ -117,8 +117,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(sweep: Sweep) -> str:
     """Returns the trials, the rungs and the steps of a sweep as lines of text."""
-    from zerojax.training.sweep_trials import steps_to_train
+    from zerojax.training.sweep_trials import describe_warmup, steps_to_train
 
+    note = describe_warmup(sweep.trials, sweep.rungs)
     last, total = sweep.rungs[-1].steps, steps_to_train(sweep.rungs)
     rungs = [
         f"  rung {number}: {rung.trials} trials to step {rung.steps}"
@@ -132,6 +133,7 @@ def _plan(sweep: Sweep) -> str:
             f"{total:,} steps in all, {total / last:.3g} times the {last:,} of one run; "
             f"{len(sweep.trials) * last:,} without dropping trials",
             f"ranked by {sweep.measure}; folder {sweep.folder}",
+            *([] if note is None else [f"note: {note}"]),
         ]
     )
 
@@ -155,6 +157,6 @@ def _result(sweep: Sweep, record: SweepRecord) -> str:
             *lines,
             "",
             f"The best run is in {best.config.run_dir}: {best.describe()}",
-            f"The page is {sweep.folder}/sweep.html",
+            f"The page is {sweep.folder}/trials.html",
         ]
     )

@@ -37,7 +37,7 @@ from zerojax.config.sections import (
     WatchConfig,
     describe_loss_scale,
 )
-from zerojax.config.sweep import SweepAxis, SweepConfig
+from zerojax.config.sweep_settings import SweepAxis, SweepConfig
 
 __all__ = [
     "BSLongformerLayout",

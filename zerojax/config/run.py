@@ -43,7 +43,7 @@ from zerojax.config.sections import (
     WatchConfig,
     describe_loss_scale,
 )
-from zerojax.config.sweep import SweepConfig
+from zerojax.config.sweep_settings import SweepConfig
 
 __all__ = [
     "CheckpointConfig",

@@ -393,10 +393,6 @@ def begin_update(
     settings = options.decay.settings(dict(whole))
 
     def scalars_of(leaf: LeafSettings) -> Any:
-        if context.numbers is not None:
-            given = context.numbers.scalars[leaf]
-            now = {"gradient_scale": context.gradient_scale, "skip": context.skip}
-            return given._replace(**{n: jnp.asarray(x, jnp.float32) for n, x in now.items()})
         return method.scalars(
             rate * leaf.learning_rate_factor,
             weight_decay=leaf.weight_decay,
@@ -405,7 +401,13 @@ def begin_update(
             skip=context.skip,
         )
 
-    by_settings = {leaf: scalars_of(leaf) for leaf in dict.fromkeys(settings.values())}
+    if context.numbers is None:
+        by_settings = {leaf: scalars_of(leaf) for leaf in dict.fromkeys(settings.values())}
+    else:
+        now = {"gradient_scale": context.gradient_scale, "skip": context.skip}
+        now = {name: jnp.asarray(value, jnp.float32) for name, value in now.items()}
+        given = zip(_different(settings), context.numbers.scalars, strict=True)
+        by_settings = {leaf: scalars._replace(**now) for leaf, scalars in given}
 
     def run(
         params: Arrays, before: tuple[Arrays, ...], grads: Arrays, piece: jax.Array | None
@@ -458,9 +460,14 @@ def _step_numbers(
 
     limit = options.clip_norm
     return StepNumbers(
-        scalars={leaf: scalars_of(leaf) for leaf in options.decay.settings(dict(whole)).values()},
+        scalars=tuple(map(scalars_of, _different(options.decay.settings(dict(whole))))),
         clip_norm=None if limit is None else jnp.float32(limit),
     )
+
+
+def _different(settings: Mapping[str, LeafSettings]) -> list[LeafSettings]:
+    """Returns the different settings, in the order of the names."""
+    return [*dict.fromkeys(settings[name] for name in sorted(settings))]
 
 
 def next_count(count: jax.Array, context: UpdateContext) -> jax.Array:

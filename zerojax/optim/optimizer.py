@@ -184,12 +184,12 @@ class StepNumbers:
     the same program.
 
     Attributes:
-      scalars: {settings of parameters: scalars of the update rule, float32 [] each}, of which
-        `gradient_scale` and `skip` are not used.
+      scalars: for each different settings of parameters, in the order of the parameters' names, the
+        scalars of the update rule, float32 [] each; `gradient_scale` and `skip` are not used.
       clip_norm: float32 []; maximum of the global gradient norm; None does not clip.
     """
 
-    scalars: Mapping[Any, Any]
+    scalars: tuple[Any, ...]
     clip_norm: jax.Array | None
 
 

@@ -128,6 +128,11 @@ def _decay(config: OptimizerConfig, rest: Any, tail: Any) -> Schedule:
     )
 
 
+def default_warmup(steps: int | None) -> int:
+    """Returns the number of warm-up steps of a run of `steps` steps that does not set it."""
+    return 10 if steps is None else min(max(10, round(0.02 * steps)), steps // 2)
+
+
 def _warmup(
     config: OptimizerConfig, steps: int | None, sizes: StepSizes | None
 ) -> tuple[Schedule, int, str]:
@@ -152,7 +157,7 @@ def _warmup(
     if config.warmup_steps is not None:
         warmup = config.warmup_steps
     else:
-        warmup = 10 if steps is None else min(max(10, round(0.02 * steps)), steps // 2)
+        warmup = default_warmup(steps)
 
     def rise(count: Any) -> jax.Array:
         return peak * (jnp.asarray(count, jnp.float32) + 1) / warmup

@@ -17,7 +17,7 @@ from zerojax.training.metrics.report import SMOOTHED_FROM, cells, finite, points
 from zerojax.training.sweep_record import SweepRecord
 from zerojax.training.sweep_trials import SweepRung, SweepTrial, steps_to_train, value_text
 
-PAGE_NAME = "sweep.html"
+PAGE_NAME = "trials.html"
 
 
 def write_sweep_page(
@@ -88,7 +88,7 @@ def trial_table(
         values = [value_text(trials[number].values[key]) for key in keys]
         rows.append([str(place), trials[number].name, *values, *losses, note])
     body = "".join(cells(row, "td") for row in rows)
-    return f'<table class="events">{cells(head, "th")}{body}</table>'
+    return f'<table class="trials">{cells(head, "th")}{body}</table>'
 
 
 def _loss(loss: float | None) -> str:
@@ -108,13 +108,12 @@ def _training(trial: SweepTrial) -> Points:
 
 
 def _series(curves: Mapping[int, Points]) -> list[Series]:
-    """Returns the curves with any finite value; the best trials have colours, the others are
-    faint."""
+    """Returns the curves with any finite value; only the best trials have colours."""
     return [
         Series(
             label=f"trial {number:03d}",
             points=thin(points),
-            style=f"c{place}" if place < MAX_RUNS else "faint",
+            style=f"c{place}" if place < MAX_RUNS else "dim",
         )
         for place, (number, points) in enumerate(curves.items())
         if finite(points)

@@ -17,7 +17,7 @@ from zerojax.runtime import bounded_json
 from zerojax.runtime.user_files import replace_text
 from zerojax.training.sweep_trials import SweepRung
 
-FILE_NAME = "sweep.json"
+FILE_NAME = "trials.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

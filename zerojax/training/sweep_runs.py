@@ -32,6 +32,7 @@ from zerojax.training.sweep_page import write_sweep_page
 from zerojax.training.sweep_record import RungResult, SweepRecord, as_result
 from zerojax.training.sweep_trials import (
     SweepTrial,
+    describe_warmup,
     make_rungs,
     make_trials,
     settings_of_sweep,
@@ -126,6 +127,8 @@ class Sweep:
           Interrupted: Ctrl-C or SIGTERM; the trial in progress was saved.
         """
         say(f"planning {len(self.trials)} trials")
+        if (note := describe_warmup(self.trials, self.rungs)) is not None:
+            say(f"note: {note}")
         self.check()
         with not_for_everybody():
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,8 @@ import numpy as np
 from zerojax.config import ConfigError, RunConfig, SweepAxis, SweepConfig, to_dict
 from zerojax.config.checks import MAX_SIZE, check_whole_number
 from zerojax.config.loader import load_dataclass, resolve_key, type_of_key
-from zerojax.config.sweep import MAX_TRIALS
+from zerojax.config.sweep_settings import MAX_TRIALS
+from zerojax.optim.schedules import default_warmup
 
 _ONE_LENGTH = "trials with other lengths of the run cannot be compared at equal steps"
 _SAME_WORK = "trials would train on other numbers of tokens in the same steps"
@@ -226,7 +227,7 @@ def _values(sweep: SweepConfig, axes: Mapping[str, SweepAxis]) -> list[dict[str,
 def _combination(axes: Mapping[str, SweepAxis], index: int) -> dict[str, Any]:
     """Returns a combination of the lists; the values of the last axis change first."""
     values = {}
-    for key, axis in reversed(axes.items()):
+    for key, axis in reversed([*axes.items()]):
         index, place = divmod(index, len(axis.values))
         values[key] = axis.values[place]
     return {key: values[key] for key in axes}
@@ -250,6 +251,23 @@ def _draw(key: str, axis: SweepAxis, rng: np.random.Generator) -> Any:
         number = rng.uniform(low, high)
     number = min(max(float(f"{number:.4g}"), low), high)
     return number if float in kinds else round(number)
+
+
+def describe_warmup(trials: Sequence[SweepTrial], rungs: Sequence[SweepRung]) -> str | None:
+    """Returns a sentence about trials whose warm-up lasts beyond the first rung; None without
+    such."""
+    end, longest = rungs[0].steps, 0
+    for trial in trials:
+        optimizer = trial.config.optimizer
+        if optimizer.warmup_tokens is None:
+            steps = optimizer.warmup_steps
+            longest = max(longest, default_warmup(trial.config.steps) if steps is None else steps)
+    if longest < end:
+        return None
+    return (
+        f"the first rung ends at step {end}, within a warm-up of {longest} steps, so it compares "
+        f"rates that were not reached yet; set sweep.min_steps above {longest}"
+    )
 
 
 def value_text(value: Any) -> str:

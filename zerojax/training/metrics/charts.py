@@ -15,6 +15,9 @@ MAX_POINTS = 800
 FEW_POINTS = 12
 """Maximum number of values of a curve for which each value is drawn as a dot."""
 
+UNLISTED = ("faint", "dim")
+"""Styles of curves that are not in the legend."""
+
 Points = list[tuple[float, float | None]]
 
 
@@ -26,7 +29,8 @@ class Series:
     points: Points
     """(step, value) in ascending order of steps; the value is None where it was not finite."""
     style: str
-    """CSS class: "first" or "second"; "faint" for raw values drawn with their smoothed curve."""
+    """CSS class: "first" or "second"; "faint" for raw values drawn with their smoothed curve, and
+    "dim" for one of many curves; these two are not in the legend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +137,9 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
         f'<path class="dots {series.style}" d="{_dots(series.points, x, y)}"/>'
         for series in shown
     )
-    legend = "".join(_legend_entry(chart, series) for series in shown if series.style != "faint")
+    legend = "".join(
+        _legend_entry(chart, series) for series in shown if series.style not in UNLISTED
+    )
     notes = [chart.unit, "log scale" if log else "", "red: not finite" if lost else ""]
     return f"""<figure class="chart{" wide" if chart.wide else ""}">
 <figcaption><b>{as_html(chart.title)}</b> <i>{as_html(", ".join(filter(None, notes)))}</i>
