@@ -142,6 +142,21 @@ def test_steps_are_measured_without_what_compiles():
     assert watchdog._longest is None
 
 
+@pytest.mark.parametrize(("processes", "before"), [(1, 8.0), (2, 60.0)])
+def test_other_processes_may_compile_the_first_step_longer(processes, before):
+    """One process finds the compiled step in its cache, another compiles it for minutes."""
+    config = WatchConfig(step_timeout=8, long_timeout=60)
+    watchdog = Watchdog(config, processes=processes)
+    limits = []
+    with watchdog.during("in a step"):
+        limits.append(watchdog._limit(watchdog._phase))
+        watchdog.finished(1)
+        limits.append(watchdog._limit(watchdog._phase))
+        watchdog.plan_changed()
+        limits.append(watchdog._limit(watchdog._phase))
+    assert limits == [before, 8.0, before]
+
+
 @pytest.mark.parametrize("options", [{"is_apart": True}, {"is_long": True}])
 def test_the_longest_step_has_no_evaluation_in_it(options):
     now = [0.0]

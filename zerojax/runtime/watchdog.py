@@ -111,6 +111,7 @@ class Watchdog:
         self._step: int | None = None
         self._longest: float | None = None
         self._step_ended: float | None = None
+        self._has_finished = False
         self._entered = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -184,12 +185,17 @@ class Watchdog:
         if ended is not None and self._step is not None and step > self._step:
             seconds = (now - ended) / (step - self._step)
             self._longest = max(self._longest or 0.0, seconds)
-        self._step, self._step_ended = step, now
+        self._step, self._step_ended, self._has_finished = step, now, True
         self.alive()
 
     def plan_changed(self) -> None:
-        """Reports that the next step compiles; the measured duration of steps is discarded."""
+        """Reports that the next step compiles; the measured duration of steps is discarded.
+
+        With several processes the limit is `long_timeout` until this step has finished, because
+        another process may still compile it while this one has found it in its cache.
+        """
         self._longest = self._step_ended = None
+        self._has_finished = False
 
     def stop_limit(self) -> float | None:
         """Returns the seconds that a step may still take after a signal (`WatchConfig`)."""
@@ -262,9 +268,12 @@ class Watchdog:
     def _limit(self, phase: _Phase) -> float:
         if phase.limit is not None:
             return phase.limit
-        longest = None if phase.is_long else self._longest
-        config = self._config
-        return config.long_timeout if phase.is_long else config.step_limit(longest)
+        if self._is_long(phase):
+            return self._config.long_timeout
+        return self._config.step_limit(self._longest)
+
+    def _is_long(self, phase: _Phase) -> bool:
+        return phase.is_long or (self._processes > 1 and not self._has_finished)
 
     def _bark(self, phase: _Phase, waited: float, limit: float) -> None:
         tell = threading.Thread(target=self._tell, args=(phase, waited, limit), daemon=True)
@@ -276,7 +285,7 @@ class Watchdog:
         self.alive()  # reached only if `end` has not ended the process
 
     def _tell(self, phase: _Phase, waited: float, limit: float) -> None:
-        option = f"watch.{'long_timeout' if phase.is_long else 'step_timeout'}"
+        option = f"watch.{'long_timeout' if self._is_long(phase) else 'step_timeout'}"
         own = phase.limit is not None
         source = "the limit of this activity" if own else option
         # First to the screen, which always exists; the folder may be what hangs.

@@ -111,7 +111,7 @@ class ResumeCheck:
         else:
             result = f"the run does NOT continue on the new mesh as it was: {bad}"
         lines = [
-            f"{self.run}, {self.steps} steps after step {self.first_step}",
+            f"{self.run}, {_count(self.steps)} after step {self.first_step}",
             f"  saved on  {self.before}",
             f"  new mesh  {self.after}",
             "",
@@ -175,7 +175,7 @@ def check_resume(
         changed = trial.with_other_key(own)
         random = _random_numbers(old.record, found.record, changed.record)
         findings = [_state(old.record, found.record), _data(old.record, found.record), random]
-        findings.append(_learning_rate(old.record, found.record))
+        findings += _learning_rate(old.record, found.record)
         aside = ""
         if random.verdict == REDRAWN:
             aside = ", without dropout"
@@ -258,9 +258,9 @@ class _Trial:
         """Returns the steps on the saved run's mesh and on the new mesh."""
         aside = ", without dropout" * without_dropout
         # The new mesh is first, because its settings may be invalid.
-        title = f"{self._steps} steps on the new mesh{aside}"
+        title = f"{_count(self._steps)} on the new mesh{aside}"
         new = self._run(other, title, without_dropout=without_dropout)
-        title = f"{self._steps} steps on the saved run's mesh{aside}"
+        title = f"{_count(self._steps)} on the saved run's mesh{aside}"
         return self._run(own, title, without_dropout=without_dropout), new
 
     def with_other_key(self, own: _Mesh) -> _Steps:
@@ -372,14 +372,20 @@ def _random_numbers(old: StepsRecord, new: StepsRecord, other: StepsRecord) -> R
     )
 
 
-def _learning_rate(old: StepsRecord, new: StepsRecord) -> ResumeFinding:
+def _count(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps} steps"
+
+
+def _learning_rate(old: StepsRecord, new: StepsRecord) -> list[ResumeFinding]:
+    """Compares learning rates; returns nothing if the optimizer does not report them."""
     rates = [[step.get("learning_rate") for step in one.steps] for one in (old, new)]
     if None in (*rates[0], *rates[1]):
-        return ResumeFinding("learning rate", IDENTICAL, "the optimizer does not report it")
+        return []
     for number, (a, b) in enumerate(zip(*rates, strict=False), start=old.first_step + 1):
         if a != b:
-            return ResumeFinding("learning rate", DIFFERS, f"step {number}: {a:.6g} and {b:.6g}")
-    return ResumeFinding("learning rate", IDENTICAL, f"{rates[0][0]:.4g} to {rates[0][-1]:.4g}")
+            return [ResumeFinding("learning rate", DIFFERS, f"step {number}: {a:.6g} and {b:.6g}")]
+    text = f"{rates[0][0]:.4g} to {rates[0][-1]:.4g}"
+    return [ResumeFinding("learning rate", IDENTICAL, text)]
 
 
 def _metric(aspect: str, name: str, old: _Steps, new: _Steps, aside: str) -> ResumeFinding:

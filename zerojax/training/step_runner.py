@@ -134,6 +134,8 @@ class StepRunner:
         self._use(program)
         self._say_size(step)
         first = program.is_waited_for
+        if not program.was_called:
+            self._watchdog.plan_changed()
         what = f"{'compiling, or ' * first}in step {step}"
         name = self._programs.name(step)
         compiling = self._compiling(name) if first else contextlib.nullcontext()
