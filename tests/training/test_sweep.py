@@ -196,12 +196,13 @@ def test_a_folder_of_another_sweep_is_refused(tmp_path):
 
 
 def test_log_and_folder_do_not_make_another_sweep(tmp_path):
-    one, other = (
-        settings_of_sweep(config_of(tmp_path, TWO_RATES, *words))
-        for words in ([], ["log.every=7", "run_dir=elsewhere"])
-    )
-    assert one == other
-    assert one != settings_of_sweep(config_of(tmp_path, TWO_RATES, "seed=3"))
+    def settings(*words: str) -> dict:
+        config = config_of(tmp_path, TWO_RATES, *words)
+        return settings_of_sweep(config, make_trials(config, ""))
+
+    assert settings("log.every=7", "run_dir=elsewhere") == settings()
+    assert settings("seed=3") != settings()
+    assert settings()["drawn"]["001"] == {"optimizer.learning_rate": 1e-2}
 
 
 def test_the_page_lists_trials_by_rank_and_escapes_them(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from zerojax.config.checks import check_at_least, check_size, names_keywords, refuse
 from zerojax.config.loader import CommandText, ConfigError, coerce_fields, parse_text
 
-MAX_TRIALS = 10_000
+MAX_TRIALS = 1000
 
 
 @names_keywords()

@@ -132,7 +132,7 @@ class Sweep:
         self.check()
         with not_for_everybody():
             self.folder.mkdir(parents=True, exist_ok=True)
-            record = SweepRecord(self.folder, settings_of_sweep(self._config))
+            record = SweepRecord(self.folder, settings_of_sweep(self._config, self.trials))
             record.write()
         for number, rung in enumerate(self.rungs):
             going_on = record.survivors(self.rungs, number)

@@ -287,10 +287,11 @@ def _trial(config: RunConfig, number: int, values: Mapping[str, Any], folder: st
     return dataclasses.replace(trial, config=own)
 
 
-def settings_of_sweep(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings that decide the ranking, as JSON values: a sweep goes on only with equal
-    ones."""
+def settings_of_sweep(config: RunConfig, trials: Sequence[SweepTrial]) -> dict[str, Any]:
+    """Returns the settings that decide the ranking, and the values of each trial, as JSON values: a
+    sweep goes on only with equal ones."""
     kept = to_dict(config)
     for name in ("run_dir", "checkpoint", "log", "watch", "expect"):
         del kept[name]
+    kept["drawn"] = {trial.name: trial.values for trial in trials}
     return json.loads(json.dumps(kept))
