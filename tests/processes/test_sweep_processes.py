@@ -28,6 +28,7 @@ checkpoint: {every: 3}
 log: {every: 1}
 sweep:
   eta: 2
+  trials: 4
   axes:
     optimizer.learning_rate: [3.0e-3, 3.0e-2]
     optimizer.beta2: [0.9, 0.99]
@@ -96,7 +97,7 @@ def test_all_trials_share_one_compiled_step(swept):
     assert compiled_steps(folder) == 1
     runs = folder / "runs/run-sweep"
     found = results(folder)
-    assert sorted(map(len, found.values())) == [1, 1, 1, 1, 2, 2, 3, 4]
+    assert sorted(map(len, found.values())) == [1, 1, 2, 3]
     for number, rungs in found.items():
         assert steps_taken(runs / f"{int(number):03d}") == [*range(1, max(map(int, rungs)) + 1)]
     assert "The best run is in runs/run-sweep/" in told
@@ -130,9 +131,9 @@ def test_a_killed_sweep_has_the_same_ranking_and_repeats_no_finished_rung(swept,
     expected = results(swept[0])
     (tmp_path / "cache").symlink_to(swept[0] / "cache")
     runs = tmp_path / "runs/run-sweep"
-    for wanted in (2, 9, 13):
+    for wanted in (1, 4, 6):
         process = start(tmp_path, "sweep", "run.yaml")
-        deadline = time.monotonic() + 600
+        deadline = time.monotonic() + 900
         while sum(map(len, results(tmp_path).values())) < wanted:
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline

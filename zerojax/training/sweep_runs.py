@@ -80,8 +80,9 @@ class Sweep:
                 f"a sweep runs in one process, and this job has {jax.process_count()}; start "
                 "`zerojax sweep` without a launcher, or train each trial with `zerojax train`"
             )
-        if open_data(self._config)[1] is None:
-            self._rows = open_data(self._config)[0]
+        source, validation, _ = open_data(self._config)
+        if validation is None:
+            self._rows = source
             self.measure = "training loss without dropout, over the same rows for all trials"
         shapes = None
         for trial in self.trials:
@@ -215,4 +216,5 @@ def _of_trial(trial: SweepTrial, error: Exception) -> Exception:
     where = f"trial {trial.name} ({trial.describe()})"
     if isinstance(error, ConfigError):
         return ConfigError(f"{where}: {error.message}", error.key, error.where)
-    return type(error)(f"{where}: {error}")
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(f"{where}: {error}")
