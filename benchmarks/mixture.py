@@ -1,23 +1,24 @@
 """A mixture of experts beside the dense model with equal active parameters, on Shakespeare.
 
-Both runs have the settings of `make train`, on two devices, and differ only in the MLP: two of
-eight experts of width 256 for each token, or one MLP of width 512 for all tokens.
+Both models have the settings of `examples/19_mixture_of_experts.py`, on one device, with the same
+text and the same seeds. They differ only in the MLP: two of eight experts of width 64 for each
+byte, or one MLP of width 128 for all bytes.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
-from pathlib import Path
+import statistics
 from typing import Any
 
-from benchmarks.default_run import CONFIG, run_command
+import zerojax
 from benchmarks.machine import load_average
 from benchmarks.recording import Record, parse_arguments, write_record
+from zerojax.config import ModelConfig, MoEConfig
 
-BOTH = ("cpu_devices=2", "steps=200", "eval_every=20", "log.every=20")
-MIXTURE = ("moe.num_experts=8", "moe.experts_per_token=2", "moe.expert_dim=256")
-TINY = ("steps=4", "eval_every=2", "embed_dim=32", "num_layers=2", "global_batch_size=4")
+SIZES: dict[str, Any] = {"name": "llama", "num_layers": 2, "num_heads": 4, "embed_dim": 64}
+DENSE: dict[str, Any] = {"mlp_dim": 128}
+MIXTURE: dict[str, Any] = {"moe": MoEConfig(num_experts=8, experts_per_token=2, expert_dim=64)}
+SEEDS, STEPS, EVERY = (0, 1, 2), 500, 100
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -28,35 +29,57 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(smoke: bool) -> Record:
-    """Returns a row per evaluation: both validation losses, and the imbalance of experts."""
-    with tempfile.TemporaryDirectory() as folder:
-        dense = _losses(Path(folder) / "dense", (), smoke)
-        mixture = _losses(Path(folder) / "mixture", MIXTURE, smoke)
-    rows: list[dict[str, Any]] = [
-        {
-            "step": step,
-            "dense_validation_loss": loss,
-            "mixture_validation_loss": mixture["eval"][step]["loss"],
-            "fullest_expert_over_mean": mixture["train"].get(step, {}).get("moe_fullest"),
-        }
-        for step, loss in ((step, report["loss"]) for step, report in dense["eval"].items())
+    """Returns a row per seed and evaluation, with both validation losses.
+
+    The notes have the mean difference over seeds, and the imbalance of experts at the end.
+    """
+    seeds, steps, every = (SEEDS[:2], 4, 2) if smoke else (SEEDS, STEPS, EVERY)
+    rows: list[dict[str, Any]] = []
+    fullest = []
+    for seed in seeds:
+        dense, mixture = (_train(seed, steps, every, mlp) for mlp in (DENSE, MIXTURE))
+        fullest.append(float(mixture.metrics["moe_fullest"]))
+        for one, other in zip(dense.evaluations, mixture.evaluations, strict=True):
+            rows.append(
+                {
+                    "seed": seed,
+                    "step": one["step"],
+                    "dense_validation_loss": one["loss"],
+                    "mixture_validation_loss": other["loss"],
+                    "mixture_minus_dense": other["loss"] - one["loss"],
+                }
+            )
+    means = [
+        f"{_mean_difference(rows, step):+.3f} after {step:g} steps"
+        for step in dict.fromkeys(row["step"] for row in rows)
     ]
     notes = [
-        f"zerojax train {CONFIG} {' '.join(BOTH)}; the mixture with {' '.join(MIXTURE)}",
-        "parameters: dense 1.87 million; mixture 5.41 million, of which a token meets 1.88 million",
+        f"one device, batches of 16 rows of 64 bytes, AdamW with a learning rate of 3e-3, {steps} "
+        "steps; a byte of the mixture meets as many parameters as one of the dense model, but for "
+        "the router",
+        f"mixture minus dense, mean over {len(seeds)} seeds: {', '.join(means)}",
+        "load of the fullest expert relative to the mean, last step of each seed: "
+        + ", ".join(f"{x:.2f}" for x in fullest),
     ]
     return Record(name="mixture", rows=rows, notes=notes)
 
 
-def _losses(run: Path, words: tuple[str, ...], smoke: bool) -> dict[str, dict[int, Any]]:
-    """Returns {kind of report: {step: report}} of a run."""
-    run_command(["train", CONFIG, f"run_dir={run}", *BOTH, *words, *(TINY if smoke else ())])
-    found: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
-    for line in (run / "metrics.jsonl").open():
-        report = json.loads(line)
-        if report["kind"] in found:
-            found[report["kind"]][report["step"]] = report
-    return found
+def _train(seed: int, steps: int, every: int, mlp: dict[str, Any]) -> zerojax.Trainer:
+    model = zerojax.zoo.build_model(ModelConfig(**SIZES, max_seq_len=64, **mlp), 256)
+    return zerojax.train(
+        model,
+        {"data": 1},
+        global_batch_size=16,
+        optimizer=zerojax.adamw(3e-3),
+        steps=steps,
+        eval_every=every,
+        seed=seed,
+        run_dir=None,
+    )
+
+
+def _mean_difference(rows: list[dict[str, Any]], step: int) -> float:
+    return statistics.mean(row["mixture_minus_dense"] for row in rows if row["step"] == step)
 
 
 if __name__ == "__main__":

@@ -252,39 +252,51 @@ def test_gradients_of_split_experts_are_those_of_one_device(stage, mesh):
 
 
 class Wide(nnx.Module):
-    """Experts and router in the dtype of the batch; zerojax's routers compute in float32."""
+    """Experts and router in the dtype of the batch; zerojax's routers compute in float32.
 
-    expert_parameters: ClassVar[tuple[str, ...]] = (r"^experts$",)
+    Of three sets of experts the rows of one go where the router says, of one to all experts alike,
+    and of one all to a single expert.
+    """
+
+    expert_parameters: ClassVar[tuple[str, ...]] = (r"^(routed|balanced|to_one)$",)
 
     def __init__(self, rngs):
         self.router = nnx.Linear(12, 8, use_bias=False, rngs=rngs)
-        self.experts = nnx.Param(jax.random.normal(rngs.params(), (8, 12, 5)) * 0.3)
+        draw = lambda: nnx.Param(jax.random.normal(rngs.params(), (8, 12, 5)) * 0.3)  # noqa: E731
+        self.routed, self.balanced, self.to_one = draw(), draw(), draw()
 
     def loss(self, batch):
         x = batch["x"]
         gates, ids = jax.lax.top_k(jax.nn.softmax(x @ self.router.kernel[...]), 2)
-        y = zerojax.experts(x, gates, ids, self.experts[...], lambda w, rows: rows @ w)
+        in_turn = jnp.arange(ids.size, dtype=ids.dtype).reshape(ids.shape) % 8
+        sent = (self.routed, ids), (self.balanced, in_turn), (self.to_one, jnp.full_like(ids, 5))
+        y = sum(
+            zerojax.experts(x, gates, ids, weights[...], lambda w, rows: rows @ w)
+            for weights, ids in sent
+        )
         return jnp.sum((y - batch["y"]) ** 2), jnp.asarray(len(x), jnp.float32)
 
 
+@functools.cache
+def gradients_in_float64(*place):
+    def batch(index):
+        return {name: x.astype(np.float64) for name, x in regression_batch(index).items()}
+
+    double = np.dtype(np.float64)
+    wide = Precision(compute_dtype=double, reduce_dtype=double, accumulate_dtype=double)
+    return gradients_of(Wide, *place, batch=batch, precision=wide)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize(("stage", "expert"), [(1, 2), (2, 4), (3, 4)])
-def test_gradients_in_float64_are_those_of_one_device(monkeypatch, stage, expert):
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("expert", [1, 2, 4, 8])
+def test_gradients_in_float64_are_those_of_one_device(monkeypatch, expert, stage):
     """Gradients end in float32; here in a dtype that shows errors of 1e-12."""
     double = np.dtype(np.float64)
     monkeypatch.setattr(passes.parameters, "_GRADIENT_DTYPE", double)
     monkeypatch.setattr(precisions, "STORED", (*precisions.STORED, double))
-
-    def batch(index):
-        return {name: x.astype(np.float64) for name, x in regression_batch(index).items()}
-
     with jax.enable_x64(True):
-        fields = ("compute_dtype", "reduce_dtype", "accumulate_dtype")
-        wide = Precision(**dict.fromkeys(fields, double))
-        found, wanted = (
-            gradients_of(Wide, *place, batch=batch, precision=wide)
-            for place in ((8, stage, expert), (1, 0, 1))
-        )
+        found, wanted = gradients_in_float64(8, stage, expert), gradients_in_float64(1, 0, 1)
         assert {x.dtype.name for x in found.values()} == {"float64"}
         assert_same_gradients(found, wanted)
 
@@ -322,6 +334,38 @@ def test_a_call_on_several_devices_in_float64(devices, kind):
         for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
             largest = float(jnp.abs(one).max())
             np.testing.assert_allclose(other, one, rtol=0, atol=OF_A_LEAF["float64"] * largest)
+
+
+def test_every_row_goes_to_its_experts_and_comes_back_for_100_random_routings():
+    """Rows and experts are whole numbers, so that values and slopes are exact."""
+    tokens, number, k = 64, 8, 2
+    mesh = Mesh(np.array(jax.devices()[:4]), "expert")
+    rows = jnp.arange(1.0, tokens + 1)[:, None]
+    weights = jnp.arange(1.0, number + 1)[:, None, None]
+
+    def local(x, ids, weights):
+        with experts_split_over("expert"):
+            apply = lambda weights, rows: rows * weights  # noqa: E731
+            return zerojax.experts(x, jnp.ones(ids.shape), ids, weights, apply)
+
+    over = P("expert")
+    split = jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over, check_vma=False)
+
+    @jax.jit
+    def sent(ids):
+        out, pull = jax.vjp(lambda x, weights: split(x, ids, weights), rows, weights)
+        return out, pull(jnp.ones_like(out))
+
+    for seed in range(100):
+        random = np.random.default_rng(seed)
+        skew = random.dirichlet(np.full(number, 0.1 + seed % 10))
+        ids = random.choice(number, (tokens, k), p=skew)
+        out, (of_rows, of_weights) = sent(jnp.asarray(ids, jnp.int32))
+        wanted = (ids + 1).sum(-1)
+        np.testing.assert_array_equal(out[:, 0], wanted * np.arange(1, tokens + 1))
+        np.testing.assert_array_equal(of_rows[:, 0], wanted)
+        hot = (ids[..., None] == np.arange(number)).sum(1)
+        np.testing.assert_array_equal(of_weights[:, 0, 0], np.arange(1, tokens + 1) @ hot)
 
 
 @pytest.mark.thorough

@@ -213,7 +213,8 @@ def test_rounding(tmp_path):
 @pytest.mark.slow
 def test_mixture(tmp_path):
     record = run_benchmark("mixture", tmp_path)
-    assert column(record, "step") == [2, 4]
+    assert column(record, "step") == [2, 4, 2, 4]
+    assert column(record, "seed") == [0, 0, 1, 1]
     assert all(value > 0 for value in column(record, "mixture_validation_loss"))
     assert all(value > 0 for value in column(record, "dense_validation_loss"))
 

@@ -49,9 +49,9 @@ from zerojax.zoo.lora import adapter_names
 
 IN_BLOCKS = (
     *("qwen2_windows", "qwen3_biases", "gemma2_low_caps", "gemma3", "olmo3", "cohere2"),
-    "granite",
+    *("granite", "gpt_oss"),
 )
-"""With layers of two windows, and one whose logits are scaled."""
+"""With layers of two windows, one whose logits are scaled, and attention sinks."""
 IN_BFLOAT16 = [case for case in FAMILIES if "logits_in_bfloat16" in FAMILIES[case]]
 
 
