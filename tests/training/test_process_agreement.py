@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -26,9 +27,9 @@ OPTIMIZERS = {
 }
 
 
-def described(optimizer=None, *, zero=1, seed=0, steps=5):
+def described(optimizer=None, *, zero=1, seed=0, steps=5, loss=None):
     optimizer = optimizer or optax.sgd(0.1)
-    plan = plan_for(Regression, batch=regression_batch, optimizer=optimizer, zero=zero)
+    plan = plan_for(Regression, batch=regression_batch, optimizer=optimizer, zero=zero, loss=loss)
     loop = {"eval_every": 10}
     return describe_run(plan, as_feed(regression_batch), seed=seed, steps=steps, loop=loop)
 
@@ -64,6 +65,30 @@ def test_another_learning_rate_is_found(name, monkeypatch):
 def test_the_difference_is_named(change, what, monkeypatch):
     with pytest.raises(ValueError, match=f"^{what} differs between process 0 and process 2"):
         compare(monkeypatch, described(), described(), described(**change))
+
+
+def halved(model, batch):
+    total, weight = model.loss(batch)
+    return 0.5 * total, weight
+
+
+def with_decay(power):
+    def loss(model, batch):
+        total, weight = model.loss(batch)
+        return total + weight * jnp.sum(model.up.kernel[...] ** power), weight
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "losses", [(lambda model, batch: model.loss(batch), halved), (with_decay(2), with_decay(4))]
+)
+def test_other_code_of_the_loss_is_found(losses, monkeypatch):
+    """Reported as horovod #2640: two nodes had different versions of the code."""
+    first, same, other = (described(loss=one) for one in (losses[0], *losses))
+    compare(monkeypatch, first, same)
+    with pytest.raises(ValueError, match="loss.* differs between process 0 and process 1"):
+        compare(monkeypatch, first, other)
 
 
 ROWS = np.arange(8, dtype=np.float32)

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.checkpoint.agreement import gather
@@ -168,6 +169,7 @@ def describe_run(
         "layer_drop": json.dumps(to_dict(plan.inputs.layer_drop)),
         "the data": json.dumps(data, default=str),
         "the optimizer (its learning rate or another number of its update)": _update_of(plan),
+        "the code of the model or of the loss (as traced)": _digest_of(plan.traced.forward),
         **{name: str(value) for name, value in loop.items()},
     }
 
@@ -197,10 +199,7 @@ def _without_paths(settings: Any) -> Any:
 
 
 def _update_of(plan: Plan) -> str:
-    """Returns a digest of the traced optimizer update: its primitives and constants.
-
-    Parameters of jaxpr equations are not included, because their text may contain memory addresses.
-    """
+    """Returns a digest of the traced optimizer update."""
     params = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype)
         for name, x in plan.abstract_stored["params"].items()
@@ -211,21 +210,43 @@ def _update_of(plan: Plan) -> str:
         return plan.tx.update(params, plan.tx.init(params), params, **extra)
 
     try:
-        closed = jax.make_jaxpr(update)(params, jax.ShapeDtypeStruct((), np.float32))
+        return _digest_of(jax.make_jaxpr(update)(params, jax.ShapeDtypeStruct((), np.float32)))
     except ValueError:  # 1-bit optimizers have no update outside of a step
         return ""
+
+
+def _digest_of(closed: ClosedJaxpr) -> str:
+    """Returns a digest of a traced program: operations, shapes, numbers and constants."""
     found = hashlib.sha256()
     for constant in closed.consts:
-        found.update(np.asarray(constant).tobytes())
+        if isinstance(constant, np.ndarray | jax.Array) and _is_readable(constant):
+            found.update(np.asarray(constant).tobytes())
     _add(found, closed.jaxpr)
     return found.hexdigest()
 
 
+def _is_readable(value: np.ndarray | jax.Array) -> bool:
+    """Returns whether this process has all numbers of an array; random keys are no numbers."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
 def _add(found: Any, program: Jaxpr) -> None:
     for equation in program.eqns:
-        found.update(equation.primitive.name.encode())
+        # Other parameters may hold objects, whose text has their memory addresses.
+        plain = {name: value for name, value in equation.params.items() if _is_plain(value)}
+        shapes = [getattr(one.aval, "shape", None) for one in equation.outvars]
+        found.update(f"{equation.primitive.name} {sorted(plain.items())} {shapes}".encode())
         for operand in equation.invars:
             if isinstance(operand, Literal):
                 found.update(np.asarray(operand.val).tobytes())
         for inner in inner_programs(equation.params):
             _add(found, inner)
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value is a number, or a tuple of numbers."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float)
