@@ -28,6 +28,8 @@ from zerojax.equality.short_runs import (
     one_unit_away,
     plan_of,
 )
+from zerojax.parallel.zero import gradients
+from zerojax.parallel.zero.microbatch import split_batch
 
 DEVICES = 4
 STEEP = optax.adamw(1e-2, eps=1e-4)
@@ -313,6 +315,25 @@ def test_an_optimizer_that_depends_on_the_split_is_told_from_a_wrong_gradient(mo
     assert reason.kind == "optimizer"
     assert "update of last" in reason.sentence
     assert "1.0e-02" in reason.sentence
+
+
+@pytest.mark.thorough
+def test_gradients_of_the_last_microbatch_alone_are_found(monkeypatch):
+    """As DeepSpeed #7718: the loss is right, and the gradient norm is far too small."""
+    accumulate = gradients._accumulate
+
+    def last_alone(config, differentiate, inputs, extras, key, rows, scales):
+        sums, _, after = accumulate(config, differentiate, inputs, extras, key, rows, scales)
+        last = jax.tree.map(lambda x: x[-1], split_batch(rows, config.num_microbatches))
+        return sums, differentiate(inputs, extras, key, last)[1], after
+
+    monkeypatch.setattr(gradients, "_accumulate", last_alone)
+    result = found_here(cases.PAIR, cases.mean, monkeypatch, only=[Configuration(DEVICES, 2, 2)])
+    assert not result.agrees
+    (run,), (reason,) = result.runs, result.reasons
+    assert run.norm > 0.1
+    assert reason.kind == "unknown"
+    assert "zero=2, 2 microbatches, most in the parameter" in reason.sentence
 
 
 def test_a_refused_plan_is_shown_with_its_sentence(monkeypatch):

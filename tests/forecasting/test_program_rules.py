@@ -258,9 +258,10 @@ def test_an_error_lists_every_violation_with_its_line():
     ],
 )
 def test_sharding_rules_without_effect(rules, number, words):
-    """Reported as maxtext #5060 (2.7 times slower) and jax #18591."""
+    """Reported as maxtext #5060 (2.7 times slower), maxtext #4205 and jax #18591."""
     (found,) = violations(plan_of(rules=rules), rules_split=True)
     assert all(word in found.found for word in (repr(rules[number][0]), *words))
+    assert re.search(r"test_program_rules\.py:\d+: .*self\.down\(hidden\)", str(found.line))
 
 
 def test_a_rule_that_exempts_from_a_later_one_has_an_effect():

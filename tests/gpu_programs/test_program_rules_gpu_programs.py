@@ -1,7 +1,11 @@
 """Program rules in steps compiled for H100: attention, bytes between nodes, no false alarm."""
 
+import re
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import zerojax
 from zerojax.config import ModelConfig
@@ -74,6 +78,43 @@ def test_attention_that_stores_its_scores():
     assert "bf16" in str(narrow.collective)
     assert f"[2, 4, {SEQ}, 1, {SEQ}] in float32" in stored.found
     assert "zerojax/zoo" in str(stored.line)
+
+
+class Scaled(nnx.Module):
+    """Scales hidden units that are split over `model` by numbers that are not."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(64, 256, rngs=rngs)
+        self.down = nnx.Linear(256, 64, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(32))
+
+    def loss(self, batch):
+        groups = self.up(batch["x"]).reshape(-1, 8, 32)
+        hidden = groups * self.scale[...][None, None]
+        output = self.down(nnx.gelu(hidden).reshape(-1, 256))
+        return zerojax.losses.mean_squared_error(output, batch["x"])
+
+
+def test_gradients_that_are_summed_in_16_bits_along_another_axis():
+    """Reported as pytorch #190626: reduce_dtype holds for the axes of the batch alone."""
+    rules = (
+        ("up/kernel", (None, "model")),
+        ("up/bias", ("model",)),
+        ("down/kernel", ("model", None)),
+    )
+    plan = zerojax.make_plan(
+        Scaled,
+        {"data": 2, "model": 4, "rules": rules, "zero": 2, "persistence_threshold": 0},
+        example_batch={"x": np.zeros((32, 64), np.float32)},
+        precision="bf16",
+        reduce_dtype="fp32",
+    )
+    with pytest.raises(ExpectationError) as caught:
+        zerojax.expect(plan, gpu="h100", gradients_in="fp32")
+    (found,) = caught.value.violations
+    assert "bf16" in found.found
+    assert "all-reduce over model" in str(found.collective)
+    assert re.search(r"gpu_programs\.py:\d+: hidden = groups \* self\.scale", str(found.line))
 
 
 def test_bytes_between_nodes():

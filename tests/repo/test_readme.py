@@ -148,6 +148,16 @@ def test_every_line_of_a_table_of_promises_names_a_test():
         assert len(rows) >= least.get(page, 0), page
 
 
+def test_the_counts_of_known_faults_are_those_of_its_tables():
+    page = PAGES["docs/known_faults.md"]
+    rows = re.findall(r"^\| .*github\.com.* \| (?:yes|no) \| `tests/.*$", page, flags=re.MULTILINE)
+    found = [row for row in rows if "**not found**" not in row]
+    lines = [row for row in found if " | yes | " in row]
+    introduction = page.split("\n\n")[1]
+    assert len(rows) == 20
+    assert [int(number) for number in re.findall(r"\d+", introduction)] == [len(found), len(lines)]
+
+
 def test_the_readme_shows_parts_of_a_page_of_a_plan():
     (excerpt,) = blocks("text", "README.md")
     (page,) = blocks("text", "docs/plan.md")

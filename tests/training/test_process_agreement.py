@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -26,9 +29,9 @@ OPTIMIZERS = {
 }
 
 
-def described(optimizer=None, *, zero=1, seed=0, steps=5):
+def described(optimizer=None, *, zero=1, seed=0, steps=5, loss=None):
     optimizer = optimizer or optax.sgd(0.1)
-    plan = plan_for(Regression, batch=regression_batch, optimizer=optimizer, zero=zero)
+    plan = plan_for(Regression, batch=regression_batch, optimizer=optimizer, zero=zero, loss=loss)
     loop = {"eval_every": 10}
     return describe_run(plan, as_feed(regression_batch), seed=seed, steps=steps, loop=loop)
 
@@ -64,6 +67,57 @@ def test_another_learning_rate_is_found(name, monkeypatch):
 def test_the_difference_is_named(change, what, monkeypatch):
     with pytest.raises(ValueError, match=f"^{what} differs between process 0 and process 2"):
         compare(monkeypatch, described(), described(), described(**change))
+
+
+def halved(model, batch):
+    total, weight = model.loss(batch)
+    return 0.5 * total, weight
+
+
+def with_decay(power):
+    def loss(model, batch):
+        total, weight = model.loss(batch)
+        return total + weight * jnp.sum(model.up.kernel[...] ** power), weight
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "losses", [(lambda model, batch: model.loss(batch), halved), (with_decay(2), with_decay(4))]
+)
+def test_other_code_of_the_loss_is_found(losses, monkeypatch):
+    """Reported as horovod #2640: two nodes had different versions of the code."""
+    first, same, other = (described(loss=one) for one in (losses[0], *losses))
+    compare(monkeypatch, first, same)
+    with pytest.raises(ValueError, match="loss.* differs between process 0 and process 1"):
+        compare(monkeypatch, first, other)
+
+
+def test_the_line_of_the_other_code_is_named(monkeypatch):
+    """Each process finds its own line with the operations of all processes."""
+    programs = [
+        plan_for(Regression, batch=regression_batch, loss=one).traced.forward
+        for one in (with_decay(2), with_decay(4), lambda model, batch: model.loss(batch))
+    ]
+    counts, digests = [], []
+    for program in programs:
+        operations = [text for text, _ in process_agreement._operations(program.jaxpr)]
+        counts.append(len(operations))
+        digests.append([process_agreement._digest(text) for text in operations])
+    rows = np.zeros((3, max(counts)), np.uint32)
+    for row, values in zip(rows, digests, strict=True):
+        row[: len(values)] = values
+
+    def gather(own):
+        assert own.dtype == np.int32  # what JAX gathers without 64 bits
+        return np.array(counts)[:, None] if own.size == 1 else rows.view(np.int32)
+
+    monkeypatch.setattr(process_agreement, "gather", gather)
+    for other in (1, 2):
+        lines = [process_agreement._line_that_differs(program, other) for program in programs]
+        assert all("test_process_agreement.py" in lines[one] for one in (0, 1))
+        assert "** power" in lines[0]
+    assert process_agreement._line_that_differs(programs[0], 0) == ""
 
 
 ROWS = np.arange(8, dtype=np.float32)
@@ -118,10 +172,13 @@ def whole(step):
     return regression_batch(step)
 def own(step):
     return {{name: x[low:high] for name, x in regression_batch(step).items()}}
+def other(model, batch):
+    total, weight = model.loss(batch)
+    return 0.5 * total, weight
 losses = []
 try:
     zerojax.train(Regression, {{"zero": 1}}, {batches}, optimizer=optax.sgd({rate}), steps={steps},
-                  precision="fp32", run_dir=None, log=zerojax.LogConfig(every=1),
+                  precision="fp32", run_dir=None, loss={loss}, log=zerojax.LogConfig(every=1),
                   callbacks=[lambda trainer, metrics: losses.append(metrics["loss"])])
 except ValueError as error:
     print("REFUSED", error)
@@ -144,7 +201,7 @@ else:
 )
 def test_two_processes_start_one_run_or_none(batches, rate, steps, expected, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(batches=batches, rate=rate, steps=steps))
+    script.write_text(SCRIPT.format(batches=batches, rate=rate, steps=steps, loss=None))
     variables = {"JAX_NUM_CPU_DEVICES": "2"}
     outputs = run_group([[str(script)]] * 2, folder=tmp_path, variables=variables, join=True)
     assert all(expected in output for output in outputs), outputs
@@ -158,3 +215,15 @@ def test_two_processes_start_one_run_or_none(batches, rate, steps, expected, tmp
     for output in outputs:
         found = output.partition("TRAINED")[2].split()
         np.testing.assert_allclose([float(x) for x in found], losses, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.multihost
+@pytest.mark.thorough
+def test_two_processes_with_other_code_name_their_lines(tmp_path):
+    script = tmp_path / "script.py"
+    loss = "other if process else None"
+    script.write_text(SCRIPT.format(batches="whole", rate=0.1, steps=3, loss=loss))
+    variables = {"JAX_NUM_CPU_DEVICES": "2"}
+    for output in run_group([[str(script)]] * 2, folder=tmp_path, variables=variables, join=True):
+        assert "REFUSED the code of the model or of the loss" in output
+        assert re.search(r"script\.py:\d+: return 0\.5 \* total", output)

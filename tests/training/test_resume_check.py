@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,17 @@ import pytest
 from tests.support.refusals import refused
 from tests.training.test_rate_range import config_of, contents
 from zerojax.cli import main
+from zerojax.data import Feed
 from zerojax.training import resume_check
 from zerojax.training.resume_check import CLOSE, DIFFERS, IDENTICAL, REDRAWN, check_resume
-from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, StepsRecord, StepsRequest
+from zerojax.training.resumed_steps import (
+    AFTER,
+    BEFORE,
+    RECORD,
+    StepsRecord,
+    StepsRequest,
+    take_steps,
+)
 from zerojax.training.resumed_steps import main as run_child
 from zerojax.training.run_file import run_from_config
 
@@ -138,6 +147,33 @@ def test_a_resume_on_fewer_devices_is_compared_in_processes(tmp_path, capsys):
     assert re.search("learning rate +differs", capsys.readouterr().out)
     assert main(["checkpoint", "resume-check", str(tmp_path), "--devices", "3"]) == 2
     assert "batch size 8 is not divisible by data shards (3)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_rows_that_come_again_after_a_resume_are_found(tmp_path, monkeypatch):
+    """As torchtitan #816: the resumed run has lost its position in the data, and says nothing."""
+    run_from_config(config_of(tmp_path, "steps=2", "eval_every=null"))
+    restore, steps = Feed.restore, []
+
+    def run(self, request: StepsRequest, devices: int, folder: Path, title: str):
+        def lost(feed: Feed, state: dict[str, Any], **options: bool) -> None:
+            restore(feed, {**state, "row": 0}, **options)
+
+        if request.other_key:
+            return steps[0]
+        folder.mkdir()
+        is_new = title.endswith("new mesh")
+        monkeypatch.setattr(Feed, "restore", lost if is_new else restore)
+        record = take_steps(request, folder)
+        before, after = (resume_check._arrays(folder / name) for name in (BEFORE, AFTER))
+        steps.append(resume_check._Steps(record, before, after))
+        return steps[-1]
+
+    monkeypatch.setattr(resume_check._Children, "run", run)
+    found = {one.aspect: one for one in check_resume(tmp_path, devices=8, steps=1).findings}
+    assert found["data"].verdict == DIFFERS
+    assert "step 3" in found["data"].text
+    assert found["state"].verdict == IDENTICAL
 
 
 @pytest.mark.slow

@@ -317,17 +317,17 @@ def _straight_layers(
             title=title,
             is_loop=False,
             why=next((reason for reason in plan.reasons if reason.startswith(prefix)), ""),
-            line=_line_of_read(forward.jaxpr, members),
+            line=line_of_read(forward.jaxpr, members),
         )
 
 
-def _line_of_read(program: Jaxpr, names: Collection[str | None]) -> str | None:
-    """Returns the line that first reads one of the parameters."""
+def line_of_read(program: Jaxpr, names: Collection[str | None]) -> str | None:
+    """Returns the line that first reads one of the parameters; None if none is read."""
     for equation in program.eqns:
         if read_name(equation) in names:
             return line_of_equation(equation)
         for inner in inner_programs(equation.params):
-            line = _line_of_read(inner, names)
+            line = line_of_read(inner, names)
             if line is not None:
                 return line
     return None

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.checkpoint.agreement import gather
@@ -26,20 +27,23 @@ from zerojax.operators.marks import inner_programs
 from zerojax.optim import extra_arguments
 from zerojax.plan.device_mesh import num_data_shards
 from zerojax.plan.make import Plan
+from zerojax.tracing.source_lines import line_of_equation
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _TEXT_BYTES = 200
+_CODE = "the code of the model or of the loss (as traced)"
 _OWN_PATHS = ("folder",)
 """Settings that may differ between hosts, because they are paths on local disks."""
 
 
-def check_same_run(described: Mapping[str, str]) -> None:
+def check_same_run(described: Mapping[str, str], forward: ClosedJaxpr | None = None) -> None:
     """Raises ValueError on every process if two processes describe different runs.
 
     Every process must call it, with the same keys.
 
     Args:
       described: {readable name of a setting: its value as text}; compared in this order.
+      forward: the traced loss, to name the lines at which the code of two processes differs.
     """
     if jax.process_count() == 1:
         return
@@ -48,7 +52,10 @@ def check_same_run(described: Mapping[str, str]) -> None:
     for number, (what, value) in enumerate(described.items()):
         differing = np.flatnonzero(rows[:, number] != rows[0, number])
         if differing.size:
-            raise ValueError(_difference(what, value, int(differing[0])))
+            process = int(differing[0])
+            if what == _CODE and forward is not None:
+                value = _line_that_differs(forward, process)
+            raise ValueError(_difference(what, value, process))
 
 
 def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[str, ...]]:
@@ -168,6 +175,7 @@ def describe_run(
         "layer_drop": json.dumps(to_dict(plan.inputs.layer_drop)),
         "the data": json.dumps(data, default=str),
         "the optimizer (its learning rate or another number of its update)": _update_of(plan),
+        _CODE: _digest_of(plan.traced.forward),
         **{name: str(value) for name, value in loop.items()},
     }
 
@@ -180,6 +188,8 @@ def _difference(what: str, value: str, process: int) -> str:
     rows = gather(shown)
     texts = [rows[n].tobytes().rstrip(b"\0").decode(errors="replace") for n in (0, process)]
     found = f": {texts[0]} and {texts[1]}" if all(texts) and texts[0] != texts[1] else ""
+    if what == _CODE and texts[0] and texts[0] == texts[1]:
+        found = f": both at {texts[0]}"
     return (
         f"{what} differs between process 0 and process {process}{found}; start every process with "
         "the same script, settings and packages"
@@ -197,10 +207,7 @@ def _without_paths(settings: Any) -> Any:
 
 
 def _update_of(plan: Plan) -> str:
-    """Returns a digest of the traced optimizer update: its primitives and constants.
-
-    Parameters of jaxpr equations are not included, because their text may contain memory addresses.
-    """
+    """Returns a digest of the traced optimizer update."""
     params = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype)
         for name, x in plan.abstract_stored["params"].items()
@@ -211,21 +218,64 @@ def _update_of(plan: Plan) -> str:
         return plan.tx.update(params, plan.tx.init(params), params, **extra)
 
     try:
-        closed = jax.make_jaxpr(update)(params, jax.ShapeDtypeStruct((), np.float32))
+        return _digest_of(jax.make_jaxpr(update)(params, jax.ShapeDtypeStruct((), np.float32)))
     except ValueError:  # 1-bit optimizers have no update outside of a step
         return ""
+
+
+def _digest_of(closed: ClosedJaxpr) -> str:
+    """Returns a digest of a traced program: operations, shapes, numbers and constants."""
     found = hashlib.sha256()
     for constant in closed.consts:
-        found.update(np.asarray(constant).tobytes())
-    _add(found, closed.jaxpr)
+        if isinstance(constant, np.ndarray | jax.Array) and _is_readable(constant):
+            found.update(np.asarray(constant).tobytes())
+    for text, _ in _operations(closed.jaxpr):
+        found.update(text)
     return found.hexdigest()
 
 
-def _add(found: Any, program: Jaxpr) -> None:
+def _line_that_differs(forward: ClosedJaxpr, process: int) -> str:
+    """Returns this process's line of the first operation in which processes 0 and `process` differ.
+
+    Every process must call it. Returns "" if only constants differ.
+    """
+    operations = list(_operations(forward.jaxpr))
+    digests = np.array([_digest(text) for text, _ in operations], np.uint32)
+    most = int(gather(np.array([digests.size], np.int32)).max())
+    own = np.zeros(most, np.int32)
+    own[: digests.size] = digests.view(np.int32)
+    rows = gather(own)
+    differing = np.flatnonzero(rows[0] != rows[process])
+    if not differing.size:
+        return ""
+    if differing[0] >= len(operations):
+        return "the end of the loss"
+    line = line_of_equation(operations[differing[0]][1]) or "an operation without a line"
+    return line.encode()[:_TEXT_BYTES].decode(errors="ignore")
+
+
+def _is_readable(value: np.ndarray | jax.Array) -> bool:
+    """Returns whether this process has all numbers of an array; random keys are no numbers."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def _operations(program: Jaxpr) -> Iterator[tuple[bytes, Any]]:
+    """Yields what each equation of a program does, and the equation; inner programs follow it."""
     for equation in program.eqns:
-        found.update(equation.primitive.name.encode())
-        for operand in equation.invars:
-            if isinstance(operand, Literal):
-                found.update(np.asarray(operand.val).tobytes())
+        # Other parameters may hold objects, whose text has their memory addresses.
+        plain = {name: value for name, value in equation.params.items() if _is_plain(value)}
+        shapes = [getattr(one.aval, "shape", None) for one in equation.outvars]
+        text = f"{equation.primitive.name} {sorted(plain.items())} {shapes}".encode()
+        numbers = [one.val for one in equation.invars if isinstance(one, Literal)]
+        yield text + b"".join(np.asarray(number).tobytes() for number in numbers), equation
         for inner in inner_programs(equation.params):
-            _add(found, inner)
+            yield from _operations(inner)
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value is a number, or a tuple of numbers."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float)

@@ -72,7 +72,8 @@ def open_run(spec: RunSpec, plan: Plan) -> Run:
         check_same_run(
             describe_run(
                 plan, spec.feed, seed=spec.seed, steps=spec.steps, loop=_common_settings(spec)
-            )
+            ),
+            plan.traced.forward,
         )
     if spec.validation is not None:
         check_evaluation_mode(plan)

@@ -18,7 +18,7 @@ from zerojax.forecasting.program_rules.rule_results import (
     checked_rule,
 )
 from zerojax.forecasting.program_rules.sharding_effects import effect_of, users_rules
-from zerojax.forecasting.step_contents import SentArray, StepContents
+from zerojax.forecasting.step_contents import SentArray, StepContents, line_of_read
 from zerojax.operators.context import SCOPE as ATTENTION
 from zerojax.operators.marks import marked_reads
 from zerojax.optim.matrices import SCOPE as MATRICES
@@ -324,10 +324,14 @@ class _Step:
         size = plan.mesh.shape[MODEL]
         found = [
             Violation(
-                rule="rules_split", found=f"rule {pattern!r} {why}", limit=limit, remedy=remedy
+                rule="rules_split",
+                found=f"rule {pattern!r} {why}",
+                limit=limit,
+                line=line_of_read(plan.traced.forward.jaxpr, names),
+                remedy=remedy,
             )
             for place, (pattern, _) in enumerate(all_rules)
-            for why, remedy in [effect_of(place, all_rules, plan, size)]
+            for why, remedy, names in [effect_of(place, all_rules, plan, size)]
             if why
         ]
         kept = len(all_rules) - len(found)

@@ -32,17 +32,20 @@ def users_rules(plan: Plan) -> tuple[tuple[str, Sequence[str | None]], ...]:
 
 def effect_of(
     place: int, rules: Sequence[tuple[str, Sequence[str | None]]], plan: Plan, size: int
-) -> tuple[str, str]:
-    """Returns (why a sharding rule has no effect, remedy); ("", "") if it has one."""
+) -> tuple[str, str, list[str]]:
+    """Returns (why a sharding rule has no effect, remedy, parameters that it matches).
+
+    Returns ("", "", []) if it has an effect.
+    """
     pattern, axes = rules[place]
     if size == 1:
-        return f"splits nothing: the mesh has {MODEL}={size}", f"set {MODEL} in the mesh"
+        return f"splits nothing: the mesh has {MODEL}={size}", f"set {MODEL} in the mesh", []
     shapes = {name: leaf.shape for name, leaf in plan.placement.leaves.items()}
     asked = {name: (plan.stacks.get(name) or (name,))[0] for name in shapes}
     matched = [name for name, row in asked.items() if re.search(pattern, row)]
     if not matched:
         near = ", ".join(list(shapes)[:3])
-        return "matches no parameter", f"correct the pattern; names are such as {near}"
+        return "matches no parameter", f"correct the pattern; names are such as {near}", []
     earlier = [one for one, _ in rules[:place]]
     first = [name for name in matched if not any(re.search(one, asked[name]) for one in earlier)]
     if not first:
@@ -50,16 +53,18 @@ def effect_of(
         return (
             f"comes too late: {taken!r} or other earlier rules match its {len(matched)} parameters",
             "move it before them or remove it",
+            matched,
         )
     own = {name: shapes[name] for name in first}
     stacks = plan.stacks
     sizes = plan.mesh.shape
     if any(any(one) for one in tensor_parallel_axes(own, sizes, [rules[place]], stacks).values()):
-        return "", ""
+        return "", "", []
     later = tensor_parallel_axes(own, sizes, rules[place + 1 :], stacks)
     if not any(any(one) for one in later.values()):
         return (
             f"splits none of the {len(first)} parameters that it matches (axes {list(axes)})",
             f"name the axis {MODEL!r} for a dimension, or remove it",
+            first,
         )
-    return "", ""
+    return "", "", []
