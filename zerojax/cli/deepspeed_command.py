@@ -5,16 +5,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from zerojax.cli.arguments import add_command, add_settings, split_words
+from zerojax.cli.jax_environment import use_cpu_devices
+from zerojax.cli.progress import Progress
 from zerojax.config import ConfigError, ElasticBatch, RunConfig, load, to_dict
+from zerojax.config.checks import MAX_CPU_DEVICES, check_whole_number
 from zerojax.config.display import show
+from zerojax.config.loader import user_path
 from zerojax.runtime.shutdown import BAD_INPUT, OK
+from zerojax.runtime.user_files import replace_text
 
 if TYPE_CHECKING:
     from zerojax.deepspeed_config import Translation
 
+DIFFERS = 4
+"""Exit code of a comparison that finds a difference."""
 
 _EXPLAIN = """\
 Prints a line for every key of the file: honoured (same meaning as in DeepSpeed), mapped (supported
@@ -28,6 +36,18 @@ examples:
 then, in Python: zerojax.train(model, "ds_config.json", batches)
 
 exit codes: 0 the file is supported, 2 a key or value in it is refused."""
+
+_COMPARE = """\
+Trains the same weights on the same batches with DeepSpeed and with zerojax, on CPUs of this
+machine, and compares losses, the gradient of every tensor in the first step, and its update. Tokens
+are random, and dropout is off. DeepSpeed runs in processes of its own; --python names a Python that
+has torch, deepspeed and transformers, if it is not this one.
+
+examples:
+  zerojax deepspeed compare ds_config.json --model my_folder
+  zerojax deepspeed compare ds_config.json --model my_folder --processes 4 --out compared.json
+
+exit codes: 0 equal up to rounding, 4 a loss, a gradient or an update differs."""
 
 _ELASTIC = """\
 Chooses the global batch size of an elastic run from the section `elasticity`, by DeepSpeed's
@@ -87,6 +107,26 @@ def add_deepspeed(commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser = add_command(
+        inner, "compare", compare, "train with DeepSpeed and with zerojax, and compare", _COMPARE
+    )
+    parser.add_argument("file", metavar="FILE", help="ds_config.json")
+    parser.add_argument(
+        "--model", metavar="FOLDER", required=True, help="Hugging Face folder of a decoder"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=2, metavar="N", help="processes and devices (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="steps to compare (%(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=32, metavar="N", help="tokens per row (%(default)s)"
+    )
+    parser.add_argument(
+        "--python", metavar="PATH", help="Python with DeepSpeed (default: this one)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="also write the result as JSON")
+    parser = add_command(
         inner, "keys", list_keys, "list every key of DeepSpeed and how zerojax handles it"
     )
     parser.add_argument("word", metavar="WORD", nargs="?", help="only keys that contain this word")
@@ -143,6 +183,34 @@ def explain(args: argparse.Namespace) -> int:
         else deepspeed_config.explanation(translation)
     )
     return BAD_INPUT if any(line.verdict == "refused" for line in translation.lines) else OK
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Runs `zerojax deepspeed compare`: prints the comparison of both sides.
+
+    Returns:
+      Exit code: 0 equal up to rounding, 4 something differs.
+    """
+    for name in ("processes", "steps", "length"):
+        check_whole_number(f"--{name}", getattr(args, name), 1, MAX_CPU_DEVICES)
+    use_cpu_devices(args.processes)
+
+    from zerojax.equality.deepspeed_compare import compare_with_deepspeed
+
+    with Progress(quiet=False) as progress:
+        found = compare_with_deepspeed(
+            user_path(args.file),
+            user_path(args.model),
+            processes=args.processes,
+            steps=args.steps,
+            length=args.length,
+            python=args.python or sys.executable,
+            progress=progress,
+        )
+    show(found.page())
+    if args.out is not None:
+        replace_text(user_path(args.out), json.dumps(found.as_dict(), indent=1))
+    return OK if found.first is None else DIFFERS
 
 
 def _as_dict(translation: Translation) -> dict[str, object]:
