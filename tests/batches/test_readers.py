@@ -164,6 +164,8 @@ INTO_NEW_FOLDERS = {
     "zoo/hugging_face/safetensors.py",
     "equality/__init__.py",
     "equality/child.py",
+    "equality/deepspeed_compare.py",
+    "equality/deepspeed_reference.py",
     "training/hugging_face_export.py",
     "training/resume_check.py",
     "training/resumed_steps.py",
