@@ -71,6 +71,7 @@ def test_other_numbers_are_the_same_program(name):
     assert text_of(plan_with(FIRST, as_inputs=False, name=name)) not in texts
 
 
+@pytest.mark.thorough
 def test_what_is_no_input_is_another_program():
     """Without decay all parameters have equal settings, so the program has fewer inputs."""
 
