@@ -97,11 +97,12 @@ def plan_of(given: Sound, **mesh: Any):
 )
 def test_rules_find_what_is_true_alone(name, zero):
     given = CASES[name]()
-    rules = zerojax.ExpectConfig(**RULES, layer_loops=max(given.loops, 1))
+    loops = 0 if name == "listed" and zero < 3 else given.loops  # lists become loops at stage 3
+    rules = zerojax.ExpectConfig(**RULES, layer_loops=max(loops, 1))
     found = check_step(plan_of(given, zero=zero), rules).violations
     assert [one.describe() for one in found if one.rule != "layer_loops"] == []
     outside = [one.found for one in found if one.rule == "layer_loops"]
-    assert bool(outside) == (given.loops == 0), outside
+    assert bool(outside) == (loops == 0), outside
     assert all("outside of loops" in one for one in outside)
 
 
