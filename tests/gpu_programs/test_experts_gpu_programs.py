@@ -119,11 +119,11 @@ def test_temporaries_are_at_most_one_and_a_half_times_the_rows():
     assert compiled(False).memory.temporary <= 1.5 * ROWS + in_float32 + 2**20
 
 
-def test_temporaries_of_split_experts_are_two_and_a_half_times_the_rows():
-    """801 MiB: rows, hidden units and results (1.5 times), and the gradient of results, which is
-    there twice while it is sent and sorted. No array is of as many times the rows as there are
-    devices."""
+def test_temporaries_of_split_experts_are_three_times_the_rows():
+    """961 MiB: rows, hidden units and results (1.5 times), rows as they arrived, and the gradient
+    of results, which is there twice while it is sent. No array is of as many times the rows as
+    there are devices."""
     found = compiled(True)
-    assert found.memory.temporary <= 2.55 * ROWS
+    assert found.memory.temporary <= 3.05 * ROWS
     sizes = re.findall(r"bf16\[([\d,]+)\]", found.text)
     assert max(math.prod(map(int, dims.split(","))) for dims in sizes) == SLOTS * WIDTH

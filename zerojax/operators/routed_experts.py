@@ -263,10 +263,7 @@ class _Call:
         """Sends rows to their experts, [E, C, ...] -> [own experts, devices * C, ...]."""
         if self.axis is None:
             return slots
-        brought = lax.all_to_all(slots, self.axis, split_axis=0, concat_axis=1, tiled=True)
-        # XLA sorts what arrives by experts. Without the barrier it keeps rows in both orders for
-        # the backward pass: 961 instead of 801 MiB for a layer of OLMoE over 8 H100.
-        return lax.optimization_barrier(brought)
+        return lax.all_to_all(slots, self.axis, split_axis=0, concat_axis=1, tiled=True)
 
     def from_experts(self, slots: jax.Array) -> jax.Array:
         """Reverses `to_experts`."""
