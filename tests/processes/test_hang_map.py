@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hang_process import AFTER
-from tests.support.process_groups import end_group
+from tests.support.process_groups import end_group, run_group
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
@@ -43,3 +43,13 @@ def test_the_missing_process_and_the_collective_are_named(
     # A process that was stopped could not say where it stands.
     where = "left no note" if kind == "stops" else r"on .*hang_process\.py:\d+: "
     assert re.search(rf"zerojax: process {missing} {where}", text), text
+
+
+def test_a_second_start_does_not_wait_for_a_program_from_the_cache(tmp_path: Path) -> None:
+    """Process 0 would read the step from the cache, while process 1 compiles it."""
+    for start in ("first", "second"):
+        words = ["-m", "tests.support.hang_process", "nothing", "0", str(tmp_path / start)]
+        variables = {"ZEROJAX_CACHE": str(tmp_path / "cache")}
+        outputs = run_group([words] * 2, variables=variables, join=True)
+        assert re.search(r"step +6/6", outputs[0])
+        assert "not cached" in outputs[0]

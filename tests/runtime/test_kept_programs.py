@@ -54,6 +54,21 @@ def test_whoever_says_otherwise_is_followed(what, monkeypatch, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+def test_several_processes_on_cpus_keep_none(monkeypatch, tmp_path):
+    """Not even in the folder of JAX's own settings; tests/processes/test_hang_map.py says why."""
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", True)
+        assert "not cached" in (keep_programs() or "")
+        assert not jax.config.jax_enable_compilation_cache
+        assert keep_programs() is None
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_made_is_said(monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("a file")
     said = keep_programs()

@@ -66,6 +66,13 @@ def test_processes_without_a_note_are_missing():
     assert last.startswith("processes 1, 3 left no note")
 
 
+def test_a_note_from_before_a_step_that_others_have_finished_does_not_count():
+    old = note(1, doing="compiling, or in step 1", entered=0, finished=0, meetings=())
+    *_, last = found = describe_hang([note(0), old, note(2), note(3)], NOW)
+    assert found[0].startswith("process 0 waits in step 8")
+    assert last.startswith("process 1 left no note")
+
+
 def test_a_step_that_every_process_has_begun_blames_no_process():
     found = describe_hang([note(process) for process in range(4)], NOW)
     assert found[0].startswith("processes 0-3 wait in step 8")

@@ -19,11 +19,14 @@ def describe_hang(notes: Sequence[Note], now: float) -> list[str]:
     """Returns one line for each group of processes that wait for the same, the missing ones last.
 
     Args:
-      notes: notes of at least one process; processes without a note count as missing.
+      notes: notes of at least one process; processes without a note count as missing. A note from
+        before a step that others have finished does not count, because every process took part in
+        this step: its process was stopped before it could remove the note.
       now: time in seconds since 1970.
     """
     count = notes[0].num_processes
-    notes = [note for note in notes if note.process < count]
+    ended = max(note.finished for note in notes)
+    notes = [note for note in notes if note.process < count and note.entered >= ended]
     absent = sorted(set(range(count)) - {note.process for note in notes})
     waiting = [note for note in notes if note.entered > note.finished]
     if waiting:

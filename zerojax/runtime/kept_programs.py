@@ -34,15 +34,17 @@ def keep_programs() -> str | None:
     """Turns on JAX's persistent cache for the programs that this process compiles.
 
     Changes nothing if JAX's own settings name a folder or switch its cache off, or if ZEROJAX_CACHE
-    is "off".
+    is "off". On CPUs with several processes it turns JAX's cache off.
 
     Returns:
       A sentence for the log; None if nothing was changed.
     """
     root, config = user_cache(), jax.config
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and jax.process_count() > 1:
+        return _keep_none()
     if root is None or config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return None
-    on_cpu = jax.default_backend() == "cpu"
     if on_cpu and jax.__version_info__ < _SAFE_ON_CPU:
         return None
     # XLA compiles for the processor it runs on, and several machines may share a folder.
@@ -59,6 +61,22 @@ def keep_programs() -> str | None:
     return (
         f"compiled programs are cached in {folder} for the next start ({CACHE_VARIABLE}=off "
         "disables it)"
+    )
+
+
+def _keep_none() -> str | None:
+    """Turns off JAX's cache for several processes on CPUs; returns a sentence for the log.
+
+    JAX's keys differ between processes on CPUs, and only process 0 writes. At the next start
+    process 0 would read the step from the cache, and the others compile it; both programs then may
+    wait for each other in different collectives, forever (seen with JAX 0.12.0).
+    """
+    if not jax.config.jax_enable_compilation_cache:
+        return None
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    return (
+        "compiled programs are not cached: with several processes on CPUs, a cached step may hang"
     )
 
 
