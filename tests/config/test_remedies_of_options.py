@@ -253,7 +253,7 @@ line(precision=BF16, optimizer=PLAIN) | param_dtype=bfloat16 optax | adamw lion 
 line(STATE, optimizer=PLAIN) | opt_state host optax | adamw lion sgd
   | line(STATE, optimizer=ours("$"))
 line(optimizer=groups("biass")) | biass | out/bias | line(optimizer=groups("$"))
-line(optimizer=groups("out", "bias")) | bias out/bias | before
+line(optimizer=groups("out", "bias")) | bias out/bias | first
   | line(optimizer=groups("bias", "out"))
 line(optimizer=groups("bias", weight_decay=0.1)) | weight_decay=0.1 out/bias | mask=None
   | line(optimizer=groups("bias", weight_decay=0.1, $))

@@ -242,7 +242,7 @@ def test_a_reference_model_says_it_too_and_is_read_back_with_it(tmp_path):
     section = {"mode": "bslongformer", "block": 2, "global_block_indices": [0, 3]}
     with pytest.raises(ConfigError) as error:
         losses(llama(None), section)
-    written = str(error.value).partition("attention_layout=zerojax.")[2].partition(", or take")[0]
+    written = str(error.value).partition("attention_layout=zerojax.")[2].partition(", or remove")[0]
     layout = eval(f"zerojax.{written}")
     assert layout == BSLongformerLayout(block=2, global_block_indices=(0, 3))
     assert len(losses(llama(layout), section, tmp_path, checkpoint=tmp_path)) == 2
