@@ -73,6 +73,12 @@ def test_a_note_from_before_a_step_that_others_have_finished_does_not_count():
     assert last.startswith("process 1 left no note")
 
 
+def test_a_note_of_an_earlier_start_with_more_processes_does_not_count():
+    found = describe_hang([*map(note, range(3)), note(7, finished=90, entered=90)], NOW)
+    assert found[0].startswith("processes 0-1 wait in step 8")
+    assert found[-1].startswith("process 3 left no note")
+
+
 def test_a_step_that_every_process_has_begun_blames_no_process():
     found = describe_hang([note(process) for process in range(4)], NOW)
     assert found[0].startswith("processes 0-3 wait in step 8")

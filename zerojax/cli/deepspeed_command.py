@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from zerojax.cli.arguments import add_command, add_settings, split_words
-from zerojax.cli.jax_environment import use_cpu_devices
+from zerojax.cli.jax_environment import run_one_program_at_a_time, use_cpu_devices
 from zerojax.cli.progress import Progress
 from zerojax.config import ConfigError, ElasticBatch, RunConfig, load, to_dict
 from zerojax.config.checks import MAX_CPU_DEVICES, check_whole_number
@@ -194,6 +194,7 @@ def compare(args: argparse.Namespace) -> int:
     for name in ("processes", "steps", "length"):
         check_whole_number(f"--{name}", getattr(args, name), 1, MAX_CPU_DEVICES)
     use_cpu_devices(args.processes)
+    run_one_program_at_a_time()
 
     from zerojax.equality.deepspeed_compare import compare_with_deepspeed
 

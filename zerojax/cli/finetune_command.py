@@ -9,16 +9,11 @@ from typing import Any
 
 from zerojax.cli.arguments import add_chats, add_command, command_name, finite
 from zerojax.cli.data_command import lines_of_chats
-from zerojax.cli.jax_environment import (
-    allow_pinned_memory,
-    run_one_program_at_a_time,
-    use_cpu_devices,
-)
+from zerojax.cli.jax_environment import prepare_devices
 from zerojax.cli.train_command import next_commands, train
 from zerojax.config import RunConfig, load
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
-from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.schedulers import process_group_of
 
 _HELP = """\
@@ -68,16 +63,11 @@ def run(args: argparse.Namespace) -> int:
     # Checks the settings before JAX is imported; weights and number of steps are checked later.
     config = load(RunConfig, None, ["model.pretrained=FOLDER", "steps=1000000000", *args.overrides])
     _check_one_process()
-    if config.cpu_devices is not None:
-        use_cpu_devices(config.cpu_devices)
-        keep_freed_memory()
-    allow_pinned_memory(config.mesh.offload)
+    prepare_devices(config)
     import jax
 
     from zerojax.training.fine_tuning import FineTuning, write_run
 
-    if config.cpu_devices is not None:
-        run_one_program_at_a_time()
     asked = FineTuning(
         folder=args.folder,
         data=args.data,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from zerojax.config import OffloadConfig
+from zerojax.config import OffloadConfig, RunConfig
 from zerojax.config.checks import MAX_CPU_DEVICES
 from zerojax.config.display import quoted
-from zerojax.runtime.memory import PINNED_LIMIT, least_room, pinned_limit_for
+from zerojax.runtime.memory import PINNED_LIMIT, keep_freed_memory, least_room, pinned_limit_for
 
 
 def use_cpu_devices(number: int | None) -> None:
@@ -39,6 +39,19 @@ def use_cpu_devices(number: int | None) -> None:
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(number)
+
+
+def prepare_devices(config: RunConfig) -> None:
+    """Makes the CPU devices of a run file, if it names a number, and allows pinned host memory.
+
+    Call this function before JAX starts its devices.
+    """
+    if config.cpu_devices is not None:
+        use_cpu_devices(config.cpu_devices)
+        keep_freed_memory()
+    allow_pinned_memory(config.mesh.offload)
+    if config.cpu_devices is not None:
+        run_one_program_at_a_time()
 
 
 def use_the_cpu_alone() -> None:

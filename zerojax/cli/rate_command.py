@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerojax.cli.arguments import add_command, add_settings, finite, split_words
-from zerojax.cli.jax_environment import (
-    allow_pinned_memory,
-    run_one_program_at_a_time,
-    use_cpu_devices,
-)
+from zerojax.cli.jax_environment import prepare_devices
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
-from zerojax.runtime.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from zerojax.training.rate_range import RateTest
@@ -65,16 +60,11 @@ def run(args: argparse.Namespace) -> int:
     """
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
-    if config.cpu_devices is not None:
-        use_cpu_devices(config.cpu_devices)
-        keep_freed_memory()
-    allow_pinned_memory(config.mesh.offload)
+    prepare_devices(config)
     import jax
 
     from zerojax.training.rate_range import find_rate, write_rate_page
 
-    if config.cpu_devices is not None:
-        run_one_program_at_a_time()
     with Progress(quiet=False) as progress:
         progress("compiling the training step")
         found = find_rate(config, low=args.low, high=args.high, steps=args.steps, progress=progress)

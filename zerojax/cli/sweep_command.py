@@ -9,16 +9,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from zerojax.cli.arguments import add_command, add_settings, command_name, split_words
-from zerojax.cli.jax_environment import (
-    allow_pinned_memory,
-    run_one_program_at_a_time,
-    use_cpu_devices,
-)
+from zerojax.cli.jax_environment import prepare_devices
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
 from zerojax.config.display import show
 from zerojax.runtime import shutdown
-from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.redaction import redact
 
 if TYPE_CHECKING:
@@ -82,15 +77,10 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--max-trials {args.max_trials} is below 1; use 1 trial or more")
         fewer = min(args.max_trials, config.sweep.trials or args.max_trials)
         config = dataclasses.replace(config, sweep=dataclasses.replace(config.sweep, trials=fewer))
-    if config.cpu_devices is not None:
-        use_cpu_devices(config.cpu_devices)
-        keep_freed_memory()
-    allow_pinned_memory(config.mesh.offload)
+    prepare_devices(config)
     from zerojax.runtime.preemption import sigterm_raised
     from zerojax.training.sweep_runs import Sweep
 
-    if config.cpu_devices is not None:
-        run_one_program_at_a_time()
     sweep = Sweep(config, args.out)
     if args.plan:
         with Progress(quiet=False) as progress:

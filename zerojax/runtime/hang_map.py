@@ -25,8 +25,9 @@ def describe_hang(notes: Sequence[Note], now: float) -> list[str]:
       now: time in seconds since 1970.
     """
     count = notes[0].num_processes
+    notes = [note for note in notes if note.process < count]  # an earlier start may have had more
     ended = max(note.finished for note in notes)
-    notes = [note for note in notes if note.process < count and note.entered >= ended]
+    notes = [note for note in notes if note.entered >= ended]
     absent = sorted(set(range(count)) - {note.process for note in notes})
     waiting = [note for note in notes if note.entered > note.finished]
     if waiting:
