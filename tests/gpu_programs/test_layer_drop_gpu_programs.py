@@ -18,6 +18,7 @@ from zerojax.hardware import compile_client, gpus
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan, plan_of
+from zerojax.plan.wire import wire_bytes
 from zerojax.zoo import GPT2, GPT2Config
 
 pytestmark = pytest.mark.gpu_programs
@@ -26,7 +27,7 @@ DROP = zerojax.LayerDropConfig(theta=0.5)
 
 
 @functools.cache
-def compiled(config: zerojax.LayerDropConfig) -> tuple[Plan, Program, int]:
+def compiled(config: zerojax.LayerDropConfig, stages: int = 1) -> tuple[Plan, Program, int]:
     """(plan, program, bytes of temporaries) of a GPT with recomputed layers at stage 3."""
     model = GPT2Config(
         vocab_size=512,
@@ -36,15 +37,17 @@ def compiled(config: zerojax.LayerDropConfig) -> tuple[Plan, Program, int]:
         embed_dim=512,
         remat="full",
     )
-    tokens = jax.ShapeDtypeStruct((2 * DEVICES, TOKENS), np.int32)
+    microbatches = 4 * stages if stages > 1 else 1
+    tokens = jax.ShapeDtypeStruct((2 * DEVICES * microbatches // stages, TOKENS), np.int32)
     inputs = PlanInputs(
         model=lambda rngs: GPT2(model, rngs=rngs),
         example_batch={"tokens": tokens, "targets": tokens},
         precision="bf16",
         layer_drop=config,
+        num_microbatches=microbatches,
     )
     devices = compile_client.gpu_devices(gpus.find_gpu("h100"), DEVICES)
-    mesh = make_mesh({"data": DEVICES}, devices)
+    mesh = make_mesh({"data": DEVICES // stages, "stage": stages}, devices)
     plan = plan_of(inputs, mesh, zero=3, persistence_threshold=0)
     result = compile_step(plan)
     return plan, read_program(result.text), result.memory.temporary
@@ -79,3 +82,15 @@ def test_bytes_fall_as_predicted_and_no_weights_are_copied():
     assert dropped / whole == pytest.approx(DROP.kept(LAYERS), rel=0.05)
     before, after = held.values()
     assert after <= before + 2 * layer, "weights and gradients of one layer, not of all"
+
+
+def test_stages_send_layers_in_branches_alone():
+    plan, program, held = compiled(DROP, 2)
+    sent = 0.0
+    for one in find_collectives(program, DEVICES):
+        if one.kind in ("all-gather", "reduce-scatter"):
+            assert one.in_branch or one.loop_depth == 0, one
+            sent += one.wire_bytes * one.times * (DROP.kept(LAYERS) if one.in_branch else 1)
+    assert sent == pytest.approx(wire_bytes(plan), rel=0.02)
+    _, _, before = compiled(zerojax.LayerDropConfig(), 2)
+    assert held <= 1.02 * before

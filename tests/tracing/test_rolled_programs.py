@@ -57,10 +57,10 @@ def test_unrolled_layers_have_collectives_of_their_own() -> None:
 @pytest.mark.parametrize("zero", [2, 3])
 def test_instructions_do_not_depend_on_depth(zero: int) -> None:
     few, many = (
-        count_instructions(lowered(ROLLED, number, zero).compile()) for number in (FEW, MANY)
+        count_instructions(lowered(ROLLED, number, zero).compile()) for number in (MANY, 2 * MANY)
     )
-    # One percent: sums of more than 32 numbers, such as one of each layer, are taken as trees.
-    assert 0 < few <= many <= 1.01 * few
+    # Few layers have fewer instructions: XLA computes sums of more than 32 numbers as trees.
+    assert 0 < few == many
 
 
 @pytest.mark.thorough

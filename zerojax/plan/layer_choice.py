@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import ConfigError, LayerDropConfig, MeshConfig
 from zerojax.optim import one_bit_of
 from zerojax.plan.device_mesh import CONTEXT, EXPERT
+from zerojax.plan.state_layout import PipelineLayout
 from zerojax.tracing.dropped_layers import find_layers
 from zerojax.tracing.flops import count_program_flops, equation_flops
 from zerojax.tracing.loops import find_stacks
@@ -35,12 +37,14 @@ class LayerDrop:
       num_layers: number of iterations of the loop over layers.
       stacks: names of the parameters with one row for each layer.
       layer_share: fraction of the forward pass's FLOPs that the layers compute.
+      stages: numbers of the layers of each virtual pipeline stage; empty without a pipeline.
     """
 
     config: LayerDropConfig
     num_layers: int
     stacks: frozenset[str]
     layer_share: float
+    stages: tuple[range, ...] = ()
 
     @property
     def kept(self) -> float:
@@ -55,6 +59,25 @@ class LayerDrop:
         """
         return 1 - self.layer_share * (1 - self.config.kept(self.num_layers, step))
 
+    def slowest(self) -> float:
+        """Returns the expected largest number of layers that a virtual stage keeps, divided by the
+        largest number that it has.
+
+        A slot takes as long, because all stages wait for the slowest. With several chunks this is
+        an upper bound, since only one chunk of a stage runs in a slot. Virtual stages keep layers
+        independently of each other, because they run different layers.
+        """
+        theta, most = self.config.theta, max(map(len, self.stages))
+        below = np.ones(most + 1)
+        for layers in self.stages:
+            chances = np.ones(1)
+            for layer in layers:
+                kept = 1 - (layer + 1) / self.num_layers * (1 - theta)
+                chances = np.convolve(chances, [1 - kept, kept])
+            padded = np.pad(chances, (0, most + 1 - len(chances)))
+            below *= np.cumsum(padded)
+        return float(np.sum(1 - below[:-1])) / most
+
     def times_used(self, name: str) -> float:
         """Returns the expected fraction of steps that read a parameter and reduce its gradient."""
         return self.kept if name in self.stacks else 1.0
@@ -68,6 +91,12 @@ class LayerDrop:
             f"{self.kept:.1%} of the layers, which FLOPs and communication of layers take into "
             "account",
         ]
+        if self.stages:
+            lines.append(
+                f"layer drop: all stages wait for the slowest of {len(self.stages)} virtual stages "
+                f"in each slot, which on average computes at most {self.slowest():.1%} of its "
+                "layers; fewer stages with more layers each save more time"
+            )
         if jax.__version_info__[:2] < NEEDED_JAX:
             lines.append(
                 f"layer drop: JAX {jax.__version__} copies the weights of all layers for the "
@@ -77,22 +106,26 @@ class LayerDrop:
 
 
 def plan_layer_drop(
-    config: LayerDropConfig, model: Model, trace: ModelTrace, params: Mapping[str, Any], zero: int
-) -> LayerDrop | None:
-    """Plans the layer drop of a run; returns None if it is off.
+    config: LayerDropConfig,
+    model: Model,
+    trace: ModelTrace,
+    params: Mapping[str, Any],
+    zero: int,
+    pipeline: PipelineLayout | None,
+) -> LayerDrop:
+    """Plans the layer drop of a run.
 
     Args:
-      config: settings of layer drop.
+      config: settings of layer drop, with a theta below 1.
       model: model that is trained.
       trace: trace of the loss of one microbatch.
       params: {name: shape and dtype of the parameter}.
       zero: ZeRO stage.
+      pipeline: pipeline of the plan, if it has one.
 
     Raises:
       ConfigError: the layers cannot be dropped; the message states the remedy.
     """
-    if config.is_off:
-        return None
     if model.overwritten:
         raise _refusal(
             f"cannot be combined with the state {min(model.overwritten)}, whose new value is "
@@ -118,6 +151,7 @@ def plan_layer_drop(
         num_layers=scan.num_layers,
         stacks=stacks,
         layer_share=equation_flops(scan.equation) / total if total else 0.0,
+        stages=() if pipeline is None else tuple(pipeline.stage_layers),
     )
 
 
@@ -146,11 +180,6 @@ def check_layer_drop(
         )
     if settings.wire.weights == "fp8":
         raise _refusal("cannot be combined with wire.weights=fp8; use compute")
-    if settings.stage > 1:
-        raise _refusal(
-            f"cannot be combined with a pipeline (stage={settings.stage}): all stages wait for the "
-            "slowest, so that a dropped layer saves no time; use stage=1"
-        )
     if (size := mesh.shape[CONTEXT]) > 1:
         raise _refusal(f"cannot be combined with context={size}; use context=1")
     if (size := mesh.shape[EXPERT]) > 1:

@@ -344,10 +344,9 @@ def _decide(
     settings, mesh, (why_defaults, why_microbatches) = task.settings, task.mesh, why
     names = rolling.stacks
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
-    layer_drop = plan_layer_drop(
-        inputs.layer_drop, task.model, seen.trace, seen.params, settings.zero
-    )
     placement, layout, stacked = _place(task, seen, inputs.freeze, names)
+    drop, given = inputs.layer_drop, (task.model, seen.trace, seen.params, settings.zero, layout)
+    layer_drop = None if drop.is_off else plan_layer_drop(drop, *given)
     traced, why_traced, rules = _examine_loss(task, seen, placement)
     tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
     tx = with_matrices(tx, seen.trace, placement)

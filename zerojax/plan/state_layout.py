@@ -210,6 +210,12 @@ class PipelineLayout:
         virtual stage."""
         return max(self.layers)
 
+    @property
+    def stage_layers(self) -> list[range]:
+        """Numbers of the layers of each virtual stage."""
+        ends = list(itertools.accumulate(self.layers))
+        return [range(end - count, end) for end, count in zip(ends, self.layers, strict=True)]
+
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Layer in each row of a stored stack, -1 for a row of padding.

@@ -11,7 +11,9 @@ layers for one microbatch, from values that its forward slot stored in a buffer;
 table decides which values are in memory when. Tracing divides the loop into runs of ticks that use
 the same slots. Idle stages compute on old values, and the results are discarded. This costs
 nothing, because all stages wait for the slowest one; a `cond` would let only some devices reach a
-collective. Only the embedding and the head run under a `cond`, if they contain no collective.
+collective. The embedding and the head run under a `cond` if they contain no collective. With layer
+drop, layers run under a `cond` that is the same on all devices of a stage, so that it may contain
+collectives over the other axes.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from zerojax.parallel.zero import (
 from zerojax.plan.device_mesh import MANUAL_AXES, MODEL, STAGE
 from zerojax.plan.schedules import ExecutorTable, TickRun, forward_schedule, lower
 from zerojax.plan.state_layout import PipelineLayout
+from zerojax.tracing.dropped_layers import drop_layers
 from zerojax.tracing.jaxpr import holds_collectives
 from zerojax.tracing.loops import LossPieces, cut_loss
 from zerojax.tracing.protocol import Loss
@@ -70,12 +73,13 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         key_data: Any,
         batch: Arrays,
         loss_factor: jax.Array | None,
+        scales: jax.Array | None = None,
     ):
         weights = _Weights(config, layout, params, frozen)
         microbatches = split_batch(batch, config.num_microbatches)
         pieces = weights.cut(extras, key_data, microbatches, train=True)
         counts, counted = _count(pieces, extras, config.num_microbatches)
-        work = weights.work(pieces, counts, key_data, microbatches, loss_factor)
+        work = weights.work(pieces, counts, key_data, microbatches, loss_factor, scales)
         found = weights.execute(layout.table, work, extras)
         assert found.chunks is not None
         assert found.outer is not None
@@ -111,7 +115,7 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         weights = _Weights(evaluation, layout, params, frozen)
         pieces = weights.cut(extras, key_data, microbatches, train=False)
         counts, _ = _count(pieces, extras, count)
-        work = weights.work(pieces, counts, key_data, microbatches, None)
+        work = weights.work(pieces, counts, key_data, microbatches, None, None)
         found = weights.execute(table, work, extras, backward=False)
         return sum_replicated(found.sums, over=MANUAL_AXES)
 
@@ -181,6 +185,7 @@ class _Weights:
         The loss is traced with the layers of all stages.
         """
         layers = self.layout.num_layers
+        drops = train and self.config.kept_layers is not None
 
         def run(values: Arrays, extras: Arrays, key: jax.Array, batch: Arrays):
             return run_microbatch(
@@ -200,7 +205,8 @@ class _Weights:
             jax.eval_shape(shard_key, key_data),
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches),
             padding=-1 in self.layout.rows,
-            skips=self.layout.skips_padding,
+            skips=self.layout.skips_padding and not drops,
+            masks=not drops,
             overwritten=self.config.model.overwritten,
         )
 
@@ -211,6 +217,7 @@ class _Weights:
         key_data: Any,
         microbatches: Arrays,
         loss_factor: jax.Array | None,
+        scales: jax.Array | None,
     ) -> StageWork:
         """Returns the functions that a stage runs for one microbatch.
 
@@ -220,11 +227,15 @@ class _Weights:
           key_data: data of the step's random key.
           microbatches: batch of this data shard, [microbatches, rows, ...].
           loss_factor: factor of the loss before differentiation; None: 1.
+          scales: with layer drop, the scale of each layer, float32 [microbatches, layers].
         """
         key = shard_key(key_data)
         fixed = self.of_all(self.constants)
         run_embed, run_head = self.rewritten(pieces.embed), self.rewritten(pieces.head)
         run_layers = self.rewritten(pieces.layers)
+        if scales is not None:
+            assert self.config.kept_layers is not None
+            run_layers = drop_layers(run_layers, (), self.config.kept_layers)
 
         def context(extras: Arrays, index: jax.Array) -> tuple[Arrays, jax.Array, Arrays]:
             take = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)  # noqa: E731
@@ -243,7 +254,8 @@ class _Weights:
             extras, index = state
             read = context({**extras, **weights["overwritten"]}, index)
             rest = *read, given["rows"], tuple(activations)
-            outputs, changes = run_layers(chunk, self.bind(outer, fixed), *rest)
+            drawn = () if scales is None else (_scales_of(given["rows"], scales[index]),)
+            outputs, changes = run_layers(chunk, self.bind(outer, fixed), *rest, *drawn)
             return list(outputs), changes
 
         def head(outer: Arrays, extras: Arrays, index: jax.Array, activations: list):
@@ -291,6 +303,17 @@ class _Weights:
             activation_spec=_activation_spec(self.config),
             backward=backward,
         )
+
+
+def _scales_of(rows: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns the scale of each row of a chunk, 0 for padding.
+
+    Args:
+      rows: number of the layer in each row, -1 for padding.
+      scales: scale of each layer for one microbatch. All devices of a stage have the same rows and
+        scales, so a layer in a branch may contain collectives over the other axes.
+    """
+    return jnp.where(rows < 0, 0, scales[jnp.maximum(rows, 0)])
 
 
 def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arrays]:

@@ -41,6 +41,7 @@ def cut_loss(
     *,
     padding: bool = False,
     skips: bool = False,
+    masks: bool = True,
     overwritten: Set[str] = frozenset(),
 ) -> LossPieces:
     """Splits a loss into three parts around its loop over layers.
@@ -56,6 +57,8 @@ def cut_loss(
       skips: whether a `cond` skips the computation of rows of padding. This needs layers without
         collectives. The layers must also be checkpointed (`LayerLoop.is_checkpointed`) or run
         without residuals, because a `cond` copies its residuals for the backward pass.
+      masks: whether gradients of computed rows of padding are masked. False if layer drop skips
+        these rows, since it needs loops that slice the parameters themselves.
       overwritten: names of the extras (non-parameter arrays) that are replaced by their gradient.
 
     Raises:
@@ -86,6 +89,7 @@ def cut_loss(
         loop=loop,
         padding=padding,
         skips=skips,
+        masks=masks,
         overwritten=sort_overwritten(loop, overwritten, positions[1], **read_by),
         _positions=positions,
         _embed=cut_piece(loop.program, [*before, *writers.embed.values()]),
@@ -114,12 +118,14 @@ class LossPieces:
       loop: the loop over layers.
       padding: whether rows may be padding (numbered -1).
       skips: whether rows of padding are skipped; if not, they are computed and discarded.
+      masks: whether gradients of computed rows of padding are masked.
       overwritten: extras that are replaced by their gradient, grouped by the part that reads them.
     """
 
     loop: LayerLoop
     padding: bool
     skips: bool
+    masks: bool
     overwritten: Overwritten
     _positions: tuple[Arrays, Arrays, Any, Any]
     _embed: Piece
@@ -206,7 +212,7 @@ class LossPieces:
         consts = around[: len(self.loop.consts)]
         present = jnp.asarray(rows) >= 0 if self.padding else None
         sliced = self._slices(self._stack_inputs(stacked), around[len(consts) :], rows)
-        if present is not None and not self.skips:
+        if present is not None and self.masks and not self.skips:
             # A zero cotangent may become NaN inside a layer (0 times infinity). So discarding the
             # results of a row of padding is not enough; the gradients of all inputs of the row are
             # masked as well.
@@ -335,7 +341,7 @@ class LossPieces:
         if present is not None and self.skips:
             return self._layer_or_nothing(consts, activations, present, sliced)
         entering = activations
-        if present is not None:
+        if present is not None and self.masks:
             entering = tuple(_mask_gradients(activations, present))
             consts = _mask_gradients(consts, present)
         given = *consts, *self._as_carried(entering), *sliced
