@@ -39,6 +39,7 @@ NAMES = (
     "one_bit",
     "wire",
     "learning",
+    "batch_size",
     "update_phase",
     "pipeline",
     "offload_disk",

@@ -147,6 +147,7 @@ def test_on_a_cpu_nothing_is_offloaded() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 @needs_compiler
 def test_a_run_takes_the_offload_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU devices are taken for GPUs whose memory lies between two compiled peaks."""

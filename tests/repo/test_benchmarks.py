@@ -204,6 +204,17 @@ def test_learning(tmp_path):
 
 
 @pytest.mark.slow
+def test_batch_size(tmp_path):
+    record = run_benchmark("batch_size", tmp_path)
+    assert column(record, "rows") == [4, 8, 8, 8, 8]
+    assert column(record, "rule") == ["none", "none", "sqrt", "linear", "ramp"]
+    assert column(record, "updates") == [8, 4, 4, 4, 6]
+    first, *others = column(record, "loss")
+    assert len({first, *others}) == 5
+    assert column(record, "minus_small_batch") == [loss - first for loss in [first, *others]]
+
+
+@pytest.mark.slow
 def test_rounding(tmp_path):
     record = run_benchmark("rounding", tmp_path)
     assert column(record, "format") == ["int8", "int4"]
@@ -310,6 +321,15 @@ def test_an_unknown_benchmark_is_refused_with_the_known_ones():
     result = run(sys.executable, "-m", "benchmarks", "speed")
     assert result.returncode == 2
     assert "no benchmark 'speed'; there are overhead" in result.stdout
+
+
+def test_the_page_of_optimizers_has_the_losses_by_batch_size():
+    record = json.loads((RESULTS / "batch_size.json").read_text())
+    page = (ROOT / "docs/optimizers.md").read_text()
+    assert len(record["rows"]) == 8
+    for row in record["rows"]:
+        assert f" {row['loss']:.3f} " in page, row
+    assert all(goal["met"] for goal in record["goals"])
 
 
 def test_the_committed_results_are_measurements():
