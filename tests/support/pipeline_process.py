@@ -1,8 +1,9 @@
 """One of several processes that train over pipeline stages: what `test_pipeline_processes` starts.
 
-    python -m tests.support.pipeline_process OUT.json ORDER ZERO
+    python -m tests.support.pipeline_process OUT.json ORDER ZERO THETA
 
 ORDER is a permutation of all devices, such as 0,2,1,3: neighbours in it are on neighbouring stages.
+THETA is that of layer drop; 1 keeps all layers.
 """
 
 from __future__ import annotations
@@ -10,13 +11,31 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 
 STEPS = 8
 
 
-def main(out: str, order: str, zero: str) -> None:
+def inputs_of(theta: float) -> Any:
+    """The inputs of planning, the same with and without stages."""
+    from tests.support.pipeline_runs import small
+    from tests.support.trajectories import optimizer, text_batch
+    from zerojax import LayerDropConfig
+    from zerojax.plan.inputs import PlanInputs
+
+    return PlanInputs(
+        model=small(layers=4, rate=0.1),
+        example_batch=text_batch(0),
+        optimizer=optimizer(),
+        precision="fp32",
+        num_microbatches=4,
+        layer_drop=LayerDropConfig() if theta == 1 else LayerDropConfig(theta=theta, gamma=50.0),
+    )
+
+
+def main(out: str, order: str, zero: str, theta: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_disable_most_optimizations", True)
@@ -24,20 +43,17 @@ def main(out: str, order: str, zero: str) -> None:
     from zerojax.runtime import distributed
 
     distributed.join_processes()
-    from tests.support.pipeline_runs import THRESHOLD, small
-    from tests.support.trajectories import optimizer, text_batch
-    from zerojax import build_step, init_state, make_mesh, make_plan, shard_batch
+    from tests.support.pipeline_runs import THRESHOLD
+    from tests.support.trajectories import text_batch
+    from zerojax import build_step, init_state, make_mesh, shard_batch
     from zerojax.data import local_rows
+    from zerojax.plan.make import plan_of
 
     devices = [jax.devices()[int(place)] for place in order.split(",")]
-    plan = make_plan(
-        small(layers=4, rate=0.1),
+    plan = plan_of(
+        inputs_of(float(theta)),
         make_mesh({"data": 2, "stage": 2}, devices),
-        example_batch=text_batch(0),
-        optimizer=optimizer(),
-        precision="fp32",
         zero=int(zero),
-        num_microbatches=4,
         partition=(3, 1),
         persistence_threshold=THRESHOLD,
     )
