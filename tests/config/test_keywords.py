@@ -122,4 +122,7 @@ def test_the_remedy_for_too_small_a_mesh_trains():
     )
     assert trainer.plan.mesh.shape["data"] == 3
     with pytest.raises(ValueError, match=r"make_plan takes zero=3 beside it"):
-        zerojax.make_mesh({"data": 3, "zero": 3})
+        zerojax.make_mesh(zerojax.MeshConfig(data=3, zero=3))
+    for make in (zerojax.make_mesh, zerojax.make_abstract_mesh):
+        with pytest.raises(ValueError, match=r"zero=3: a mesh has axes .* give make_plan zero="):
+            make({"data": 8, "zero": 3})

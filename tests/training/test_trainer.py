@@ -129,7 +129,7 @@ def test_resume_onto_another_stage_mesh_and_device_count(tmp_path):
         with zerojax.train(reference_model("llama"), mesh, BATCHES, **common):
             pass
     last = []
-    one = zerojax.make_mesh({"data": 2, "zero": 0}, devices=jax.devices()[:2])
+    one = zerojax.make_mesh({"data": 2}, devices=jax.devices()[:2])
     callbacks = [recording(last)]
     with zerojax.train(
         reference_model("llama"),

@@ -145,6 +145,7 @@ def trainer_of(pretrained: Any, *, rows: int = 8, **mesh: Any) -> Trainer:
     plan = make_plan(
         pretrained,
         make_mesh(settings, devices=jax.devices()[:count]),
+        zero=settings.zero,
         example_batch={"tokens": batch, "attention_mask": batch},
         loss=embedding_loss,
         precision="fp32",

@@ -141,14 +141,14 @@ def make_mesh(
     `model`.
 
     Args:
-      config: sizes of the axes; a mapping is read as the fields of a `MeshConfig`. None: every
-        device is on `data`.
+      config: sizes of the axes, as a mapping or a `MeshConfig`, of which the axes alone are read.
+        None: every device is on `data`.
       devices: devices in the order of the mesh; None: `jax.devices()`.
 
     Raises:
-      ValueError: the sizes do not fit the number of devices.
+      ValueError: the sizes do not fit the number of devices, or a mapping has another key.
     """
-    config = as_mesh_config(config)
+    config = _as_sizes(config)
     hide_plugin_errors()
     devices = jax.devices() if devices is None else list(devices)
     sizes = resolve_axis_sizes(config, len(devices))
@@ -167,16 +167,17 @@ def make_abstract_mesh(
     """Makes a mesh without devices, to plan for `num_devices` devices.
 
     Args:
-      config: sizes of the axes, as a `MeshConfig` or a mapping of its fields.
+      config: sizes of the axes, as a mapping or a `MeshConfig`, of which the axes alone are read.
       num_devices: number of devices; None: the product of the sizes, which must then include
         `data`.
       gpu: GPU or its name ("h100"), for choices that depend on it (`zerojax.attention`); None:
         unknown.
 
     Raises:
-      ValueError: the sizes do not fit the number of devices, or do not determine it.
+      ValueError: the sizes do not fit the number of devices, or do not determine it; or a mapping
+        has another key.
     """
-    config = as_mesh_config(config)
+    config = _as_sizes(config)
     if num_devices is None:
         if config.data == -1:
             raise ValueError(
@@ -194,6 +195,22 @@ def make_abstract_mesh(
     cores = None if gpu.target is None else gpu.target.cores
     device = AbstractDevice(device_kind=gpu.name, num_cores=cores, platform="gpu")
     return mesh.update(abstract_device=device)
+
+
+def _as_sizes(config: MeshConfig | Mapping[str, Any] | None) -> MeshConfig:
+    """Converts `config` to a MeshConfig; refuses a mapping with keys that are no axes.
+
+    A mesh has sizes alone, so that such a value would be dropped.
+    """
+    settings = as_mesh_config(config)
+    if isinstance(config, Mapping) and (others := [name for name in config if name not in AXES]):
+        named = ", ".join(f"{name}={config[name]!r}" for name in others)
+        raise ValueError(
+            f"{named}: a mesh has axes ({', '.join(AXES)}) and no other settings; give the mapping "
+            "itself to train or make_plan, which make the mesh, or give make_plan "
+            f"{'these settings' if len(others) > 1 else f'{others[0]}=...'} beside the mesh"
+        )
+    return settings
 
 
 def has_nvidia_gpus(mesh: Mesh | AbstractMesh) -> bool:
