@@ -41,7 +41,7 @@ from zerojax.cli import (
 )
 from zerojax.cli.complaints import explain
 from zerojax.config import ConfigError, RunConfig, load
-from zerojax.forecasting import compiled_step, forecast_cache, roofline
+from zerojax.forecasting import compiled_facts, forecast_cache, roofline
 from zerojax.forecasting.hlo.overlap import find_overlap
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.hardware import compile_client, local_devices
@@ -180,7 +180,7 @@ def test_numbers_of_gpus(client):
     Refusal(12, "12 8", "8 16", [8, 16]).check(made)
     Refusal(0, "0", "1", [1]).check(made)
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
-    message = refused(lambda: compiled_step._nodes(mesh), "mesh", "devices", error=TypeError)
+    message = refused(lambda: compiled_facts.nodes_of(mesh), "mesh", "devices", error=TypeError)
     call = code_in(message, "zerojax.hardware.compile_client.gpu_devices(")
     assert len(eval(call, {"zerojax": zerojax, "gpu": h100, "count": 8})) == 8
 

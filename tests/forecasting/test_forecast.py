@@ -14,10 +14,11 @@ from tests.support.marks import needs_compiler
 from tests.support.small_models import reference_model
 from zerojax import make_mesh, make_plan
 from zerojax.forecasting import COMPILED, FORMULA
-from zerojax.forecasting.compiled_step import cache_key
+from zerojax.forecasting.compiled_facts import cache_key
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.plan.signed_momentum import compressed_bytes
 
 
 def plan_of(zero: int = 3, mesh=None, rows: int = 8):
@@ -193,3 +194,50 @@ def test_a_loop_as_long_as_the_data_say_makes_lower_bounds_and_is_named(cache):
     forecast = zerojax.forecast(plan, gpu="h100", fast=True)
     assert any("length that depends on the data" in remark for remark in forecast.remarks)
     assert "lower bounds" in " ".join(forecast.page().split())
+
+
+# --- a step of two programs -----------------------------------------------------------------------
+
+
+def one_bit_plan(devices: int, zero: int):
+    shape = jax.ShapeDtypeStruct((devices, 16), jnp.int32)
+    return make_plan(
+        reference_model("gpt2", embed_dim=64, num_heads=4),
+        make_abstract_mesh({}, devices),
+        example_batch={"tokens": shape, "targets": shape},
+        optimizer=zerojax.optim.one_bit_adam(1e-3, freeze_step=10),
+        zero=zero,
+        precision="bf16",
+    )
+
+
+def test_formulas_count_signs_after_the_warm_up(monkeypatch):
+    monkeypatch.setattr(compile_client, "_PLUGINS", ("no_such_plugin",))
+    plan = one_bit_plan(64, 0)
+    forecast = zerojax.forecast(plan, gpu="h100")
+    after = forecast.compressed
+    assert after is not None
+    assert after.compressed is None
+    assert after.traffic.formula_bytes == compressed_bytes(plan.placement, plan.precision)
+    assert after.traffic.formula_bytes < 0.1 * forecast.traffic.formula_bytes
+    assert after.estimate.wire_seconds < 0.1 * forecast.estimate.wire_seconds
+    assert "PROGRAMS" in forecast.page()
+    assert forecast.as_dict()["compressed"]["traffic"] == after.as_dict()["traffic"]
+
+
+@needs_compiler
+@pytest.mark.gpu_programs
+def test_both_programs_of_a_one_bit_optimizer_are_compiled(cache):
+    plan = one_bit_plan(64, 1)
+    forecast = zerojax.forecast(plan, gpu="h100", fast=True)
+    after = forecast.compressed
+    assert after is not None
+    sent = after.traffic.wire_bytes
+    assert sent == pytest.approx(compressed_bytes(plan.placement, plan.precision), rel=0.02)
+    assert sent < forecast.traffic.wire_bytes
+    # Signs go directly to every device of other nodes; a ring crosses nodes once for eight devices.
+    assert after.traffic.network_bytes / sent > 0.15
+    assert forecast.traffic.network_bytes / forecast.traffic.wire_bytes == pytest.approx(1 / 8, rel=1e-3)
+    peaks = forecast.memory.peak, after.memory.peak
+    assert forecast.verdict.needed == max(peaks)
+    assert "after it" in forecast.page()

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config.checks import names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.mesh import HOST
 from zerojax.forecasting import forecast_cache
+from zerojax.forecasting.compiled_facts import (
+    Facts,
+    cache_key,
+    compile_facts,
+    digest_of_lines,
+)
 from zerojax.forecasting.forecast_numbers import (
     COMPILED,
     FORMULA,
@@ -26,27 +29,18 @@ from zerojax.forecasting.forecast_numbers import (
     RoleBytes,
 )
 from zerojax.forecasting.forecast_page import VERDICTS, forecast_dict, forecast_page
-from zerojax.forecasting.hlo.communication import Collective, find_collectives
-from zerojax.forecasting.hlo.costs import hbm_bytes
-from zerojax.forecasting.hlo.host_copies import HostCopy, find_host_copies
-from zerojax.forecasting.hlo.live_buffers import read_live
-from zerojax.forecasting.hlo.overlap import find_overlap
-from zerojax.forecasting.hlo.program import read_program
-from zerojax.forecasting.roles import bytes_by_role
 from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.forecasting.step_contents import (
     SentArray,
     StepContents,
     contents_of,
     lines_in_programs,
-    read_sent,
 )
 from zerojax.forecasting.transfers import attention_wire_bytes, find_traffic, offload_numbers
 from zerojax.hardware import compile_client
-from zerojax.hardware.gpus import Gpu, find_gpu, target_text
-from zerojax.operators.context import SCOPE
-from zerojax.operators.cudnn_attention import FORWARD as FUSED_ATTENTION
-from zerojax.optim.matrices import SCOPE as MATRICES
+from zerojax.hardware.gpus import Gpu, find_gpu
+from zerojax.optim.one_bit import one_bit_of
+from zerojax.parallel.one_bit_update import TwoPrograms
 from zerojax.parallel.step import build_step
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import (
@@ -67,23 +61,17 @@ from zerojax.plan.offload_variants import streamed_from_host
 from zerojax.plan.open_choices import describe_open_choices
 from zerojax.plan.reasons import WIDE_PRODUCTS
 from zerojax.plan.rung_plans import with_rungs
+from zerojax.plan.signed_momentum import compressed_bytes
 from zerojax.plan.whole_matrices import matrix_bytes
-from zerojax.plan.wire import bytes_by_level
+from zerojax.plan.wire import bytes_by_level, wire_bytes
 from zerojax.tracing.flops import count_program_flops
 from zerojax.tracing.trees import format_bytes
-
-FACTS_VERSION = 10
-"""Version of `Facts` in cache keys. Increase it when the readers of programs change, so that
-cached results expire."""
 
 _STREAMED = (
     "with offload.params=nvme a step runs several compiled programs in a loop; these numbers "
     "are for the "
     "one program that streams the same layers from host memory"
 )
-
-Facts = dict[str, Any]
-"""Facts that are read from a compiled step, as plain values that JSON can store."""
 
 STATE_ROLES = (
     "master weights",
@@ -243,11 +231,43 @@ def _make_forecast(
     Raises:
       CompileError: the compiler rejected the step.
     """
-    say = progress or (lambda _: None)
+    step = build_step(counted)
+    options: dict[str, Any] = {
+        "counted": counted,
+        "devices": devices,
+        "why_formula": why_formula,
+        "fast": fast,
+        "say": progress or (lambda _: None),
+    }
+    first = _of_program(step, plan, gpu, with_contents=with_contents, **options)
+    if not isinstance(step, TwoPrograms):
+        return first
+    later = _of_program(step.compressed, plan, gpu, with_contents=False, **options)
+    return first._replace(forecast=_of_both(first.forecast, later.forecast))
+
+
+def _of_program(
+    step: Any,
+    plan: Plan,
+    gpu: Gpu,
+    *,
+    counted: Plan,
+    devices: Sequence[Any] | None,
+    why_formula: str | None,
+    fast: bool,
+    say: Callable[[str], None],
+    with_contents: bool,
+) -> ForecastStep:
+    """Forecasts one program of a step.
+
+    Args:
+      step: the step of `counted`, or its program after the warm-up of a 1-bit optimizer.
+      say: called with a few words at each stage of the work; see `_make_forecast` for the others.
+    """
     facts: Facts | None = None
     seconds = 0.0
     say("tracing the step")
-    traced = build_step(counted).trace(counted.abstract_state, counted.abstract_batch)
+    traced = step.trace(counted.abstract_state, counted.abstract_batch)
     flops = count_program_flops(traced.jaxpr) / plan.mesh.size
     eight_bits = eight_bit_share(traced.jaxpr)
     attention_bytes = attention_wire_bytes(traced.jaxpr, plan.mesh.shape)
@@ -257,15 +277,16 @@ def _make_forecast(
             lowered = traced.lower() if devices is None else compile_client.lower_for_gpus(traced)
         key = cache_key(counted, gpu, fast, program=lowered.as_text())
         facts = forecast_cache.load(key)
-        lines = _digest_of_lines(lowered) if with_contents else None
+        lines = digest_of_lines(lowered) if with_contents else None
         if facts is None or (with_contents and facts.get("lines") != lines):
             say(f"compiling for {plan.mesh.size} {gpu.title}" + " (fast options)" * fast)
             began = time.perf_counter()
-            facts = _compile(lowered, counted, devices, fast, lines)
+            facts = compile_facts(lowered, counted, devices, fast, lines)
             seconds = time.perf_counter() - began
             forecast_cache.store(key, facts)
     made_by = compile_client.compiler_version(fast=fast)
-    work = _Work(flops, eight_bits, attention_bytes)
+    sent = _bytes_by_formula(plan, step)
+    work = _Work(flops, eight_bits, attention_bytes, sent)
     made = _assemble(plan, gpu, work, facts, why_formula, seconds, made_by)
     if facts is None or not with_contents:
         return ForecastStep(made, counted, None)
@@ -282,123 +303,20 @@ def _make_forecast(
     return ForecastStep(made, counted, contents)
 
 
-# --- facts of the compiled step -------------------------------------------------------------------
+def _bytes_by_formula(plan: Plan, step: Any) -> int:
+    """Returns the bytes that ZeRO sends per step and device by formula."""
+    is_compressed = one_bit_of(plan.tx) is not None and not isinstance(step, TwoPrograms)
+    return compressed_bytes(plan.placement, plan.precision) if is_compressed else wire_bytes(plan)
 
 
-def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
-    """Returns the cache key of a compiled step's facts: a hash of everything that determines them.
-
-    The program's text contains neither compiler options nor the assignment of devices to nodes, so
-    both are added to the hash.
-    """
-    options = {**plan.program.options, **(compile_client.FAST_OPTIONS if fast else {})}
-    mesh = {str(name): size for name, size in plan.mesh.shape.items()}
-    return forecast_cache.key_of(
-        FACTS_VERSION,
-        program,
-        [target_text(gpu), gpu.node_devices, mesh],
-        [compile_client.compiler_version(fast=fast), options],
-    )
-
-
-def _digest_of_lines(lowered: Any) -> str:
-    """Returns a hash of a program with the lines of its sources, which its cache key ignores."""
-    return forecast_cache.key_of(lowered.as_text(debug_info=True))
-
-
-def _compile(
-    lowered: Any, plan: Plan, devices: Sequence[Any] | None, fast: bool, lines: str | None
-) -> Facts:
-    """Compiles a step and reads it.
-
-    Args:
-      lines: `_digest_of_lines`, to read what collectives send as well; None: only the rest.
-    """
-    own = {} if devices is None else plan.program.options  # otherwise `jax.jit` has them
-    with tempfile.TemporaryDirectory(prefix="zerojax-plan-") as folder:
-        compiled = compile_client.compile_for_gpus(
-            lowered,
-            devices=devices,
-            options={**own, **(compile_client.FAST_OPTIONS if fast else {})},
-            dump=Path(folder),
-        )
-        live = read_live(Path(folder))
-        roles = None if live is None else bytes_by_role(live, plan)
-    program = read_program(compiled.text)
-    collectives = find_collectives(program, plan.mesh.size)
-    overlap = find_overlap(program, collectives)
-    nodes = _nodes(plan.mesh if devices is None else devices)
-    axes = {one.name: axes_of(one.group, plan.mesh) for one in collectives}
-    rows = [
-        _collective_facts(one, overlap.get(one.name), axes[one.name], nodes) for one in collectives
-    ]
-    sent = {}
-    if lines is not None:
-        arrays = read_sent(program, collectives, axes, plan)
-        sent = {"lines": lines, "sent": [dataclasses.asdict(one) for one in arrays]}
-    return {
-        **sent,
-        "memory": dataclasses.asdict(compiled.memory),
-        "roles": roles,
-        "collectives": rows,
-        "host_copies": [_copy_facts(copy) for copy in find_host_copies(program)],
-        "hbm_bytes": hbm_bytes(program),
-        "unknown_loops": list(program.unknown_loops),
-        "by_cublas": compiled.by_cublas,
-        "calls_cudnn": FUSED_ATTENTION in compiled.text,
-    }
-
-
-def _collective_facts(one: Collective, overlap: Any, axes: str, nodes: Sequence[int]) -> Facts:
-    return {
-        "kind": one.kind,
-        "dtype": one.dtype,
-        "axis": axes,
-        "of_attention": SCOPE in one.op_name,
-        "of_matrices": MATRICES in one.op_name,
-        "crosses_nodes": len({nodes[index] for index in one.group}) > 1,
-        "group": [len(one.group), sum(nodes[i] == nodes[one.group[0]] for i in one.group)],
-        "times": one.times,
-        "payload_bytes": one.payload_bytes,
-        "wire_bytes": one.wire_bytes,
-        "loop_depth": one.loop_depth,
-        "hidden_flops": 0 if overlap is None else overlap.matmul_flops,
-        "hidden_eight_bit_flops": 0 if overlap is None else overlap.eight_bit_flops,
-    }
-
-
-def _copy_facts(copy: HostCopy) -> Facts:
-    return {
-        "direction": copy.direction,
-        "bytes": copy.bytes,
-        "times": copy.times,
-        "loop_depth": copy.loop_depth,
-        "is_linear": copy.is_linear,
-        "is_async": copy.is_async,
-        "hidden_flops": copy.overlap.matmul_flops,
-        "opposite_bytes": copy.opposite_bytes,
-    }
-
-
-def axes_of(group: Sequence[int], mesh: Mesh | AbstractMesh) -> str:
-    """Returns the mesh axes along which the devices of a group differ, such as "data+model".
-
-    A compiled program numbers its devices in the order of the mesh.
-    """
-    places = np.array(np.unravel_index(list(group), tuple(mesh.shape.values())))
-    differ = [name for name, row in zip(mesh.axis_names, places, strict=True) if len(set(row)) > 1]
-    return "+".join(map(str, differ)) or "none"
-
-
-def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
-    """Returns the number of the node of each device, in the order of the mesh."""
-    if isinstance(devices, AbstractMesh):
-        raise TypeError(
-            "the mesh has no devices to compile for; pass devices="
-            "zerojax.hardware.compile_client.gpu_devices(gpu, count)"
-        )
-    every = devices.devices.flat if isinstance(devices, Mesh) else devices
-    return [device.process_index for device in every]
+def _of_both(warm_up: Forecast, compressed: Forecast) -> Forecast:
+    """Joins the forecasts of both programs of a 1-bit optimizer. The verdict is that of the program
+    that needs more memory."""
+    verdict = warm_up.verdict
+    if compressed.verdict.needed > verdict.needed:
+        reasons = ("of the steps after the warm-up, which need more", *compressed.verdict.reasons)
+        verdict = dataclasses.replace(compressed.verdict, reasons=reasons)
+    return dataclasses.replace(warm_up, verdict=verdict, compressed=compressed)
 
 
 # --- one forecast ---------------------------------------------------------------------------------
@@ -411,11 +329,13 @@ class _Work(NamedTuple):
       flops: number of FLOPs.
       eight_bits: share of `flops` that are products of 8-bit floats, from 0 to 1.
       attention_bytes: number of bytes that attention over split sequences sends.
+      zero_bytes: number of bytes that ZeRO sends, by formula.
     """
 
     flops: float
     eight_bits: float
     attention_bytes: int
+    zero_bytes: int
 
 
 def _assemble(
@@ -430,7 +350,15 @@ def _assemble(
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
     dtype = np.dtype(plan.precision.compute_dtype).name
     memory = _memory(plan, facts)
-    traffic = find_traffic(plan, gpu, mesh, dtype, facts, work.attention_bytes)
+    traffic = find_traffic(
+        plan,
+        gpu,
+        mesh,
+        dtype,
+        facts,
+        zero_bytes=work.zero_bytes,
+        attention_bytes=work.attention_bytes,
+    )
     offload = offload_numbers(plan, gpu, facts)
     return Forecast(
         gpu=gpu,

@@ -251,6 +251,9 @@ class ForecastNumbers:
       remarks: reasons why a number is only a lower bound, such as a loop whose number of iterations
         the program does not state.
       offload: state outside device memory and its transfers; None if there is none.
+      compressed: numbers of a step after the warm-up of a 1-bit optimizer, which runs another
+        program; None with other optimizers. `verdict` is then that of the program that needs more
+        memory; all other attributes are those of the warm-up.
     """
 
     gpu: Gpu
@@ -268,3 +271,4 @@ class ForecastNumbers:
     verdict: Verdict
     remarks: tuple[str, ...] = ()
     offload: Offload | None = None
+    compressed: ForecastNumbers | None = None

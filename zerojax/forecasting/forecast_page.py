@@ -41,6 +41,7 @@ def forecast_page(forecast: ForecastNumbers) -> str:
         _experts(forecast.plan["experts"]),
         offload_section(forecast),
         _time(forecast),
+        _after_warm_up(forecast),
         _notes(forecast),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -306,6 +307,33 @@ def _time(forecast: ForecastNumbers) -> list[str]:
     rows.append(["wire", cell(times[2]), _links(forecast)])
     rows += _step_rows(estimate, scale, digits)
     return [title, *align_columns(rows, left=1, last_left=True), *_rates(estimate)]
+
+
+def _after_warm_up(forecast: ForecastNumbers) -> list[str]:
+    """Compares both programs of a 1-bit optimizer."""
+    if forecast.compressed is None:
+        return []
+    programs = (forecast, forecast.compressed)
+    sent = [
+        one.traffic.formula_bytes if one.traffic.wire_bytes is None else one.traffic.wire_bytes
+        for one in programs
+    ]
+    network = [one.traffic.network_bytes or 0 for one in programs]
+    peaks = [one.memory.peak for one in programs]
+    rows: Rows = [
+        ["", "warm-up", "after it"],
+        ["sent by one device", *map(format_bytes, sent)],
+    ]
+    if any(network):
+        rows.append(["of it between nodes", *map(format_bytes, network)])
+    if all(peak is not None for peak in peaks):
+        rows.append(["peak memory", *(format_bytes(peak or 0) for peak in peaks)])
+    steps = [one.estimate.step_seconds for one in programs]
+    if None not in steps:
+        unit, scale, digits = _unit(max(step or 0.0 for step in steps), TIME_UNITS)
+        rows.append([f"step, {unit}", *(f"{(step or 0.0) / scale:,.{digits}f}" for step in steps)])
+    title = "PROGRAMS: tables above are for the warm-up; after it the step sends signs of momentum"
+    return [title, *align_columns(rows, left=1)]
 
 
 def _repeated(forecast: ForecastNumbers) -> str:

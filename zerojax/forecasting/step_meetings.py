@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from zerojax.forecasting.compiled_step import axes_of
+from zerojax.forecasting.compiled_facts import axes_of
 from zerojax.forecasting.hlo.communication import find_collectives, find_groups
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.step_contents import by_collective, describe_sent, read_sent

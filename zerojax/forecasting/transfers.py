@@ -25,7 +25,7 @@ from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import all_file_bytes, buffer_bytes, hiding, moved_bytes
 from zerojax.plan.pipeline_costs import message_bytes
 from zerojax.plan.whole_matrices import matrix_bytes
-from zerojax.plan.wire import wire_bytes, wire_unit
+from zerojax.plan.wire import wire_unit
 from zerojax.tracing.flops import without_waste
 
 Facts = dict[str, Any]
@@ -50,6 +50,8 @@ def find_traffic(
     mesh: Mapping[str, int],
     dtype: str,
     facts: Facts | None,
+    *,
+    zero_bytes: int,
     attention_bytes: int = 0,
 ) -> Traffic:
     """Counts the bytes that one device sends per step, as compiled and by formula.
@@ -60,6 +62,7 @@ def find_traffic(
       mesh: {mesh axis: size}, outermost axis first.
       dtype: dtype of the matrix products that overlap with collectives.
       facts: facts read from the compiled step; None if nothing was compiled.
+      zero_bytes: bytes that ZeRO sends, by formula.
       attention_bytes: bytes that attention sends in the traced step, from `attention_wire_bytes`.
     """
     unit = wire_unit(plan)
@@ -67,7 +70,7 @@ def find_traffic(
         rows=(),
         wire_bytes=None,
         data_wire_bytes=None,
-        formula_bytes=wire_bytes(plan),
+        formula_bytes=zero_bytes,
         unit=unit,
         message_formula_bytes=message_bytes(plan.pipeline) if plan.pipeline else 0,
         attention_traced_bytes=attention_bytes,

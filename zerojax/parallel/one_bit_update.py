@@ -354,7 +354,7 @@ class TwoPrograms:
       compressed: `(state, batch) -> (state, metrics)` for the steps after `freeze_step`.
       begin: `state -> state`, run before the first compressed step, and after loading a state that
         has no errors of messages.
-      trace, lower: methods of `warm_up`, which needs more memory because it sums gradients.
+      trace, lower: methods of `warm_up`.
     """
 
     def __init__(self, plan: Plan, warm_up: Any, compressed: Any) -> None:

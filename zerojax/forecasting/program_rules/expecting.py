@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from zerojax.config import ExpectConfig, from_dict, to_dict
 from zerojax.config.checks import check_kind, names_keywords
-from zerojax.forecasting.compiled_step import Forecast, axes_of, forecast_step
+from zerojax.forecasting.compiled_facts import axes_of
+from zerojax.forecasting.compiled_step import Forecast, forecast_step
 from zerojax.forecasting.hlo import find_collectives, read_program
 from zerojax.forecasting.program_rules.rule_checks import check_rules
 from zerojax.forecasting.program_rules.rule_results import (
