@@ -237,7 +237,9 @@ def test_both_programs_of_a_one_bit_optimizer_are_compiled(cache):
     assert sent < forecast.traffic.wire_bytes
     # Signs go directly to every device of other nodes; a ring crosses nodes once for eight devices.
     assert after.traffic.network_bytes / sent > 0.15
-    assert forecast.traffic.network_bytes / forecast.traffic.wire_bytes == pytest.approx(1 / 8, rel=1e-3)
+    assert forecast.traffic.network_bytes / forecast.traffic.wire_bytes == pytest.approx(
+        1 / 8, rel=1e-3
+    )
     peaks = forecast.memory.peak, after.memory.peak
     assert forecast.verdict.needed == max(peaks)
     assert "after it" in forecast.page()
