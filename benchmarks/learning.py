@@ -38,12 +38,12 @@ class Sizes:
 
     layers: int = 12
     heads: int = 4
-    width: int = 128
-    tokens: int = 1024
+    width: int = 64
+    tokens: int = 256
     shortest: int = 8
     rows: int = 4
-    steps: int = 1000
-    points: int = 10
+    steps: int = 400
+    points: int = 4
     seeds: int = 3
 
 

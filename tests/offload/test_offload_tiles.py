@@ -131,6 +131,7 @@ def test_the_plan_says_what_is_cut(place):
     assert "4 of them once more" in line
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("remat", "more", "again"),
     [

@@ -76,7 +76,7 @@ def test_adamw_with_cycled_betas_goes_where_torchs_goes():
         np.testing.assert_allclose(params["x"], expected, rtol=2e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [adamw, lamb, lion, adam8bit])
 def test_shards_in_place_follow_the_same_betas(make):
     schedule = build("OneCycle", **CYCLE)

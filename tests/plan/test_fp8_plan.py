@@ -49,6 +49,7 @@ def test_the_share_of_8_bit_products_is_that_of_the_layers_matrices():
     assert eight_bit_share(plan_of(matmul_dtype=None).traced.forward) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "widths"), [("gpt2", 1 + 1 + 1 + 4), ("llama", 1 + 1 + 1 + 4)])
 def test_inputs_that_are_kept_are_one_for_each_distinct_input(name, widths):
     """Of query, key and value, of output, of up (and gate), and of down, which is wider."""

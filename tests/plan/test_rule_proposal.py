@@ -86,7 +86,7 @@ ZOO = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ZOO)
 def test_proposals_are_the_rules_of_the_reference_models(name):
     model = ZOO[name]()

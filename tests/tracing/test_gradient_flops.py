@@ -58,7 +58,7 @@ def test_layers_of_which_some_are_frozen(part):
     assert model_flops(plan) == expected
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_adapters(name):
     """Their layers run in a scan, whose carry depends on adapters from the second layer on."""

@@ -169,7 +169,7 @@ def num_rolled(style: str, layers: int) -> int:
     return num_equations(trace.jaxpr.jaxpr)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("style", LOOPS)
 def test_finds_the_layers_of_every_style(style):
     found = case_of(style).find()
@@ -209,7 +209,7 @@ def test_a_rolled_model_evaluates_like_the_model(style):
     assert abs(float(in_training - loss)) > 1e-3 * float(loss)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("style", [style for style in LOOPS if style not in (*GROWS, "unet")])
 def test_the_rolled_program_is_as_long_for_twice_the_layers(style):
     assert num_rolled(style, 2 * LAYERS) == num_rolled(style, LAYERS)

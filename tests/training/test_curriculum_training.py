@@ -147,6 +147,7 @@ def whole_run():
     return trained({"zero": 1}, steps=5)
 
 
+@pytest.mark.thorough
 def test_lengths_and_tokens_are_logged(tmp_path):
     validation = [batch_of(100)]
     trainer = trained(steps=5, run_dir=tmp_path, validation=validation, eval_every=2)
@@ -380,6 +381,7 @@ def make_plan_with(curriculum, model):
     return with_rungs(plan_of(inputs, {"zero": 1}))
 
 
+@pytest.mark.thorough
 def test_dropout_is_taken_with_weights():
     plan = make_plan_with(BY_TWO, decoder(dropout=0.1))
     assert plan.ladder.adds_weights
@@ -404,6 +406,7 @@ def test_the_next_length_is_compiled_while_this_one_runs(monkeypatch):
     assert threads[0][1].was_called
 
 
+@pytest.mark.thorough
 def test_the_mesh_changes_in_the_middle_of_a_curriculum(whole_run):
     def change(trainer, metrics):
         if trainer.num_steps == 2:

@@ -187,7 +187,7 @@ def asked(plan: Plan, size: int = SMALL) -> Any:
     return slice_choices.slice_question(plan, with_slices(plan, size))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
 @pytest.mark.parametrize("offload", [HOST, {**HOST, "params": "host"}], ids=["host", "params"])
 def test_slices_of_any_size_have_the_same_bits(optimizer: str, offload: Any) -> None:

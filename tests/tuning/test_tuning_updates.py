@@ -66,7 +66,7 @@ def test_the_reference_is_the_update_of_the_optimizer(name: str) -> None:
         np.testing.assert_allclose(x, wanted[leaf], rtol=1e-5, atol=1e-6, err_msg=leaf)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("offload", [{"params": "nvme"}, {"opt_state": "nvme"}])
 def test_an_update_can_be_asked_for_where_state_is_in_files(
     offload: dict[str, str], tmp_path: Path

@@ -154,6 +154,7 @@ def test_a_row_depends_on_seed_number_and_position_alone(gpt2, prompts):
     assert not same.all()
 
 
+@pytest.mark.thorough
 def test_rows_end_at_any_end_token_and_the_loop_ends_with_the_last(gpt2, prompts, monkeypatch):
     free = np.asarray(generate(gpt2, prompts, 20, temperature=0.9, seed=3))
     new = [row[len(p) : len(p) + 20].tolist() for row, p in zip(free, prompts, strict=True)]
