@@ -40,7 +40,7 @@ SMOKE = {"steps": 6, "freeze": 2, "last": 2, "seeds": 1}
 SEEDS = 5
 B1, B2, EPS = 0.9, 0.99, 1e-8
 EXACT = ("norm", "embed")
-ADAM_RATE, LAMB_RATE = 3e-3, 3e-2
+ADAM_RATE, LAMB_RATE = 3e-3, 1e-2
 """Highest learning rates."""
 
 ADAM, CONTROL, SIGNS, NO_FEEDBACK = (

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         MeshConfig,
         OptimizerConfig,
         RunConfig,
+        SamplesConfig,
         WatchConfig,
     )
     from zerojax.data import TokenSource, shard_batch
@@ -76,6 +77,7 @@ __all__ = [
     "Pretrained",
     "RuleProposal",
     "RunConfig",
+    "SamplesConfig",
     "Stages",
     "TokenSource",
     "TrainState",
@@ -144,6 +146,7 @@ _HOME_OF_NAME = {
     "Pretrained": "zoo.hugging_face",
     "RuleProposal": "plan.rule_proposal",
     "RunConfig": "config",
+    "SamplesConfig": "config",
     "Stages": "zoo",
     "TokenSource": "data",
     "TrainState": "plan.state",

@@ -34,6 +34,7 @@ from zerojax.config.sections import (
     LoraConfig,
     LossScale,
     MixturePart,
+    SamplesConfig,
     WatchConfig,
     describe_loss_scale,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "OptimizerConfig",
     "ParameterGroup",
     "RunConfig",
+    "SamplesConfig",
     "SlidingWindowLayout",
     "SweepAxis",
     "SweepConfig",

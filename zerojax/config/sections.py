@@ -1,5 +1,5 @@
 """Smaller sections of a run's options: adapters, data mixtures, the loss scale, the watchdog,
-checkpoints and logs."""
+checkpoints, logs and samples of text."""
 
 from __future__ import annotations
 
@@ -316,6 +316,38 @@ class CheckpointConfig:
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    """Settings of samples: prompts that the run continues with its current weights, before the
+    first step, every `eval_every` steps and at the end. The texts are in the log and the report."""
+
+    prompts: tuple[str, ...] = ()
+    """Prompts to continue; none: no samples. All processes must have the same."""
+    num_tokens: int = 60
+    """Largest number of new tokens per prompt."""
+    temperature: float = 0.8
+    """Divisor of the logits. 0: the most likely token is taken."""
+    top_k: int | None = None
+    """Number of most likely tokens to sample from; null: all."""
+    top_p: float | None = None
+    """Samples from the most likely tokens whose probabilities sum to this; null: all."""
+    seed: int = 0
+    """Seed of the sampling. It is the same at each step, so that texts differ by the weights
+    alone."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_size(self, "num_tokens")
+        check_at_least(self, 0, "temperature", "seed")
+        check_at_least(self, 1, "top_k")
+        check_positive(self, "top_p")
+        if self.top_p is not None and self.top_p > 1:
+            refuse("top_p", self.top_p, "must be above 0 and at most 1; 0.9 is usual")
+        if "" in self.prompts:
+            refuse("prompts", list(self.prompts), "has an empty prompt; give it at least a letter")
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """Settings of reports: what is reported, where and how often. metrics.jsonl is always
     written."""
@@ -337,6 +369,8 @@ class LogConfig:
     straggler: float | None = 0.2
     """Threshold of stragglers: a process is reported as a straggler if at three successive reports
     the others waited for it for more than this fraction of a step. null: no detection."""
+    samples: SamplesConfig = dataclasses.field(default_factory=SamplesConfig)
+    """Prompts that the run continues with its current weights, for the log."""
     profile: tuple[int, ...] = ()
     """[FIRST, LAST] steps of which process 0 writes a profiler trace into the run folder, as in
     [10, 13]. The first is at least 2, because step 1 compiles."""

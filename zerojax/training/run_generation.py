@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.config import SamplesConfig
 from zerojax.config.display import quoted
 from zerojax.data import BpeTokenizer, HuggingFaceTokenizer
 from zerojax.optim import Weights
@@ -19,6 +20,8 @@ from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState, as_seed
 from zerojax.runtime.bounded_json import load
 from zerojax.runtime.memory import allocating_for
+from zerojax.training.metrics.metric_files import SAMPLE
+from zerojax.training.metrics.runlog import RunLog
 from zerojax.training.run_folder import DESCRIPTION_FILE
 from zerojax.zoo.generation import as_prompts, check_decoder, continue_rows
 from zerojax.zoo.hugging_face import Pretrained, end_tokens_in
@@ -31,6 +34,8 @@ from zerojax.zoo.text_generation import (
 )
 
 _DEVICE = "device"
+MAX_SHOWN = 300
+"""Largest number of characters of a sample on the terminal."""
 
 
 class ModelReader:
@@ -229,3 +234,33 @@ def _end_of_text(tokenizer: Any) -> tuple[int, ...]:
     if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.end is not None:
         return (tokenizer.id_of(tokenizer.end),)
     return ()
+
+
+def log_samples(trainer: Any, settings: SamplesConfig, log: RunLog | None) -> None:
+    """Continues the prompts of `settings` with the weights of `trainer`, and logs the texts.
+
+    All processes generate together; the log of process 0 is written.
+
+    Args:
+      trainer: trainer of a run of texts.
+      settings: prompts and options of the sampling.
+      log: log of the run; None: nothing is generated.
+
+    Raises:
+      ValueError: the run has no tokenizer, a prompt has no tokens or fills the context, or
+        `settings.num_tokens` exceeds the context.
+      TypeError: the model is not a decoder of zerojax.
+    """
+    if log is None or not settings.prompts:
+        return
+    texts = trainer.generate(
+        list(settings.prompts),
+        settings.num_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        seed=settings.seed,
+    )
+    for prompt, text in zip(settings.prompts, texts, strict=True):
+        line = f"step {trainer.num_steps}: sample {quoted(text, MAX_SHOWN)}"
+        log.event(SAMPLE, trainer.num_steps, line, prompt=prompt, sample=text)

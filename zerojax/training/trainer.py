@@ -45,7 +45,12 @@ from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
 from zerojax.training.process_agreement import check_ramp_of_feed, divide_batches
 from zerojax.training.reporting import Metrics, compare_peak
 from zerojax.training.resumed_settings import NEXT_RATE, next_rate
-from zerojax.training.run_generation import ModelReader, RunGenerator, end_tokens_of
+from zerojax.training.run_generation import (
+    ModelReader,
+    RunGenerator,
+    end_tokens_of,
+    log_samples,
+)
 from zerojax.training.run_spec import RunSpec
 from zerojax.training.step_runner import StepRunner
 from zerojax.training.validation import Filler
@@ -105,6 +110,7 @@ class Trainer(StepRunner):
         self._base_of_state: BaseWeights | None = None
         """Frozen weights of this state that come from the pretrained folder."""
         self._said_unsaved = False
+        self._sampled_step: int | None = None
         self._stop: StopRequest | None = None
         latest = None if checkpointer is None else checkpointer.usable_step()
         if self.begin(latest):
@@ -152,6 +158,7 @@ class Trainer(StepRunner):
             with self._stopping() as stop:
                 if steps is None or self.num_steps < steps:
                     self._try_evaluation()
+                    self._log_samples()
                 for start in self._methods("on_start"):
                     start(self)
                 with self._watchdog.during("in a step"):
@@ -164,6 +171,8 @@ class Trainer(StepRunner):
                 self._compare_peak()
                 if self._validation is not None and not (self._is_evaluated() or stop.is_due):
                     self._evaluate_at_end()
+                if not stop.is_due:
+                    self._log_samples()
                 if self.loop_settings.save_on_exit or self._is_due("save_every"):
                     self.save()
                 if stop.is_due:
@@ -322,6 +331,8 @@ class Trainer(StepRunner):
             done = self._report()
             with self._untimed():
                 done = self._evaluate_validation() or done
+        if self._is_due("eval_every"):
+            self._log_samples()
         if self._checkpointer is not None and self._is_due("save_every"):
             with self._untimed():
                 self.save()
@@ -372,6 +383,14 @@ class Trainer(StepRunner):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _log_samples(self) -> None:
+        """Logs texts of the current weights, if the run's settings have prompts."""
+        settings = None if self._spec.log is None else self._spec.log.samples
+        if settings is not None and settings.prompts and self._sampled_step != self.num_steps:
+            self._sampled_step = self.num_steps
+            with self._untimed(), self.clock.during(EVAL):
+                log_samples(self, settings, self._log)
 
     def _is_evaluated(self) -> bool:
         """Returns True if the current state was already evaluated, or no step was taken."""

@@ -28,8 +28,13 @@ from zerojax.runtime.user_files import open_appending
 
 FILE_NAME = "metrics.jsonl"
 OVERTAKEN = ("train", "eval")
+SAMPLE = "sample"
+"""Name of the events that hold a text of the current weights."""
 KINDS = ("start", "train", "eval", "event", "processes", "end")
-TEXTS = ("event", "text", "leaf", "host", "error", "device_kind", "loss_unit", "memory_source")
+TEXTS = (
+    *("event", "text", "leaf", "host", "error", "device_kind", "loss_unit", "memory_source"),
+    *("prompt", "sample"),
+)
 """Keys whose values are text. Values of other keys are numbers, except extra entries of events."""
 
 CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bit-reversed (RFC 3720, appendix B.4)

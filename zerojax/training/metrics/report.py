@@ -24,7 +24,7 @@ from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import replace_text
 from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_number, format_seconds
-from zerojax.training.metrics.metric_files import Metrics, read_metrics
+from zerojax.training.metrics.metric_files import SAMPLE, Metrics, read_metrics
 from zerojax.training.metrics.stragglers import ACTIVITIES
 
 FILE_NAME = "report.html"
@@ -83,7 +83,8 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
     ended, lost = ending(metrics), metrics.unreadable_lines
     text = f"<pre>{as_html(plan_rest.strip())}</pre>" if plan_rest.strip() else ""
     panels = {
-        "Events": redact(_events(metrics.events)),
+        "Samples": redact(_samples(metrics.events)),
+        "Events": redact(_events([e for e in metrics.events if e["event"] != SAMPLE])),
         "Time by activity": _times(metrics),
         "Plan": _schedule(run_dir / "plan.json") + text,
         "Configuration": _settings(redact(object_in(run_dir / "config.json"))),
@@ -419,6 +420,20 @@ def _events(events: Records) -> str:
     more = len(groups) - len(rows)
     note = f"<p>and {more:,} earlier ones in metrics.jsonl</p>" if more else ""
     head = cells(("step", "event", "where", "message"), "th")
+    return f'<table class="events">{head}{_lines(rows)}</table>{note}'
+
+
+def _samples(events: Records) -> str:
+    """Returns an HTML table of texts of the run's weights, newest first."""
+    texts = [event for event in events if event["event"] == SAMPLE]
+    rows = [
+        (f"{one['step']:,}", str(one.get("sample", ""))) for one in texts[: -MAX_EVENTS - 1 : -1]
+    ]
+    if not rows:
+        return ""
+    more = len(texts) - len(rows)
+    note = f"<p>and {more:,} earlier ones in metrics.jsonl</p>" if more else ""
+    head = cells(("step", "prompt and continuation"), "th")
     return f'<table class="events">{head}{_lines(rows)}</table>{note}'
 
 

@@ -267,7 +267,7 @@ class RunLog:
 
         Args:
           kind: "loss_spike", "not_finite", "slow_process", "fast_again", "epoch",
-            "sequence_length", "failed" or "interrupted".
+            "sequence_length", "sample", "failed" or "interrupted".
           step: number of the step.
           text: the line to print.
           say: True: print the line.
