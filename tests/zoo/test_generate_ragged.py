@@ -19,6 +19,7 @@ from zerojax.config.attention_layouts import FixedLayout
 from zerojax.zoo import GPT2, Decoder, DecoderConfig, LayerKind, Rope, RopeScaling, generate
 from zerojax.zoo import generation as generating
 from zerojax.zoo.hugging_face import from_hugging_face
+from zerojax.zoo.sampling import Sampling
 
 PROMPTS, NEW = (9, 3, 14), 6
 """Tokens of each prompt, and new tokens of each."""
@@ -178,6 +179,32 @@ def test_rows_end_at_any_end_token_and_the_loop_ends_with_the_last(gpt2, prompts
         added = row[len(prompt) :]
         np.testing.assert_array_equal(added[:stop], text[:stop])
         assert (added[stop:] == 12).all()
+
+
+def test_rows_that_end_get_the_next_prompts(gpt2, prompts, monkeypatch):
+    """Static batches of two would decode 19 positions for each of three pairs."""
+    every = [prompts[i % 3] for i in (0, 1, 2, 1, 0, 2, 1)]
+    limits = [2, 20, 3, 20, 2, 20, 1]
+    steps, original = [], GPT2.look_up
+
+    def counting(self, tokens, position):
+        jax.debug.callback(lambda: steps.append(tokens.shape[1]))
+        return original(self, tokens, position)
+
+    monkeypatch.setattr(GPT2, "look_up", counting)
+    programs = generating._prefill, generating._decode
+    for program in programs:
+        program.clear_cache()
+    sampling = Sampling(temperature=0.9, seed=3, pad_token=12)
+    found = generating.continue_rows(gpt2, every, limits, sampling, num_rows=2)
+    jax.effects_barrier()
+    assert steps.count(1) < 3 * 19 - 10
+    assert [program._cache_size() for program in programs] == [1, 1]
+    for program in programs:
+        program.clear_cache()
+    together = generating.continue_rows(gpt2, every, limits, sampling)
+    np.testing.assert_array_equal(found.tokens, together.tokens)
+    np.testing.assert_array_equal(found.lengths, limits)
 
 
 @pytest.mark.thorough

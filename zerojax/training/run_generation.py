@@ -185,21 +185,18 @@ class RunGenerator:
         rows = as_prompts(prompts, max_seq_len=context)
         room = context - max((len(row) for row in rows), default=0)
         count = max(1, min(DEFAULT_NUM_TOKENS, room)) if num_tokens is None else num_tokens
-        found: list[np.ndarray] = []
-        for start in range(0, len(rows), batch_size):
-            part = slice(start, start + batch_size)
-            added = continue_rows(
-                self.model,
-                rows[part],
-                count,
-                sampling,
-                row_numbers=range(len(rows))[part],
-                row_sharding=self.plan.batch_sharding,
-                num_rows=batch_size if len(rows) > batch_size else None,
-            )
-            for row, new, length in zip(rows[part], *added, strict=True):
-                found.append(np.concatenate([row, new[:length]]).astype(np.int32))
-        return found
+        added = continue_rows(
+            self.model,
+            rows,
+            count,
+            sampling,
+            row_sharding=self.plan.batch_sharding,
+            num_rows=min(batch_size, len(rows)),
+        )
+        return [
+            np.concatenate([row, new[:length]]).astype(np.int32)
+            for row, new, length in zip(rows, *added, strict=True)
+        ]
 
 
 def end_tokens_of(

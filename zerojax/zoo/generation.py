@@ -1,11 +1,12 @@
 """Generates tokens with a key/value cache: one pass over the prompts, then token by token.
 
-Prompt lengths are rounded up, so that all prompts of similar length share two programs: the pass
-over the prompts, and the loop over new tokens.
+All prompts share two programs: the pass over prompts, and the loop over new tokens. If there are
+more prompts than rows, rows that have ended get the next prompts (continuous batching).
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ _HEADS_AXIS = "model"
 """Mesh axis of the heads in `MEGATRON_RULES`."""
 CACHE_MULTIPLE = 128
 """The cache is as long as prompt and new tokens, rounded up to a multiple of this number."""
+
+_FREE = -1
+"""Number of the prompt of a row without one."""
 
 Prompts = jax.Array | np.ndarray | Sequence[Any]
 
@@ -166,8 +170,8 @@ def continue_rows(
       row_sharding: sharding of rows [batch] on the mesh of the parameters. None: every device
         computes all rows. With several processes, each one passes the same prompts and gets all
         tokens.
-      num_rows: number of rows of the programs, at least the number of prompts; None uses that
-        number.
+      num_rows: number of rows of the programs, so of prompts that are continued together; None: all
+        prompts.
 
     Raises:
       ValueError: an argument is invalid, as for `generate`.
@@ -184,22 +188,21 @@ def continue_rows(
     _check_request(*max(sizes, key=sum), limit=limit)
     if (least := int(limits.min())) < 1:
         raise ValueError(f"num_tokens={least} must be at least 1")
+    if num_rows is not None and num_rows < 1:
+        raise ValueError(f"batch_size={num_rows} must be at least 1")
     sampling.check(vocab_size)
-    batch = _Batch.of(prompts, limits, row_numbers, num_rows, row_sharding, limit=limit)
+    slots = _Slots.of(prompts, limits, row_numbers, num_rows, row_sharding, limit=limit)
     longest = max(map(sum, sizes))
-    tokens, lengths = _continue(
+    return _continue(
         model,
-        batch,
+        slots,
         sampling.controls(vocab_size),
         cache_length=min(_rounded_up(longest, CACHE_MULTIPLE), limit),
-        row_sharding=row_sharding,
     )
-    tokens, lengths = np.asarray(tokens), np.asarray(lengths)
-    return Continued(tokens[: len(prompts), : limits.max()], lengths[: len(prompts)])
 
 
 class _Batch(NamedTuple):
-    """Prompts in one array, with empty rows that make the number of rows fit the mesh."""
+    """Prompts of the rows that are continued together."""
 
     tokens: Any
     """int32 [batch, padded length], padded at the end."""
@@ -209,6 +212,39 @@ class _Batch(NamedTuple):
     """int32 [batch]: maximum number of new tokens."""
     rows: Any
     """int32 [batch]: row number of each row, for the random numbers."""
+
+
+class _Slots:
+    """Rows of the programs, which get the prompts one after the other.
+
+    A row whose text has ended gets the next prompt. Rows are replaced when half of them have ended,
+    because the pass over the prompts computes all rows.
+
+    Args:
+      prompts: integers [prompt] each.
+      limits: int32 [prompts], maximum number of new tokens of each prompt.
+      numbers: integers [prompts], for the random numbers of each prompt.
+      size: number of rows.
+      length: padded length of the prompts.
+      sharding: sharding of rows; None: none.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[np.ndarray],
+        limits: np.ndarray,
+        numbers: np.ndarray,
+        *,
+        size: int,
+        length: int,
+        sharding: NamedSharding | None,
+    ) -> None:
+        self._prompts, self._limits, self._numbers = prompts, limits, numbers
+        self.size, self.sharding = size, sharding
+        self._waiting = collections.deque(range(len(prompts)))
+        self._prompt_of = np.full(size, _FREE)
+        self._tokens, self._columns = np.zeros((size, length), np.int32), np.zeros((3, size), int)
+        self._found: dict[int, np.ndarray] = {}
 
     @classmethod
     def of(
@@ -220,7 +256,7 @@ class _Batch(NamedTuple):
         sharding: NamedSharding | None,
         *,
         limit: int,
-    ) -> _Batch:
+    ) -> _Slots:
         count = len(prompts)
         numbers = np.arange(count) if row_numbers is None else np.asarray(row_numbers)
         if numbers.shape != (count,) or not np.issubdtype(numbers.dtype, np.integer):
@@ -229,14 +265,45 @@ class _Batch(NamedTuple):
                 f"{count} prompts; use {count} integers"
             )
         shards = 1 if sharding is None else count_shards(sharding)
-        size = _rounded_up(max(count, num_rows or 0), shards)
+        size = _rounded_up(count if num_rows is None else num_rows, shards)
         length = min(_rounded_up(max(len(row) for row in prompts), PROMPT_MULTIPLE), limit)
-        tokens = np.zeros((size, length), np.int32)
-        for place, row in zip(tokens, prompts, strict=False):
-            place[: len(row)] = row
-        columns = np.zeros((3, size), np.int32)
-        columns[:, :count] = [len(row) for row in prompts], limits, numbers
-        return cls(*(_placed(value, sharding) for value in (tokens, *columns)))
+        return cls(prompts, limits, numbers, size=size, length=length, sharding=sharding)
+
+    def fill(self) -> tuple[_Batch, Any]:
+        """Gives prompts to free rows; returns (prompts of all rows, bool [batch]: new rows)."""
+        takes = np.zeros(self.size, bool)
+        for row in np.flatnonzero(self._prompt_of == _FREE)[: len(self._waiting)]:
+            prompt = self._prompt_of[row] = self._waiting.popleft()
+            tokens = self._prompts[prompt]
+            self._tokens[row] = 0
+            self._tokens[row, : len(tokens)] = tokens
+            self._columns[:, row] = len(tokens), self._limits[prompt], self._numbers[prompt]
+            takes[row] = True
+        arrays = self._tokens, *self._columns.astype(np.int32)
+        return _Batch(*(_placed(x.copy(), self.sharding) for x in arrays)), _placed(
+            takes, self.sharding
+        )
+
+    def fewest(self) -> np.int32:
+        """Returns the number of active rows down to which decoding goes on."""
+        active = int(np.sum(self._prompt_of != _FREE))
+        return np.int32(active // 2 if self._waiting else 0)
+
+    def collect(self, drawn: Any, lengths: Any, has_ended: Any) -> bool:
+        """Frees the rows that have ended; returns whether all prompts are done."""
+        drawn, lengths, has_ended = (np.asarray(x) for x in (drawn, lengths, has_ended))
+        for row in np.flatnonzero(has_ended & (self._prompt_of != _FREE)):
+            self._found[int(self._prompt_of[row])] = drawn[row, : lengths[row]].copy()
+            self._prompt_of[row] = _FREE
+        return len(self._found) == len(self._prompts)
+
+    def continued(self, pad: int) -> Continued:
+        """Returns the new tokens of all prompts, in their order."""
+        tokens = np.full((len(self._prompts), self._limits.max()), pad, np.int32)
+        for prompt, new in self._found.items():
+            tokens[prompt, : len(new)] = new
+        lengths = [len(self._found[prompt]) for prompt in range(len(self._prompts))]
+        return Continued(tokens, np.asarray(lengths, np.int32))
 
 
 def count_shards(sharding: NamedSharding) -> int:
@@ -256,62 +323,98 @@ def _rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _continue(
-    model: Decoder,
-    batch: _Batch,
-    controls: Controls,
-    *,
-    cache_length: int,
-    row_sharding: NamedSharding | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes (new tokens, int32 [batch, cache_length]; number of new tokens, int32 [batch])."""
+def _continue(model: Decoder, slots: _Slots, controls: Controls, *, cache_length: int) -> Continued:
+    """Continues the prompts of `slots`."""
     graphdef, state = nnx.split(model)
-    options = {"graphdef": graphdef, "row_sharding": row_sharding}
-    progress, cache = _prefill(state, batch, controls, cache_length=cache_length, **options)
-    tokens, counts, _ = _decode(state, progress, cache, batch, controls, **options)
-    return tokens, counts
+    options = {"graphdef": graphdef, "row_sharding": slots.sharding}
+    sizes = {"size": slots.size, "cache_length": cache_length}
+    progress, cache = _start(state, controls.pad_token, **sizes, **options)
+    while True:
+        batch, takes = slots.fill()
+        progress, cache = _prefill(state, batch, takes, progress, cache, controls, **options)
+        progress, cache, shown = _decode(
+            state, progress, cache, batch, controls, slots.fewest(), **options
+        )
+        if slots.collect(*shown):
+            return slots.continued(int(controls.pad_token))
 
 
 # jax.jit is otherwise used only in step, plan and kernels; decoding without it is too slow.
-@functools.partial(jax.jit, static_argnames=("graphdef", "cache_length", "row_sharding"))
+@functools.partial(jax.jit, static_argnames=("size", "cache_length", "graphdef", "row_sharding"))
+def _start(
+    state: nnx.State,
+    pad: Any,
+    *,
+    size: int,
+    cache_length: int,
+    graphdef: nnx.GraphDef[Decoder],
+    row_sharding: NamedSharding | None,
+) -> tuple[DrawnRows, KVCache]:
+    """Makes `size` rows without a prompt, and a cache of zeros for `cache_length` positions."""
+    model = nnx.merge(graphdef, state)
+    nothing = jnp.zeros((size, 1), jnp.int32)
+    options = {"vocab_size": model.config.vocab_size, "pad": jnp.asarray(pad)}
+    progress = DrawnRows.start(nothing, nothing[:, 0], cache_length, **options)
+    cache = model.init_cache(size, cache_length)
+    return _placed_rows(progress, row_sharding), _placed_cache(cache, row_sharding)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("graphdef", "row_sharding"),
+    donate_argnames=("progress", "cache"),
+)
 def _prefill(
     state: nnx.State,
     batch: _Batch,
+    takes: Any,
+    progress: DrawnRows,
+    cache: KVCache,
     controls: Controls,
     *,
     graphdef: nnx.GraphDef[Decoder],
-    cache_length: int,
     row_sharding: NamedSharding | None,
 ) -> tuple[DrawnRows, KVCache]:
-    """Processes the prompts and draws the first new token of each row.
+    """Processes the prompts of new rows, and draws the first new token of each.
 
-    Cache entries of padding are after a row's prompt; new tokens overwrite them before they are
-    read.
+    All rows are computed; the results of the others are dropped. Cache entries of padding are after
+    a row's prompt; new tokens overwrite them before they are read.
 
-    Returns:
-      (progress with space for `cache_length` tokens, cache of `cache_length` positions).
+    Args:
+      state: parameters of the model.
+      batch: prompts of all rows.
+      takes: bool [batch]: whether a row is new.
+      progress, cache: rows and cache before.
+      controls: options of the sampling.
+      graphdef: structure of the model.
+      row_sharding: sharding of rows; None: none.
     """
     model = nnx.merge(graphdef, state)
     size, length = batch.tokens.shape
     text_length = batch.lengths + batch.limits
-    cache = model.init_cache(size, length)
-    hidden, cache = model.extend(batch.tokens, cache, jnp.int32(0), text_length=text_length)
+    new_cache = model.init_cache(size, length)
+    hidden, new_cache = model.extend(batch.tokens, new_cache, jnp.int32(0), text_length=text_length)
     last = jnp.maximum(batch.lengths - 1, 0)[:, None, None]
     logits = _logits(model, jnp.take_along_axis(hidden, last, axis=1), row_sharding)
-    progress = DrawnRows.start(
-        batch.tokens,
-        batch.lengths,
-        cache_length,
-        vocab_size=logits.shape[1],
-        pad=jnp.asarray(controls.pad_token),
-    )
-    progress = progress.draw(logits, batch.lengths, batch.limits, batch.rows, controls)
-    later = [(0, 0), (0, 0), (0, cache_length - length), (0, 0), (0, 0)]
-    return progress, _placed_cache(jax.tree.map(lambda x: jnp.pad(x, later), cache), row_sharding)
+    room, pad = progress.drawn.shape[1], jnp.asarray(controls.pad_token)
+    options = {"vocab_size": logits.shape[1], "pad": pad}
+    new = DrawnRows.start(batch.tokens, batch.lengths, room, **options)
+    new = new.draw(logits, batch.lengths, batch.limits, batch.rows, controls)
+    is_new = jnp.asarray(takes)[None, :, None, None, None]
+
+    def replace(old: jax.Array, new: jax.Array) -> jax.Array:
+        kept = lax.slice_in_dim(old, 0, length, axis=2)
+        return lax.dynamic_update_slice_in_dim(old, jnp.where(is_new, new, kept), 0, axis=2)
+
+    progress = progress.replace(jnp.asarray(takes), new)
+    cache = jax.tree.map(replace, cache, new_cache)
+    return _placed_rows(progress, row_sharding), _placed_cache(cache, row_sharding)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graphdef", "row_sharding"), donate_argnames=("cache",)
+    jax.jit,
+    static_argnames=("graphdef", "row_sharding"),
+    donate_argnames=("progress", "cache"),
 )
 def _decode(
     state: nnx.State,
@@ -319,37 +422,45 @@ def _decode(
     cache: KVCache,
     batch: _Batch,
     controls: Controls,
+    fewest: Any,
     *,
     graphdef: nnx.GraphDef[Decoder],
     row_sharding: NamedSharding | None,
-) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Draws tokens until every row has ended.
+) -> tuple[DrawnRows, KVCache, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Draws tokens while more than `fewest` rows have not ended.
 
     Returns:
-      (new tokens, int32 [batch, room]; number of new tokens, int32 [batch]; the cache, returned so
-      that it needs no second buffer).
+      (rows, cache, (new tokens, int32 [batch, room]; number of new tokens, int32 [batch]; whether
+      each row has ended, bool [batch]) on all devices).
     """
     model = nnx.merge(graphdef, state)
     text_length = batch.lengths + batch.limits
 
     def advance(carry: tuple[DrawnRows, KVCache]) -> tuple[DrawnRows, KVCache]:
         progress, cache = carry
-        position = jnp.maximum(batch.lengths + progress.num_drawn - 1, 0)
+        position = jnp.maximum(batch.lengths + progress.lengths - 1, 0)
         position = jnp.minimum(position, cache.keys.shape[2] - 1)  # rows that have ended continue
         hidden, cache = model.extend(
             progress.token[:, None], cache, position, text_length=text_length
         )
         logits = _logits(model, hidden, row_sharding)
         progress = progress.draw(logits, batch.lengths, batch.limits, batch.rows, controls)
-        return progress, _placed_cache(cache, row_sharding)
+        return _placed_rows(progress, row_sharding), _placed_cache(cache, row_sharding)
 
     start = progress, cache
-    progress, cache = lax.while_loop(lambda carry: carry[0].goes_on(), advance, start)
-    drawn, lengths = progress.drawn, progress.lengths
+    progress, cache = lax.while_loop(lambda carry: carry[0].num_active() > fewest, advance, start)
+    shown = progress.drawn, progress.lengths, progress.has_ended
     if row_sharding is not None:
         everywhere = NamedSharding(row_sharding.mesh, P())
-        drawn, lengths = lax.with_sharding_constraint((drawn, lengths), everywhere)
-    return drawn, lengths, cache
+        shown = lax.with_sharding_constraint(shown, everywhere)
+    return progress, cache, shown
+
+
+def _placed_rows(progress: DrawnRows, row_sharding: NamedSharding | None) -> DrawnRows:
+    """Shards the state of rows like the rows, so that both programs have the same inputs."""
+    if row_sharding is None:
+        return progress
+    return lax.with_sharding_constraint(progress, row_sharding)
 
 
 def _logits(model: Decoder, hidden: jax.Array, row_sharding: NamedSharding | None) -> jax.Array:

@@ -142,8 +142,6 @@ class DrawnRows(NamedTuple):
 
     token: jax.Array
     """int32 [batch]: the newest token of each row."""
-    num_drawn: jax.Array
-    """int32 []: number of tokens drawn for each row, including pad tokens."""
     lengths: jax.Array
     """int32 [batch]: number of tokens drawn for each row until it ended, including the end
     token."""
@@ -172,16 +170,23 @@ class DrawnRows(NamedTuple):
         nothing = jnp.zeros((batch, vocab_size), bool)
         return cls(
             token=tokens[:, -1],
-            num_drawn=jnp.int32(0),
             lengths=jnp.zeros(batch, jnp.int32),
             has_ended=lengths == 0,
             seen=nothing.at[jnp.arange(batch)[:, None], tokens].max(valid),
             drawn=jnp.broadcast_to(pad, (batch, room)),
         )
 
-    def goes_on(self) -> jax.Array:
-        """Returns whether any row has not ended, bool []."""
-        return ~jnp.all(self.has_ended)
+    def num_active(self) -> jax.Array:
+        """Returns the number of rows that have not ended, int32 []."""
+        return jnp.sum(~self.has_ended, dtype=jnp.int32)
+
+    def replace(self, takes: jax.Array, new: DrawnRows) -> DrawnRows:
+        """Returns these rows, with the rows of `new` where `takes`, bool [batch], is true."""
+
+        def one(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(takes.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+        return jax.tree.map(one, self, new)
 
     def draw(
         self,
@@ -200,19 +205,19 @@ class DrawnRows(NamedTuple):
           rows: int32 [batch], number of each row, for the random numbers.
           controls: options of the sampling.
         """
-        positions = start + self.num_drawn
+        positions = start + self.lengths
         token = draw_tokens(logits, self.seen, rows, positions, controls)
         token = jnp.where(self.has_ended, controls.pad_token, token)
         is_token = jnp.arange(logits.shape[1])[None] == token[:, None]
         ends = jnp.any(token[:, None] == jnp.asarray(controls.end_tokens)[None], axis=1)
         lengths = self.lengths + ~self.has_ended
+        is_next = jnp.arange(self.drawn.shape[1])[None] == self.lengths[:, None]
         return DrawnRows(
             token=token,
-            num_drawn=self.num_drawn + 1,
             lengths=lengths,
             has_ended=self.has_ended | ends | (lengths >= limits),
             seen=self.seen | is_token,
-            drawn=lax.dynamic_update_slice(self.drawn, token[:, None], (0, self.num_drawn)),
+            drawn=jnp.where(is_next & ~self.has_ended[:, None], token[:, None], self.drawn),
         )
 
 

@@ -69,8 +69,6 @@ def continue_texts(
             "this run has no tokenizer to decode tokens, because it was trained on token files "
             "that name none; train on text, or on token files from `zerojax data prepare`"
         )
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
     context = model.config.max_seq_len
     rows = [_encoded(tokenizer, prompt, context) for prompt in prompts]
     sampling = dataclasses.replace(
@@ -80,22 +78,14 @@ def continue_texts(
         min(DEFAULT_NUM_TOKENS, context - row.size) if num_tokens is None else num_tokens
         for row in rows
     ]
-    found: list[Continuation] = []
-    for start in range(0, len(rows), batch_size):
-        part = slice(start, start + batch_size)
-        added = continue_rows(
-            model,
-            rows[part],
-            limits[part],
-            sampling,
-            row_numbers=range(len(rows))[part],
-            row_sharding=row_sharding,
-            num_rows=batch_size if len(rows) > batch_size else None,
-        )
-        for number, (new, length) in enumerate(zip(*added, strict=True), start):
-            pair = rows[number], new[:length]
-            found.append(_decoded(tokenizer, prompts[number], *pair, sampling.end_tokens))
-    return found
+    num_rows = min(batch_size, len(rows))
+    added = continue_rows(
+        model, rows, limits, sampling, row_sharding=row_sharding, num_rows=num_rows
+    )
+    return [
+        _decoded(tokenizer, prompt, row, new[:length], sampling.end_tokens)
+        for prompt, row, new, length in zip(prompts, rows, *added, strict=True)
+    ]
 
 
 def _encoded(tokenizer: Any, prompt: str, context: int) -> np.ndarray:
