@@ -332,6 +332,18 @@ def test_the_page_of_optimizers_has_the_losses_by_batch_size():
     assert all(goal["met"] for goal in record["goals"])
 
 
+def test_pages_have_the_losses_of_a_curriculum_and_of_layer_drop():
+    record = json.loads((RESULTS / "learning.json").read_text())
+    for way in ("curriculum", "layer_drop"):
+        page = (ROOT / f"docs/{way}.md").read_text()
+        for row in record["rows"]:
+            columns = [
+                f"{row[f'{one}_loss']:.3f} | {row[f'{one}_work']:.2f}" for one in ("plain", way)
+            ]
+            assert f"| {row['step']} | {' | '.join(columns)} |" in page
+    assert all(goal["met"] for goal in record["goals"])
+
+
 def test_the_committed_results_are_measurements():
     paths = list(RESULTS.glob("*.json"))
     assert paths
