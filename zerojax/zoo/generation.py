@@ -590,11 +590,12 @@ def _from_source(
 
     def advance(carry: tuple[DrawnRows, Any]) -> tuple[DrawnRows, Any]:
         progress, cache = carry
-        hidden, cache = model.extend(progress.token[:, None], cache, progress.num_drawn)
+        position = jnp.max(progress.lengths)  # of all rows that have not ended
+        hidden, cache = model.extend(progress.token[:, None], cache, position)
         logits = model.head(hidden)[:, 0]
         return progress.draw(logits, begin, limits, rows, controls), cache
 
-    progress, _ = lax.while_loop(lambda carry: carry[0].goes_on(), advance, (start, cache))
+    progress, _ = lax.while_loop(lambda carry: carry[0].num_active() > 0, advance, (start, cache))
     return progress.drawn
 
 
