@@ -75,7 +75,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, tmp_path):
     """Theirs in float64, ours in float32: relative to each array's largest 1e-5."""
     wanted = CASES[case]
     pretrained = from_hugging_face(write_folder(tmp_path, case))
-    assert "with dropout_rate=0.1; here dropout=0.0 holds" in pretrained.notes[0]
+    assert all(part in pretrained.notes[0] for part in ("dropout_rate=0.1", "dropout=0.0"))
     model = pretrained.to_model()
     tokens, targets, mask = arguments_of(case)
     logits = jax.jit(lambda *rows: model(*rows))(tokens, targets, mask)
