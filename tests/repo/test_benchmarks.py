@@ -344,6 +344,14 @@ def test_pages_have_the_losses_of_a_curriculum_and_of_layer_drop():
     assert all(goal["met"] for goal in record["goals"])
 
 
+def test_the_page_of_communication_has_the_losses_of_signs_and_controls():
+    record = json.loads((RESULTS / "one_bit.json").read_text())
+    page = (ROOT / "docs/communication.md").read_text()
+    assert len(record["rows"]) == 10
+    for row in record["rows"]:
+        assert f" {row['mean']:.3f}" in page, row
+
+
 def test_the_committed_results_are_measurements():
     paths = list(RESULTS.glob("*.json"))
     assert paths
