@@ -102,7 +102,8 @@ def test_a_step_whose_tokens_have_no_weight_is_said():
     assert [text.split(":")[0] for text in texts] == ["step 1", "step 2"]
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.thorough), 3])
+@pytest.mark.thorough
+@pytest.mark.parametrize("zero", [0, 3])
 def test_steps_equal_those_of_one_device_on_short_rows(zero, compiled_steps):
     trainer = trained({"zero": zero, "persistence_threshold": 0})
     losses, expected = plain_training(STEPS, lambda step: 6 + step)

@@ -36,6 +36,7 @@ def logged(folder: Any) -> list[dict[str, Any]]:
     return [one for one in map(json.loads, lines) if one.get("event") == "sample"]
 
 
+@pytest.mark.thorough
 def test_texts_of_the_current_weights_are_logged(tmp_path):
     folder = tmp_path / "run"
     trainer = train(folder, steps=2, eval_every=1)

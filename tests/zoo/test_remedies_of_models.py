@@ -277,8 +277,12 @@ def test_tokens_of_a_decoder():
 def undrawn(monkeypatch):
     """Tokens are not drawn: they are zeros."""
 
-    def drawn(model, batch, controls, **_):
-        return np.zeros((1, 64), np.int32), np.asarray(batch.limits)
+    def drawn(model, slots, controls, **_):
+        zeros, ended = np.zeros((slots.size, 64), np.int32), np.ones(slots.size, bool)
+        batch, _ = slots.fill()
+        while not slots.collect(zeros, batch.limits, ended):
+            batch, _ = slots.fill()
+        return slots.continued(0)
 
     monkeypatch.setattr("zerojax.zoo.generation._continue", drawn)
 
