@@ -2,7 +2,8 @@
 
     python -m tests.support.generation_process FOLDER
 
-Writes the tokens that this process gets to FOLDER/NUMBER.json.
+Writes the tokens that this process gets to FOLDER/NUMBER.json. Prompts that differ between the
+processes are refused in each.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [35]]
 OPTIONS: dict[str, Any] = {"temperature": 1.2, "top_p": 0.9, "seed": 5, "end_tokens": (7, 11)}
 
 
-def rows_of(devices: list[Any], zero: int) -> list[list[int]]:
-    """Sampled tokens of a new Llama on these devices."""
+def trainer_on(devices: list[Any], zero: int) -> Any:
+    """A trainer of a new Llama on these devices."""
     from tests.support.small_models import reference_model
     from tests.support.trajectories import optimizer, text_batch
     from zerojax import make_mesh, make_plan
@@ -34,7 +36,13 @@ def rows_of(devices: list[Any], zero: int) -> list[list[int]]:
         zero=zero,
         persistence_threshold=0,
     )
-    return [row.tolist() for row in Trainer(plan).generate(PROMPTS, 8, **OPTIONS)]
+    return Trainer(plan)
+
+
+def rows_of(devices: list[Any], zero: int) -> list[list[int]]:
+    """Sampled tokens of a new Llama on these devices."""
+    found = trainer_on(devices, zero).generate(PROMPTS, 8, **OPTIONS)
+    return [row.tolist() for row in found]
 
 
 def main(folder: str) -> None:
@@ -46,6 +54,8 @@ def main(folder: str) -> None:
 
     distributed.join_processes()
     rows = rows_of(jax.devices(), 3)
+    with pytest.raises(ValueError, match="prompts differs"):
+        trainer_on(jax.devices(), 3).generate([[1 + jax.process_index()]], 8)
     (Path(folder) / f"{jax.process_index()}.json").write_text(json.dumps(rows), encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from zerojax.runtime.bounded_json import load
 from zerojax.runtime.memory import allocating_for
 from zerojax.training.metrics.metric_files import SAMPLE
 from zerojax.training.metrics.runlog import RunLog
+from zerojax.training.process_agreement import check_same_run
 from zerojax.training.run_folder import DESCRIPTION_FILE
 from zerojax.zoo.generation import as_prompts, check_decoder, continue_rows
 from zerojax.zoo.hugging_face import Pretrained, end_tokens_in
@@ -159,7 +161,11 @@ class RunGenerator:
           num_tokens: maximum number of new tokens; None: 200, or as many as fit the context.
           sampling: options of the sampling.
           batch_size: number of texts that are continued together.
+
+        Raises:
+          ValueError: another process has other prompts or options.
         """
+        _check_same_everywhere(prompts, num_tokens, sampling, batch_size)
         try:
             return continue_texts(
                 self.model,
@@ -180,6 +186,7 @@ class RunGenerator:
     def _rows(
         self, prompts: Any, num_tokens: int | None, sampling: Sampling, batch_size: int
     ) -> list[np.ndarray]:
+        _check_same_everywhere(prompts, num_tokens, sampling, batch_size)
         check_decoder(self.model)
         context = self.model.config.max_seq_len
         rows = as_prompts(prompts, max_seq_len=context)
@@ -197,6 +204,24 @@ class RunGenerator:
             np.concatenate([row, new[:length]]).astype(np.int32)
             for row, new, length in zip(rows, *added, strict=True)
         ]
+
+
+def _check_same_everywhere(
+    prompts: Any, num_tokens: int | None, sampling: Sampling, batch_size: int
+) -> None:
+    """Raises ValueError on every process if two processes are about to generate differently."""
+    check_same_run(
+        {
+            "the list of prompts": json.dumps(list(prompts), default=_as_list),
+            "num_tokens": str(num_tokens),
+            "the sampling": str(sampling),
+            "batch_size": str(batch_size),
+        }
+    )
+
+
+def _as_list(x: Any) -> Any:
+    return x.tolist() if hasattr(x, "tolist") else str(x)
 
 
 def end_tokens_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.checkpoint.arrays import check_storable
 from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.checkpoint.folders import list_steps
-from zerojax.config import WatchConfig
+from zerojax.config import SamplesConfig, WatchConfig
 from zerojax.config.display import quoted
-from zerojax.config.loader import user_path
+from zerojax.config.loader import to_dict, user_path
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
@@ -95,6 +96,7 @@ def open_run(spec: RunSpec, plan: Plan) -> Run:
 
 def _common_settings(spec: RunSpec) -> dict[str, Any]:
     """Returns {name: value} of the loop settings that must be equal in all processes."""
+    samples = SamplesConfig() if spec.log is None else spec.log.samples
     return {
         "log_every": spec.loop.log_every,
         "eval_every": spec.loop.eval_every,
@@ -103,6 +105,7 @@ def _common_settings(spec: RunSpec) -> dict[str, Any]:
         "checkpoints": "no" if spec.checkpoint is None else "yes",
         "save_every": spec.loop.save_every,
         "save_on_exit": spec.loop.save_on_exit,
+        "log.samples": json.dumps(to_dict(samples)),
     }
 
 

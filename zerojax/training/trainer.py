@@ -171,10 +171,10 @@ class Trainer(StepRunner):
                 self._compare_peak()
                 if self._validation is not None and not (self._is_evaluated() or stop.is_due):
                     self._evaluate_at_end()
-                if not stop.is_due:
-                    self._log_samples()
                 if self.loop_settings.save_on_exit or self._is_due("save_every"):
                     self.save()
+                if not stop.is_due:
+                    self._log_samples()
                 if stop.is_due:
                     error = self._interrupted(stop)
                     error.trainer = self
