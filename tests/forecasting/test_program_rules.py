@@ -112,10 +112,14 @@ def plan_of(model=Mlp, rules=None, precision="fp32", reduce_dtype=None, **option
     )
 
 
-def text_plan(zero, **options):
-    model = reference_model("gpt2", **options.pop("changes", {}))
-    mesh = {"zero": zero, "persistence_threshold": 0, **options}
-    return zerojax.make_plan(model, mesh, example_batch=BATCH, precision="fp32")
+def text_plan(zero, family="gpt2", optimizer=None, **options):
+    return zerojax.make_plan(
+        reference_model(family, **options.pop("changes", {})),
+        {"zero": zero, "persistence_threshold": 0, **options},
+        example_batch=BATCH,
+        optimizer=optimizer,
+        precision="fp32",
+    )
 
 
 @functools.cache
@@ -152,6 +156,33 @@ def test_a_sound_step_of_a_decoder_keeps_every_rule(zero, options):
     plan = text_plan(zero, **{"data": -1, **options})
     rules = {**SOUND, "rules_split": True} if "model" in options else SOUND
     assert zerojax.expect(plan, **rules)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 1, "data": 4, "stage": 2},
+        {"zero": 2, "data": 2, "stage": 2, "model": 2},
+        {"zero": 3, "data": 4, "context": 2, "context_parallel": "ring"},
+        {"zero": 3, "data": 4, "context": 2, "context_parallel": "ulysses"},
+        {"zero": 3, "data": 4, "replica": 2},
+        {"zero": 3, "data": 8, "offload": {"opt_state": "host"}},
+        {"zero": 3, "data": 8, "wire": {"weights": "int8"}},
+        {"zero": 3, "data": 8, "optimizer": zerojax.muon(1e-2)},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_a_sound_step_with_other_axes_and_codes_keeps_every_rule(options):
+    """Codes of weights on the wire are computed, but from weights alone."""
+    assert zerojax.expect(text_plan(family="llama", **options), **SOUND)
+
+
+@pytest.mark.thorough
+def test_keys_and_values_that_context_gathers_are_replicated():
+    plan = text_plan(zero=3, data=4, context=2, context_parallel="allgather")
+    with pytest.raises(ExpectationError, match="context_parallel"):
+        zerojax.expect(plan, **SOUND)
 
 
 # --- one fault for each rule ----------------------------------------------------------------------

@@ -3,8 +3,9 @@ memory.
 
 The role of a value follows from its origin and its uses, through fusions and loops:
 
-- weights are parameters of the state that were only moved: sliced, cast, gathered, or brought into
-  another layout;
+- weights are parameters of the state that were only moved (sliced, cast, gathered, or brought into
+  another layout), and what forward and backward read that is computed from parameters but not from
+  the batch, such as codes and masks of weights;
 - forward and backward are the operations under `jax.value_and_grad` (their names contain `jvp(`)
   and everything that these operations read; values that they compute and read again are
   activations;
@@ -167,6 +168,7 @@ class Roles:
         self._flow = flow
         self._origin = self._find_origins(arguments)
         self._model = self._find_model()
+        self._from_weights = self._find_from_weights()
         # Values that forward or backward still read, now or later.
         self._read = self._closure(
             (
@@ -212,7 +214,7 @@ class Roles:
             role = _MOVED_ONLY[origin]
             return UPDATE if role == WEIGHTS and not read else role
         if read:
-            return ACTIVATIONS
+            return WEIGHTS if value in self._from_weights else ACTIVATIONS
         return GRADIENTS if _Origin.COMPUTED in origin else OTHER
 
     def _first_with_origin(self, value: Value) -> Value:
@@ -286,6 +288,17 @@ class Roles:
             if name in named or rewritten:
                 found.add(value)
         return found
+
+    def _find_from_weights(self) -> set[Value]:
+        """Finds the values that are computed from weights and not from the batch, such as codes."""
+        weights, batch = (
+            self._closure(
+                (value for value in self._flow.values if kind in self._origin[value]),
+                self._flow.targets,
+            )
+            for kind in (_Origin.PARAMETER, _Origin.BATCH)
+        )
+        return weights - batch
 
     def _find_update(self) -> set[Value]:
         """Finds the values that are computed from the optimizer state or, outside of forward and

@@ -308,7 +308,7 @@ class _Step:
                 limit=limit,
                 collective=one.describe(),
                 line=one.line,
-                remedy="keep it split along the batch or the sharded dimension at this line",
+                remedy=_replication_remedy(one),
             )
             for one in replicated
             if one.num_bytes > most * MB
@@ -435,6 +435,12 @@ def _is_replicated(one: SentArray) -> bool:
         return False
     over_batch = bool({*one.axis.split("+")} & {*PASS_AXES})
     return one.kind == "all-gather" or (one.kind == "all-reduce" and over_batch)
+
+
+def _replication_remedy(one: SentArray) -> str:
+    if ATTENTION in one.scope:
+        return "set context_parallel to ring or ulysses, which gather no keys and values"
+    return "keep it split along the batch or the sharded dimension at this line"
 
 
 def _what(one: SentArray) -> str:
