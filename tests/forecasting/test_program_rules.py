@@ -40,6 +40,7 @@ SOUND = {
     "layer_loops": 1,
 }
 MB = 1e6
+EXPERTS = {"num_experts": 4, "experts_per_token": 2}
 
 
 class Mlp(nnx.Module):
@@ -168,6 +169,8 @@ def test_a_sound_step_of_a_decoder_keeps_every_rule(zero, options):
         {"zero": 3, "data": 4, "context": 2, "context_parallel": "ulysses"},
         {"zero": 3, "data": 4, "replica": 2},
         {"zero": 3, "data": 8, "offload": {"opt_state": "host"}},
+        {"zero": 3, "data": 4, "expert": 2, "changes": {"moe": EXPERTS}},
+        {"zero": 2, "data": 4, "model": 2, "changes": {"moe": EXPERTS}},
         {"zero": 3, "data": 8, "wire": {"weights": "int8"}},
         {"zero": 3, "data": 8, "optimizer": zerojax.muon(1e-2)},
     ],
