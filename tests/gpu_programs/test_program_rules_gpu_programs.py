@@ -128,3 +128,33 @@ def test_bytes_between_nodes():
     # A ring over two nodes of eight crosses between them with one eighth of its bytes.
     contents = checked.contents
     assert contents.network_bytes == pytest.approx(contents.wire_bytes / 8, rel=0.01)
+
+
+class Wide(nnx.Module):
+    """A model whose activations exceed its weights."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(8, 4096, rngs=rngs)
+        self.down = nnx.Linear(4096, 8, rngs=rngs)
+
+    def loss(self, batch):
+        hidden = self.up(batch["x"])
+        return zerojax.losses.mean_squared_error(self.down(nnx.gelu(hidden)), batch["x"])
+
+
+def test_a_peak_above_its_limit_names_the_largest_values_and_a_line():
+    plan = zerojax.make_plan(
+        Wide,
+        zerojax.make_abstract_mesh({}, 8),
+        example_batch={"x": np.zeros((8 * 8192, 8), np.float32)},
+        precision="fp32",
+    )
+    rules = zerojax.ExpectConfig(max_peak_gib=0.01)
+    checked = check_step(plan, rules, gpu="h100", devices=8)
+    (violation,) = checked.violations
+    largest = checked.contents.largest[0]
+    assert (largest.shape, largest.role) == ("f32[8192,4096]", "activations")
+    assert largest.num_bytes == 8192 * 4096 * 4
+    assert "f32[8192,4096]" in violation.found
+    assert violation.line is not None
+    assert any(word in violation.line for word in ("self.up(", "self.down("))

@@ -19,7 +19,7 @@ from zerojax.forecasting.hlo.live_buffers import read_live
 from zerojax.forecasting.hlo.overlap import find_overlap
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.roles import bytes_by_role
-from zerojax.forecasting.step_contents import read_sent
+from zerojax.forecasting.step_contents import read_largest, read_sent
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, target_text
 from zerojax.operators.context import SCOPE
@@ -85,7 +85,12 @@ def compile_facts(
     sent = {}
     if lines is not None:
         arrays = read_sent(program, collectives, axes, plan)
-        sent = {"lines": lines, "sent": [dataclasses.asdict(one) for one in arrays]}
+        largest = [] if live is None else read_largest(live, plan)
+        sent = {
+            "lines": lines,
+            "sent": [dataclasses.asdict(one) for one in arrays],
+            "largest": [dataclasses.asdict(one) for one in largest],
+        }
     return {
         **sent,
         "memory": dataclasses.asdict(compiled.memory),

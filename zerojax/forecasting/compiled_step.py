@@ -33,6 +33,7 @@ from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.forecasting.step_contents import (
     SentArray,
     StepContents,
+    ValueAtPeak,
     contents_of,
     lines_in_programs,
 )
@@ -278,7 +279,9 @@ def _of_program(
         key = cache_key(counted, gpu, fast, program=lowered.as_text())
         facts = forecast_cache.load(key)
         lines = digest_of_lines(lowered) if with_contents else None
-        if facts is None or (with_contents and facts.get("lines") != lines):
+        if facts is None or (
+            with_contents and (facts.get("lines") != lines or "largest" not in facts)
+        ):
             say(f"compiling for {plan.mesh.size} {gpu.title}" + " (fast options)" * fast)
             began = time.perf_counter()
             facts = compile_facts(lowered, counted, devices, fast, lines)
@@ -295,6 +298,7 @@ def _of_program(
         traced.jaxpr,
         map(SentArray.from_json, facts["sent"]),
         peak=compile_client.MemoryUse(**facts["memory"]).peak,
+        largest=[ValueAtPeak(**one) for one in facts["largest"]],
         wire_bytes=made.traffic.wire_bytes or 0,
         network_bytes=made.traffic.network_bytes,
         calls_cudnn=facts["calls_cudnn"],

@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from zerojax.forecasting.hlo.communication import Collective
 from zerojax.forecasting.hlo.dataflow import Dataflow, Edge, Value
+from zerojax.forecasting.hlo.live_buffers import LiveAtPeak
 from zerojax.forecasting.hlo.program import Instruction, Program
 from zerojax.forecasting.hlo.source_frames import Frame
 from zerojax.forecasting.roles import Roles, argument_roles, unescape
@@ -45,6 +46,8 @@ _STEP = str(Path("zerojax", "parallel", "step.py"))
 """End of the path of the file whose functions are the step; frames around it called zerojax."""
 _NAMES = 3
 """Parameters of a collective that are named in a text."""
+_NUM_LARGEST = 3
+"""Number of values at the peak that are read."""
 _NEAR = 50
 """Values that are searched for a user's line around a collective that has none."""
 
@@ -109,12 +112,30 @@ class LoopOfLayers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueAtPeak:
+    """One temporary value that is in device memory at the peak.
+
+    Attributes:
+      shape: dtype and shape as XLA prints them, without the layout, such as `bf16[8,512]`.
+      num_bytes: bytes of this value alone.
+      role, line: as in `SentArray`.
+    """
+
+    shape: str
+    num_bytes: int
+    role: str
+    line: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepContents:
     """What program rules read of a step.
 
     Attributes:
       sent: every array that a collective sends.
       peak: bytes of device memory at the peak.
+      largest: largest temporary values at the peak, largest first; empty for CPU devices, whose
+        compiler does not report them.
       wire_bytes: bytes that one device sends per step.
       network_bytes: part of them between nodes; None if the nodes are not known.
       scores: scores that attention stores.
@@ -125,6 +146,7 @@ class StepContents:
 
     sent: tuple[SentArray, ...]
     peak: int
+    largest: tuple[ValueAtPeak, ...]
     wire_bytes: int
     network_bytes: int | None
     scores: tuple[StoredScores, ...]
@@ -186,6 +208,26 @@ def read_sent(
                 )
             )
     return found
+
+
+def read_largest(live: LiveAtPeak, plan: Plan) -> list[ValueAtPeak]:
+    """Returns the largest temporary values at the peak of a compiled step, largest first.
+
+    Args:
+      live: values at the peak of the plan's step.
+      plan: of the step; names the arguments.
+    """
+    flow = Dataflow(live.program)
+    roles = Roles(flow, argument_roles(plan))
+    return [
+        ValueAtPeak(
+            shape=value.shape.split("{")[0],
+            num_bytes=value.bytes,
+            role=roles.of((value.name, value.index)),
+            line=_line(flow, flow.instructions[value.name]),
+        )
+        for value in live.values[:_NUM_LARGEST]
+    ]
 
 
 def by_collective(sent: Iterable[SentArray]) -> dict[str, list[SentArray]]:
@@ -363,6 +405,7 @@ def contents_of(
     sent: Iterable[SentArray],
     *,
     peak: int,
+    largest: Iterable[ValueAtPeak] = (),
     wire_bytes: int,
     network_bytes: int | None,
     calls_cudnn: bool,
@@ -372,13 +415,14 @@ def contents_of(
 
     Args:
       plan: of the step; step: the traced step; sent: of `read_sent`.
-      peak, wire_bytes, network_bytes, on_gpus: as in `StepContents`.
+      peak, largest, wire_bytes, network_bytes, on_gpus: as in `StepContents`.
       calls_cudnn: whether the compiled program calls cuDNN's attention.
     """
     needed = without_waste(step)
     return StepContents(
         sent=tuple(sent),
         peak=peak,
+        largest=tuple(largest),
         wire_bytes=wire_bytes,
         network_bytes=network_bytes,
         scores=find_stored_scores(needed),

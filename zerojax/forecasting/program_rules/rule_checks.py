@@ -240,11 +240,17 @@ class _Step:
             remedy = (
                 "use a higher ZeRO stage, more microbatches, remat or offload (zerojax plan RUN)"
             )
+            largest = self._contents.largest
+            values = ", ".join(
+                f"{one.role} {one.shape} ({one.num_bytes / GIB:.3g} GiB)" for one in largest
+            )
             found = [
                 Violation(
                     rule="max_peak_gib",
-                    found=f"the step needs {shown} at its peak",
+                    found=f"the step needs {shown} at its peak"
+                    + f"; the largest temporary values then are {values}" * bool(values),
                     limit=limit,
+                    line=next((one.line for one in largest if one.line), None),
                     remedy=remedy,
                 )
             ]
