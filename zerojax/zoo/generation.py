@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.zoo.decoder import Decoder, KVCache, check_tokens
+from zerojax.zoo.decoder import Cache, Decoder, check_tokens
 from zerojax.zoo.sampling import Controls, DrawnRows, Sampling
 from zerojax.zoo.t5 import T5
 
@@ -349,7 +349,7 @@ def _start(
     cache_length: int,
     graphdef: nnx.GraphDef[Decoder],
     row_sharding: NamedSharding | None,
-) -> tuple[DrawnRows, KVCache]:
+) -> tuple[DrawnRows, Cache]:
     """Makes `size` rows without a prompt, and a cache of zeros for `cache_length` positions."""
     model = nnx.merge(graphdef, state)
     nothing = jnp.zeros((size, 1), jnp.int32)
@@ -369,12 +369,12 @@ def _prefill(
     batch: _Batch,
     takes: Any,
     progress: DrawnRows,
-    cache: KVCache,
+    cache: Cache,
     controls: Controls,
     *,
     graphdef: nnx.GraphDef[Decoder],
     row_sharding: NamedSharding | None,
-) -> tuple[DrawnRows, KVCache]:
+) -> tuple[DrawnRows, Cache]:
     """Processes the prompts of new rows, and draws the first new token of each.
 
     All rows are computed; the results of the others are dropped. Cache entries of padding are after
@@ -392,7 +392,8 @@ def _prefill(
     model = nnx.merge(graphdef, state)
     size, length = batch.tokens.shape
     text_length = batch.lengths + batch.limits
-    new_cache = model.init_cache(size, length)
+    has_codes = jax.tree.leaves(cache)[0].dtype == jnp.int8
+    new_cache = model.init_cache(size, length, jnp.int8 if has_codes else None)
     hidden, new_cache = model.extend(batch.tokens, new_cache, jnp.int32(0), text_length=text_length)
     last = jnp.maximum(batch.lengths - 1, 0)[:, None, None]
     logits = _logits(model, jnp.take_along_axis(hidden, last, axis=1), row_sharding)
@@ -400,9 +401,9 @@ def _prefill(
     options = {"vocab_size": logits.shape[1], "pad": pad}
     new = DrawnRows.start(batch.tokens, batch.lengths, room, **options)
     new = new.draw(logits, batch.lengths, batch.limits, batch.rows, controls)
-    is_new = jnp.asarray(takes)[None, :, None, None, None]
 
     def replace(old: jax.Array, new: jax.Array) -> jax.Array:
+        is_new = jnp.asarray(takes).reshape(1, size, *[1] * (old.ndim - 2))
         kept = lax.slice_in_dim(old, 0, length, axis=2)
         return lax.dynamic_update_slice_in_dim(old, jnp.where(is_new, new, kept), 0, axis=2)
 
@@ -419,14 +420,14 @@ def _prefill(
 def _decode(
     state: nnx.State,
     progress: DrawnRows,
-    cache: KVCache,
+    cache: Cache,
     batch: _Batch,
     controls: Controls,
     fewest: Any,
     *,
     graphdef: nnx.GraphDef[Decoder],
     row_sharding: NamedSharding | None,
-) -> tuple[DrawnRows, KVCache, tuple[jax.Array, jax.Array, jax.Array]]:
+) -> tuple[DrawnRows, Cache, tuple[jax.Array, jax.Array, jax.Array]]:
     """Draws tokens while more than `fewest` rows have not ended.
 
     Returns:
@@ -435,11 +436,12 @@ def _decode(
     """
     model = nnx.merge(graphdef, state)
     text_length = batch.lengths + batch.limits
+    cache_length = jax.tree.leaves(cache)[0].shape[2]
 
-    def advance(carry: tuple[DrawnRows, KVCache]) -> tuple[DrawnRows, KVCache]:
+    def advance(carry: tuple[DrawnRows, Cache]) -> tuple[DrawnRows, Cache]:
         progress, cache = carry
         position = jnp.maximum(batch.lengths + progress.lengths - 1, 0)
-        position = jnp.minimum(position, cache.keys.shape[2] - 1)  # rows that have ended continue
+        position = jnp.minimum(position, cache_length - 1)  # rows that have ended continue
         hidden, cache = model.extend(
             progress.token[:, None], cache, position, text_length=text_length
         )
@@ -472,13 +474,13 @@ def _logits(model: Decoder, hidden: jax.Array, row_sharding: NamedSharding | Non
     return logits if row_sharding is None else lax.with_sharding_constraint(logits, row_sharding)
 
 
-def _placed_cache(cache: KVCache, row_sharding: NamedSharding | None) -> KVCache:
+def _placed_cache(cache: Cache, row_sharding: NamedSharding | None) -> Cache:
     """Shards the cache like the rows, and its heads over `model` if that axis divides them."""
     if row_sharding is None:
         return cache
-    mesh, heads = row_sharding.mesh, cache.keys.shape[3]
+    mesh, heads = row_sharding.mesh, jax.tree.leaves(cache)[0].shape[3]
     divides = heads % mesh.shape.get(_HEADS_AXIS, heads + 1) == 0
-    spec = P(None, row_sharding.spec[0], None, _HEADS_AXIS if divides else None, None)
+    spec = P(None, row_sharding.spec[0], None, _HEADS_AXIS if divides else None)
     return lax.with_sharding_constraint(cache, NamedSharding(mesh, spec))
 
 
