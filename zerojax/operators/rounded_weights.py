@@ -1,7 +1,8 @@
 """Rounds kernels to 8- or 4-bit integers with one scale per output, or per 32 inputs of an output.
 
 Quantization-aware training (`rounded_dot`), generation (`coded_dot`) and exports of codes use this
-module, with the same bits: a weight's value is code x scale, rounded to the dtype of the kernel, as a server computes it.
+module, with the same bits: a weight's value is code x scale, rounded to the dtype of the kernel, as
+a server computes it.
 """
 
 from __future__ import annotations
@@ -84,14 +85,14 @@ def encoded(kernel: jax.Array, name: str, num_inputs: int) -> tuple[jax.Array, j
 
     Returns:
       Codes, int8, in the shape of `kernel`, and scales [*outputs] in its dtype. Code x scale,
-      rounded to this dtype, is the value of `rounded`. The scale of an output with a weight that
-      is not finite is not finite.
+      rounded to this dtype, is the value of `rounded`. If a weight is not finite, the scale of its
+      output is NaN.
     """
     assert FORMATS[name].group is None, name
     inputs = math.prod(kernel.shape[:num_inputs])
     codes, scales = codes_and_scales(jnp, kernel.reshape(inputs, -1), name)
-    outputs = kernel.shape[num_inputs:]
-    return codes.astype(jnp.int8).reshape(kernel.shape), scales.astype(kernel.dtype).reshape(outputs)
+    codes, scales = _as_integers(codes, scales, 1, kernel.dtype)
+    return codes.reshape(kernel.shape), scales.reshape(kernel.shape[num_inputs:])
 
 
 def encoded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -101,10 +102,19 @@ def encoded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       x: [..., features]; float32, bfloat16 or float16.
 
     Returns:
-      Codes, int8, in the shape of `x`, and scales [...] in its dtype.
+      Codes, int8, in the shape of `x`, and scales [...] in its dtype; NaN for a row with a value
+      that is not finite.
     """
     codes, scales = _with_scales(jnp, _exact(jnp, x), -1, FORMATS["int8"].largest, x.dtype)
-    return codes.astype(jnp.int8), scales[..., 0].astype(x.dtype)
+    codes, scales = _as_integers(codes, scales, -1, x.dtype)
+    return codes, scales[..., 0]
+
+
+def _as_integers(codes: jax.Array, scales: jax.Array, axis: int, dtype: Any) -> Any:
+    """Returns (int8 codes, scales in `dtype`). Scales are NaN where a code along `axis` is not
+    finite, because integers cannot show it."""
+    are_finite = jnp.all(jnp.isfinite(codes), axis=axis, keepdims=True)
+    return codes.astype(jnp.int8), jnp.where(are_finite, scales, jnp.nan).astype(dtype)
 
 
 def coded_dot(x: jax.Array, codes: jax.Array, scales: jax.Array, num_inputs: int) -> jax.Array:

@@ -223,7 +223,7 @@ class Decoder(nnx.Module):
                 config.max_seq_len, width, stddev=INIT_STDDEV, rngs=rngs
             )
         self.embed_dropout = Dropout(config.dropout, rngs=rngs)
-        self.blocks = stack_blocks(
+        self.blocks: Any = stack_blocks(
             lambda layer_rngs: build_block(config, layer_rngs), config.num_layers, rngs=rngs
         )
         self.final_norm: Callable[[jax.Array], jax.Array] = Norm((width,), config.norm)

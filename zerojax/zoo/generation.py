@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax.zoo.decoder import Cache, Decoder, check_tokens
 from zerojax.zoo.sampling import Controls, DrawnRows, Sampling
 from zerojax.zoo.t5 import T5
+from zerojax.zoo.weight_only import check_cache_kind, with_codes
 
 PROMPT_MULTIPLE = 32
 """Prompts are padded to a multiple of this length, so that many lengths share a program."""
@@ -59,6 +60,8 @@ def generate(
     num_ids: int | None = None,
     seed: int = 0,
     row_numbers: Sequence[int] | None = None,
+    quantize: str | None = None,
+    cache: str | None = None,
 ) -> jax.Array:
     """Continues each prompt by `num_tokens` sampled tokens. Dropout is off; `model` is unchanged.
 
@@ -83,6 +86,10 @@ def generate(
       seed: random seed of the sampling; equal arguments give equal tokens.
       row_numbers: integers [batch] that determine, with seed and position, the random numbers of
         each row; None uses 0, 1, 2, ...
+      quantize: "int8" rounds the kernels of the layers to int8 codes with one scale per output;
+        None computes with the weights as they are.
+      cache: "int8" stores keys and values as int8 codes with one scale per head and position; None
+        stores them in the dtype of the activations.
 
     Returns:
       int32 [batch, longest prompt + num_tokens]: each row has its prompt, its new tokens, and pad
@@ -91,7 +98,7 @@ def generate(
     Raises:
       TypeError: `model` is not a `Decoder`, or `tokens` are not integers.
       ValueError: `tokens` are not [batch, prompt], exceed the vocabulary or, with `num_tokens`,
-        exceed max_seq_len; or an option is out of range.
+        exceed max_seq_len; an option is out of range; or `quantize` does not fit the model.
     """
     sampling = Sampling(
         temperature=temperature,
@@ -105,7 +112,10 @@ def generate(
     )
     check_decoder(model)
     prompts = as_prompts(tokens, max_seq_len=model.config.max_seq_len)
-    added = continue_rows(model, prompts, num_tokens, sampling, row_numbers=row_numbers)
+    model = with_codes(model, quantize)
+    added = continue_rows(
+        model, prompts, num_tokens, sampling, row_numbers=row_numbers, cache_kind=cache
+    )
     return jnp.asarray(joined(prompts, added, pad=sampling.pad))
 
 
@@ -158,6 +168,7 @@ def continue_rows(
     row_numbers: Sequence[int] | None = None,
     row_sharding: NamedSharding | None = None,
     num_rows: int | None = None,
+    cache_kind: str | None = None,
 ) -> Continued:
     """Continues prompts of any lengths; see `generate`.
 
@@ -172,11 +183,13 @@ def continue_rows(
         tokens.
       num_rows: number of rows of the programs, so of prompts that are continued together; None: all
         prompts.
+      cache_kind: argument `cache` of `generate`.
 
     Raises:
       ValueError: an argument is invalid, as for `generate`.
     """
     check_decoder(model)
+    check_cache_kind(cache_kind)
     limit, vocab_size = model.config.max_seq_len, model.config.vocab_size
     if not prompts:
         raise ValueError("prompts has 0 entries; pass at least one prompt")
@@ -198,6 +211,7 @@ def continue_rows(
         slots,
         sampling.controls(vocab_size),
         cache_length=min(_rounded_up(longest, CACHE_MULTIPLE), limit),
+        has_codes=cache_kind is not None,
     )
 
 
@@ -323,11 +337,13 @@ def _rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _continue(model: Decoder, slots: _Slots, controls: Controls, *, cache_length: int) -> Continued:
+def _continue(
+    model: Decoder, slots: _Slots, controls: Controls, *, cache_length: int, has_codes: bool
+) -> Continued:
     """Continues the prompts of `slots`."""
     graphdef, state = nnx.split(model)
     options = {"graphdef": graphdef, "row_sharding": slots.sharding}
-    sizes = {"size": slots.size, "cache_length": cache_length}
+    sizes = {"size": slots.size, "cache_length": cache_length, "has_codes": has_codes}
     progress, cache = _start(state, controls.pad_token, **sizes, **options)
     while True:
         batch, takes = slots.fill()
@@ -340,13 +356,17 @@ def _continue(model: Decoder, slots: _Slots, controls: Controls, *, cache_length
 
 
 # jax.jit is otherwise used only in step, plan and kernels; decoding without it is too slow.
-@functools.partial(jax.jit, static_argnames=("size", "cache_length", "graphdef", "row_sharding"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("size", "cache_length", "has_codes", "graphdef", "row_sharding"),
+)
 def _start(
     state: nnx.State,
     pad: Any,
     *,
     size: int,
     cache_length: int,
+    has_codes: bool,
     graphdef: nnx.GraphDef[Decoder],
     row_sharding: NamedSharding | None,
 ) -> tuple[DrawnRows, Cache]:
@@ -355,7 +375,7 @@ def _start(
     nothing = jnp.zeros((size, 1), jnp.int32)
     options = {"vocab_size": model.config.vocab_size, "pad": jnp.asarray(pad)}
     progress = DrawnRows.start(nothing, nothing[:, 0], cache_length, **options)
-    cache = model.init_cache(size, cache_length)
+    cache = model.init_cache(size, cache_length, jnp.int8 if has_codes else None)
     return _placed_rows(progress, row_sharding), _placed_cache(cache, row_sharding)
 
 

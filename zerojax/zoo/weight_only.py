@@ -22,6 +22,8 @@ from zerojax.zoo.layers import Projection
 
 WEIGHT_KINDS = ("int8",)
 """Formats of weights for generation, besides the compute dtype."""
+CACHE_KINDS = ("int8",)
+"""Formats of keys and values in the cache, besides the dtype of the activations."""
 _FITTING = (None, "fake_int8")
 _SCALE = "kernel_scale"
 
@@ -54,7 +56,13 @@ def check_weight_kind(model: Any, kind: str | None) -> None:
         )
 
 
-def with_codes(model: Decoder, kind: str = "int8") -> Decoder:
+def check_cache_kind(kind: str | None) -> None:
+    """Raises a ValueError if there is no cache of this kind."""
+    if kind not in (None, *CACHE_KINDS):
+        raise ValueError(f"cache={kind!r} is unknown; use 'int8', or None for the compute dtype")
+
+
+def with_codes(model: Decoder, kind: str | None) -> Decoder:
     """Returns a decoder whose projections in the layers are int8 codes, with one scale per output.
 
     The codes are those of `operators.rounded_weights`, so those of an export and of
@@ -64,12 +72,14 @@ def with_codes(model: Decoder, kind: str = "int8") -> Decoder:
     Args:
       model: a decoder with stacked layers, which is not modified and shares its other arrays with
         the result. Its arrays may be sharded over a mesh; codes and scales are sharded like them.
-      kind: format of the codes.
+      kind: "int8"; None returns `model`.
 
     Raises:
       ValueError: see `check_weight_kind`.
     """
     check_weight_kind(model, kind)
+    if kind is None:
+        return model
     graphdef, stacked = nnx.split(model.blocks)
     num_layers = jax.tree.leaves(stacked)[0].shape[0]
     layer_graphdef: Any = None
