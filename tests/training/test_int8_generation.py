@@ -10,6 +10,7 @@ import zerojax
 from tests.support.small_models import VOCAB, reference_model
 from tests.training.test_run_generation import MESHES, NEW, assert_same, prompts_below, trainer_of
 from zerojax.cli import main
+from zerojax.optim.precision import as_precision
 
 INT8 = {"quantize": "int8", "cache": "int8"}
 
@@ -49,7 +50,8 @@ def test_weights_that_the_run_rounds_give_its_own_tokens():
 def test_frozen_codes_are_decoded_first():
     lora = zerojax.LoraConfig(rank=2)
     model = reference_model("llama", embed_dim=64, mlp_dim=128, lora=lora)
-    prompts, frozen = prompts_below(VOCAB), {"freeze": lora.freeze, "freeze_dtype": "nf4"}
+    prompts, precision = prompts_below(VOCAB), as_precision("fp32", freeze_dtype="nf4")
+    frozen = {"freeze": lora.freeze, "precision": precision}
     one = trainer_of(model, devices=1, zero=0, **frozen)
     assert any(x.dtype == np.uint8 for x in jax.tree.leaves(one.state["frozen"]))
     expected = one.generate(prompts, NEW, temperature=0, **INT8)
