@@ -65,35 +65,48 @@ def bf16_llama() -> Llama:
     return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
 
 
-@functools.cache
-def decoding(batch: int, quantize: str | None, cache: str | None, length: int = SHORT) -> Decoding:
-    mesh = Mesh(np.array(compile_client.gpu_devices(find_gpu("h200"), 1)), ("data",))
-    rows = NamedSharding(mesh, P("data"))
+def lower(
+    batch: int, quantize: str | None, cache: str | None, length: int, devices: int = 1
+) -> tuple[Any, Any, Any]:
+    """Returns the lowered program of the loop over new tokens, its weights and its cache.
 
-    def placed(tree: Any) -> Any:
-        everywhere = NamedSharding(mesh, P())
+    With several devices the largest dimension of each kernel is sharded, as at ZeRO-3.
+    """
+    mesh = Mesh(np.array(compile_client.gpu_devices(find_gpu("h200"), devices)), ("data",))
+
+    def placed(tree: Any, *spec: str | None) -> Any:
+        sharding = NamedSharding(mesh, P(*spec))
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), tree
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
+
+    def sharded(x: Any) -> Any:
+        largest = int(np.argmax(x.shape))
+        return placed(x, *[None] * largest, *["data"] * (x.size > 1 << 16))
 
     graphdef, state = nnx.split(nnx.eval_shape(lambda: with_codes(bf16_llama(), quantize)))
     controls = jax.tree.map(jnp.asarray, Sampling(temperature=0.0).controls(SIZES.vocab_size))
-    progress, kept = jax.eval_shape(
-        lambda state: generation._start(
-            state,
-            jnp.int32(0),
-            size=batch,
-            cache_length=length,
-            has_codes=cache is not None,
-            graphdef=graphdef,
-            row_sharding=None,
-        ),
-        state,
-    )
+    options = {"graphdef": graphdef, "row_sharding": None, "has_codes": cache is not None}
+    sizes = {"size": batch, "cache_length": length}
+    start = functools.partial(generation._start, **options, **sizes)
+    progress, kept = jax.eval_shape(start, state, jnp.int32(0))
     numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
     prompts = generation._Batch(jax.ShapeDtypeStruct((batch, 32), jnp.int32), *[numbers] * 3)
-    args = (state, progress, kept, prompts, controls, jnp.int32(0))
-    lowered = generation._decode.lower(*placed(args), graphdef=graphdef, row_sharding=rows)
+    lowered = generation._decode.lower(
+        jax.tree.map(sharded, state),
+        placed(progress, "data"),
+        placed(kept, None, "data"),
+        placed(prompts, "data"),
+        *placed((controls, jnp.int32(0))),
+        graphdef=graphdef,
+        row_sharding=NamedSharding(mesh, P("data")),
+    )
+    return lowered, state, kept
+
+
+@functools.cache
+def decoding(batch: int, quantize: str | None, cache: str | None, length: int = SHORT) -> Decoding:
+    lowered, state, kept = lower(batch, quantize, cache, length)
     program = hlo.read_program(compile_client.compile_for_gpus(lowered).text)
     traffic = HbmTraffic(program)
     [loop] = [x for x in program.entry.instructions if x.opcode == "while"]
@@ -118,11 +131,12 @@ def kernel_sizes() -> list[int]:
 
 
 @functools.cache
-def bounds() -> dict[Any, GenerationBound]:
+def bounds(way: str = "model 1", devices: int = 1) -> dict[Any, GenerationBound]:
     short = dataclasses.replace(SIZES, max_seq_len=SHORT)
-    plan = plan_for(lambda rngs: Llama(short, rngs=rngs), devices=1, precision="bf16")
+    options = {"devices": devices, "precision": "bf16", "zero": 3}
+    plan = plan_for(lambda rngs: Llama(short, rngs=rngs), **options)
     found = generation_bounds(plan, find_gpu("h200"))
-    return {(x.quantize, x.cache, x.batch): x for x in found if x.way == "model 1"}
+    return {(x.quantize, x.cache, x.batch): x for x in found if x.way == way}
 
 
 @pytest.mark.parametrize("batch", [1, 32])
@@ -131,7 +145,7 @@ def test_int8_weights_are_read_once_and_no_copy_is_written(batch):
     sizes = kernel_sizes()
     eight = decoding(batch, "int8", None)
     assert eight.codes == SIZES.num_layers * sum(sizes)
-    # Gate and up may be one product. Partial sums of 32 rows are as large as the kernel of the keys.
+    # Gate and up may be one product. Partial sums of 32 rows are as large as the keys' kernel.
     assert not eight.wide_results & {*sizes, 2 * max(sizes)} - {min(sizes)}
     sixteen = bounds()[None, None, batch]
     assert eight.weights <= 0.55 * sixteen.weight_bytes
@@ -159,3 +173,16 @@ def test_an_int8_cache_is_read_once_and_saves_a_third_of_the_bytes():
         slopes[cache] = long.total - short.total
         assert long.cache - short.cache <= slopes[cache] <= 1.35 * (long.cache - short.cache)
     assert slopes["int8"] <= 0.65 * slopes[None]
+
+
+def test_at_zero_3_devices_send_activations_and_no_codes():
+    """The program for 8 H200 is the way "in place": per position and device it sends more than the
+    bound and less than a tenth of the weights that "gathered" would send."""
+    lowered, _, _ = lower(32, "int8", None, SHORT, devices=8)
+    program = hlo.read_program(compile_client.compile_for_gpus(lowered, sketch=True).text)
+    sent = sum(x.wire_bytes for x in hlo.find_collectives(program, 8))
+    in_place, gathered = (bounds(way, 8)["int8", None, 32] for way in ("in place", "gathered"))
+    assert in_place.wire_bytes <= sent <= 0.1 * gathered.wire_bytes
+    whole = bounds()["int8", None, 32]
+    assert gathered.weight_bytes == whole.weight_bytes
+    np.testing.assert_allclose(in_place.weight_bytes, whole.weight_bytes / 8, rtol=0.01)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ import zerojax
 from tests.support.small_models import VOCAB, reference_model
 from tests.training.test_run_generation import MESHES, NEW, assert_same, prompts_below, trainer_of
 from zerojax.cli import main
+from zerojax.models.losses import next_token
 from zerojax.optim.precision import as_precision
 
+SHAKESPEARE = Path(zerojax.data.__file__).with_name("shakespeare.txt")
 INT8 = {"quantize": "int8", "cache": "int8"}
 
 
@@ -44,6 +48,44 @@ def test_weights_that_the_run_rounds_give_its_own_tokens():
     trainer = trainer_of(model, devices=1, zero=0)
     expected = trainer.generate(prompts, NEW, temperature=0)
     assert_same(trainer.generate(prompts, NEW, temperature=0, quantize="int8"), expected)
+
+
+@pytest.mark.slow  # trains a model for 300 steps
+def test_perplexity_grows_by_less_than_half_a_percent():
+    """On text that the model did not see, with int8 weights and an int8 cache."""
+    text = np.frombuffer(SHAKESPEARE.read_bytes(), np.uint8).astype(np.int32)
+    sizes = {"num_layers": 2, "num_heads": 4, "embed_dim": 64, "max_seq_len": 64}
+    trainer = zerojax.train(
+        reference_model("llama", vocab_size=256, **sizes),
+        {"zero": 0},
+        lambda step: windows(text[:-20_000], step, 16),
+        optimizer=zerojax.adamw(3e-3),
+        steps=300,
+    )
+    losses = {}
+    held_out = windows(text[-20_000:], 0, 128)
+    for quantize, cache in ((None, None), ("int8", None), ("int8", np.int8)):
+        model = trainer._reader.read(trainer.state, quantize=quantize)
+
+        @jax.jit
+        def loss(tokens, targets, model=model, cache=cache):
+            empty = model.init_cache(len(tokens), tokens.shape[1], cache)
+            hidden, _ = model.extend(tokens, empty, 0)
+            total, weight = next_token(model.head(hidden), targets)
+            return total / weight
+
+        losses[quantize, cache] = float(loss(**held_out))
+    exact = losses.pop((None, None))
+    assert exact < 2.6, losses  # 5.5 before training
+    for each in losses.values():
+        assert each != exact
+        assert np.exp(each - exact) < 1.005, (losses, exact)
+
+
+def windows(text, seed, count):
+    starts = np.random.default_rng(seed).integers(0, len(text) - 65, count)
+    rows = np.stack([text[start : start + 65] for start in starts])
+    return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
 
 
 @pytest.mark.thorough

@@ -40,9 +40,9 @@ class GenerationBound:
     """Bytes and time of one decoded position, for one way of generating and one number of rows.
 
     Attributes:
-      way: "own mesh", with the weights in the shards of the run, gathered layer by layer; or "model
-        N", with the weights whole over N devices of the axis `model`, and rows divided over the
-        other devices.
+      way: "gathered": weights in the shards of ZeRO-3, gathered layer by layer; "in place": the
+        same shards, and devices send activations; "model N": weights whole over N devices of the
+        axis `model`, and rows divided over the other devices.
       quantize, cache: formats of weights and cache; None for the compute dtype.
       batch: number of rows of all devices.
       weight_bytes, cache_bytes: bytes that one device reads from its memory.
@@ -108,7 +108,7 @@ def generation_bounds(plan: Plan, gpu: Gpu) -> list[GenerationBound]:
     The cache is counted with the model's `max_seq_len` positions.
 
     Args:
-      plan: plan of a run; its mesh and ZeRO stage are those of "own mesh".
+      plan: plan of a run; at ZeRO-3 its mesh is that of "gathered" and "in place".
       gpu: specification of the GPU.
 
     Raises:
@@ -131,8 +131,9 @@ def generation_bounds(plan: Plan, gpu: Gpu) -> list[GenerationBound]:
     degrees = [n for n in DEGREES if devices % n == 0 and n <= gpu.node_devices]
     kinds = itertools.product((None, *WEIGHT_KINDS), (None, *CACHE_KINDS), BATCHES)
     options = [{"quantize": q, "cache": c, "batch": b} for q, c, b in kinds]
+    shards = (counter.gathered, counter.in_place) if plan.zero == 3 and devices > 1 else ()
     return [
-        *(counter.own_mesh(**each) for each in options),
+        *(way(**each) for way in shards for each in options),
         *(counter.resident(degree, devices, **each) for degree in degrees for each in options),
     ]
 
@@ -148,34 +149,51 @@ class _Counter:
         self._leaves = list(_leaves(plan))
         self._tied = model.lm_head is None
 
-    def own_mesh(self, *, quantize: str | None, cache: str | None, batch: int) -> GenerationBound:
+    def gathered(self, *, quantize: str | None, cache: str | None, batch: int) -> GenerationBound:
         """Counts generation with the shards of the run, gathered where they are read."""
         degree = self._mesh.get(MODEL, 1)
-        gathered: dict[str, float] = {}
+        missing = dict.fromkeys((leaf.zero_axes for leaf in self._leaves), 0.0)
         read = held = 0.0
-        for leaf in self._leaves:
-            whole = self._bytes(leaf, quantize)
+        for leaf, whole in self._sizes(quantize):
             held += whole * leaf.share
             if leaf.is_read(tied=self._tied):
                 part = whole / leaf.splits(degree)
                 read += part
-                missing = part - whole * leaf.share
-                if missing > 0:
-                    gathered[leaf.zero_axes] = gathered.get(leaf.zero_axes, 0.0) + missing
+                missing[leaf.zero_axes] += max(part - whole * leaf.share, 0.0)
         rows = math.ceil(batch / self._row_shards)
-        sent = [self._row("all-gather", axes, size) for axes, size in gathered.items()]
+        sent = [self._row("all-gather", axes, size) for axes, size in missing.items() if size]
         sent += self._sums(rows, degree, self._mesh)
         return self._bound(
-            *("own mesh", quantize, cache, batch),
+            *("gathered", quantize, cache, batch),
             *(read, self._cache(rows, degree, cache), held),
             [(row, link_bandwidth(self._gpu, self._mesh, row)) for row in sent],
+        )
+
+    def in_place(self, *, quantize: str | None, cache: str | None, batch: int) -> GenerationBound:
+        """Counts generation with the shards of the run, if devices send activations of all rows.
+
+        A device reads only its shards. It sends at least two activations of each row and layer.
+        """
+        sizes = [(leaf, whole * leaf.share) for leaf, whole in self._sizes(quantize)]
+        read = sum(size for leaf, size in sizes if leaf.is_read(tied=self._tied))
+        config, shards = self._model.config, math.prod(self._mesh.values())
+        payload = 2 * config.num_layers * batch * config.embed_dim * self._itemsize
+        row = self._row(
+            "all-gather", "+".join(self._mesh), payload * (shards - 1) / shards, self._mesh
+        )
+        degree = self._mesh.get(MODEL, 1)
+        rows = math.ceil(batch / self._row_shards)
+        return self._bound(
+            *("in place", quantize, cache, batch),
+            *(read, self._cache(rows, degree, cache), sum(size for _, size in sizes)),
+            [(row, link_bandwidth(self._gpu, self._mesh, row))],
         )
 
     def resident(
         self, degree: int, devices: int, *, quantize: str | None, cache: str | None, batch: int
     ) -> GenerationBound:
         """Counts generation with weights whole over `degree` neighbouring devices."""
-        parts = [(x, self._bytes(x, quantize) / x.splits(degree)) for x in self._leaves]
+        parts = [(leaf, whole / leaf.splits(degree)) for leaf, whole in self._sizes(quantize)]
         read = sum(size for leaf, size in parts if leaf.is_read(tied=self._tied))
         held = sum(size for _, size in parts)
         rows = math.ceil(batch / (devices // degree))
@@ -187,8 +205,11 @@ class _Counter:
             [(row, link_bandwidth(self._gpu, mesh, row)) for row in sent],
         )
 
-    def _bytes(self, leaf: _Leaf, quantize: str | None) -> int:
-        return leaf.num_bytes(self._itemsize, quantize, self._outputs.get(leaf.name, 0))
+    def _sizes(self, quantize: str | None) -> Iterator[tuple[_Leaf, int]]:
+        """Yields each parameter and the bytes of the whole parameter."""
+        for leaf in self._leaves:
+            outputs = self._outputs.get(leaf.name, 0)
+            yield leaf, leaf.num_bytes(self._itemsize, quantize, outputs)
 
     def _cache(self, rows: int, degree: int, kind: str | None) -> int:
         """Returns the bytes of the cache of `rows` full rows on one device."""
@@ -299,6 +320,6 @@ def generation_page(bounds: Sequence[GenerationBound], gpu: Gpu) -> str:
         f"Per decoded position and device, {gpu.title}; cache full, at max_seq_len positions.",
         f"sends, holds: at batch {many}. Counted by formula; no GPU has run it.",
         "ms is a lower bound and tokens/s an upper bound: activations and launches are left out.",
-        "own mesh: as if weights are gathered; for few rows the compiler may send activations.",
+        "gathered, in place: shards of ZeRO-3; devices send weights, or activations of all rows.",
     )
     return "\n".join(["GENERATION", *(f"  {line.rstrip()}" for line in lines), *notes])
