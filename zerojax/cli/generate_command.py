@@ -28,7 +28,8 @@ examples:
   zerojax generate runs/tiny_shakespeare "To be, or"
   zerojax generate runs/tiny_shakespeare "ROMEO:" --tokens 100 --temperature 0.5 --seed 7
   zerojax generate runs/mine --prompts prompts.txt --top-p 0.9
-  zerojax generate runs/mine --prompts prompts.jsonl --format jsonl mesh.data=4"""
+  zerojax generate runs/mine --prompts prompts.jsonl --format jsonl mesh.data=4
+  zerojax generate runs/mine "To be" --quantize int8 --cache int8"""
 
 
 def add(commands) -> None:
@@ -97,6 +98,16 @@ def add(commands) -> None:
         metavar="N",
         help="prompts that are continued together (%(default)s)",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8",),
+        help="round the kernels of the layers to int8 codes (the compute dtype)",
+    )
+    parser.add_argument(
+        "--cache",
+        choices=("int8",),
+        help="store keys and values as int8 codes (the compute dtype)",
+    )
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -113,6 +124,8 @@ def generate(args: argparse.Namespace) -> int:
         end_tokens=args.end_tokens,
         seed=args.seed,
         batch_size=args.batch_size,
+        quantize=args.quantize,
+        cache=args.cache,
     )
     for number, each in enumerate(found):
         if args.format == "jsonl":

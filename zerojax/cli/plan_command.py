@@ -45,6 +45,7 @@ examples:
   zerojax plan configs/llama_8b_zero3_8xh100.yaml --gpu h200 --devices 8 zero=2 --json
   zerojax plan configs/llama_8b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
   zerojax plan configs/llama_8b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
+  zerojax plan configs/llama_8b_zero3_8xh100.yaml --gpu h200 --devices 8 --generation
   zerojax plan configs/llama_8b_zero3_8xh100.yaml --devices 8 --parameter blocks/mlp/up/kernel
   zerojax plan train.py --devices 8 --propose-rules model=4
   zerojax plan train.py --gpu h100 --devices 8 zero=3
@@ -104,6 +105,11 @@ def add(commands) -> None:
         "nothing fits, "
         "offload; then "
         "bucket sizes",
+    )
+    parser.add_argument(
+        "--generation",
+        action="store_true",
+        help="bytes read and sent per generated token, and bounds of its rate, by formula",
     )
     parser.add_argument(
         "--budget",
@@ -177,6 +183,16 @@ def run(args: argparse.Namespace) -> int:
         return search_config(config, gpu, devices, words=words, **how)
     if not is_script:
         _check_mesh(config, devices)
+    return _predict_or_check(args, plan_for, gpu, expected)
+
+
+def _predict_or_check(
+    args: argparse.Namespace, plan_for: PlanFor, gpu: Gpu, expected: ExpectConfig
+) -> int:
+    """Prints the forecast of a run or of generation, or checks the compiled step."""
+    devices = args.devices
+    if args.generation:
+        return bound_generation(plan_for(devices, gpu=gpu), gpu, as_json=args.json)
     how = {"as_json": args.json, "no_compile": args.no_compile, "fast": args.fast}
     if expected.names or args.golden or args.collectives:
         how |= {"golden": args.golden, "lists_collectives": args.collectives}
@@ -195,6 +211,11 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{reader} reads the compiled step of one plan and cannot be combined with {other}; "
             "leave out one of them"
+        )
+    if args.generation and (args.search or reader):
+        raise ValueError(
+            f"--generation counts no training step and cannot be combined with "
+            f"{reader or '--search'}; leave out one of them"
         )
     if args.search and args.no_compile:
         raise ValueError(
@@ -234,6 +255,25 @@ def _check_mesh(config: RunConfig, devices: int) -> None:
         make_abstract_mesh(config.mesh_on(devices), devices)
     except ValueError as error:
         raise ValueError(f"--devices {devices}: {error}") from None
+
+
+def bound_generation(plan: Plan, gpu: Gpu, *, as_json: bool) -> int:
+    """Prints bytes and bounds of generation with the model of a plan.
+
+    Returns:
+      Exit code 0.
+
+    Raises:
+      TypeError, ValueError: the model or the mesh is not supported.
+    """
+    from zerojax.forecasting.generation_bounds import generation_bounds, generation_page
+
+    bounds = generation_bounds(plan, gpu)
+    if as_json:
+        show(json.dumps([dataclasses.asdict(each) for each in bounds], indent=2))
+    else:
+        show(generation_page(bounds, gpu))
+    return EXIT_FITS
 
 
 def predict(

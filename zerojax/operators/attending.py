@@ -440,6 +440,7 @@ def attend_to_cache(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    code_scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes causal attention of new tokens to a cache of keys, for inference only.
 
@@ -449,6 +450,7 @@ def attend_to_cache(
       window: window as for `attention`, or a `WindowOfLayer`.
       table: mask by blocks, for at least as many tokens; None makes all keys visible.
       scale, softcap, sinks: options of the scores, as for `attention`.
+      code_scales: factors of keys and values that are codes, as for `masked_attention`.
     """
     limit: Any = window.limit() if isinstance(window, WindowOfLayer) else window
     visibility = Visibility(causal=True, window=limit)
@@ -459,7 +461,8 @@ def attend_to_cache(
     if table is not None:
         seen = seen & jnp.moveaxis(table.of_positions(rows, key.shape[1]), 1, 0)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    run = functools.partial(masked_attention, seen=seen, scale=scale, softcap=softcap, sinks=sinks)
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "code_scales": code_scales}
+    run = functools.partial(masked_attention, seen=seen, **options)
     return _in_float32_on_cpus(run, query, key, value)
 
 

@@ -1,7 +1,8 @@
 """Rounds kernels to 8- or 4-bit integers with one scale per output, or per 32 inputs of an output.
 
-Quantization-aware training (`rounded_dot`) and exports of codes use this module, with the same
-bits: a weight's value is code x scale, rounded to the dtype of the kernel, as a server computes it.
+Quantization-aware training (`rounded_dot`), generation (`coded_dot`) and exports of codes use this
+module, with the same bits: a weight's value is code x scale, rounded to the dtype of the kernel, as
+a server computes it.
 """
 
 from __future__ import annotations
@@ -63,10 +64,93 @@ def codes_and_scales(xp: Any, weights: Any, name: str) -> tuple[Any, Any]:
     form = FORMATS[name]
     inputs, outputs = weights.shape
     wide = _exact(xp, weights).reshape(-1, form.group or inputs, outputs)
-    largest = xp.max(xp.abs(wide), axis=1, keepdims=True)
-    scales = _rounded(xp, largest * np.float32(1 / form.largest), weights.dtype)
+    return _with_scales(xp, wide, 1, form.largest, weights.dtype)
+
+
+def _with_scales(xp: Any, wide: Any, axis: int, limit: int, dtype: Any) -> tuple[Any, Any]:
+    """Returns (codes, scales) of float32 values that share a scale along `axis`."""
+    largest = xp.max(xp.abs(wide), axis=axis, keepdims=True)
+    scales = _rounded(xp, largest * np.float32(1 / limit), dtype)
     scales = xp.where(scales == 0, np.float32(1), scales)
-    return _nearest(xp, wide, scales, form.largest), scales
+    return _nearest(xp, wide, scales, limit), scales
+
+
+def encoded(kernel: jax.Array, name: str, num_inputs: int) -> tuple[jax.Array, jax.Array]:
+    """Quantizes a kernel to int8 codes and one scale per output.
+
+    Args:
+      kernel: [*inputs, *outputs]; float32, bfloat16 or float16.
+      name: format of the codes, "int8".
+      num_inputs: number of dimensions of the inputs.
+
+    Returns:
+      Codes, int8, in the shape of `kernel`, and scales [*outputs] in its dtype. Code x scale,
+      rounded to this dtype, is the value of `rounded`. If a weight is not finite, the scale of its
+      output is NaN.
+    """
+    assert FORMATS[name].group is None, name
+    inputs = math.prod(kernel.shape[:num_inputs])
+    codes, scales = codes_and_scales(jnp, kernel.reshape(inputs, -1), name)
+    codes, scales = _as_integers(codes, scales, 1, kernel.dtype)
+    return codes.reshape(kernel.shape), scales.reshape(kernel.shape[num_inputs:])
+
+
+def encoded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantizes each row of features, such as a key of one head, to int8 codes and one scale.
+
+    Args:
+      x: [..., features]; float32, bfloat16 or float16.
+
+    Returns:
+      Codes, int8, in the shape of `x`, and scales [...] in its dtype; NaN for a row with a value
+      that is not finite.
+    """
+    codes, scales = _with_scales(jnp, _exact(jnp, x), -1, FORMATS["int8"].largest, x.dtype)
+    codes, scales = _as_integers(codes, scales, -1, x.dtype)
+    return codes, scales[..., 0]
+
+
+def _as_integers(codes: jax.Array, scales: jax.Array, axis: int, dtype: Any) -> Any:
+    """Returns (int8 codes, scales in `dtype`). Scales are NaN where a code along `axis` is not
+    finite, because integers cannot show it."""
+    are_finite = jnp.all(jnp.isfinite(codes), axis=axis, keepdims=True)
+    return codes.astype(jnp.int8), jnp.where(are_finite, scales, jnp.nan).astype(dtype)
+
+
+def coded_dot(x: jax.Array, codes: jax.Array, scales: jax.Array, num_inputs: int) -> jax.Array:
+    """Contracts the last dimensions of `x` with the first ones of a kernel that is stored as codes.
+
+    Products are summed in float32 before they are multiplied by the scale. In float16 a sum of
+    products with codes up to 127 could overflow.
+
+    Args:
+      x: [..., *inputs].
+      codes: int8 [*inputs, *outputs].
+      scales: [*outputs], in the dtype of the products.
+      num_inputs: number of contracted dimensions.
+
+    Returns:
+      [..., *outputs] in the dtype of `scales`.
+    """
+    contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
+
+    def product(dtype: Any) -> Any:
+        return lambda x, codes: lax.dot_general(
+            x.astype(dtype),
+            codes.astype(dtype),
+            (contracted, ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+
+    dtype = scales.dtype
+    x = x.astype(dtype)
+    if dtype == jnp.float16:  # XLA:CPU has no float16 products that are summed in float32
+        options = {"cpu": product(jnp.float32), "default": product(dtype)}
+        wide = lax.platform_dependent(x, codes, **options)
+    else:
+        wide = product(dtype)(x, codes)
+    by_output = lax.expand_dims(scales.astype(jnp.float32), range(wide.ndim - scales.ndim))
+    return (wide * by_output).astype(dtype)
 
 
 def _nearest(xp: Any, values: Any, scales: Any, largest: int) -> Any:

@@ -68,22 +68,25 @@ def masked_attention(
     scale: float,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    code_scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Computes softmax attention with an explicit mask and an array of all scores.
 
     Args:
       query, key, value, scale, softcap, sinks: arguments as for `zerojax.attention`.
       seen: mask, bool [batch or 1, heads or 1, queries, keys]; None makes all keys visible.
+      code_scales: factors [batch, keys, kv_heads] of the keys and of the values, if `key` and
+        `value` are codes in the dtype of `query`; None without codes.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.
     """
-    if softcap is None and sinks is None:
+    if softcap is None and sinks is None and code_scales is None:
         out = jax.nn.dot_product_attention(
             query, key, value, mask=seen, scale=scale, implementation="xla"
         )
     else:
-        out = _with_own_scores(query, key, value, seen, scale, softcap, sinks)
+        out = _with_own_scores(query, key, value, seen, scale, softcap, sinks, code_scales)
     if seen is None:
         return out
     sees_any = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]
@@ -98,10 +101,13 @@ def _with_own_scores(
     scale: float,
     softcap: float | None,
     sinks: jax.Array | None,
+    code_scales: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    """Computes attention with explicit scores, which allow a softcap and sinks.
+    """Computes attention with explicit scores, which allow a softcap, sinks and codes.
 
-    Scores and softmax are float32; products take operands in the dtype of the inputs.
+    Scores and softmax are float32; products take operands in the dtype of the inputs. The scales of
+    codes are factors of the scores and of the softmax's results, so that no array of decoded keys
+    or values is needed.
     """
     batch, queries, heads, features = query.shape
     kv_heads = key.shape[2]
@@ -109,6 +115,8 @@ def _with_own_scores(
     scores = scale * jnp.einsum(
         "bqkgh,bskh->bkgqs", grouped, key, preferred_element_type=jnp.float32
     )
+    if code_scales is not None:
+        scores = scores * _by_head(code_scales[0])
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     if seen is not None:
@@ -121,8 +129,18 @@ def _with_own_scores(
     weights = jax.nn.softmax(scores, axis=-1)
     if sinks is not None:
         weights = weights[..., :-1]
+    if code_scales is not None:
+        weights = weights * _by_head(code_scales[1])
+        if value.dtype == jnp.float16:  # weight x scale may be too small for float16
+            value = value.astype(jnp.float32)
     out = jnp.einsum(
         *("bkgqs,bskh->bqkgh", weights.astype(value.dtype), value),
         preferred_element_type=jnp.float32,
     )
     return out.reshape(query.shape).astype(query.dtype)
+
+
+def _by_head(scales: jax.Array) -> jax.Array:
+    """Converts scales [batch, keys, kv_heads] to factors of scores, float32 [batch, kv_heads, 1, 1,
+    keys]."""
+    return jnp.moveaxis(scales, 1, 2)[:, :, None, None].astype(jnp.float32)

@@ -86,6 +86,7 @@ class LoadedRun:
         self.tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path.exists() else None
         self._folder, self._replan, self._has_loss = folder, replan, has_loss
         self._evaluations: dict[Any, tuple[Plan, Any]] = {}
+        self._codes: dict[str, Any] = {}
 
     @property
     def num_steps(self) -> int:
@@ -189,13 +190,27 @@ class LoadedRun:
         """Returns the model with unsharded arrays on one device, like `Trainer.to_model`."""
         return model_of(self.plan, self.state)
 
-    @functools.cached_property
-    def generator(self) -> RunGenerator:
-        """Generator that holds the sharded model, its tokenizer and its end tokens."""
-        vocab_size = getattr(getattr(self.model, "config", None), "vocab_size", 0)
+    def generator(self, quantize: str | None = None, cache: str | None = None) -> RunGenerator:
+        """Returns a generator with the sharded model, its tokenizer and its end tokens.
+
+        Arguments as in `generate`. The codes of `quantize` are kept for later calls.
+        """
+        if quantize is None:
+            model = self.model
+        elif quantize in self._codes:
+            model = self._codes[quantize]
+        else:
+            model = ModelReader(self.plan).read(self.state, quantize=quantize)
+            self._codes[quantize] = model
+        vocab_size = getattr(getattr(model, "config", None), "vocab_size", 0)
         ends = end_tokens_of(self.plan, self.tokenizer, self._folder, vocab_size=vocab_size)
         return RunGenerator(
-            plan=self.plan, model=self.model, tokenizer=self.tokenizer, end_tokens=ends
+            plan=self.plan,
+            model=model,
+            tokenizer=self.tokenizer,
+            end_tokens=ends,
+            quantize=quantize,
+            cache_kind=cache,
         )
 
     def continuations(
@@ -204,6 +219,8 @@ class LoadedRun:
         num_tokens: int | None = None,
         *,
         batch_size: int = BATCH_SIZE,
+        quantize: str | None = None,
+        cache: str | None = None,
         **options: Any,
     ) -> list[Continuation]:
         """Returns the continuations of texts, with their numbers of tokens.
@@ -212,13 +229,15 @@ class LoadedRun:
           prompts: the texts to continue.
           num_tokens: maximum number of new tokens; None: 200, or as many as fit the context.
           batch_size: number of texts that are continued together.
+          quantize, cache: formats of weights and cache, as in `generate`.
           **options: further options of `generate`.
 
         Raises:
           ValueError, TypeError: an argument is invalid, as in `generate`.
         """
-        sampling = self.generator.sampling(**options)
-        return self.generator.continuations(prompts, num_tokens, sampling, batch_size)
+        generator = self.generator(quantize, cache)
+        sampling = generator.sampling(**options)
+        return generator.continuations(prompts, num_tokens, sampling, batch_size)
 
     def generate(
         self,
@@ -232,6 +251,8 @@ class LoadedRun:
         end_tokens: Sequence[int] | None = None,
         seed: int = 0,
         batch_size: int = BATCH_SIZE,
+        quantize: str | None = None,
+        cache: str | None = None,
     ) -> Any:
         """Returns prompts and their continuations, sampled token by token.
 
@@ -251,6 +272,8 @@ class LoadedRun:
             that the run started from, or the tokenizer's end-of-text id. (): no token ends a text.
           seed: seed of the sampling.
           batch_size: number of prompts that are continued together.
+          quantize: "int8" rounds the kernels of the layers to int8 codes; None: the compute dtype.
+          cache: "int8" stores keys and values as int8 codes; None: in the compute dtype.
 
         Returns:
           A text for a text, a list of texts for texts, and a list of int32 arrays for rows. Each is
@@ -261,7 +284,7 @@ class LoadedRun:
             is out of range.
           TypeError: the model is not a decoder of zerojax.
         """
-        return self.generator.generate(
+        return self.generator(quantize, cache).generate(
             prompts,
             num_tokens,
             temperature=temperature,

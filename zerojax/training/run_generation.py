@@ -34,6 +34,7 @@ from zerojax.zoo.text_generation import (
     Continuation,
     continue_texts,
 )
+from zerojax.zoo.weight_only import with_codes
 
 _DEVICE = "device"
 MAX_SHOWN = 300
@@ -54,15 +55,20 @@ class ModelReader:
         self._cast: Any = None
 
     @allocating_for("weights to generate with")
-    def read(self, state: TrainState, weights: Weights = "trained") -> Any:
+    def read(
+        self, state: TrainState, weights: Weights = "trained", quantize: str | None = None
+    ) -> Any:
         """Returns the model in the user's form.
 
         Args:
           state: train state; it stays valid.
           weights: "ema" reads the averaged weights instead of the trained ones.
+          quantize: "int8" rounds the kernels of a decoder's layers to codes, which are for
+            generation only (see `zoo.weight_only`); None rounds nothing.
 
         Raises:
-          ValueError: the run keeps no EMA.
+          ValueError: the run keeps no EMA, or `quantize` does not fit the model.
+          TypeError: the model is not a decoder, and `quantize` is given.
         """
         parts = model_parts(self._plan, state, weights=weights)
         # Offloaded parameters are in host memory, so they are first copied to the device.
@@ -73,7 +79,11 @@ class ModelReader:
         if self._cast is None:
             shardings = {name: x.sharding for name, x in stored.items()}
             self._cast = jax.jit(self._in_compute_dtype, out_shardings=shardings)
-        return self._plan.users_model.to_source(self._cast(stored), parts["extras"])
+        model = self._plan.users_model.to_source(self._cast(stored), parts["extras"])
+        if quantize is None:
+            return model
+        check_decoder(model)
+        return with_codes(model, quantize)
 
     def _in_compute_dtype(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
         dtype, leaves = self._plan.precision.compute_dtype, self._plan.users_placement.leaves
@@ -99,12 +109,16 @@ class RunGenerator:
       model: model in the user's form, sharded over `plan.mesh`.
       tokenizer: tokenizer for texts; None if there is none.
       end_tokens: token ids that end a text unless the caller passes others.
+      quantize: format of the codes in `model`; None if it has none.
+      cache_kind: "int8" stores keys and values as int8 codes; None in the compute dtype.
     """
 
     plan: Plan
     model: Any
     tokenizer: Any
     end_tokens: tuple[int, ...] = ()
+    quantize: str | None = None
+    cache_kind: str | None = None
 
     def generate(
         self,
@@ -165,7 +179,7 @@ class RunGenerator:
         Raises:
           ValueError: another process has other prompts or options.
         """
-        _check_same_everywhere(prompts, num_tokens, sampling, batch_size)
+        self._check_same_everywhere(prompts, num_tokens, sampling, batch_size)
         try:
             return continue_texts(
                 self.model,
@@ -175,6 +189,7 @@ class RunGenerator:
                 sampling,
                 batch_size=batch_size,
                 row_sharding=self.plan.batch_sharding,
+                cache_kind=self.cache_kind,
             )
         except UnicodeEncodeError as error:
             prompt = quoted(error.object)
@@ -186,7 +201,7 @@ class RunGenerator:
     def _rows(
         self, prompts: Any, num_tokens: int | None, sampling: Sampling, batch_size: int
     ) -> list[np.ndarray]:
-        _check_same_everywhere(prompts, num_tokens, sampling, batch_size)
+        self._check_same_everywhere(prompts, num_tokens, sampling, batch_size)
         check_decoder(self.model)
         context = self.model.config.max_seq_len
         rows = as_prompts(prompts, max_seq_len=context)
@@ -199,25 +214,27 @@ class RunGenerator:
             sampling,
             row_sharding=self.plan.batch_sharding,
             num_rows=min(batch_size, len(rows)),
+            cache_kind=self.cache_kind,
         )
         return [
             np.concatenate([row, new[:length]]).astype(np.int32)
             for row, new, length in zip(rows, *added, strict=True)
         ]
 
-
-def _check_same_everywhere(
-    prompts: Any, num_tokens: int | None, sampling: Sampling, batch_size: int
-) -> None:
-    """Raises ValueError on every process if two processes are about to generate differently."""
-    check_same_run(
-        {
-            "the list of prompts": json.dumps(list(prompts), default=_as_list),
-            "num_tokens": str(num_tokens),
-            "the sampling": str(sampling),
-            "batch_size": str(batch_size),
-        }
-    )
+    def _check_same_everywhere(
+        self, prompts: Any, num_tokens: int | None, sampling: Sampling, batch_size: int
+    ) -> None:
+        """Raises ValueError on every process if two processes are about to generate differently."""
+        check_same_run(
+            {
+                "the list of prompts": json.dumps(list(prompts), default=_as_list),
+                "num_tokens": str(num_tokens),
+                "the sampling": str(sampling),
+                "batch_size": str(batch_size),
+                "quantize": str(self.quantize),
+                "cache": str(self.cache_kind),
+            }
+        )
 
 
 def _as_list(x: Any) -> Any:

@@ -464,6 +464,8 @@ class Trainer(StepRunner):
         seed: int = 0,
         batch_size: int = BATCH_SIZE,
         weights: Weights = "trained",
+        quantize: str | None = None,
+        cache: str | None = None,
     ) -> Any:
         """Returns prompts and their continuations by the current weights, on the run's own mesh.
 
@@ -483,6 +485,8 @@ class Trainer(StepRunner):
           seed: seed of the sampling.
           batch_size: number of prompts that are continued together.
           weights: "ema" generates with the averaged weights (`zerojax.with_ema`).
+          quantize: "int8" rounds the kernels of the layers to int8 codes; None: the compute dtype.
+          cache: "int8" stores keys and values as int8 codes; None: in the compute dtype.
 
         Returns:
           A text for a text, a list of texts for texts, and a list of int32 arrays for rows. Each is
@@ -497,11 +501,16 @@ class Trainer(StepRunner):
         notes = self._spec.notes
         tokenizer = None if notes is None else notes.tokenizer
         with self._watchdog.during("generating", is_long=True, is_apart=True):
-            model = self._reader.read(self.state, weights)
+            model = self._reader.read(self.state, weights, quantize)
             vocab_size = getattr(getattr(model, "config", None), "vocab_size", 0)
             ends = end_tokens_of(self.plan, tokenizer, vocab_size=vocab_size)
             generator = RunGenerator(
-                plan=self.plan, model=model, tokenizer=tokenizer, end_tokens=ends
+                plan=self.plan,
+                model=model,
+                tokenizer=tokenizer,
+                end_tokens=ends,
+                quantize=quantize,
+                cache_kind=cache,
             )
             return generator.generate(
                 prompts,

@@ -19,7 +19,7 @@ from zerojax.tracing.stacking import scan_blocks, stack_blocks
 from zerojax.zoo.decoder_config import DecoderConfig
 from zerojax.zoo.layers import Dropout, Embedding, Mlp, Norm, Projection, constrain, in_chunks
 from zerojax.zoo.moe import EXPERT_PARAMETERS, MoE, Routing, balance_losses
-from zerojax.zoo.self_attention import Attention, positions_after
+from zerojax.zoo.self_attention import Attention, KVCache, positions_after
 
 INIT_STDDEV = 0.02
 RESIDUAL_DIMS = ("batch", "sequence", "embed")
@@ -49,11 +49,9 @@ MEGATRON_RULES: TensorParallelRules = (
 )
 
 
-class KVCache(NamedTuple):
-    """Keys and values of every layer, each [layers, batch, length, kv_heads, head_dim]."""
-
-    keys: jax.Array
-    values: jax.Array
+Cache = KVCache | tuple[KVCache, ...]
+"""Cache of all layers: one of stacked arrays, or one for each layer, with a first dimension of size
+1, if the layers are not stacked (see `weight_only`)."""
 
 
 class Packed(NamedTuple):
@@ -142,12 +140,12 @@ class Block(nnx.Module):
     def extend(
         self,
         x: jax.Array,
-        cache: tuple[jax.Array, jax.Array],
+        cache: KVCache,
         position: jax.Array,
         kind: jax.Array | None = None,
         *,
         text_length: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    ) -> tuple[jax.Array, KVCache]:
         """Applies the layer to new tokens after cached ones, without dropout; see
         `Attention.extend`."""
 
@@ -225,7 +223,7 @@ class Decoder(nnx.Module):
                 config.max_seq_len, width, stddev=INIT_STDDEV, rngs=rngs
             )
         self.embed_dropout = Dropout(config.dropout, rngs=rngs)
-        self.blocks = stack_blocks(
+        self.blocks: Any = stack_blocks(
             lambda layer_rngs: build_block(config, layer_rngs), config.num_layers, rngs=rngs
         )
         self.final_norm: Callable[[jax.Array], jax.Array] = Norm((width,), config.norm)
@@ -390,22 +388,37 @@ class Decoder(nnx.Module):
         kernel = self.lm_head.kernel[...]
         return head_next_token(x, kernel, targets, weights, vocab_dim=1, **options)
 
-    def init_cache(self, batch_size: int, length: int) -> KVCache:
-        """Returns a cache of zeros for `length` positions, in the dtype of the activations."""
-        config, dtype = self.config, self.token_embedding.embedding[...].dtype
+    def init_cache(self, batch_size: int, length: int, dtype: Any = None) -> Cache:
+        """Returns a cache of zeros for `length` positions.
+
+        Args:
+          batch_size: number of rows.
+          length: number of positions.
+          dtype: `jnp.int8` for codes; None uses the dtype of the activations.
+        """
+        config, wide = self.config, self.token_embedding.embedding[...].dtype
         head_dim = config.head_dim or config.embed_dim // config.num_heads
         kv_heads = config.num_kv_heads or config.num_heads
-        shape = (config.num_layers, batch_size, length, kv_heads, head_dim)
-        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        shape = (batch_size, length, kv_heads, head_dim)
+
+        def zeros(num_layers: int) -> KVCache:
+            whole = (num_layers, *shape)
+            arrays = [jnp.zeros(whole, dtype or wide) for _ in range(2)]
+            scales = [] if dtype is None else [jnp.zeros(whole[:-1], wide) for _ in range(2)]
+            return KVCache(*arrays, *scales)
+
+        if isinstance(self.blocks, nnx.List):
+            return tuple(zeros(1) for _ in range(config.num_layers))
+        return zeros(config.num_layers)
 
     def extend(
         self,
         tokens: jax.Array,
-        cache: KVCache,
+        cache: Cache,
         position: jax.Array,
         *,
         text_length: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[jax.Array, Cache]:
         """Computes the hidden states of new tokens after cached ones, without dropout.
 
         Args:
@@ -417,6 +430,10 @@ class Decoder(nnx.Module):
         Returns:
           (hidden states [batch, new, embed] for `head`, cache that includes the new tokens).
         """
+        at = position if jnp.ndim(position) == 0 else positions_after(position, tokens.shape[1])
+        x = self.look_up(tokens, at)
+        if isinstance(self.blocks, nnx.List):
+            return self._extend_layers(x, cache, position, text_length)
         graphdef, state = nnx.split(self.blocks)
         pattern = self.kind_of_layer
         kinds = None if pattern is None else np.asarray(pattern, np.int32)
@@ -424,26 +441,38 @@ class Decoder(nnx.Module):
         # The cache is a carry of the scan, not a scanned input, so that one buffer is updated in
         # place.
         def layer(
-            carry: tuple[jax.Array, KVCache], slices: tuple[nnx.State, Any, jax.Array]
-        ) -> tuple[tuple[jax.Array, KVCache], None]:
+            carry: tuple[jax.Array, Cache], slices: tuple[nnx.State, Any, jax.Array]
+        ) -> tuple[tuple[jax.Array, Cache], None]:
             (x, cache), (layer_state, kind, index) = carry, slices
             block = nnx.merge(graphdef, layer_state)
             block.eval()  # an adapter may have its own dropout
-            own = (
-                lax.dynamic_index_in_dim(cache.keys, index, 0, keepdims=False),
-                lax.dynamic_index_in_dim(cache.values, index, 0, keepdims=False),
+            own = jax.tree.map(
+                lambda whole: lax.dynamic_index_in_dim(whole, index, 0, keepdims=False), cache
             )
             x, longer = block.extend(x, own, position, kind, text_length=text_length)
-            written = (
-                lax.dynamic_update_index_in_dim(whole, new, index, 0)
-                for whole, new in zip(cache, longer, strict=True)
+            written = jax.tree.map(
+                lambda whole, new: lax.dynamic_update_index_in_dim(whole, new, index, 0),
+                cache,
+                longer,
             )
-            return (x, KVCache(*written)), None
+            return (x, written), None
 
-        at = position if jnp.ndim(position) == 0 else positions_after(position, tokens.shape[1])
-        start = self.look_up(tokens, at), cache
-        (x, longer), _ = lax.scan(layer, start, (state, kinds, jnp.arange(cache.keys.shape[0])))
+        numbers = jnp.arange(self.config.num_layers)
+        (x, longer), _ = lax.scan(layer, (x, cache), (state, kinds, numbers))
         return x, longer
+
+    def _extend_layers(
+        self, x: jax.Array, cache: Cache, position: jax.Array, text_length: jax.Array | None
+    ) -> tuple[jax.Array, Cache]:
+        """Computes `extend` for layers that are not stacked, each with a cache of its own."""
+        longer = []
+        for index, (block, own) in enumerate(zip(self.blocks, cache, strict=True)):
+            pattern = self.kind_of_layer
+            kind = None if pattern is None else jnp.int32(pattern[index])
+            own = jax.tree.map(lambda whole: whole[0], own)
+            x, new = block.extend(x, own, position, kind, text_length=text_length)
+            longer.append(jax.tree.map(lambda array: array[None], new))
+        return x, tuple(longer)
 
 
 def positions_in_texts(segments: jax.Array) -> jax.Array:

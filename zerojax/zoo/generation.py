@@ -19,9 +19,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.zoo.decoder import Decoder, KVCache, check_tokens
+from zerojax.zoo.decoder import Cache, Decoder, check_tokens
 from zerojax.zoo.sampling import Controls, DrawnRows, Sampling
 from zerojax.zoo.t5 import T5
+from zerojax.zoo.weight_only import check_cache_kind, with_codes
 
 PROMPT_MULTIPLE = 32
 """Prompts are padded to a multiple of this length, so that many lengths share a program."""
@@ -59,6 +60,8 @@ def generate(
     num_ids: int | None = None,
     seed: int = 0,
     row_numbers: Sequence[int] | None = None,
+    quantize: str | None = None,
+    cache: str | None = None,
 ) -> jax.Array:
     """Continues each prompt by `num_tokens` sampled tokens. Dropout is off; `model` is unchanged.
 
@@ -83,6 +86,10 @@ def generate(
       seed: random seed of the sampling; equal arguments give equal tokens.
       row_numbers: integers [batch] that determine, with seed and position, the random numbers of
         each row; None uses 0, 1, 2, ...
+      quantize: "int8" rounds the kernels of the layers to int8 codes with one scale per output;
+        None computes with the weights as they are.
+      cache: "int8" stores keys and values as int8 codes with one scale per head and position; None
+        stores them in the dtype of the activations.
 
     Returns:
       int32 [batch, longest prompt + num_tokens]: each row has its prompt, its new tokens, and pad
@@ -91,7 +98,7 @@ def generate(
     Raises:
       TypeError: `model` is not a `Decoder`, or `tokens` are not integers.
       ValueError: `tokens` are not [batch, prompt], exceed the vocabulary or, with `num_tokens`,
-        exceed max_seq_len; or an option is out of range.
+        exceed max_seq_len; an option is out of range; or `quantize` does not fit the model.
     """
     sampling = Sampling(
         temperature=temperature,
@@ -105,7 +112,10 @@ def generate(
     )
     check_decoder(model)
     prompts = as_prompts(tokens, max_seq_len=model.config.max_seq_len)
-    added = continue_rows(model, prompts, num_tokens, sampling, row_numbers=row_numbers)
+    model = with_codes(model, quantize)
+    added = continue_rows(
+        model, prompts, num_tokens, sampling, row_numbers=row_numbers, cache_kind=cache
+    )
     return jnp.asarray(joined(prompts, added, pad=sampling.pad))
 
 
@@ -158,6 +168,7 @@ def continue_rows(
     row_numbers: Sequence[int] | None = None,
     row_sharding: NamedSharding | None = None,
     num_rows: int | None = None,
+    cache_kind: str | None = None,
 ) -> Continued:
     """Continues prompts of any lengths; see `generate`.
 
@@ -172,11 +183,13 @@ def continue_rows(
         tokens.
       num_rows: number of rows of the programs, so of prompts that are continued together; None: all
         prompts.
+      cache_kind: argument `cache` of `generate`.
 
     Raises:
       ValueError: an argument is invalid, as for `generate`.
     """
     check_decoder(model)
+    check_cache_kind(cache_kind)
     limit, vocab_size = model.config.max_seq_len, model.config.vocab_size
     if not prompts:
         raise ValueError("prompts has 0 entries; pass at least one prompt")
@@ -198,6 +211,7 @@ def continue_rows(
         slots,
         sampling.controls(vocab_size),
         cache_length=min(_rounded_up(longest, CACHE_MULTIPLE), limit),
+        has_codes=cache_kind is not None,
     )
 
 
@@ -323,11 +337,13 @@ def _rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _continue(model: Decoder, slots: _Slots, controls: Controls, *, cache_length: int) -> Continued:
+def _continue(
+    model: Decoder, slots: _Slots, controls: Controls, *, cache_length: int, has_codes: bool
+) -> Continued:
     """Continues the prompts of `slots`."""
     graphdef, state = nnx.split(model)
     options = {"graphdef": graphdef, "row_sharding": slots.sharding}
-    sizes = {"size": slots.size, "cache_length": cache_length}
+    sizes = {"size": slots.size, "cache_length": cache_length, "has_codes": has_codes}
     progress, cache = _start(state, controls.pad_token, **sizes, **options)
     while True:
         batch, takes = slots.fill()
@@ -340,22 +356,26 @@ def _continue(model: Decoder, slots: _Slots, controls: Controls, *, cache_length
 
 
 # jax.jit is otherwise used only in step, plan and kernels; decoding without it is too slow.
-@functools.partial(jax.jit, static_argnames=("size", "cache_length", "graphdef", "row_sharding"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("size", "cache_length", "has_codes", "graphdef", "row_sharding"),
+)
 def _start(
     state: nnx.State,
     pad: Any,
     *,
     size: int,
     cache_length: int,
+    has_codes: bool,
     graphdef: nnx.GraphDef[Decoder],
     row_sharding: NamedSharding | None,
-) -> tuple[DrawnRows, KVCache]:
+) -> tuple[DrawnRows, Cache]:
     """Makes `size` rows without a prompt, and a cache of zeros for `cache_length` positions."""
     model = nnx.merge(graphdef, state)
     nothing = jnp.zeros((size, 1), jnp.int32)
     options = {"vocab_size": model.config.vocab_size, "pad": jnp.asarray(pad)}
     progress = DrawnRows.start(nothing, nothing[:, 0], cache_length, **options)
-    cache = model.init_cache(size, cache_length)
+    cache = model.init_cache(size, cache_length, jnp.int8 if has_codes else None)
     return _placed_rows(progress, row_sharding), _placed_cache(cache, row_sharding)
 
 
@@ -369,12 +389,12 @@ def _prefill(
     batch: _Batch,
     takes: Any,
     progress: DrawnRows,
-    cache: KVCache,
+    cache: Cache,
     controls: Controls,
     *,
     graphdef: nnx.GraphDef[Decoder],
     row_sharding: NamedSharding | None,
-) -> tuple[DrawnRows, KVCache]:
+) -> tuple[DrawnRows, Cache]:
     """Processes the prompts of new rows, and draws the first new token of each.
 
     All rows are computed; the results of the others are dropped. Cache entries of padding are after
@@ -392,7 +412,8 @@ def _prefill(
     model = nnx.merge(graphdef, state)
     size, length = batch.tokens.shape
     text_length = batch.lengths + batch.limits
-    new_cache = model.init_cache(size, length)
+    has_codes = jax.tree.leaves(cache)[0].dtype == jnp.int8
+    new_cache = model.init_cache(size, length, jnp.int8 if has_codes else None)
     hidden, new_cache = model.extend(batch.tokens, new_cache, jnp.int32(0), text_length=text_length)
     last = jnp.maximum(batch.lengths - 1, 0)[:, None, None]
     logits = _logits(model, jnp.take_along_axis(hidden, last, axis=1), row_sharding)
@@ -400,9 +421,9 @@ def _prefill(
     options = {"vocab_size": logits.shape[1], "pad": pad}
     new = DrawnRows.start(batch.tokens, batch.lengths, room, **options)
     new = new.draw(logits, batch.lengths, batch.limits, batch.rows, controls)
-    is_new = jnp.asarray(takes)[None, :, None, None, None]
 
     def replace(old: jax.Array, new: jax.Array) -> jax.Array:
+        is_new = jnp.asarray(takes).reshape(1, size, *[1] * (old.ndim - 2))
         kept = lax.slice_in_dim(old, 0, length, axis=2)
         return lax.dynamic_update_slice_in_dim(old, jnp.where(is_new, new, kept), 0, axis=2)
 
@@ -419,14 +440,14 @@ def _prefill(
 def _decode(
     state: nnx.State,
     progress: DrawnRows,
-    cache: KVCache,
+    cache: Cache,
     batch: _Batch,
     controls: Controls,
     fewest: Any,
     *,
     graphdef: nnx.GraphDef[Decoder],
     row_sharding: NamedSharding | None,
-) -> tuple[DrawnRows, KVCache, tuple[jax.Array, jax.Array, jax.Array]]:
+) -> tuple[DrawnRows, Cache, tuple[jax.Array, jax.Array, jax.Array]]:
     """Draws tokens while more than `fewest` rows have not ended.
 
     Returns:
@@ -435,11 +456,12 @@ def _decode(
     """
     model = nnx.merge(graphdef, state)
     text_length = batch.lengths + batch.limits
+    cache_length = jax.tree.leaves(cache)[0].shape[2]
 
-    def advance(carry: tuple[DrawnRows, KVCache]) -> tuple[DrawnRows, KVCache]:
+    def advance(carry: tuple[DrawnRows, Cache]) -> tuple[DrawnRows, Cache]:
         progress, cache = carry
         position = jnp.maximum(batch.lengths + progress.lengths - 1, 0)
-        position = jnp.minimum(position, cache.keys.shape[2] - 1)  # rows that have ended continue
+        position = jnp.minimum(position, cache_length - 1)  # rows that have ended continue
         hidden, cache = model.extend(
             progress.token[:, None], cache, position, text_length=text_length
         )
@@ -472,13 +494,13 @@ def _logits(model: Decoder, hidden: jax.Array, row_sharding: NamedSharding | Non
     return logits if row_sharding is None else lax.with_sharding_constraint(logits, row_sharding)
 
 
-def _placed_cache(cache: KVCache, row_sharding: NamedSharding | None) -> KVCache:
+def _placed_cache(cache: Cache, row_sharding: NamedSharding | None) -> Cache:
     """Shards the cache like the rows, and its heads over `model` if that axis divides them."""
     if row_sharding is None:
         return cache
-    mesh, heads = row_sharding.mesh, cache.keys.shape[3]
+    mesh, heads = row_sharding.mesh, jax.tree.leaves(cache)[0].shape[3]
     divides = heads % mesh.shape.get(_HEADS_AXIS, heads + 1) == 0
-    spec = P(None, row_sharding.spec[0], None, _HEADS_AXIS if divides else None, None)
+    spec = P(None, row_sharding.spec[0], None, _HEADS_AXIS if divides else None)
     return lax.with_sharding_constraint(cache, NamedSharding(mesh, spec))
 
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import check_finite
-from zerojax.operators.rounded_weights import check_inputs, rounded_dot
+from zerojax.operators.rounded_weights import check_inputs, coded_dot, rounded_dot
 from zerojax.tracing.reads import in_eight_bits
 from zerojax.zoo.fp8 import fp8_dots, init_history, rounded_format
 
@@ -52,6 +52,8 @@ class Weights(NamedTuple):
     bias: jax.Array | None
     largest: jax.Array | None = None
     """float32 []: largest magnitude, for a kernel in 8 bits (see `fp8.fp8_dots`); else None."""
+    scale: jax.Array | None = None
+    """Scale of each output, for a kernel of int8 codes (see `weight_only`); else None."""
 
 
 class Projection(nnx.Module):
@@ -60,9 +62,11 @@ class Projection(nnx.Module):
     Head dimensions stay separate, `kernel: [embed, heads, head_dim]`, so that one entry of a
     PartitionSpec shards the heads. With `matmul_dtype="fp8"` the product is computed in 8-bit
     floats, with `amax_history` as state (see `fp8`). With "fake_int8" or "fake_int4" the kernel is
-    rounded in the product (see `operators.rounded_weights`). If `lora` (an adapter) is set, its
-    result is added.
+    rounded in the product (see `operators.rounded_weights`). With `kernel_scale` the kernel holds
+    int8 codes (see `weight_only`). If `lora` (an adapter) is set, its result is added.
     """
+
+    kernel_scale: nnx.Param[jax.Array] | None = None
 
     def __init__(
         self,
@@ -93,6 +97,8 @@ class Projection(nnx.Module):
     def read(self) -> Weights:
         """Reads the parameters, for one or several calls of `apply`."""
         bias = self.bias[...] if self.use_bias else None
+        if self.kernel_scale is not None:
+            return Weights(self.kernel[...], bias, scale=self.kernel_scale[...])
         if self.matmul_dtype != "fp8":
             return Weights(self.kernel[...], bias)
         with in_eight_bits(self.amax_history[...]) as eight_bits:
@@ -122,8 +128,12 @@ def apply_together(
     """
     first = projections[0]
     kernels = [w.kernel for w in weights]
-    x = x.astype(kernels[0].dtype)
-    if first.matmul_dtype is None:
+    scales = [w.scale for w in weights if w.scale is not None]
+    x = x if scales else x.astype(kernels[0].dtype)
+    if scales:
+        pairs = zip(kernels, scales, strict=True)
+        products = [coded_dot(x, codes, scale, first.num_inputs) for codes, scale in pairs]
+    elif first.matmul_dtype is None:
         dims = tuple(range(x.ndim - first.num_inputs, x.ndim)), tuple(range(first.num_inputs))
         products = [lax.dot_general(x, kernel, (dims, ((), ()))) for kernel in kernels]
     elif first.matmul_dtype != "fp8":

@@ -8,7 +8,7 @@ has one branch per window size. Parameters are read outside these branches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,46 @@ from jax import lax
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.operators.attending import Implementation, WindowOfLayer, attend_to_cache, attend_with
 from zerojax.operators.context import whole_length
+from zerojax.operators.rounded_weights import encoded_rows
 from zerojax.operators.sparse_layouts import BlockTable, layout_table
 from zerojax.zoo.decoder_config import LayerKind
 from zerojax.zoo.layers import Norm, NormConfig, Projection, apply_together, expand_rank
 from zerojax.zoo.rope import Rope, frequencies_of_kinds
+
+
+class KVCache(NamedTuple):
+    """Keys and values of every layer, each [layers, batch, length, kv_heads, head_dim].
+
+    The cache of one layer lacks the first dimension.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    key_scales: jax.Array | None = None
+    """[layers, batch, length, kv_heads]: scales of the heads, if `keys` are int8 codes."""
+    value_scales: jax.Array | None = None
+    """[layers, batch, length, kv_heads]: scales of the heads, if `values` are int8 codes."""
+
+    @property
+    def scales(self) -> tuple[jax.Array, jax.Array] | None:
+        """Returns the scales of keys and values; None without codes."""
+        if self.key_scales is None or self.value_scales is None:
+            return None
+        return self.key_scales, self.value_scales
+
+    def write(self, key: jax.Array, value: jax.Array, position: jax.Array) -> KVCache:
+        """Returns the cache of one layer with new entries from `position` on.
+
+        Args:
+          key, value: new entries [batch, new, kv_heads, head_dim].
+          position: int32 [] or [batch], index of the first entry to write.
+        """
+        new: tuple[Any, ...] = key, value
+        if self.key_scales is not None:
+            (key, key_scales), (value, value_scales) = map(encoded_rows, new)
+            new = key, value, key_scales, value_scales
+        old = [x for x in self if x is not None]
+        return KVCache(*(_written(x, y, position) for x, y in zip(old, new, strict=True)))
 
 
 def rotate_positions(
@@ -186,18 +222,18 @@ class Attention(nnx.Module):
     def extend(
         self,
         x: jax.Array,
-        cache: tuple[jax.Array, jax.Array],
+        cache: KVCache,
         position: jax.Array,
         kind: jax.Array | None = None,
         *,
         text_length: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    ) -> tuple[jax.Array, KVCache]:
         """Computes attention of new tokens to themselves and to all earlier tokens in a cache.
 
         Args:
           x: [batch, new, embed], tokens at positions `position` to `position` + new - 1.
-          cache: keys and values, each [batch, length, kv_heads, head_dim]; entries from `position`
-            on are overwritten or ignored.
+          cache: keys and values of this layer, for `length` positions; entries from `position` on
+            are overwritten or ignored.
           position: number of tokens before `x`, int32 [], or [batch] if rows differ;
             position + new <= length.
           kind: int32 [], index of the layer's kind; None if there is one kind.
@@ -208,23 +244,22 @@ class Attention(nnx.Module):
           ([batch, new, embed], cache that includes the new keys and values).
         """
         positions = positions_after(position, x.shape[1])
-        seq_len = cache[0].shape[1] if text_length is None else text_length
+        seq_len = cache.keys.shape[1] if text_length is None else text_length
         query, key, value = self._project(x, positions, seq_len, kind)
-        keys, values = (
-            _written(old, new, position) for old, new in zip(cache, (key, value), strict=True)
-        )
+        cache = cache.write(key, value, position)
         mixed = attend_to_cache(
             query,
-            keys.astype(query.dtype),
-            values.astype(query.dtype),
+            cache.keys.astype(query.dtype),
+            cache.values.astype(query.dtype),
             positions=positions,
             window=self._window(kind),
             table=self._table(),
             scale=self.scale,
             softcap=self.softcap,
             sinks=None if self.sinks is None else self.sinks[...],
+            code_scales=cache.scales,
         )
-        return self.output(mixed), (keys, values)
+        return self.output(mixed), cache
 
     def _window(self, kind: jax.Array | None) -> int | WindowOfLayer | None:
         if len(self.windows) == 1:

@@ -46,6 +46,7 @@ def continue_texts(
     *,
     batch_size: int = BATCH_SIZE,
     row_sharding: NamedSharding | None = None,
+    cache_kind: str | None = None,
 ) -> list[Continuation]:
     """Continues prompts of any lengths.
 
@@ -57,7 +58,7 @@ def continue_texts(
         as fit the model's context.
       sampling: options of the sampling. Ids that the tokenizer lacks are never drawn.
       batch_size: number of prompts that are continued together.
-      row_sharding: sharding of rows, as for `generation.continue_rows`.
+      row_sharding, cache_kind: arguments as for `generation.continue_rows`.
 
     Raises:
       TypeError: the model is not a decoder.
@@ -79,9 +80,8 @@ def continue_texts(
         for row in rows
     ]
     num_rows = min(batch_size, len(rows))
-    added = continue_rows(
-        model, rows, limits, sampling, row_sharding=row_sharding, num_rows=num_rows
-    )
+    options = {"row_sharding": row_sharding, "num_rows": num_rows, "cache_kind": cache_kind}
+    added = continue_rows(model, rows, limits, sampling, **options)
     return [
         _decoded(tokenizer, prompt, row, new[:length], sampling.end_tokens)
         for prompt, row, new, length in zip(prompts, rows, *added, strict=True)
