@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zerojax.checkpoint import Checkpointer
     from zerojax.config import (
         BatchRampConfig,
+        BitScheduleConfig,
         CheckpointConfig,
         CurriculumConfig,
         ExpectConfig,
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchRampConfig",
+    "BitScheduleConfig",
     "CheckResult",
     "CheckpointConfig",
     "Checkpointer",
@@ -135,6 +137,7 @@ _HOME_OF_NAME = {
     "ExpectConfig": "config",
     "KeepBest": "training.evaluation",
     "LoadedRun": "training.loading",
+    "BitScheduleConfig": "config",
     "LayerDropConfig": "config",
     "LogConfig": "config",
     "LoraConfig": "config",
