@@ -12,7 +12,7 @@ from zerojax.config.attention_layouts import (
     VariableLayout,
 )
 from zerojax.config.batch_ramp import BatchRamp, BatchRampConfig
-from zerojax.config.bit_schedule import BitScheduleConfig
+from zerojax.config.compression import BitScheduleConfig, PruningConfig, PruningGroup
 from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.expect import ExpectConfig
@@ -67,6 +67,8 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParameterGroup",
+    "PruningConfig",
+    "PruningGroup",
     "RunConfig",
     "SamplesConfig",
     "SlidingWindowLayout",

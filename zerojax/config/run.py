@@ -15,7 +15,6 @@ import yaml
 
 from zerojax.config.attention_layouts import LayoutConfig
 from zerojax.config.batch_ramp import BatchRamp, BatchRampConfig
-from zerojax.config.bit_schedule import BitScheduleConfig
 from zerojax.config.checks import (
     MAX_LAYERS,
     check_at_least,
@@ -28,6 +27,7 @@ from zerojax.config.checks import (
     names_keywords,
     refuse,
 )
+from zerojax.config.compression import BitScheduleConfig, PruningConfig
 from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.expect import ExpectConfig
@@ -64,6 +64,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParameterGroup",
+    "PruningConfig",
     "RunConfig",
     "WatchConfig",
     "WireConfig",
@@ -378,6 +379,7 @@ class RunConfig:
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     batch_ramp: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
     layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
+    pruning: PruningConfig = dataclasses.field(default_factory=PruningConfig)
     expect: ExpectConfig = dataclasses.field(default_factory=ExpectConfig)
     sweep: SweepConfig = dataclasses.field(default_factory=SweepConfig)
     precision: ComputeDtype | None = None

@@ -69,6 +69,7 @@ _ARGUMENTS = {
     "copies": STORED,
     "frozen": FROZEN,
     "extras": EXTRAS,
+    "masks": EXTRAS,
 }
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax.config.bit_schedule import MAX_BITS
+from zerojax.config.compression import MAX_BITS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -336,6 +336,7 @@ def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | N
         curriculum=config.curriculum,
         batch_ramp=config.batch_ramp,
         layer_drop=config.layer_drop,
+        pruning=config.pruning,
         reasons=tuple(why_precision),
     )
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.config.attention_layouts import BlockLayout
-from zerojax.config.bit_schedule import BitScheduleConfig
+from zerojax.config.compression import BitScheduleConfig
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.operators.attending import Implementation
 from zerojax.tracing.stacking import scan_blocks, stack_blocks

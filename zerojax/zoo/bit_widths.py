@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from zerojax.config.bit_schedule import BitScheduleConfig
+from zerojax.config.compression import BitScheduleConfig
 from zerojax.models.step_count import StepCount
 from zerojax.operators.rounded_weights import FORMATS, LEVELS
 from zerojax.zoo.fp8 import rounded_format

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from zerojax.config.attention_layouts import BlockLayout
-from zerojax.config.bit_schedule import BitScheduleConfig
 from zerojax.config.checks import MAX_LAYERS, MAX_SIZE, check_finite
+from zerojax.config.compression import BitScheduleConfig
 from zerojax.config.display import quoted
 from zerojax.config.expert_settings import MoEConfig
 from zerojax.operators.attending import Implementation, check_implementation

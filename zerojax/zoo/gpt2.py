@@ -7,7 +7,7 @@ import dataclasses
 from flax import nnx
 
 from zerojax.config.attention_layouts import BlockLayout
-from zerojax.config.bit_schedule import BitScheduleConfig
+from zerojax.config.compression import BitScheduleConfig
 from zerojax.operators.attending import Implementation
 from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.decoder_config import DecoderConfig, LayerKind, check_decoder_sizes

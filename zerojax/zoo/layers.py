@@ -25,8 +25,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.bit_schedule import BitScheduleConfig
 from zerojax.config.checks import check_finite
+from zerojax.config.compression import BitScheduleConfig
 from zerojax.operators.rounded_weights import FORMATS, check_inputs, rounded_dot
 from zerojax.tracing.reads import in_eight_bits
 from zerojax.zoo.bit_widths import is_always_full, levels_after, new_update_count

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 from zerojax.config.attention_layouts import BlockLayout
-from zerojax.config.bit_schedule import BitScheduleConfig
+from zerojax.config.compression import BitScheduleConfig
 from zerojax.operators.attending import Implementation, WindowOfLayer, attend_to_cache, attend_with
 from zerojax.operators.context import whole_length
 from zerojax.operators.sparse_layouts import BlockTable, layout_table

@@ -1,15 +1,16 @@
-"""Bit widths by schedule for quantization-aware training: when rounding begins, and how the width
-falls to that of the export.
+"""Settings of compression during training: bit widths by schedule, and pruning.
 
-This module only computes numbers and imports no JAX. The widths follow DeepSpeed's
-(`runtime/quantize.py` of 0.19.6): each width lasts twice as long as the one before.
+This module only computes numbers and imports no JAX. The rules are DeepSpeed's: the widths those of
+`runtime/quantize.py`, where each width lasts twice as long as the one before, and the pruned
+weights those of `compression/basic_layer.py` with `method: l1` (0.19.6).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from zerojax.config.checks import check_at_least, check_size, names_keywords, refuse
+from zerojax.config.checks import check_at_least, check_regex, check_size, names_keywords, refuse
 from zerojax.config.loader import coerce_fields
 
 MAX_BITS = 16
@@ -94,3 +95,46 @@ class BitScheduleConfig:
             f"{begin}, to {self.start_bits} bits; one bit less from update {self.period}, "
             "2 x, 4 x, ... that number on, until the width of the export"
         )
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
+class PruningGroup:
+    """Parameters that are pruned by one rule."""
+
+    pattern: str
+    """Regular expression that is searched in the names of parameters."""
+    dense_ratio: float
+    """Fraction of the units of each parameter, in each layer, that is kept, rounded up."""
+    unit: Literal["weight", "row", "head", "channel"] = "weight"
+    """Part of a parameter that is kept or pruned. weight: one element. row: all weights of one
+    output, with its bias. head: the inputs of one attention head, in the output projection of
+    attention. channel: one output channel of a convolution, with its bias."""
+    start_step: int = 0
+    """Number of applied updates after which pruned weights are 0. The choice is made when the run
+    starts, by the sums of absolute values of the initial weights."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        check_regex("pattern", self.pattern)
+        if not 0 < self.dense_ratio <= 1:
+            refuse("dense_ratio", self.dense_ratio, "must be above 0 and at most 1; 0.5 keeps half")
+        check_at_least(self, 0, "start_step")
+
+
+@names_keywords()
+@dataclass(frozen=True, kw_only=True)
+class PruningConfig:
+    """Pruning of weights by their magnitude: pruned weights are 0 in the model from some step
+    on."""
+
+    groups: tuple[PruningGroup, ...] = ()
+    """Rules; a parameter may belong to one of them. (): no weight is pruned."""
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no weight is pruned."""
+        return not self.groups
