@@ -14,6 +14,7 @@ from tests.support.refusals import refused
 from tests.support.small_models import reference_model
 from tests.support.trajectories import failing_at, text_batch
 from zerojax.config import ConfigError, PruningConfig, PruningGroup
+from zerojax.forecasting.hlo import find_collectives, read_program
 from zerojax.parallel.prune_masks import largest
 from zerojax.parallel.reshard import model_parts
 from zerojax.plan.inputs import PlanInputs
@@ -215,6 +216,42 @@ def test_heads_and_their_average_are_zero_in_evaluations_and_resumed_runs(tmp_pa
     assert [one["step"] for one in resumed.history] == [4, 5]
     for one, other in zip(*(jax.tree.leaves(x.state) for x in (resumed, whole)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+class Convolving(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(1, 6, kernel_size=(3,), rngs=rngs)
+
+    def loss(self, batch: dict[str, jax.Array]) -> jax.Array:
+        return jnp.mean((jnp.sum(self.conv(batch["x"][..., None]), (1, 2)) - batch["y"]) ** 2)
+
+
+@pytest.mark.thorough
+def test_channels_are_pruned_with_their_biases():
+    group = PruningGroup(pattern="conv/kernel", dense_ratio=0.4, unit="channel")
+    first = np.abs(np.asarray(Convolving(nnx.Rngs(0)).conv.kernel[...])).sum((0, 1))
+    kept = numpys_mask(first, 0.4)
+    *_, params = trained(plan_for(Convolving, {"zero": 3}, pruning=PruningConfig(groups=(group,))))
+    np.testing.assert_array_equal((params["conv/kernel"] != 0).all((0, 1)), kept)
+    np.testing.assert_array_equal((params["conv/kernel"] == 0).all((0, 1)), ~kept)
+    np.testing.assert_array_equal(params["conv/bias"] != 0, kept)
+
+
+@pytest.mark.thorough
+def test_masks_are_stored_in_shards_and_nothing_more_is_sent():
+    found = []
+    for pruning in (PruningConfig(), PRUNING):
+        plan = plan_for(mesh={"zero": 3}, pruning=pruning, optimizer=zerojax.adamw(1e-2))
+        step = zerojax.build_step(plan).trace(plan.abstract_state, plan.abstract_batch).lower()
+        program = step.compile()
+        sent = find_collectives(read_program(program.as_text()), 8)
+        kinds = sorted((one.kind, one.wire_bytes, one.times) for one in sent)
+        found.append((kinds, program.memory_analysis().argument_size_in_bytes, plan))
+    assert found[0][0] == found[1][0]
+    masks = found[1][2].abstract_state["masks"]
+    shards = [int(np.prod(x.sharding.shard_shape(x.shape))) for x in masks.values()]
+    assert found[1][1] - found[0][1] == sum(shards)
+    assert sum(shards) < sum(int(np.prod(x.shape)) for x in masks.values()) / 3
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,8 @@ class PruningGroup:
     """Part of a parameter that is kept or pruned. weight: one element. row: all weights of one
     output, with its bias. head: the inputs of one attention head, in the output projection of
     attention. channel: one output channel of a convolution, with its bias."""
+    num_heads: int | None = None
+    """Number of heads of the parameter, only with unit=head; null: not checked."""
     start_step: int = 0
     """Number of applied updates after which pruned weights are 0. The choice is made when the run
     starts, by the sums of absolute values of the initial weights."""
@@ -119,6 +121,8 @@ class PruningGroup:
         check_regex("pattern", self.pattern)
         if not 0 < self.dense_ratio <= 1:
             refuse("dense_ratio", self.dense_ratio, "must be above 0 and at most 1; 0.5 keeps half")
+        if self.num_heads is not None and self.unit != "head":
+            refuse("num_heads", self.num_heads, f"has no effect with unit={self.unit}; remove it")
         check_at_least(self, 0, "start_step")
 
 

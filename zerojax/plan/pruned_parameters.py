@@ -165,6 +165,12 @@ def _dims_of_product(
             f"{len(product.rows)} of the dimensions {list(leaf.shape)}; heads need the output "
             "projection of attention with shape [heads, features of a head, outputs]"
         )
+    heads = leaf.shape[product.rows[0]]
+    if group.num_heads not in (None, heads):
+        raise _refusal(
+            f"{group.pattern!r} has num_heads={group.num_heads}, but {name} {list(leaf.shape)} has "
+            f"{heads} heads; use {heads}"
+        )
     return product.rows[:1]
 
 
