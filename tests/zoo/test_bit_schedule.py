@@ -122,6 +122,10 @@ def test_a_resumed_run_goes_on_with_its_width(tmp_path):
     assert [one["step"] for one in resumed.history] == [4, 5]
     wanted = [one["loss"] for one in whole.history][3:]
     assert [one["loss"] for one in resumed.history] == wanted
+    resumed.close()
+    model = zerojax.load_run(tmp_path)
+    assert model.config.bit_schedule == SCHEDULE_8
+    np.testing.assert_array_equal(model.blocks.mlp.up.num_updates[...], [5, 5])
 
 
 SCHEDULE_8 = BitScheduleConfig(start_step=1, start_bits=10, period=2)
