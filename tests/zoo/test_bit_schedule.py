@@ -113,17 +113,18 @@ def test_a_resumed_run_goes_on_with_its_width(tmp_path):
     def trained(batches=text_batch, **options):
         quiet = zerojax.LogConfig(every=1, console="quiet")
         settings = {"run_dir": None, "log": quiet, "optimizer": optax.adamw(1e-2), "steps": 5}
-        return zerojax.train(model, {"zero": 3}, batches, **settings, **options)
+        return zerojax.train(model, {"zero": 3}, batches, **{**settings, **options})
 
-    whole = trained()
+    run = tmp_path / "run"
+    whole = trained(run_dir=run, checkpoint=run)
+    whole.close()
     with pytest.raises(OSError, match="gone"):
-        trained(failing_at(3, text_batch), checkpoint=tmp_path)
-    resumed = trained(checkpoint=tmp_path)
+        trained(failing_at(3, text_batch), checkpoint=tmp_path / "resumed")
+    resumed = trained(checkpoint=tmp_path / "resumed")
     assert [one["step"] for one in resumed.history] == [4, 5]
     wanted = [one["loss"] for one in whole.history][3:]
     assert [one["loss"] for one in resumed.history] == wanted
-    resumed.close()
-    model = zerojax.load_run(tmp_path)
+    model = zerojax.load_run(run)
     assert model.config.bit_schedule == SCHEDULE_8
     np.testing.assert_array_equal(model.blocks.mlp.up.num_updates[...], [5, 5])
 
