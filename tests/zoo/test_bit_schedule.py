@@ -124,7 +124,7 @@ def test_a_resumed_run_goes_on_with_its_width(tmp_path):
     assert [one["step"] for one in resumed.history] == [4, 5]
     wanted = [one["loss"] for one in whole.history][3:]
     assert [one["loss"] for one in resumed.history] == wanted
-    model = zerojax.load_run(run)
+    model = zerojax.load_run(run).to_model()
     assert model.config.bit_schedule == SCHEDULE_8
     np.testing.assert_array_equal(model.blocks.mlp.up.num_updates[...], [5, 5])
 
