@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zerojax.checkpoint import Checkpointer
     from zerojax.config import (
         BatchRampConfig,
+        BitScheduleConfig,
         CheckpointConfig,
         CurriculumConfig,
         ExpectConfig,
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
         LossScale,
         MeshConfig,
         OptimizerConfig,
+        PruningConfig,
+        PruningGroup,
         RunConfig,
         SamplesConfig,
         WatchConfig,
@@ -57,6 +60,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchRampConfig",
+    "BitScheduleConfig",
     "CheckResult",
     "CheckpointConfig",
     "Checkpointer",
@@ -75,6 +79,8 @@ __all__ = [
     "Plan",
     "Precision",
     "Pretrained",
+    "PruningConfig",
+    "PruningGroup",
     "RuleProposal",
     "RunConfig",
     "SamplesConfig",
@@ -135,7 +141,10 @@ _HOME_OF_NAME = {
     "ExpectConfig": "config",
     "KeepBest": "training.evaluation",
     "LoadedRun": "training.loading",
+    "BitScheduleConfig": "config",
     "LayerDropConfig": "config",
+    "PruningConfig": "config",
+    "PruningGroup": "config",
     "LogConfig": "config",
     "LoraConfig": "config",
     "LossScale": "config",

@@ -210,6 +210,7 @@ class _Engine:
             steps=says.total_steps if self._given["steps"] is None else self._given["steps"],
             curriculum=says.curriculum,
             layer_drop=says.layer_drop,
+            pruning=says.pruning,
         )
         call = PlannedCall(inputs=inputs, settings=says.mesh, is_deepspeed=True)
         self._end(lambda: (call, mesh))

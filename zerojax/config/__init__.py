@@ -12,6 +12,7 @@ from zerojax.config.attention_layouts import (
     VariableLayout,
 )
 from zerojax.config.batch_ramp import BatchRamp, BatchRampConfig
+from zerojax.config.compression import BitScheduleConfig, PruningConfig, PruningGroup
 from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.expect import ExpectConfig
@@ -45,6 +46,7 @@ __all__ = [
     "BatchRamp",
     "BatchRampConfig",
     "BigBirdLayout",
+    "BitScheduleConfig",
     "CheckpointConfig",
     "ConfigError",
     "CurriculumConfig",
@@ -65,6 +67,8 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParameterGroup",
+    "PruningConfig",
+    "PruningGroup",
     "RunConfig",
     "SamplesConfig",
     "SlidingWindowLayout",

@@ -27,6 +27,7 @@ from zerojax.config.checks import (
     names_keywords,
     refuse,
 )
+from zerojax.config.compression import BitScheduleConfig, PruningConfig
 from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.expect import ExpectConfig
@@ -46,6 +47,7 @@ from zerojax.config.sections import (
 from zerojax.config.sweep_settings import SweepConfig
 
 __all__ = [
+    "BitScheduleConfig",
     "CheckpointConfig",
     "ConfigError",
     "CurriculumConfig",
@@ -62,6 +64,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParameterGroup",
+    "PruningConfig",
     "RunConfig",
     "WatchConfig",
     "WireConfig",
@@ -123,6 +126,7 @@ class ModelConfig:
     the effect of fp8 alone. fake_int8, fake_int4: quantization-aware training, in which products
     are in the compute dtype but kernels are rounded to the integers that an export with quantize
     stores."""
+    bit_schedule: BitScheduleConfig = dataclasses.field(default_factory=BitScheduleConfig)
     attention: Literal["auto", "xla", "chunked", "cudnn", "mosaic_gpu"] = "auto"
     """Implementation of attention. xla stores the scores of all pairs of tokens of a row; chunked
     stores one block of scores at a time, for long rows; cudnn is NVIDIA's fused kernel, which
@@ -142,8 +146,8 @@ class ModelConfig:
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     pretrained: str | None = None
     """Hugging Face folder (config.json, *.safetensors) with the initial weights. The folder sets
-    the model's sizes; only dropout, remat, loss_chunk, mlp_chunk, matmul_dtype, attention,
-    attention_layout and lora are set in this section."""
+    the model's sizes; only dropout, remat, loss_chunk, mlp_chunk, matmul_dtype, bit_schedule,
+    attention, attention_layout and lora are set in this section."""
     config: str | None = None
     """config.json of Hugging Face, or its folder, for a model of these sizes whose new weights are
     drawn from the seed. It replaces the same settings as `pretrained`."""
@@ -189,7 +193,7 @@ class ModelConfig:
     def _check_sizes_are_theirs(self) -> None:
         what = "the folder of model.pretrained" if self.pretrained else "the file of model.config"
         free = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "attention")
-        free = (*free, "attention_layout", "lora", "pretrained", "config")
+        free = (*free, "bit_schedule", "attention_layout", "lora", "pretrained", "config")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             made = field.default_factory
@@ -375,6 +379,7 @@ class RunConfig:
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     batch_ramp: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
     layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
+    pruning: PruningConfig = dataclasses.field(default_factory=PruningConfig)
     expect: ExpectConfig = dataclasses.field(default_factory=ExpectConfig)
     sweep: SweepConfig = dataclasses.field(default_factory=SweepConfig)
     precision: ComputeDtype | None = None

@@ -10,6 +10,7 @@ The facts come from DeepSpeed 0.19.6 and 0.19.8: `runtime/config.py`, `constants
 
 from __future__ import annotations
 
+from zerojax.deepspeed_config.compression_keys_table import COMPRESSION
 from zerojax.deepspeed_config.key_schema import (
     AbsentFeature,
     Key,
@@ -390,9 +391,6 @@ _ABSENT: Table = {
         "no data sampler exists; select the rows in your batches, and remove this section",
         is_enabled_inside,
     ),
-    "compression_training": AbsentFeature(
-        "compression is not supported; remove the section", is_enabled_inside
-    ),
     "quantize_training": AbsentFeature(
         "quantized training is not supported; remove this key", is_enabled_inside
     ),
@@ -657,6 +655,7 @@ TABLE: Table = {
     },
     "sparse_attention": _SPARSE_ATTENTION,
     "expert_parallel": _EXPERTS,
+    "compression_training": COMPRESSION,
     **_ABSENT,
     "disable_python_gc": Key(
         "bool", False, "compiler", "no effect; a step creates hardly any Python objects"

@@ -26,6 +26,7 @@ from zerojax.deepspeed_config.batch_keys import (
     settle_batch,
     settle_elastic,
 )
+from zerojax.deepspeed_config.compression_keys import pruning_of, rounding_of
 from zerojax.deepspeed_config.curriculum_keys import curriculum_of, layer_drop_of
 from zerojax.deepspeed_config.ds_config import File, read
 from zerojax.deepspeed_config.expert_keys import check_experts_of_mesh, router_of
@@ -127,6 +128,8 @@ def explain(
         elasticity=elasticity,
         curriculum=curriculum_of(file),
         layer_drop=layer_drop_of(file),
+        pruning=pruning_of(file),
+        rounding=rounding_of(file),
         attention_layout=layout_of(file),
         router=router_of(file),
         tag_validation=file["checkpoint.tag_validation"].upper(),

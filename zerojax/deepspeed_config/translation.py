@@ -18,6 +18,7 @@ from zerojax.config import (
     LogConfig,
     MeshConfig,
     OptimizerConfig,
+    PruningConfig,
 )
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.display import printable, quoted
@@ -107,6 +108,9 @@ class Translation:
       elasticity: batch settings for a changing number of devices; may be disabled.
       curriculum: curriculum of the row length; its type is None without a curriculum.
       layer_drop: progressive layer drop; its theta is 1 without layer drop.
+      pruning: pruned parameters; it has no groups without pruning.
+      rounding: rounding of weights that the model must have (`compression_keys.Rounding`); None:
+        the file describes none.
       attention_layout: layout set by sparse_attention; None: dense attention.
       router: {key of expert_parallel: value} that the model's router must match.
       tag_validation: "WARN", "IGNORE" or "FAIL": action if processes pass different tags.
@@ -133,6 +137,8 @@ class Translation:
     elasticity: ElasticityConfig
     curriculum: CurriculumConfig
     layer_drop: LayerDropConfig
+    pruning: PruningConfig
+    rounding: Any
     attention_layout: BlockLayout | None
     router: Mapping[str, Any]
     tag_validation: str

@@ -19,6 +19,7 @@ from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.loader import user_path
 from zerojax.data import abstract_global
 from zerojax.deepspeed_config.attention_keys import with_layout
+from zerojax.deepspeed_config.compression_keys import check_rounding
 from zerojax.deepspeed_config.expert_keys import check_router
 from zerojax.deepspeed_engine.engine_absent import AbsentMethods
 from zerojax.deepspeed_engine.engine_guard import Guard, close_at_exit
@@ -208,6 +209,7 @@ class Engine(EngineQueries, AbsentMethods):
         self._mesh_settings = with_disk_folder(translation.mesh, run_dir)
         super().__init__(translation, meshes.make_mesh(self._mesh_settings))
         check_router(model, translation.router)
+        check_rounding(model, translation.rounding)
         loss = with_layout(model, loss, translation.attention_layout)
         self._model, self._loss, self._freeze, self._seed = model, loss, freeze, seed
         self._ported, self._steps, self._run_dir = ported, steps, run_dir
@@ -369,6 +371,7 @@ class Engine(EngineQueries, AbsentMethods):
                 steps=self._steps,
                 curriculum=says.curriculum,
                 layer_drop=says.layer_drop,
+                pruning=says.pruning,
             ),
             mesh=self._mesh_settings,
             seed=self._seed,

@@ -70,6 +70,7 @@ _ARGUMENTS = {
     "copies": STORED,
     "frozen": FROZEN,
     "extras": EXTRAS,
+    "masks": EXTRAS,
 }
 
 

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zerojax.config.compression import MAX_BITS
+
 
 @dataclasses.dataclass(frozen=True)
 class IntegerFormat:
@@ -36,7 +38,16 @@ class IntegerFormat:
         return 2 ** (self.bits - 1) - 1
 
 
+def _largest_codes() -> list[int]:
+    return [0, 0, *(IntegerFormat(bits=bits).largest for bits in range(2, MAX_BITS + 1))]
+
+
 FORMATS = {"int8": IntegerFormat(bits=8), "int4": IntegerFormat(bits=4, group=32)}
+LEVELS = np.array(
+    [(largest, 1 / largest if largest else 0) for largest in _largest_codes()], np.float32
+)
+"""Largest code of each width and its inverse, float32 [width, 2]; zeros for widths without codes. A
+compiled division could give another inverse."""
 
 
 def check_inputs(name: str, num_inputs: int) -> None:
@@ -49,13 +60,15 @@ def check_inputs(name: str, num_inputs: int) -> None:
         )
 
 
-def codes_and_scales(xp: Any, weights: Any, name: str) -> tuple[Any, Any]:
+def codes_and_scales(xp: Any, weights: Any, name: str, levels: Any = None) -> tuple[Any, Any]:
     """Quantizes a kernel; NumPy and JAX give the same bits.
 
     Args:
       xp: module to compute with, numpy or jax.numpy.
       weights: [inputs, outputs]; float32, bfloat16 or float16. Scales are rounded to this dtype.
       name: format of the codes, "int8" or "int4".
+      levels: an entry of `LEVELS`, float32 [2], for codes of another width in the same groups;
+        None: the width of the format.
 
     Returns:
       Codes as float32 [groups, inputs of a group, outputs], and scales as float32 [groups, 1,
@@ -64,15 +77,21 @@ def codes_and_scales(xp: Any, weights: Any, name: str) -> tuple[Any, Any]:
     form = FORMATS[name]
     inputs, outputs = weights.shape
     wide = _exact(xp, weights).reshape(-1, form.group or inputs, outputs)
-    return _with_scales(xp, wide, 1, form.largest, weights.dtype)
+    most, inverse = LEVELS[form.bits] if levels is None else (levels[0], levels[1])
+    return _with_scales(xp, wide, 1, most, inverse, weights.dtype)
 
 
-def _with_scales(xp: Any, wide: Any, axis: int, limit: int, dtype: Any) -> tuple[Any, Any]:
-    """Returns (codes, scales) of float32 values that share a scale along `axis`."""
+def _with_scales(
+    xp: Any, wide: Any, axis: int, most: Any, inverse: Any, dtype: Any
+) -> tuple[Any, Any]:
+    """Returns (codes, scales) of float32 values that share a scale along `axis`.
+
+    `most` is the largest code, and `inverse` its inverse, from `LEVELS`.
+    """
     largest = xp.max(xp.abs(wide), axis=axis, keepdims=True)
-    scales = _rounded(xp, largest * np.float32(1 / limit), dtype)
+    scales = _rounded(xp, largest * inverse, dtype)
     scales = xp.where(scales == 0, np.float32(1), scales)
-    return _nearest(xp, wide, scales, limit), scales
+    return _nearest(xp, wide, scales, most), scales
 
 
 def encoded(kernel: jax.Array, name: str, num_inputs: int) -> tuple[jax.Array, jax.Array]:
@@ -105,7 +124,7 @@ def encoded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       Codes, int8, in the shape of `x`, and scales [...] in its dtype; NaN for a row with a value
       that is not finite.
     """
-    codes, scales = _with_scales(jnp, _exact(jnp, x), -1, FORMATS["int8"].largest, x.dtype)
+    codes, scales = _with_scales(jnp, _exact(jnp, x), -1, *LEVELS[8], x.dtype)
     codes, scales = _as_integers(codes, scales, -1, x.dtype)
     return codes, scales[..., 0]
 
@@ -163,13 +182,16 @@ def _nearest(xp: Any, values: Any, scales: Any, largest: int) -> Any:
     guess = xp.rint(size * (np.float32(1) / scales))
     guess = xp.where((guess + half) * scales < size, guess + 1, guess)
     guess = xp.where((guess - half) * scales >= size, guess - 1, guess)
-    codes = xp.minimum(guess, np.float32(largest))
+    codes = xp.minimum(guess, largest)
     return xp.where(values < 0, -codes, codes)
 
 
-def rounded(xp: Any, weights: Any, name: str) -> Any:
-    """Returns the kernel [inputs, outputs] that codes and scales represent, in its own dtype."""
-    codes, scales = codes_and_scales(xp, weights, name)
+def rounded(xp: Any, weights: Any, name: str, levels: Any = None) -> Any:
+    """Returns the kernel [inputs, outputs] that codes and scales represent, in its own dtype.
+
+    See `codes_and_scales` for the arguments.
+    """
+    codes, scales = codes_and_scales(xp, weights, name, levels)
     values = _rounded(xp, codes * scales, weights.dtype)
     return values.astype(weights.dtype).reshape(weights.shape)
 
@@ -190,7 +212,9 @@ def _rounded(xp: Any, values: Any, dtype: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def rounded_dot(x: jax.Array, kernel: jax.Array, name: str, num_inputs: int) -> jax.Array:
+def rounded_dot(
+    x: jax.Array, kernel: jax.Array, name: str, num_inputs: int, levels: jax.Array | None = None
+) -> jax.Array:
     """Contracts the last dimensions of `x` with the first ones of a rounded kernel.
 
     The kernel receives the gradient of the rounded kernel unchanged (the straight-through
@@ -202,31 +226,36 @@ def rounded_dot(x: jax.Array, kernel: jax.Array, name: str, num_inputs: int) -> 
       kernel: [*inputs, *outputs]; float32, bfloat16 or float16.
       name: format of the codes, "int8" or "int4".
       num_inputs: number of contracted dimensions.
+      levels: an entry of `LEVELS`, float32 [2], for another width; zeros: the kernel is not
+        rounded. None: the width of the format.
 
     Returns:
       [..., *outputs] in the dtype of `kernel`.
     """
-    return _forward(x, kernel, name, num_inputs)[0]
+    return _forward(x, kernel, name, num_inputs, levels)[0]
 
 
-def _forward(x: jax.Array, kernel: jax.Array, name: str, num_inputs: int) -> Any:
+def _forward(x: jax.Array, kernel: jax.Array, name: str, num_inputs: int, levels: Any) -> Any:
     contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
-    product = lax.dot_general(x, _rounded_kernel(kernel, name, num_inputs), (contracted, ((), ())))
-    return product, (x, kernel)
+    values = _rounded_kernel(kernel, name, num_inputs, levels)
+    product = lax.dot_general(x, values, (contracted, ((), ())))
+    return product, (x, kernel, levels)
 
 
 def _backward(name: str, num_inputs: int, kept: Any, gradient: jax.Array) -> Any:
-    x, kernel = kept
+    x, kernel, levels = kept
     batch = tuple(range(x.ndim - num_inputs))
     outputs = tuple(range(len(batch), gradient.ndim)), tuple(range(num_inputs, kernel.ndim))
-    of_x = lax.dot_general(gradient, _rounded_kernel(kernel, name, num_inputs), (outputs, ((), ())))
+    values = _rounded_kernel(kernel, name, num_inputs, levels)
+    of_x = lax.dot_general(gradient, values, (outputs, ((), ())))
     of_kernel = lax.dot_general(x, gradient, ((batch, batch), ((), ())))
-    return of_x, of_kernel
+    return of_x, of_kernel, None if levels is None else jnp.zeros_like(levels)
 
 
 rounded_dot.defvjp(_forward, _backward)
 
 
-def _rounded_kernel(kernel: jax.Array, name: str, num_inputs: int) -> jax.Array:
+def _rounded_kernel(kernel: jax.Array, name: str, num_inputs: int, levels: Any) -> jax.Array:
     inputs = math.prod(kernel.shape[:num_inputs])
-    return rounded(jnp, kernel.reshape(inputs, -1), name).reshape(kernel.shape)
+    values = rounded(jnp, kernel.reshape(inputs, -1), name, levels).reshape(kernel.shape)
+    return values if levels is None else jnp.where(levels[0] > 0, values, kernel)

@@ -25,11 +25,13 @@ from zerojax.parallel.offload.disk import DiskState, fill_new_disk
 from zerojax.parallel.offload.disk_step import build_weights
 from zerojax.parallel.offload.pages import row_struct
 from zerojax.parallel.offload.sliced_state import cut_new_param, cut_new_state
+from zerojax.parallel.prune_masks import begin_pruned, first_masks, weights_at
 from zerojax.parallel.weight_copies import first_copies
 from zerojax.plan.layer_draws import find_draws, initial_arrays_of
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.state import (
     COPIES,
+    MASKS,
     StageRows,
     TrainState,
     fit,
@@ -334,7 +336,7 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
     state["frozen"] = {name: placed[name] for name in plan.abstract_stored["frozen"]}
     if plan.offload is None:
         state["params"] = {name: placed[name] for name in plan.abstract_stored["params"]}
-        return state
+        return begin_pruned(plan, state)
     state["params"], state["masters"], averages = {}, {}, {}
     for name, leaf in plan.abstract_stored["params"].items():
         if name in in_files:
@@ -398,6 +400,8 @@ def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> Tr
     key = jax.random.fold_in(jax.random.wrap_key_data(key_data), _STEPS)
     abstract, scaling = plan.abstract_stored, plan.precision.loss_scale
     trained = {name: params[name] for name in abstract["params"]}
+    masks = first_masks(plan, trained)
+    trained = weights_at(plan, trained, masks, 0)
     state = TrainState(
         step=zero_counter(),
         skipped=zero_counter(),
@@ -412,6 +416,8 @@ def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> Tr
         state["one_bit"] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract["one_bit"])
     if COPIES in abstract:
         state["copies"] = first_copies(plan, trained)
+    if MASKS in abstract:
+        state["masks"] = masks
     return state
 
 

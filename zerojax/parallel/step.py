@@ -37,6 +37,7 @@ from zerojax.parallel.one_bit_update import (
     build_signed_update,
     unsummed_names,
 )
+from zerojax.parallel.prune_masks import mask_gradients, masked_weights
 from zerojax.parallel.step_numbers import StepWithNumbers, takes_numbers
 from zerojax.parallel.update import ThisStep, build_norm, build_update
 from zerojax.parallel.weight_copies import build_following
@@ -44,7 +45,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.kept_parts import copies_key
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_variants import streamed_from_host
-from zerojax.plan.state import COPIES, ONE_BIT, TrainState, step_key
+from zerojax.plan.state import COPIES, MASKS, ONE_BIT, TrainState, step_key
 from zerojax.tracing.dropped_layers import draw_scales
 from zerojax.tracing.protocol import Loss
 
@@ -124,6 +125,7 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         key = step_key(state["rng"], state["step"])
         factor = factor_of(state, batch["batch"] if paged else batch)
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
+        grads = mask_gradients(plan, grads, state)
         loss = sums["loss"] / sums["weight"]
         # `factor` is the one that the loss was multiplied by, not that of the next step.
         scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
@@ -147,10 +149,7 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         )
         if plan.offload is not None:
             new_state |= {"masters": updated["masters"], "disk": state["disk"]}
-        if COPIES in state:
-            new_state["copies"] = state["copies"]
-        if ONE_BIT in state:
-            new_state["one_bit"] = updated.get(ONE_BIT, state["one_bit"])
+        new_state = _with_optional_parts(plan, new_state, state, updated)
         metrics = {
             "loss": loss,
             "weight": sums["weight"],
@@ -186,6 +185,20 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
     if on_disk:
         jitted = DiskStep(plan, jitted, rest)
     return LiveStateOnly(StepWithNumbers(plan, jitted) if takes_numbers(plan) else jitted)
+
+
+def _with_optional_parts(
+    plan: Plan, new_state: Any, state: TrainState, updated: dict[str, Any]
+) -> TrainState:
+    """Adds the parts that only some runs have to the state after a step, and prunes its weights."""
+    if COPIES in state:
+        new_state["copies"] = state["copies"]
+    if ONE_BIT in state:
+        new_state["one_bit"] = updated.get(ONE_BIT, state["one_bit"])
+    if MASKS in state:
+        new_state["masks"] = state["masks"]
+        new_state["params"], new_state["opt_state"] = masked_weights(plan, new_state)
+    return new_state
 
 
 class _OneProgram:

@@ -68,7 +68,7 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
     """
     state, layout = plan.abstract_state, plan.offload
     moments, average = _without_average(state["opt_state"])
-    rest = {"frozen": state["frozen"], "extras": state["extras"]}
+    rest = {"frozen": state["frozen"], "extras": (state["extras"], state.get("masks"))}
     in_device = {role: {DEVICE: shard_bytes(tree)} for role, tree in rest.items()}
     if layout is None:
         return {

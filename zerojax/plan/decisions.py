@@ -25,6 +25,7 @@ from zerojax.plan.device_mesh import DATA_AXES
 from zerojax.plan.layer_choice import LayerDrop
 from zerojax.plan.layer_stacks import Stacks, row_placement
 from zerojax.plan.placement import Placement
+from zerojax.plan.pruned_parameters import PrunedLeaf
 from zerojax.plan.state import COPIES, ONE_BIT, TrainState
 from zerojax.plan.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.tracing import trees
@@ -115,6 +116,7 @@ class Decisions:
       layer_drop: settings of the layers that steps skip at random (`plan.layer_choice.LayerDrop`);
         None without layer drop.
       tiles: layer weights that are gathered in tiles.
+      pruned: {stored parameter: its pruning}; {} without pruning.
       ladder: compiled row lengths of a curriculum (`plan.rungs.Ladder`), or batch sizes of a ramp
         (`plan.batch_rungs.BatchLadder`); None without either, or before `rung_plans.with_rungs` has
         planned them.
@@ -143,6 +145,7 @@ class Decisions:
     remake: Callable[[Mesh | AbstractMesh], Any] = dataclasses.field(repr=False, compare=False)
     layer_drop: LayerDrop | None = None
     tiles: LayerTiles = dataclasses.field(default_factory=LayerTiles)
+    pruned: Mapping[str, PrunedLeaf] = dataclasses.field(default_factory=dict)
     ladder: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property

@@ -14,6 +14,7 @@ from zerojax.config import (
     CurriculumConfig,
     LayerDropConfig,
     MeshConfig,
+    PruningConfig,
     as_mesh_config,
 )
 from zerojax.config.checks import as_patterns, check_whole_number
@@ -61,6 +62,7 @@ class PlanInputs:
       batch_ramp: ramp of the batch size, planned by `rung_plans.with_rungs`; a `start` of None
         means no ramp.
       layer_drop: progressive layer drop; a `theta` of 1 means no layer drop.
+      pruning: parameters that are pruned by magnitude.
       numbers_are_inputs: whether the step takes learning rate, decays and clipping of an optimizer
         as inputs, if it can, so that runs that differ only in these run the same program.
       step_sizes: rows and tokens of the run's steps, if `example_batch` is a step of one compiled
@@ -85,6 +87,7 @@ class PlanInputs:
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     batch_ramp: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
     layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
+    pruning: PruningConfig = dataclasses.field(default_factory=PruningConfig)
     step_sizes: StepSizes | None = None
     numbers_are_inputs: bool = False
     reasons: tuple[str, ...] = ()

@@ -67,6 +67,7 @@ from zerojax.plan.optimizer_shapes import fit_padding
 from zerojax.plan.pipeline import choose_microbatches, plan_pipeline
 from zerojax.plan.placement import Placement, place_model, straight_pieces, unrolled
 from zerojax.plan.plan_page import plan_dict, plan_line, plan_table
+from zerojax.plan.pruned_parameters import describe_pruning, masked_names, plan_pruning
 from zerojax.plan.reasons import (
     describe_choices,
     describe_deterministic,
@@ -317,12 +318,11 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
         choose_rolling(task.model, seen.trace, seen.params, wishes) if has_lists else Rolling()
     )
     check_remat(settings, rolling)
-    needs_loop = wishes.needs_loop
     if rolling.model is None:
         try:
             return _decide(task, seen, rolling, inputs, reasons)
         except ValueError as error:
-            if needs_loop and rolling.reasons:
+            if wishes.needs_loop and rolling.reasons:
                 raise ValueError(f"{error}. In this model {'; '.join(rolling.reasons)}") from error
             raise
     try:
@@ -333,7 +333,7 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
             return _decide(task, seen, rolling.given_up(error), inputs, reasons)
         except Exception as unrolled:
             # Both fail: where the settings need a loop, report why there is none.
-            raise (error if needs_loop else unrolled) from None
+            raise (error if wishes.needs_loop else unrolled) from None
 
 
 def _decide(
@@ -356,7 +356,7 @@ def _decide(
     offload = _plan_offload(task, placement, tx, stacked)
     tiles = plan_tiles(settings, mesh, offload, placement, _read(task, seen), seen.trace.jaxpr)
     program = _choose_program(task, seen, placement, tx, tiled=bool(tiles.cut))
-    stored, portable = _abstract_forms(task, seen, placement, tx, (names, offload))
+    stored, portable, pruned = _forms(task, seen, placement, tx, (names, offload, inputs.pruning))
     return Plan(
         mesh=mesh,
         model=task.model,
@@ -404,7 +404,7 @@ def _decide(
             *rolling.reasons,
             *rules,
             *(layer_drop.describe() if layer_drop else ()),
-            *_describe_offload(task, offload, tiles),
+            *_describe_state(task, placement, offload, tiles, pruned),
             *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_unrolled(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
@@ -416,13 +416,16 @@ def _decide(
         remake=Remake(settings=settings, inputs=inputs),
         layer_drop=layer_drop,
         tiles=tiles,
+        pruned=pruned,
     )
 
 
-def _describe_offload(task: _Task, offload: OffloadLayout | None, tiles: LayerTiles) -> list[str]:
+def _describe_state(
+    task: _Task, placement: Placement, offload: OffloadLayout | None, tiles: LayerTiles, pruned: Any
+) -> list[str]:
     draws = describe_draws(task.model, task.batch, task.loss, offload)
-    tiled = describe_tiles(task.settings, tiles)
-    return [*describe_offload(task.settings, offload), *tiled, *draws]
+    rest = [*describe_tiles(task.settings, tiles), *describe_pruning(pruned, placement), *draws]
+    return [*describe_offload(task.settings, offload), *rest]
 
 
 def _plan_offload(
@@ -438,32 +441,30 @@ def _plan_offload(
     return layout
 
 
-def _abstract_forms(
-    task: _Task, seen: _Seen, placement: Placement, tx: Any, layouts: tuple[Stacks, Any]
-) -> tuple[TrainState, TrainState]:
+def _forms(
+    task: _Task, seen: _Seen, placement: Placement, tx: Any, layouts: tuple[Stacks, Any, Any]
+) -> tuple[TrainState, TrainState, Any]:
     """Returns (abstract state as stored without offload, abstract state in the form of checkpoints
-    under the user's names)."""
-    names, offload = layouts
+    under the user's names, pruned parameters)."""
+    names, offload, pruning = layouts
+    pruned = plan_pruning(pruning, seen.trace, placement, names, (task.settings, tx))
     build = functools.partial(
         abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=task.mesh
     )
-    stored = build(seen.params, placement=placement, portable=False)
-    by_name, users = seen.params, placement
-    if names:
-        by_name, users = row_structs(seen.params, names), row_placement(placement, names)
-    portable = build(by_name, placement=users, portable=True)
+    stored = build(seen.params, placement=placement, portable=False, pruned=pruned)
+    by_name, users = row_structs(seen.params, names), row_placement(placement, names)
+    portable = build(by_name, placement=users, portable=True, pruned=masked_names(pruned, names))
     about = placement, task.precision, task.mesh, tx, seen.trace.jaxpr
     portable = with_kept_parts(portable, *about)
     if offload is not None:
         portable = portable_on_host(portable, row_layout(offload, names))
-    return with_kept_parts(stored, *about), portable
+    return with_kept_parts(stored, *about), portable, pruned
 
 
 def _describe_sent(
     task: _Task, placement: Placement, trace: tracing.ModelTrace, tx: Any
 ) -> list[str]:
-    """Describes the weights and gradients that are sent in another format or dtype than the
-    default."""
+    """Describes the weights and gradients that are not sent in the default format or dtype."""
     settings = task.settings
     weights = describe_wire(settings, placement, trace.eight_bits)
     weights += [*describe_weight_wire(settings, placement, task.precision)]

@@ -160,6 +160,8 @@ def describe_model(
             f"matmuls: {matmul_dtype}: each pass rounds the kernels of the layers; products in "
             f"{precision.compute_dtype.name}; master weights are not rounded"
         )
+        schedule = getattr(bound_attribute(model, "config"), "bit_schedule", None)
+        lines += [] if schedule is None or schedule.is_off else [f"matmuls: {schedule.describe()}"]
     if matmul_dtype == "fp8":
         lines.append(
             "matmuls: fp8 in the layers (e4m3 forward, e5m2 gradients, scales from the steps "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NotRequired, TypedDict
 
 import jax
@@ -36,6 +36,8 @@ ONE_BIT = "one_bit"
 COPIES = "copies"
 """Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in a state and in the
 names of a checkpoint."""
+MASKS = "masks"
+"""Key of the masks of pruned parameters in a state and in the names of a checkpoint."""
 
 
 class TrainState(TypedDict):
@@ -64,6 +66,8 @@ class TrainState(TypedDict):
       copies: only if weights are sent as codes of their difference: {key: {name: weight in the
         compute dtype}}, unsharded on every device, which are the weights that the last step read. A
         skipped step updates them, too, although it changes no master weight.
+      masks: only with pruning: {name: bool array}, placed like the parameter; False where a weight
+        is pruned.
     """
 
     step: Any
@@ -78,6 +82,7 @@ class TrainState(TypedDict):
     disk: NotRequired[Any]
     one_bit: NotRequired[dict[str, Any]]
     copies: NotRequired[dict[str, Any]]
+    masks: NotRequired[dict[str, Any]]
 
 
 def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
@@ -139,9 +144,10 @@ def abstract_state(
     mesh: Mesh | AbstractMesh,
     *,
     portable: bool,
+    pruned: Collection[str] = (),
 ) -> TrainState:
     """Returns the training state as `ShapeDtypeStruct`s: padded as the run stores it, or in the
-    portable form of checkpoints."""
+    portable form of checkpoints; with masks of the `pruned` parameters."""
 
     def place(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
         shape = leaf.kept_shape if portable else leaf.stored_shape
@@ -160,7 +166,7 @@ def abstract_state(
     trained = {name: leaf for name, leaf in placed.items() if name not in frozen}
     sizes = {name: trees.num_elements(placement.leaves[name].shape) for name in trained}
     counter = replicate(jax.ShapeDtypeStruct((), jnp.int32))
-    return TrainState(
+    state = TrainState(
         step=counter,
         skipped=counter,
         rng=replicate(jax.eval_shape(lambda: run_key_data(0))),
@@ -170,6 +176,10 @@ def abstract_state(
         extras={name: replicate(leaf) for name, leaf in extras.items()},
         loss_scale=jax.tree.map(replicate, _loss_scale(precision)),
     )
+    if pruned:
+        as_mask = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bool, sharding=x.sharding)  # noqa: E731
+        state[MASKS] = {name: as_mask(x) for name, x in trained.items() if name in pruned}
+    return state
 
 
 def portable_opt_state(
@@ -244,6 +254,8 @@ def rows_of_state(
     result["params"], result["frozen"] = (
         {name: params[name] for name in stored[part]} for part in ("params", "frozen")
     )
+    if MASKS in stored:
+        result[MASKS] = {name: params[name] for name in stored[MASKS]}
     result["opt_state"] = _opt_state_rows(tx, stored["params"], params)
     return result
 

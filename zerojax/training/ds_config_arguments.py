@@ -11,6 +11,7 @@ from zerojax import deepspeed_config, models, optim, tracing
 from zerojax.config import ConfigError
 from zerojax.config.recognition import is_deepspeed
 from zerojax.deepspeed_config.attention_keys import with_layout
+from zerojax.deepspeed_config.compression_keys import check_rounding
 from zerojax.deepspeed_config.expert_keys import check_router
 from zerojax.training.train_arguments import Arguments
 
@@ -65,13 +66,14 @@ class DsConfigArguments:
         """Returns the arguments with the settings of the ds_config, before batches are known.
 
         Raises:
-          ConfigError: the call has another curriculum or layer drop than the file.
+          ConfigError: the call has another curriculum, layer drop or pruning than the file.
         """
         says = self.translation
         changes = _settings_of(says)
         sections = {
             "curriculum": ("curriculum_learning", says.curriculum, says.curriculum.type is None),
             "layer_drop": ("progressive_layer_drop", says.layer_drop, says.layer_drop.is_off),
+            "pruning": ("compression_training", says.pruning, says.pruning.is_off),
         }
         for name, (section, value, is_off) in sections.items():
             if is_off:
@@ -96,6 +98,7 @@ class DsConfigArguments:
           ConfigError: the model's layout or router differs from the file's.
         """
         check_router(model, self.translation.router)
+        check_rounding(model, self.translation.rounding)
         return with_layout(model, loss, self.translation.attention_layout)
 
     def with_rows(self, arguments: Arguments, rows: int | None) -> Arguments:

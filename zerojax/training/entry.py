@@ -23,6 +23,7 @@ from zerojax.config import (
     LogConfig,
     MeshConfig,
     OptimizerConfig,
+    PruningConfig,
     WatchConfig,
     as_mesh_config,
     to_dict,
@@ -111,6 +112,7 @@ def train(
     curriculum: CurriculumConfig | None = None,
     batch_ramp: BatchRampConfig | None = None,
     layer_drop: LayerDropConfig | None = None,
+    pruning: PruningConfig | None = None,
     checkpoint: CheckpointConfig | str | Path | None = None,
     run_dir: str | Path | None = "auto",
     log: LogConfig | None = None,
@@ -174,6 +176,7 @@ def train(
       curriculum: shorter rows in early steps, see `CurriculumConfig`; evaluations have whole rows.
       batch_ramp: fewer rows in early steps, see `BatchRampConfig`; `steps` is then required.
       layer_drop: steps that leave out layers, see `LayerDropConfig`; evaluations have all layers.
+      pruning: weights that become 0, see `PruningConfig`.
       checkpoint: folder of the run, which holds its checkpoints and resumes from them; or a
         `CheckpointConfig`, whose `path` is the folder of the checkpoints themselves, by default
         `checkpoints` in `run_dir`.
@@ -216,6 +219,7 @@ def train(
         curriculum=curriculum,
         batch_ramp=batch_ramp,
         layer_drop=layer_drop,
+        pruning=pruning,
         checkpoint=checkpoint,
         run_dir=run_dir,
         log=log,
@@ -298,9 +302,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
             num_microbatches=arguments.num_microbatches,
             freeze=arguments.freeze,
             steps=steps,
-            curriculum=arguments.curriculum or CurriculumConfig(),
-            batch_ramp=arguments.batch_ramp or BatchRampConfig(),
-            layer_drop=arguments.layer_drop or LayerDropConfig(),
+            **_schedules(arguments),
         ),
         mesh=mesh_config if isinstance(mesh_config, Mesh) else as_mesh_config(mesh_config),
         mesh_options={} if exact is None else {"deterministic": exact},
@@ -326,6 +328,16 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     )
 
 
+def _schedules(arguments: Arguments) -> dict[str, Any]:
+    """Returns the settings of a plan that change a run by its step, with their defaults."""
+    return {
+        "curriculum": arguments.curriculum or CurriculumConfig(),
+        "batch_ramp": arguments.batch_ramp or BatchRampConfig(),
+        "layer_drop": arguments.layer_drop or LayerDropConfig(),
+        "pruning": arguments.pruning or PruningConfig(),
+    }
+
+
 def _settings_in_folder(seed: int, steps: int | None, plan: Plan) -> dict[str, Any]:
     found = {"seed": seed, "steps": steps, "zero": plan.zero, "mesh": to_dict(plan.settings)}
     curriculum, layer_drop = plan.inputs.curriculum, plan.inputs.layer_drop
@@ -335,6 +347,8 @@ def _settings_in_folder(seed: int, steps: int | None, plan: Plan) -> dict[str, A
         found["curriculum"] = to_dict(curriculum)
     if not layer_drop.is_off:
         found["layer_drop"] = to_dict(layer_drop)
+    if not plan.inputs.pruning.is_off:
+        found["pruning"] = to_dict(plan.inputs.pruning)
     return found
 
 

@@ -173,6 +173,7 @@ def describe_run(
         "the curriculum": json.dumps(to_dict(plan.inputs.curriculum)),
         "batch_ramp": json.dumps(to_dict(plan.inputs.batch_ramp)),
         "layer_drop": json.dumps(to_dict(plan.inputs.layer_drop)),
+        "pruning": json.dumps(to_dict(plan.inputs.pruning)),
         "the data": json.dumps(data, default=str),
         "the optimizer (its learning rate or another number of its update)": _update_of(plan),
         _CODE: _digest_of(plan.traced.forward),

@@ -42,6 +42,7 @@ def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -
         *_other_curriculum(restored, config),
         *_other_layer_drop(restored, config),
         *_other_batch_ramp(restored, config),
+        *_other_pruning(restored, config),
     ]
 
 
@@ -101,6 +102,17 @@ def _other_layer_drop(restored: Any, config: Mapping[str, Any]) -> list[str]:
     return [
         f"the layer_drop of this call, {new or 'none'}, is used from step {restored.step + 1} on; "
         f"the saved run had {old or 'none'}"
+    ]
+
+
+def _other_pruning(restored: Any, config: Mapping[str, Any]) -> list[str]:
+    """Returns a line if the rules of pruning differ from those of the saved run."""
+    old, new = (settings.get("pruning") or {} for settings in (restored.config, config))
+    if old == new:
+        return []
+    return [
+        f"the masks of pruned weights are those of the checkpoint, chosen by {old}; of {new} of "
+        "this call only each start_step is used"
     ]
 
 

@@ -276,7 +276,8 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
 def _changes(config: ModelConfig, sizes: Any) -> dict[str, Any]:
     """Returns {field: value} of the model settings of a run that override a Hugging Face config."""
     fields = {field.name for field in dataclasses.fields(sizes)}
-    may_change = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "attention")
+    may_change = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "bit_schedule")
+    may_change = (*may_change, "attention")
     changes = {name: getattr(config, name) for name in may_change if name in fields}
     return {**changes, "attention_layout": config.attention_layout.layout}
 
@@ -335,6 +336,7 @@ def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | N
         curriculum=config.curriculum,
         batch_ramp=config.batch_ramp,
         layer_drop=config.layer_drop,
+        pruning=config.pruning,
         reasons=tuple(why_precision),
     )
 

@@ -17,7 +17,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from zerojax.config import LoraConfig, MeshConfig, MixturePart, MoEConfig, from_dict, to_dict
+from zerojax.config import (
+    BitScheduleConfig,
+    LoraConfig,
+    MeshConfig,
+    MixturePart,
+    MoEConfig,
+    from_dict,
+    to_dict,
+)
 from zerojax.config.attention_layouts import layout_of_mode, values_of_layout
 from zerojax.config.checks import MAX_SIZE, check_fraction, check_size, expand_folders
 from zerojax.config.display import quoted
@@ -344,6 +352,8 @@ def _factory(
         values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
     if values.get("moe") is not None:
         values["moe"] = MoEConfig(**values["moe"])
+    if values.get("bit_schedule") is not None:
+        values["bit_schedule"] = BitScheduleConfig(**values["bit_schedule"])
     if values.get("attention_layout") is not None:
         values["attention_layout"] = layout_of_mode(values["attention_layout"])
     make_config = decoder_config_of if config_class is DecoderConfig else _called(config_class)

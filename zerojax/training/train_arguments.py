@@ -18,6 +18,7 @@ from zerojax.config import (
     CurriculumConfig,
     LayerDropConfig,
     LogConfig,
+    PruningConfig,
     WatchConfig,
 )
 from zerojax.config.checks import MAX_SIZE, check_kind, check_whole_number
@@ -50,6 +51,7 @@ class Arguments:
     curriculum: CurriculumConfig | None
     batch_ramp: BatchRampConfig | None
     layer_drop: LayerDropConfig | None
+    pruning: PruningConfig | None
     checkpoint: Any
     run_dir: Any
     log: LogConfig | None
@@ -90,6 +92,7 @@ def checked(arguments: Arguments) -> Arguments:
     check_kind("batch_ramp", arguments.batch_ramp, BatchRampConfig, wanted)
     wanted = "a zerojax.LayerDropConfig"
     check_kind("layer_drop", arguments.layer_drop, LayerDropConfig, wanted)
+    check_kind("pruning", arguments.pruning, PruningConfig, "a zerojax.PruningConfig")
     kinds = CheckpointConfig, str, os.PathLike
     wanted = "a folder, or a zerojax.CheckpointConfig"
     check_kind("checkpoint", arguments.checkpoint, kinds, wanted)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.config.attention_layouts import BlockLayout
+from zerojax.config.compression import BitScheduleConfig
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.operators.attending import Implementation
 from zerojax.tracing.stacking import scan_blocks, stack_blocks
@@ -53,6 +54,7 @@ class BertConfig:
       matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
         "fake_int8" or "fake_int4" for kernels rounded to integers (see
         `operators.rounded_weights`), None for the compute dtype.
+      bit_schedule: width of the rounded kernels by step (see `BitScheduleConfig`).
       attention: implementation of attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see
         `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
@@ -73,6 +75,7 @@ class BertConfig:
     has_pooler: bool = False
     remat: str = "none"
     matmul_dtype: str | None = None
+    bit_schedule: BitScheduleConfig = dataclasses.field(default_factory=BitScheduleConfig)
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
 
@@ -126,6 +129,7 @@ class EncoderBlock(nnx.Module):
             kinds=(LayerKind(rope=None),),
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
+            bit_schedule=config.bit_schedule,
             implementation=config.attention,
             layout=config.attention_layout,
             max_seq_len=config.max_seq_len,
@@ -143,6 +147,7 @@ class EncoderBlock(nnx.Module):
             output_stddev=INIT_STDDEV,
             rngs=rngs,
             matmul_dtype=config.matmul_dtype,
+            bit_schedule=config.bit_schedule,
         )
         self.mlp_dropout = Dropout(config.dropout, rngs=rngs)
         self.mlp_norm = LayerNorm(width, eps=config.norm_eps)

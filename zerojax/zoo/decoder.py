@@ -518,6 +518,7 @@ def build_block(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
             rngs=rngs,
             head_dim=config.head_dim,
             matmul_dtype=config.matmul_dtype,
+            bit_schedule=config.bit_schedule,
             implementation=config.attention,
             layout=config.attention_layout,
             max_seq_len=config.max_seq_len,
@@ -563,6 +564,7 @@ def _build_mlp(config: DecoderConfig, output_stddev: float, rngs: nnx.Rngs) -> M
         output_stddev=output_stddev,
         rngs=rngs,
         matmul_dtype=config.matmul_dtype,
+        bit_schedule=config.bit_schedule,
     )
 
 

@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.checks import MAX_LAYERS, MAX_SIZE, check_finite
+from zerojax.config.compression import BitScheduleConfig
 from zerojax.config.display import quoted
 from zerojax.config.expert_settings import MoEConfig
 from zerojax.operators.attending import Implementation, check_implementation
 from zerojax.operators.sparse_layouts import layout_table
 from zerojax.tracing.stacking import check_remat
+from zerojax.zoo.bit_widths import check_bit_schedule
 from zerojax.zoo.fp8 import check_matmul_dtype
 from zerojax.zoo.layers import ACTIVATIONS, NormConfig
 from zerojax.zoo.rope import Rope, RopeScaling
@@ -104,6 +106,7 @@ class DecoderConfig:
       matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
         "fake_int8" or "fake_int4" for kernels rounded to integers (see
         `operators.rounded_weights`), None for the compute dtype.
+      bit_schedule: width of the rounded kernels by step (see `BitScheduleConfig`).
       attention: implementation of attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see
         `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
@@ -146,6 +149,7 @@ class DecoderConfig:
     loss_chunk: int | None = None
     mlp_chunk: int | None = None
     matmul_dtype: str | None = None
+    bit_schedule: BitScheduleConfig = dataclasses.field(default_factory=BitScheduleConfig)
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
 
@@ -390,6 +394,7 @@ def check_decoder_sizes(config: Any) -> None:
         raise ValueError(f"dropout={config.dropout} is not in [0, 1); use 0.0 for none")
     check_remat(config.remat)
     check_matmul_dtype(config.matmul_dtype)
+    check_bit_schedule(config.matmul_dtype, config.bit_schedule)
     check_implementation("attention", config.attention)
     if config.attention_layout is not None:
         layout_table(

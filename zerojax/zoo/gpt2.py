@@ -7,6 +7,7 @@ import dataclasses
 from flax import nnx
 
 from zerojax.config.attention_layouts import BlockLayout
+from zerojax.config.compression import BitScheduleConfig
 from zerojax.operators.attending import Implementation
 from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.decoder_config import DecoderConfig, LayerKind, check_decoder_sizes
@@ -34,6 +35,7 @@ class GPT2Config:
       matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
         "fake_int8" or "fake_int4" for kernels rounded to integers (see
         `operators.rounded_weights`), None for the compute dtype.
+      bit_schedule: width of the rounded kernels by step (see `BitScheduleConfig`).
       attention: implementation of attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see
         `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
@@ -55,6 +57,7 @@ class GPT2Config:
     loss_chunk: int | None = None
     mlp_chunk: int | None = None
     matmul_dtype: str | None = None
+    bit_schedule: BitScheduleConfig = dataclasses.field(default_factory=BitScheduleConfig)
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
     attention_window: int | None = None
@@ -97,6 +100,7 @@ class GPT2Config:
             loss_chunk=self.loss_chunk,
             mlp_chunk=self.mlp_chunk,
             matmul_dtype=self.matmul_dtype,
+            bit_schedule=self.bit_schedule,
             attention=self.attention,
             attention_layout=self.attention_layout,
         )

@@ -26,8 +26,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import check_finite
-from zerojax.operators.rounded_weights import check_inputs, coded_dot, rounded_dot
+from zerojax.config.compression import BitScheduleConfig
+from zerojax.operators.rounded_weights import FORMATS, check_inputs, coded_dot, rounded_dot
 from zerojax.tracing.reads import in_eight_bits
+from zerojax.zoo.bit_widths import is_always_full, levels_after, new_update_count
 from zerojax.zoo.fp8 import fp8_dots, init_history, rounded_format
 
 _RULES: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar(
@@ -54,6 +56,8 @@ class Weights(NamedTuple):
     """float32 []: largest magnitude, for a kernel in 8 bits (see `fp8.fp8_dots`); else None."""
     scale: jax.Array | None = None
     """Scale of each output, for a kernel of int8 codes (see `weight_only`); else None."""
+    levels: jax.Array | None = None
+    """float32 [2]: entry of `LEVELS` for a kernel rounded by a schedule; else None."""
 
 
 class Projection(nnx.Module):
@@ -62,7 +66,8 @@ class Projection(nnx.Module):
     Head dimensions stay separate, `kernel: [embed, heads, head_dim]`, so that one entry of a
     PartitionSpec shards the heads. With `matmul_dtype="fp8"` the product is computed in 8-bit
     floats, with `amax_history` as state (see `fp8`). With "fake_int8" or "fake_int4" the kernel is
-    rounded in the product (see `operators.rounded_weights`). With `kernel_scale` the kernel holds
+    rounded in the product (see `operators.rounded_weights`), with `bit_schedule` to a width that
+    depends on `num_updates`, the number of applied updates. With `kernel_scale` the kernel holds
     int8 codes (see `weight_only`). If `lora` (an adapter) is set, its result is added.
     """
 
@@ -77,6 +82,7 @@ class Projection(nnx.Module):
         use_bias: bool,
         rngs: nnx.Rngs,
         matmul_dtype: str | None = None,
+        bit_schedule: BitScheduleConfig | None = None,
     ) -> None:
         self.num_inputs, self.num_outputs = len(in_shape), len(out_shape)
         self.use_bias = use_bias
@@ -87,6 +93,9 @@ class Projection(nnx.Module):
             self.amax_history = init_history(self.kernel[...])
         elif matmul_dtype is not None:
             check_inputs(rounded_format(matmul_dtype), math.prod(in_shape))
+        self.bit_schedule = None if is_always_full(bit_schedule) else bit_schedule
+        if self.bit_schedule is not None:
+            self.num_updates, self.step_count = new_update_count()
         if use_bias:
             self.bias = nnx.Param(jnp.zeros(out_shape, jnp.float32))
 
@@ -100,10 +109,16 @@ class Projection(nnx.Module):
         if self.kernel_scale is not None:
             return Weights(self.kernel[...], bias, scale=self.kernel_scale[...])
         if self.matmul_dtype != "fp8":
-            return Weights(self.kernel[...], bias)
+            return Weights(self.kernel[...], bias, levels=self._levels())
         with in_eight_bits(self.amax_history[...]) as eight_bits:
             kernel = self.kernel[...]
         return Weights(kernel, bias, eight_bits.largest)
+
+    def _levels(self) -> jax.Array | None:
+        if self.bit_schedule is None or self.matmul_dtype is None:
+            return None
+        bits = FORMATS[rounded_format(self.matmul_dtype)].bits
+        return levels_after(self.num_updates[...], self.bit_schedule, bits)
 
     def apply(self, weights: Weights, x: jax.Array) -> jax.Array:
         """Computes `__call__` with parameters returned by `read`."""
@@ -138,7 +153,9 @@ def apply_together(
         products = [lax.dot_general(x, kernel, (dims, ((), ()))) for kernel in kernels]
     elif first.matmul_dtype != "fp8":
         name = rounded_format(first.matmul_dtype)
-        products = [rounded_dot(x, kernel, name, first.num_inputs) for kernel in kernels]
+        products = [
+            rounded_dot(x, each.kernel, name, first.num_inputs, each.levels) for each in weights
+        ]
     else:
         histories = tuple(projection.amax_history[...] for projection in projections)
         largest = tuple(w.largest for w in weights)
@@ -261,11 +278,16 @@ class Mlp(nnx.Module):
         output_stddev: float,
         rngs: nnx.Rngs,
         matmul_dtype: str | None = None,
+        bit_schedule: BitScheduleConfig | None = None,
         dropout: float = 0.0,
     ) -> None:
         self.activation = activation
         build = functools.partial(
-            Projection, use_bias=use_bias, rngs=rngs, matmul_dtype=matmul_dtype
+            Projection,
+            use_bias=use_bias,
+            rngs=rngs,
+            matmul_dtype=matmul_dtype,
+            bit_schedule=bit_schedule,
         )
         self.gate = build((embed_dim,), (mlp_dim,), stddev=stddev) if gated else None
         self.up = build((embed_dim,), (mlp_dim,), stddev=stddev)

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 
 from zerojax.config.attention_layouts import BlockLayout
+from zerojax.config.compression import BitScheduleConfig
 from zerojax.operators.attending import Implementation, WindowOfLayer, attend_to_cache, attend_with
 from zerojax.operators.context import whole_length
 from zerojax.operators.rounded_weights import encoded_rows
@@ -108,9 +109,9 @@ class Attention(nnx.Module):
     """Self-attention with grouped key/value heads (arXiv:2305.13245), causal by default.
 
     Query, key and value projections are separate, so that each is sharded over its own heads.
-    `matmul_dtype` applies to the four projections; the attention itself uses the dtype of the
-    activations. `layout` is for rows of `max_seq_len` tokens. `DecoderConfig` documents `kinds`,
-    `pattern`, `norm`, `query_key_norm`, `scale`, `softcap` and `has_sinks`.
+    `matmul_dtype` and `bit_schedule` apply to the four projections; the attention itself uses the
+    dtype of the activations. `layout` is for rows of `max_seq_len` tokens. `DecoderConfig`
+    documents `kinds`, `pattern`, `norm`, `query_key_norm`, `scale`, `softcap` and `has_sinks`.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Attention(nnx.Module):
         output_bias: bool = False,
         head_dim: int | None = None,
         matmul_dtype: str | None = None,
+        bit_schedule: BitScheduleConfig | None = None,
         is_causal: bool = True,
         implementation: Implementation = "auto",
         layout: BlockLayout | None = None,
@@ -158,6 +160,7 @@ class Attention(nnx.Module):
                 use_bias=use_bias,
                 rngs=rngs,
                 matmul_dtype=matmul_dtype,
+                bit_schedule=bit_schedule,
             )
 
         self.query = projection((embed_dim,), heads, stddev, qkv_bias)

@@ -35,7 +35,7 @@ _REPLACED = (
 """Keys of the original config.json that are not copied to the exported one."""
 _OF_THE_RUN = (
     *("dropout", "family", "remat", "loss_chunk", "mlp_chunk"),
-    *("matmul_dtype", "attention", "attention_layout"),
+    *("matmul_dtype", "bit_schedule", "attention", "attention_layout"),
 )
 """Fields of `DecoderConfig` that are settings of the run, not of the family."""
 

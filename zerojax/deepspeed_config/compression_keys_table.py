@@ -1,0 +1,143 @@
+"""Table of the keys of `compression_training`, with DeepSpeed's defaults and how zerojax handles
+each.
+
+The facts come from DeepSpeed 0.19.6: `constants.py`, `config.py`, `scheduler.py` and
+`basic_layer.py` in `deepspeed/compression`, and `runtime/quantize.py`. The names inside
+`different_groups` are the user's; `compression_keys` checks each group against the tables here.
+"""
+
+from __future__ import annotations
+
+from zerojax.deepspeed_config.key_schema import (
+    AbsentFeature,
+    Key,
+    Table,
+    is_enabled,
+    is_enabled_inside,
+)
+
+_GROUPS = "each group has modules, related_modules and params, see below"
+_SNIP = "no effect: a key of method snip_momentum, which is refused"
+
+
+def _pruning(unit: str, method: str, **more: Key) -> Table:
+    return {
+        "shared_parameters": {
+            "enabled": Key("bool", False, "honoured", f"true: pruning.groups with unit={unit}"),
+            "method": Key(
+                "text",
+                method,
+                "honoured",
+                "l1: by the sums of absolute values of the initial weights; topk (learned "
+                "scores) and snip_momentum are refused if enabled",
+            ),
+            "schedule_offset": Key("int", 1000, "honoured", "start_step of the groups"),
+            **more,
+        },
+        "different_groups": Key("dict", None, "honoured", f"pruning.groups; {_GROUPS}"),
+    }
+
+
+WEIGHTS: Table = {
+    "shared_parameters": {
+        "enabled": Key(
+            "bool",
+            False,
+            "honoured",
+            "true: the model must round all kernels of its layers, by model.matmul_dtype and "
+            "model.bit_schedule",
+        ),
+        "quantizer_kernel": Key("bool", False, "compiler", "no effect; XLA fuses the rounding"),
+        "schedule_offset": Key(
+            "int",
+            0,
+            "honoured",
+            "bit_schedule.start_step; without quantize_weight_in_forward one step later if it is "
+            "above 0, as in DeepSpeed",
+        ),
+        "quantize_groups": Key(
+            "int",
+            1,
+            "mapped",
+            "no effect; a code's scale belongs to one output (8 bits) or 32 inputs of it (4 bits)",
+        ),
+        "quantize_verbose": Key("bool", False, "mapped", "no effect; the plan has the schedule"),
+        "quantization_type": Key(
+            "text", "symmetric", "honoured", "symmetric; asymmetric is refused if enabled"
+        ),
+        "quantize_weight_in_forward": Key(
+            "bool",
+            False,
+            "honoured",
+            "true: target_bits from the start; false: widths from start_bits to target_bits",
+        ),
+        "rounding": Key("text", "nearest", "honoured", "nearest; stochastic is refused if enabled"),
+        "fp16_mixed_quantize": {
+            "enabled": Key("bool", False, "honoured", "false; true is refused if enabled"),
+            "quantize_change_ratio": Key("float", 0.001, "mapped", "no effect without enabled"),
+        },
+    },
+    "different_groups": Key(
+        "dict",
+        None,
+        "honoured",
+        f"all groups together match the kernels of all layers, with one width; {_GROUPS}",
+    ),
+}
+
+COMPRESSION: Table = {
+    "weight_quantization": WEIGHTS,
+    "activation_quantization": AbsentFeature(
+        "activations are not rounded; remove the section, or use model.matmul_dtype=fp8 for 8-bit "
+        "products",
+        is_enabled_inside,
+        ("shared_parameters", "different_groups"),
+    ),
+    "sparse_pruning": _pruning(
+        "weight",
+        "l1",
+        block_pattern=Key("text", "4x1", "mapped", _SNIP),
+        dense_ratio=Key("float", 0.1, "mapped", _SNIP),
+        schedule_offset_stride=Key("int", 1, "mapped", _SNIP),
+        schedule_offset_end=Key("int", None, "mapped", _SNIP),
+        excluded_modules=Key("list", [], "mapped", _SNIP),
+    ),
+    "row_pruning": _pruning("row", "l1"),
+    "head_pruning": _pruning(
+        "head",
+        "topk",
+        num_heads=Key("int", None, "honoured", "must be the heads of the parameter"),
+    ),
+    "channel_pruning": _pruning("channel", "l1"),
+    "layer_reduction": AbsentFeature(
+        "layers are not removed when a run starts; build the model with keep_number_layer layers, "
+        "copy the teacher's rows teacher_layer into it (docs/pruning.md shows how), and remove the "
+        "section",
+        is_enabled,
+        (
+            *("enabled", "keep_number_layer", "module_name_prefix"),
+            *("teacher_layer", "other_module_name"),
+        ),
+    ),
+}
+
+_OF_EACH: Table = {
+    "modules": Key("list", None, "honoured", "regular expressions on names of parameters"),
+    "related_modules": Key(
+        "any", None, "mapped", "no effect in training; an export keeps the shapes, with zeros"
+    ),
+}
+PRUNED_GROUP: Table = {
+    **_OF_EACH,
+    "params": {"dense_ratio": Key("float", None, "honoured", "PruningGroup.dense_ratio")},
+}
+"""Keys of a group of a pruning method."""
+ROUNDED_GROUP: Table = {
+    **_OF_EACH,
+    "params": {
+        "start_bits": Key("int", None, "honoured", "bit_schedule.start_bits"),
+        "target_bits": Key("int", None, "honoured", "8: fake_int8; 4: fake_int4; others refused"),
+        "quantization_period": Key("int", 1, "honoured", "bit_schedule.period"),
+    },
+}
+"""Keys of a group of `weight_quantization`."""
