@@ -124,7 +124,8 @@ def encoded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       Codes, int8, in the shape of `x`, and scales [...] in its dtype; NaN for a row with a value
       that is not finite.
     """
-    codes, scales = _with_scales(jnp, _exact(jnp, x), -1, *LEVELS[8], x.dtype)
+    most, inverse = LEVELS[FORMATS["int8"].bits]
+    codes, scales = _with_scales(jnp, _exact(jnp, x), -1, most, inverse, x.dtype)
     codes, scales = _as_integers(codes, scales, -1, x.dtype)
     return codes, scales[..., 0]
 
