@@ -204,7 +204,7 @@ def plain_training(scales: list[np.ndarray], data_shards: int = 1):
 
 MESHES = [
     pytest.param({"zero": 1}, id="stage 1", marks=pytest.mark.thorough),
-    pytest.param({"zero": 2}, id="stage 2"),
+    pytest.param({"zero": 2}, id="stage 2", marks=pytest.mark.thorough),
     pytest.param({"zero": 3}, id="stage 3"),
     pytest.param({"zero": 3, "replica": 2}, id="replicas", marks=pytest.mark.thorough),
     pytest.param({"zero": 3, "data": 2, "replica": 4}, id="two", marks=pytest.mark.thorough),
