@@ -99,7 +99,7 @@ def install(at: str, count: int, what: str) -> None:
     elif at == "data":
         around(TokenSource, "rows", lambda self, first, _: first // self.global_batch_size + 1)
     elif at == "evaluate":
-        around(trainer, "evaluate", call)
+        around(trainer, "_measure", call)
     elif at == "space":
         around(folders, "check_free", call, after=True)
     elif at in ("save", "saved"):

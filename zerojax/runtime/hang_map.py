@@ -36,8 +36,8 @@ def describe_hang(notes: Sequence[Note], now: float) -> list[str]:
         lines = [_activity(group, now) for group in _by(notes, lambda note: note.doing)]
         if len(lines) > 1:
             lines.append(
-                "the processes do different things outside of a step: a condition in the script "
-                "probably differs between processes"
+                "the processes do different things, and no device computes a step: one of them "
+                "waits on its host, or a condition in the script differs between processes"
             )
     if absent:
         lines.append(
