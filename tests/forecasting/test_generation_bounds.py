@@ -68,7 +68,9 @@ def test_a_way_that_does_not_fit_in_the_memory_has_no_rate():
     small = dataclasses.replace(H200, memory_bytes=held - 1)
     bounds = generation_bounds(plan, small)
     assert [bound.fits for bound in bounds] == [bound.held_bytes < held for bound in bounds]
-    assert "|-" in (page := generation_page(bounds, plan, small)) and "fit" in page
+    page = generation_page(bounds, plan, small)
+    assert "|-" in page
+    assert "fit" in page
     assert "|-" not in generation_page(generation_bounds(plan, H200), plan, H200)
 
 
