@@ -356,6 +356,23 @@ def test_the_first_differing_leaf_is_the_first_by_name() -> None:
         check_same_arrays({}, wanted, where="here", subset=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("masks/blocks/mlp/up/kernel", "pruning"),
+        ("extras/blocks/mlp/up/num_updates", "model.bit_schedule"),
+    ],
+)
+def test_a_setting_with_arrays_of_its_own_is_named(name: str, setting: str) -> None:
+    arrays = {name: "int32[2]"}
+    both = ({}, {name: np.zeros(2, np.int32)}), (arrays, {})
+    for saved, wanted in both:
+        with pytest.raises(CheckpointError, match=setting):
+            check_same_arrays(saved, wanted, where="here", subset=False)
+    with pytest.raises(CheckpointError, match="another model"):
+        check_same_arrays({**arrays, "params/x": "int32[2]"}, {}, where="here", subset=False)
+
+
 def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -11,7 +12,7 @@ from tests.support.small_models import VOCAB, reference_model
 from tests.support.trajectories import plan_for
 from zerojax.cli import main
 from zerojax.config import MoEConfig
-from zerojax.forecasting.generation_bounds import generation_bounds
+from zerojax.forecasting.generation_bounds import generation_bounds, generation_page
 from zerojax.hardware.gpus import find_gpu
 
 H200 = find_gpu("h200")
@@ -59,6 +60,18 @@ def test_what_is_not_counted_is_refused():
     refused(lambda: generation_bounds(plan_for(experts), H200), "4 --generation", "leave out")
     stages = {"zero": 1, "mesh": {"data": 4, "stage": 2}, "num_microbatches": 2}
     refused(lambda: bounds_of(**stages), "stage=2", "mesh.stage=1")
+
+
+def test_a_way_that_does_not_fit_in_the_memory_has_no_rate():
+    plan = plan_for(reference_model("llama", mlp_dim=MLP), persistence_threshold=0, zero=3)
+    held = max(bound.held_bytes for bound in generation_bounds(plan, H200))
+    small = dataclasses.replace(H200, memory_bytes=held - 1)
+    bounds = generation_bounds(plan, small)
+    assert [bound.fits for bound in bounds] == [bound.held_bytes < held for bound in bounds]
+    page = generation_page(bounds, plan, small)
+    assert "|-" in page
+    assert "fit" in page
+    assert "|-" not in generation_page(generation_bounds(plan, H200), plan, H200)
 
 
 @pytest.mark.thorough

@@ -19,6 +19,7 @@ from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.zoo import GPT2Config
 from zerojax.zoo.bit_widths import levels_after
+from zerojax.zoo.hugging_face import UnsupportedError
 
 SCHEDULE = BitScheduleConfig(start_step=2, start_bits=6, period=2)
 """With 4 bits at the end: none in steps 1 and 2, then 6, 5, 5, 4, 4, ... bits."""
@@ -129,6 +130,32 @@ def test_a_resumed_run_goes_on_with_its_width(tmp_path):
     np.testing.assert_array_equal(model.blocks.mlp.up.num_updates[...], [5, 5])
 
 
+@pytest.mark.thorough
+def test_codes_are_exported_only_with_the_width_of_the_run(tmp_path):
+    model = reference_model("llama", matmul_dtype="fake_int8", bit_schedule=SCHEDULE_8)
+    settings = {"steps": 2, "run_dir": tmp_path / "run", "checkpoint": tmp_path / "run"}
+    trainer = zerojax.train(model, {"zero": 3}, text_batch, **settings)
+    for source in (trainer, tmp_path / "run"):
+        export = lambda source=source: zerojax.to_hugging_face(  # noqa: E731
+            source, tmp_path / "codes", quantize="int8"
+        )
+        refused(export, "2 9 bits 4 bit_schedule", error=UnsupportedError)
+        assert not (tmp_path / "codes").exists()
+    assert zerojax.to_hugging_face(trainer, tmp_path / "plain").num_arrays > 0
+    trainer.close()
+    trainer = zerojax.train(model, {"zero": 3}, text_batch, **{**settings, "steps": 4})
+    for number, source in enumerate((trainer, tmp_path / "run")):
+        zerojax.to_hugging_face(source, tmp_path / f"codes {number}", quantize="int8")
+
+
+def test_the_plan_tells_the_widths_of_all_steps():
+    assert [SCHEDULE_8.bits_after(n, 8) for n in range(5)] == [None, 10, 9, 9, 8]
+    line = SCHEDULE_8.describe(8)
+    for words in ("not rounded from step 1", "10 bits from step 2", "9 bits from step 3"):
+        assert words in line
+    assert "8 bits from step 5" in line
+
+
 SCHEDULE_8 = BitScheduleConfig(start_step=1, start_bits=10, period=2)
 
 
@@ -136,6 +163,7 @@ SCHEDULE_8 = BitScheduleConfig(start_step=1, start_bits=10, period=2)
     ("settings", "word"),
     [
         ({"start_step": -1}, "start_step"),
+        ({"start_step": 2**31}, "start_step"),
         ({"start_bits": 8}, "period"),
         ({"period": 8}, "start_bits"),
         ({"start_bits": 17, "period": 1}, "16"),

@@ -19,7 +19,7 @@ import math
 import platform
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata as packages
 from pathlib import Path
 from typing import Any
@@ -268,6 +268,8 @@ def check_same_arrays(
     more = f" ({len(different) - 1} more leaves differ)" if len(different) > 1 else ""
     if (remedy := _remedy_of_frozen(name, saved, described)) is not None:
         raise CheckpointError(f"{where}: {what}{more}; {remedy}")
+    if (remedy := _remedy_of_setting(different)) is not None:
+        raise CheckpointError(f"{where}: {what}{more}; {remedy}")
     if other_keys:
         raise CheckpointError(
             f"{where}: {what}{more}: its random keys have another implementation; set "
@@ -282,6 +284,22 @@ def check_same_arrays(
 
 
 _CODED = {"uint8": "codes (nf4 or int8)"}
+_SETTINGS = {
+    "pruning": re.compile(r"masks/"),
+    "model.bit_schedule": re.compile(r"extras/(.*/)?(num_updates|step_count)$"),
+}
+"""{setting: names of the arrays that a state has only with this setting}."""
+
+
+def _remedy_of_setting(different: Sequence[str]) -> str | None:
+    """Returns the remedy if all arrays that differ belong to one setting; else None."""
+    for setting, pattern in _SETTINGS.items():
+        if all(pattern.match(name) for name in different):
+            return (
+                f"the run that saved it had another {setting}, or none: set it as it was there, or "
+                "start a new run from its exported weights"
+            )
+    return None
 
 
 def _remedy_of_frozen(name: str, saved: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:

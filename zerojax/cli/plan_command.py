@@ -272,7 +272,7 @@ def bound_generation(plan: Plan, gpu: Gpu, *, as_json: bool) -> int:
     if as_json:
         show(json.dumps([dataclasses.asdict(each) for each in bounds], indent=2))
     else:
-        show(generation_page(bounds, gpu))
+        show(generation_page(bounds, plan, gpu))
     return EXIT_FITS
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zerojax.config.checks import check_at_least, check_regex, check_size, names_keywords, refuse
+from zerojax.config.checks import check_regex, check_size, names_keywords, refuse
 from zerojax.config.loader import coerce_fields
 
 MAX_BITS = 16
@@ -33,7 +33,7 @@ class BitScheduleConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        check_at_least(self, 0, "start_step")
+        check_size(self, "start_step", least=0)
         check_size(self, "period")
         if self.start_bits is None and self.period is not None:
             refuse("period", self.period, "has no effect without start_bits; set start_bits, or 8")
@@ -74,6 +74,10 @@ class BitScheduleConfig:
         number = self.start_bits - bits
         return tuple(self.start_step - 1 + self.period * 2**drop for drop in range(number))
 
+    def last_change(self, bits: int) -> int:
+        """Returns the number of applied updates after which the width does not change any more."""
+        return max(self.start_step, *self.falls(bits), 0)
+
     def bits_after(self, num_updates: int, bits: int) -> int | None:
         """Returns the width of a step; None if it does not round.
 
@@ -86,15 +90,19 @@ class BitScheduleConfig:
         begin = bits if self.start_bits is None else self.start_bits
         return begin - sum(num_updates >= fall for fall in self.falls(bits))
 
-    def describe(self) -> str:
-        """Returns one line on the schedule for the plan; steps are counted from 1."""
-        begin = f"kernels are rounded from step {self.start_step + 1} on"
-        if self.start_bits is None:
-            return begin
-        return (
-            f"{begin}, to {self.start_bits} bits; one bit less from update {self.period}, "
-            "2 x, 4 x, ... that number on, until the width of the export"
-        )
+    def describe(self, bits: int) -> str:
+        """Returns one line on the widths of all steps for the plan; steps are counted from 1.
+
+        Args:
+          bits: width of matmul_dtype.
+        """
+        changes = sorted({0, self.start_step, *(max(0, fall) for fall in self.falls(bits))})
+        widths = [(change, self.bits_after(change, bits)) for change in changes]
+        shown = [
+            f"{'not rounded' if width is None else f'{width} bits'} from step {change + 1} on"
+            for change, width in widths
+        ]
+        return f"kernels of the layers: {', '.join(shown)} (skipped steps do not count)"
 
 
 @names_keywords()
@@ -123,7 +131,7 @@ class PruningGroup:
             refuse("dense_ratio", self.dense_ratio, "must be above 0 and at most 1; 0.5 keeps half")
         if self.num_heads is not None and self.unit != "head":
             refuse("num_heads", self.num_heads, f"has no effect with unit={self.unit}; remove it")
-        check_at_least(self, 0, "start_step")
+        check_size(self, "start_step", least=0)
 
 
 @names_keywords()

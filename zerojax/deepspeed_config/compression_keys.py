@@ -167,6 +167,13 @@ def _groups(
             yield path, values
 
 
+def _settings(matmul_dtype: str | None, schedule: BitScheduleConfig | None) -> str:
+    dtype = f"matmul_dtype={matmul_dtype}"
+    if schedule is None or schedule.is_off:
+        return f"{dtype} and no bit_schedule"
+    return f"{dtype} and bit_schedule={dataclasses.asdict(schedule)}"
+
+
 def check_rounding(model: tracing.Model, says: Rounding | None) -> None:
     """Raises if the rounding described in a ds_config does not match the model's.
 
@@ -184,9 +191,9 @@ def check_rounding(model: tracing.Model, says: Rounding | None) -> None:
     own = getattr(config, "matmul_dtype", None), getattr(config, "bit_schedule", None)
     if own != (says.matmul_dtype, says.schedule):
         raise ConfigError(
-            f"describes matmul_dtype={says.matmul_dtype!r} and {says.schedule!r}, but the model "
-            f"has {own[0]!r} and {own[1]!r}; build a reference model (zerojax.zoo) with the same "
-            "settings, or remove the section",
+            f"needs a model with {_settings(says.matmul_dtype, says.schedule)}; this one has "
+            f"{_settings(*own)}: build a reference model (zerojax.zoo) with these settings, or "
+            "remove the section",
             key,
         )
     names = jax.tree.leaves(model.parameter_names())

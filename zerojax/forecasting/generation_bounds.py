@@ -50,6 +50,7 @@ class GenerationBound:
       held_bytes: bytes of weights and cache in the memory of one device.
       seconds: lower bound of the time: the larger one of reading and sending.
       tokens_per_second: upper bound for all rows.
+      fits: whether the memory of the GPU holds `held_bytes`.
     """
 
     way: str
@@ -62,6 +63,7 @@ class GenerationBound:
     held_bytes: int
     seconds: float
     tokens_per_second: float
+    fits: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,6 +260,7 @@ class _Counter:
         held: float,
         sent: Sequence[tuple[TrafficRow, float]],
     ) -> GenerationBound:
+        held_bytes = round(held + cache_bytes)
         reading = (read + cache_bytes) / self._gpu.memory_bandwidth
         seconds = max(reading, math.fsum(row.wire_bytes / rate for row, rate in sent))
         return GenerationBound(
@@ -268,9 +271,10 @@ class _Counter:
             weight_bytes=round(read),
             cache_bytes=round(cache_bytes),
             wire_bytes=sum(row.wire_bytes for row, _ in sent),
-            held_bytes=round(held + cache_bytes),
+            held_bytes=held_bytes,
             seconds=seconds,
             tokens_per_second=batch / seconds,
+            fits=held_bytes <= self._gpu.memory_bytes,
         )
 
 
@@ -295,8 +299,9 @@ def _output_dims(model: Decoder) -> Iterator[tuple[str, int]]:
             yield "/".join(map(str, path)) + KERNEL_SUFFIX, outputs
 
 
-def generation_page(bounds: Sequence[GenerationBound], gpu: Gpu) -> str:
+def generation_page(bounds: Sequence[GenerationBound], plan: Plan, gpu: Gpu) -> str:
     """Formats bounds as a table of at most 100 columns, with one line for each pair of batches."""
+    dtype = plan.precision.compute_dtype.name
     one, many = BATCHES
     head = ("way", "weights", "cache", "reads", f"+cache {one}|{many}", "sends", "holds")
     rows = [(*head, f"ms {one}|{many}", f"tokens/s {one}|{many}")]
@@ -304,14 +309,14 @@ def generation_page(bounds: Sequence[GenerationBound], gpu: Gpu) -> str:
         rows.append(
             (
                 first.way,
-                first.quantize or "16/32 bit",
-                first.cache or "16/32 bit",
+                first.quantize or dtype,
+                first.cache or dtype,
                 format_bytes(first.weight_bytes),
                 f"{format_bytes(first.cache_bytes)}|{format_bytes(second.cache_bytes)}",
                 format_bytes(second.wire_bytes),
                 format_bytes(second.held_bytes),
-                f"{first.seconds * 1e3:.2f}|{second.seconds * 1e3:.2f}",
-                f"{first.tokens_per_second:,.0f}|{second.tokens_per_second:,.0f}",
+                "|".join(f"{x.seconds * 1e3:.2f}" if x.fits else "-" for x in (first, second)),
+                "|".join(f"{x.tokens_per_second:,.0f}" if x.fits else "-" for x in (first, second)),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -322,4 +327,7 @@ def generation_page(bounds: Sequence[GenerationBound], gpu: Gpu) -> str:
         "ms is a lower bound and tokens/s an upper bound: activations and launches are left out.",
         "gathered, in place: shards of ZeRO-3; devices send weights, or activations of all rows.",
     )
+    if not all(bound.fits for bound in bounds):
+        memory = format_bytes(gpu.memory_bytes)
+        notes = (*notes, f"-: weights and cache do not fit in the {memory} of a GPU.")
     return "\n".join(["GENERATION", *(f"  {line.rstrip()}" for line in lines), *notes])

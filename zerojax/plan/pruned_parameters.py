@@ -75,7 +75,7 @@ def plan_pruning(
     owner: dict[str, PruningGroup] = {}
     pruned: dict[str, PrunedLeaf] = {}
     for group in config.groups:
-        matched = _matched(group, leaves, stacks)
+        matched = _matched(group, placement.leaves, stacks)
         for name, rows in matched.items():
             if name in owner:
                 raise _refusal(
@@ -98,16 +98,33 @@ def _matched(
     for name, leaf in leaves.items():
         names = users_names(name, stacks)
         rows = tuple(bool(re.search(group.pattern, each)) for each in names)
-        if not any(rows) or not is_matrix(names[0], len(leaf.shape) - leaf.stack_dims):
+        if (
+            leaf.frozen
+            or not any(rows)
+            or not is_matrix(names[0], len(leaf.shape) - leaf.stack_dims)
+        ):
             continue
         found[name] = None if all(rows) else rows
     if found:
         return found
-    names = [each for name in leaves for each in users_names(name, stacks)]
-    near = difflib.get_close_matches(group.pattern, names, n=3, cutoff=0.3) or names[:3]
-    raise _refusal(
-        f"{group.pattern!r} matches no trained parameter with two or more dimensions; similar "
-        f"names are {', '.join(near)}: correct the pattern or remove the group"
+    raise _refusal(_why_none(group.pattern, leaves, stacks))
+
+
+def _why_none(pattern: str, leaves: Mapping[str, LeafPlacement], stacks: Stacks) -> str:
+    """Returns the reason for which a pattern matches no parameter that can be pruned."""
+    frozen = {
+        each: leaf.frozen for name, leaf in leaves.items() for each in users_names(name, stacks)
+    }
+    matched = [name for name in frozen if re.search(pattern, name)]
+    if matched:
+        why = "is frozen" if frozen[matched[0]] else "has fewer than two dimensions"
+        what = f"matches {matched[0]}, which {why}, and no other parameter that can be pruned"
+        return f"{pattern!r} {what}: change the pattern or remove the group"
+    names = [name for name, is_frozen in frozen.items() if not is_frozen]
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+    return (
+        f"{pattern!r} matches no parameter; similar names are {', '.join(near)}: correct the "
+        "pattern or remove the group"
     )
 
 

@@ -14,6 +14,7 @@ from pallas_kernels.choice import SAME_BYTES, Choice
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import DEVICE
 from zerojax.models.adapt import bound_attribute
+from zerojax.operators.rounded_weights import FORMATS
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
 from zerojax.plan import device_mesh as meshes
@@ -27,6 +28,7 @@ from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
 from zerojax.tracing.wide_products import find_wide_products
+from zerojax.zoo.fp8 import rounded_format
 
 
 def describe_choices(
@@ -161,7 +163,9 @@ def describe_model(
             f"{precision.compute_dtype.name}; master weights are not rounded"
         )
         schedule = getattr(bound_attribute(model, "config"), "bit_schedule", None)
-        lines += [] if schedule is None or schedule.is_off else [f"matmuls: {schedule.describe()}"]
+        if schedule is not None and not schedule.is_off:
+            bits = FORMATS[rounded_format(matmul_dtype)].bits
+            lines.append(f"matmuls: {schedule.describe(bits)}")
     if matmul_dtype == "fp8":
         lines.append(
             "matmuls: fp8 in the layers (e4m3 forward, e5m2 gradients, scales from the steps "

@@ -349,6 +349,9 @@ def _settings_in_folder(seed: int, steps: int | None, plan: Plan) -> dict[str, A
         found["layer_drop"] = to_dict(layer_drop)
     if not plan.inputs.pruning.is_off:
         found["pruning"] = to_dict(plan.inputs.pruning)
+    schedule = getattr(models.bound_attribute(plan.model, "config"), "bit_schedule", None)
+    if schedule is not None and not schedule.is_off:
+        found["bit_schedule"] = to_dict(schedule)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ from zerojax.optim import Weights, check_weights
 from zerojax.optim.weight_codes import WeightCodes
 from zerojax.parallel.reshard import model_parts
 from zerojax.training.run_folder import DESCRIPTION_FILE, TOKENIZER_FILE
+from zerojax.zoo.bit_widths import is_update_count
 from zerojax.zoo.hugging_face.folder import CONFIG, GENERATION_CONFIG, read_json
 from zerojax.zoo.hugging_face.peft import write_adapter
 from zerojax.zoo.hugging_face.quantized_writing import CodedPart, quantization_config, with_codes
@@ -271,6 +272,9 @@ def export_step(
     names = _arrays_of_model(saved, weights)
     params = {name: as_abstract(metadata.arrays[full]) for name, full in names.items()}
     unread = open_arrays(saved.folder, metadata)
+    for name in _update_count(metadata.arrays):
+        count = read_whole(saved, name, unread[name], as_abstract(metadata.arrays[name]).shape)
+        description.check_width(quantize, int(np.max(count)))
     held: dict[str, Layers] = {}
 
     def read(name: str, layer: int | None) -> np.ndarray:
@@ -322,6 +326,9 @@ def _from_trainer(
     parts = model_parts(plan, trainer.state, weights=weights)
     params: Mapping[str, Any] = {**parts["params"], **parts["frozen"]}
     codes = {name: leaf.codes for name, leaf in plan.users_placement.leaves.items() if leaf.codes}
+    for name in _update_count(parts["extras"]):
+        count = _reader(parts["extras"], NamedSharding(plan.mesh, P()))(name, None)
+        description.check_width(quantize, int(np.max(count)))
     read = _reader(params, NamedSharding(plan.mesh, P()))
     whole, decoded = _decoded(params, read, codes)
     raised, abstract = _raised(whole, decoded)
@@ -335,6 +342,11 @@ def _from_trainer(
         step=trainer.num_steps,
         quantize=quantize,
     )
+
+
+def _update_count(names: Iterable[str]) -> list[str]:
+    """Returns the name of a layer's number of updates; [] if no kernel is rounded by schedule."""
+    return [name for name in names if is_update_count(name)][:1]
 
 
 def _decoded(

@@ -43,6 +43,7 @@ def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -
         *_other_layer_drop(restored, config),
         *_other_batch_ramp(restored, config),
         *_other_pruning(restored, config),
+        *_other_bit_schedule(restored, config),
     ]
 
 
@@ -113,6 +114,22 @@ def _other_pruning(restored: Any, config: Mapping[str, Any]) -> list[str]:
     return [
         f"the masks of pruned weights are those of the checkpoint, chosen by {old}; of {new} of "
         "this call only each start_step is used"
+    ]
+
+
+def _other_bit_schedule(restored: Any, config: Mapping[str, Any]) -> list[str]:
+    """Returns a line if the widths of rounded kernels follow another schedule than before."""
+
+    def schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
+        values = settings.get("bit_schedule") or (settings.get("model") or {}).get("bit_schedule")
+        return {name: value for name, value in (values or {}).items() if value}
+
+    old, new = schedule(restored.config), schedule(config)
+    if old == new:
+        return []
+    return [
+        f"the bit_schedule of this call, {new}, is used from step {restored.step + 1} on; the "
+        f"saved run had {old}"
     ]
 
 

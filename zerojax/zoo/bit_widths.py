@@ -37,6 +37,11 @@ def check_bit_schedule(matmul_dtype: str | None, schedule: BitScheduleConfig) ->
     schedule.check_target(FORMATS[name].bits)
 
 
+def is_update_count(name: str) -> bool:
+    """Returns whether an array of this name is a number of applied updates of a layer."""
+    return name.rpartition("/")[2] == "num_updates"
+
+
 def new_update_count() -> tuple[nnx.Variable[jax.Array], StepCount]:
     """Creates the number of applied updates, int32 [], and the `StepCount` that advances it.
 

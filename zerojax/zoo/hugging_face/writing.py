@@ -11,10 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from zerojax.config.compression import BitScheduleConfig
+from zerojax.config.loader import to_dict
 from zerojax.models.adapt import bound_attribute
+from zerojax.operators.rounded_weights import FORMATS
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trees import path_name
+from zerojax.zoo.bit_widths import is_always_full
 from zerojax.zoo.decoder_config import DecoderConfig
+from zerojax.zoo.fp8 import rounded_format
 from zerojax.zoo.hugging_face.architectures import architecture_of, architecture_of_config
 from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
@@ -38,6 +43,9 @@ _OF_THE_RUN = (
     *("matmul_dtype", "bit_schedule", "attention", "attention_layout"),
 )
 """Fields of `DecoderConfig` that are settings of the run, not of the family."""
+
+_ROUNDING = "rounding"
+"""Key of a description for `matmul_dtype` and `bit_schedule` of a run with a schedule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +82,39 @@ class Description:
             "config": self.config_json(),
             "scales": dict(self.scales),
             "source": self.source,
+            **({_ROUNDING: rounding} if (rounding := self._rounding()) else {}),
         }
+
+    def _rounding(self) -> dict[str, Any]:
+        """Returns the settings of kernels that are rounded by schedule; {} for other models."""
+        schedule = getattr(self.config, "bit_schedule", None)
+        if is_always_full(schedule):
+            return {}
+        return {"matmul_dtype": self.config.matmul_dtype, "bit_schedule": to_dict(schedule)}
+
+    def check_width(self, quantize: str | None, num_updates: int) -> None:
+        """Raises if the codes of an export differ in width from the kernels of the run.
+
+        Args:
+          quantize: format of the codes; None: none.
+          num_updates: number of updates that the run has applied.
+
+        Raises:
+          UnsupportedError: the model's `bit_schedule` has not yet reached its last width.
+        """
+        if quantize is None or not self._rounding():
+            return
+        bits = FORMATS[rounded_format(self.config.matmul_dtype)].bits
+        schedule = self.config.bit_schedule
+        width, last = schedule.bits_after(num_updates, bits), schedule.last_change(bits)
+        if num_updates >= last:
+            return
+        computed = "unrounded kernels" if width is None else f"kernels of {width} bits"
+        raise UnsupportedError(
+            f"quantize={quantize}: after {num_updates} updates the run computes with {computed}; "
+            f"its bit_schedule reaches the {bits} bits of {self.config.matmul_dtype} after {last} "
+            "updates: train on until then, or export without quantize"
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Description:
@@ -84,11 +124,19 @@ class Description:
         return cls(
             row=row,
             # Other keys are not checked, because the run was trained with the keys read here.
-            config=row.config_class(**row.read(ConfigReading(config))),
+            config=row.config_class(
+                **row.read(ConfigReading(config)), **_rounding_in(values.get(_ROUNDING))
+            ),
             kept=config,
             scales=values["scales"],
             source=values["source"],
         )
+
+
+def _rounding_in(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    if values is None:
+        return {}
+    return {**values, "bit_schedule": BitScheduleConfig(**values["bit_schedule"])}
 
 
 def describe_model(model: Model) -> Description:
