@@ -31,7 +31,9 @@ eval_batches: 1
 checkpoint: {every: 4}
 log: {every: 1, console: lines, tensorboard: false}
 """
-_OF_A_MAP = r" waits? in step | left no note|, without progress for |has begun step|different things"
+_OF_A_MAP = (
+    r" waits? in step | left no note|, without progress for |has begun step|different things"
+)
 LONGEST = 240.0
 """Seconds that any of these runs gets, on a machine that does other things as well."""
 

@@ -2,8 +2,8 @@
 
     python -m tests.support.generation_process FOLDER
 
-Writes the tokens that this process gets to FOLDER/NUMBER.json. Prompts that differ between the
-processes are refused in each.
+Writes the tokens that this process gets to FOLDER/NUMBER.json. Prompts or formats that differ
+between the processes are refused in each.
 """
 
 from __future__ import annotations
@@ -54,8 +54,11 @@ def main(folder: str) -> None:
 
     distributed.join_processes()
     rows = rows_of(jax.devices(), 3)
+    trainer, number = trainer_on(jax.devices(), 3), jax.process_index()
     with pytest.raises(ValueError, match="prompts differs"):
-        trainer_on(jax.devices(), 3).generate([[1 + jax.process_index()]], 8)
+        trainer.generate([[1 + number]], 8)
+    with pytest.raises(ValueError, match="quantize differs"):
+        trainer.generate(PROMPTS, 8, quantize=(None, "int8")[number])
     (Path(folder) / f"{jax.process_index()}.json").write_text(json.dumps(rows), encoding="utf-8")
 
 

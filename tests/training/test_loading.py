@@ -219,7 +219,9 @@ def test_the_commands_in_processes_of_their_own(tmp_path):
         "jax.config.update('jax_num_cpu_devices', 4)\n"
         "jax.config.update('jax_cpu_enable_async_dispatch', False)\n"
         "import zerojax\n"
-        f"model = lambda rngs: zerojax.zoo.GPT2(zerojax.models.{SIZES!r}, rngs=rngs)\n"
+        "from zerojax.config import BitScheduleConfig\n"
+        "from zerojax.zoo import GPT2, GPT2Config\n"
+        f"model = lambda rngs: GPT2({SIZES!r}, rngs=rngs)\n"
         f"t = zerojax.train(model, {SHARDED!r}, checkpoint='runs/mine', **{SETTINGS!r})\n"
         "print('LOSS', t.evaluate()['loss'])\n"
     )

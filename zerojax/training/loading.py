@@ -34,7 +34,12 @@ from zerojax.tracing import trees
 from zerojax.training.checkpointing import folder_of, model_of, read_parts
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.run_folder import CONFIG_FILE, TOKENIZER_FILE
-from zerojax.training.run_generation import ModelReader, RunGenerator, end_tokens_of
+from zerojax.training.run_generation import (
+    ModelReader,
+    RunGenerator,
+    check_same_weights,
+    end_tokens_of,
+)
 from zerojax.training.run_record import (
     RECORD_FILE,
     RunRecord,
@@ -195,6 +200,7 @@ class LoadedRun:
 
         Arguments as in `generate`. The codes of `quantize` are kept for later calls.
         """
+        check_same_weights("trained", quantize)
         if quantize is None:
             model = self.model
         elif quantize in self._codes:
@@ -209,7 +215,6 @@ class LoadedRun:
             model=model,
             tokenizer=self.tokenizer,
             end_tokens=ends,
-            quantize=quantize,
             cache_kind=cache,
         )
 

@@ -109,7 +109,6 @@ class RunGenerator:
       model: model in the user's form, sharded over `plan.mesh`.
       tokenizer: tokenizer for texts; None if there is none.
       end_tokens: token ids that end a text unless the caller passes others.
-      quantize: format of the codes in `model`; None if it has none.
       cache_kind: "int8" stores keys and values as int8 codes; None in the compute dtype.
     """
 
@@ -117,7 +116,6 @@ class RunGenerator:
     model: Any
     tokenizer: Any
     end_tokens: tuple[int, ...] = ()
-    quantize: str | None = None
     cache_kind: str | None = None
 
     def generate(
@@ -231,10 +229,14 @@ class RunGenerator:
                 "num_tokens": str(num_tokens),
                 "the sampling": str(sampling),
                 "batch_size": str(batch_size),
-                "quantize": str(self.quantize),
                 "cache": str(self.cache_kind),
             }
         )
+
+
+def check_same_weights(weights: Weights, quantize: str | None) -> None:
+    """Raises ValueError on every process if two processes are about to read other weights."""
+    check_same_run({"weights": str(weights), "quantize": str(quantize)})
 
 
 def _as_list(x: Any) -> Any:

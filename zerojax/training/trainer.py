@@ -48,6 +48,7 @@ from zerojax.training.resumed_settings import NEXT_RATE, next_rate
 from zerojax.training.run_generation import (
     ModelReader,
     RunGenerator,
+    check_same_weights,
     end_tokens_of,
     log_samples,
 )
@@ -501,6 +502,7 @@ class Trainer(StepRunner):
         notes = self._spec.notes
         tokenizer = None if notes is None else notes.tokenizer
         with self._watchdog.during("generating", is_long=True, is_apart=True):
+            check_same_weights(weights, quantize)
             model = self._reader.read(self.state, weights, quantize)
             vocab_size = getattr(getattr(model, "config", None), "vocab_size", 0)
             ends = end_tokens_of(self.plan, tokenizer, vocab_size=vocab_size)
@@ -509,7 +511,6 @@ class Trainer(StepRunner):
                 model=model,
                 tokenizer=tokenizer,
                 end_tokens=ends,
-                quantize=quantize,
                 cache_kind=cache,
             )
             return generator.generate(
