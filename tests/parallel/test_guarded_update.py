@@ -21,6 +21,7 @@ OPTIMIZERS = {
     ),
     "every second step": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "noise": optax.add_noise(0.1, 0.55, key=0),
+    "a constant in the new state": optax.optimistic_gradient_descent(0.1),
     "plain": optax.sgd(0.1),
 }
 
@@ -39,7 +40,7 @@ def step(tx: Any) -> Any:
     return jax.jit(run, donate_argnums=(0, 1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_takes_the_steps_of_optax_and_none_where_one_is_skipped(name):
     tx, params = OPTIMIZERS[name], arrays(0)

@@ -85,7 +85,9 @@ def _with_guards(closed: ClosedJaxpr, old: Sequence[Any]) -> ClosedJaxpr:
             if new in before:
                 names[new] = guard(new, before[new])
     outputs = [
-        names[new] if new in names and before[new] is kept else guard(_read(names, new), kept)
+        names[new]
+        if not isinstance(new, Literal) and new in names and before[new] is kept
+        else guard(_read(names, new), kept)
         for new, kept in zip(program.outvars, old, strict=True)
     ]
     guarded = program.replace(invars=[skip, *program.invars], eqns=equations, outvars=outputs)
