@@ -45,9 +45,15 @@ class Disk:
         return [*target, "--preserve-credentials", f"--wd={workplace}"]
 
     def set_mode(self, mode: str) -> None:
-        """Makes it read-only ("ro"), or not ("rw")."""
-        command = [*self.enter(Path("/")), "mount", "-o", f"remount,{mode}", str(self.folder)]
-        subprocess.run(command, check=True, timeout=60)
+        """Makes it read-only ("ro"), or not ("rw").
+
+        A read-only mount of the folder over itself does so while files are open, as an error of a
+        real disk does; `mount` refuses to change a file system that has open files.
+        """
+        folder = str(self.folder)
+        over = [["mount", "--bind", folder, folder], ["mount", "-o", "remount,bind,ro", folder]]
+        for command in over if mode == "ro" else [["umount", folder]]:
+            subprocess.run([*self.enter(Path("/")), *command], check=True, timeout=60)
 
     def close(self) -> None:
         self._holder.kill()
