@@ -66,6 +66,22 @@ def test_greedy_tokens_are_those_of_one_device(mesh, name):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("mesh", ["data 8, zero 3", "data 2 x model 4", "stages", "offload"])
+def test_so_they_are_with_layers_apart(mesh, monkeypatch):
+    """As on GPUs. Layers that stages divide stay stacked."""
+    model, prompts = reference_model("llama", num_kv_heads=4), prompts_below(VOCAB)
+    expected = trainer_of(model, devices=1, zero=0).generate(prompts, NEW, temperature=0)
+    monkeypatch.setattr("zerojax.training.run_generation.is_faster_apart", lambda *args: True)
+    trainer = trainer_of(model, **MESHES[mesh])
+    assert_same(trainer.generate(prompts, NEW, temperature=0), expected)
+    model = trainer._reader.read(trainer.state, apart=True)
+    assert isinstance(model.blocks, nnx.List) == (mesh != "stages")
+    if mesh == "data 8, zero 3":
+        kernel = model.blocks[1].mlp.up.kernel[...]
+        assert kernel.addressable_shards[0].data.nbytes == kernel.nbytes // 8
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", ["stages", "expert", "context", "offload"])
 def test_so_they_are_with_other_axes_and_offload(mesh):
     moe = {"num_experts": 4, "experts_per_token": 2} if mesh == "expert" else {}

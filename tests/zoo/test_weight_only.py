@@ -18,7 +18,7 @@ from zerojax.operators.rounded_weights import coded_dot, encoded, encoded_rows, 
 from zerojax.operators.stored_attention import masked_attention
 from zerojax.zoo.generation import generate
 from zerojax.zoo.layers import Projection
-from zerojax.zoo.weight_only import with_codes
+from zerojax.zoo.weight_only import is_faster_apart, with_codes, with_layers_apart
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 9))
 SUMS = 2e-6
@@ -51,6 +51,25 @@ def test_logits_are_those_of_the_rounded_weights(name):
     assert abs(found - logits_of(model)).max() > 100 * SUMS
     trained_for_it = with_codes(rounding, "int8")
     np.testing.assert_array_equal(logits_of(trained_for_it), found)
+
+
+@pytest.mark.parametrize("name", ["llama", "with experts"])
+def test_layers_apart_give_the_same_logits(name):
+    """In the parameters' dtype bit for bit, and in another one as the cast model."""
+    moe = MoEConfig(num_experts=4, experts_per_token=2) if name == "with experts" else None
+    adapters = zerojax.LoraConfig(rank=2, targets=("attention/query",))
+    model = zerojax.add_lora(reference_model("llama", moe=moe), adapters)(nnx.Rngs(0))
+    apart = with_layers_apart(model)
+    assert apart.blocks[0].attention_norm.scale.shape == model.blocks.attention_norm.scale.shape[1:]
+    np.testing.assert_array_equal(logits_of(apart), logits_of(model))
+    halves = with_layers_apart(cast(model, "bfloat16"))
+    narrow = with_layers_apart(model, dtype=jnp.bfloat16)
+    leaves = (jax.tree.leaves(nnx.state(each.blocks)) for each in (narrow, halves))
+    for one, other in zip(*leaves, strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(one, other)
+    assert not is_faster_apart(model, "cpu")
+    assert is_faster_apart(model, "gpu") == (moe is None)
 
 
 @pytest.mark.thorough

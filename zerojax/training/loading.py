@@ -91,7 +91,7 @@ class LoadedRun:
         self.tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path.exists() else None
         self._folder, self._replan, self._has_loss = folder, replan, has_loss
         self._evaluations: dict[Any, tuple[Plan, Any]] = {}
-        self._codes: dict[str, Any] = {}
+        self._apart: dict[str | None, Any] = {}
 
     @property
     def num_steps(self) -> int:
@@ -198,16 +198,17 @@ class LoadedRun:
     def generator(self, quantize: str | None = None, cache: str | None = None) -> RunGenerator:
         """Returns a generator with the sharded model, its tokenizer and its end tokens.
 
-        Arguments as in `generate`. The codes of `quantize` are kept for later calls.
+        Arguments as in `generate`. Weights whose layers are not stacked are kept for later calls.
         """
         check_same_weights("trained", quantize)
-        if quantize is None:
+        reader = ModelReader(self.plan)
+        if quantize is None and not reader.generates_apart:
             model = self.model
-        elif quantize in self._codes:
-            model = self._codes[quantize]
+        elif quantize in self._apart:
+            model = self._apart[quantize]
         else:
-            model = ModelReader(self.plan).read(self.state, quantize=quantize)
-            self._codes[quantize] = model
+            model = reader.read(self.state, quantize=quantize, apart=True)
+            self._apart[quantize] = model
         vocab_size = getattr(getattr(model, "config", None), "vocab_size", 0)
         ends = end_tokens_of(self.plan, self.tokenizer, self._folder, vocab_size=vocab_size)
         return RunGenerator(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,9 +35,11 @@ from zerojax.zoo.text_generation import (
     Continuation,
     continue_texts,
 )
-from zerojax.zoo.weight_only import with_codes
+from zerojax.zoo.weight_only import is_divided_by_layers, is_faster_apart, with_layers_apart
 
 _DEVICE = "device"
+_BLOCKS = "blocks/"
+"""Prefix of the parameters of a decoder's layers."""
 MAX_SHOWN = 300
 """Largest number of characters of a sample on the terminal."""
 
@@ -52,11 +55,22 @@ class ModelReader:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._cast: Any = None
+        self._cast = functools.cache(self._build_cast)
+
+    @property
+    def generates_apart(self) -> bool:
+        """Whether generation is faster with layers that are not stacked, on the run's devices."""
+        model = getattr(self._plan.users_model, "template", None)
+        return is_faster_apart(model, self._plan.mesh.devices.flat[0].platform)
 
     @allocating_for("weights to generate with")
     def read(
-        self, state: TrainState, weights: Weights = "trained", quantize: str | None = None
+        self,
+        state: TrainState,
+        weights: Weights = "trained",
+        quantize: str | None = None,
+        *,
+        apart: bool = False,
     ) -> Any:
         """Returns the model in the user's form.
 
@@ -65,10 +79,12 @@ class ModelReader:
           weights: "ema" reads the averaged weights instead of the trained ones.
           quantize: "int8" rounds the kernels of a decoder's layers to codes, which are for
             generation only (see `zoo.weight_only`); None rounds nothing.
+          apart: whether each layer of a decoder gets arrays of its own, also for generation only.
+            Layers that pipeline stages divide stay stacked.
 
         Raises:
           ValueError: the run keeps no EMA, or `quantize` does not fit the model.
-          TypeError: the model is not a decoder, and `quantize` is given.
+          TypeError: the model is not a decoder, and `quantize` or `apart` is given.
         """
         parts = model_parts(self._plan, state, weights=weights)
         # Offloaded parameters are in host memory, so they are first copied to the device.
@@ -76,16 +92,25 @@ class ModelReader:
             name: x if x.sharding.memory_kind in (None, _DEVICE) else _on_device(x)
             for name, x in {**parts["params"], **parts["frozen"]}.items()
         }
-        if self._cast is None:
-            shardings = {name: x.sharding for name, x in stored.items()}
-            self._cast = jax.jit(self._in_compute_dtype, out_shardings=shardings)
-        model = self._plan.users_model.to_source(self._cast(stored), parts["extras"])
-        if quantize is None:
-            return model
-        check_decoder(model)
-        return with_codes(model, quantize)
+        to_model = self._plan.users_model.to_source
+        if quantize is not None or apart:
+            model = to_model(stored, parts["extras"])
+            check_decoder(model)
+            apart = quantize is not None or not is_divided_by_layers(model)
+        if not apart:
+            return to_model(self._in_compute_dtype(stored), parts["extras"])
+        # Layers are cast one by one, so that no stacked copy of them is made.
+        placed = self._plan.users_placement.leaves
+        of_layers = [name for name in stored if name.startswith(_BLOCKS) and not placed[name].codes]
+        others = {name: x for name, x in stored.items() if name not in of_layers}
+        model = to_model(stored | self._in_compute_dtype(others), parts["extras"])
+        return with_layers_apart(model, quantize, self._plan.precision.compute_dtype)
 
     def _in_compute_dtype(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns copies in the compute dtype; codes are decoded."""
+        return self._cast(tuple((name, x.sharding) for name, x in stored.items()))(stored)
+
+    def _build_cast(self, shardings: tuple[tuple[str, Any], ...]) -> Any:
         dtype, leaves = self._plan.precision.compute_dtype, self._plan.users_placement.leaves
 
         def convert(name: str, x: jax.Array) -> jax.Array:
@@ -93,7 +118,10 @@ class ModelReader:
             x = x if codes is None else codes.decode(x, dtype)
             return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-        return {name: convert(name, x) for name, x in stored.items()}
+        def cast(stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return {name: convert(name, x) for name, x in stored.items()}
+
+        return jax.jit(cast, out_shardings=dict(shardings))
 
 
 def _on_device(x: jax.Array) -> jax.Array:

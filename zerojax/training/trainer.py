@@ -503,7 +503,8 @@ class Trainer(StepRunner):
         tokenizer = None if notes is None else notes.tokenizer
         with self._watchdog.during("generating", is_long=True, is_apart=True):
             check_same_weights(weights, quantize)
-            model = self._reader.read(self.state, weights, quantize)
+            apart = self._reader.generates_apart
+            model = self._reader.read(self.state, weights, quantize, apart=apart)
             vocab_size = getattr(getattr(model, "config", None), "vocab_size", 0)
             ends = end_tokens_of(self.plan, tokenizer, vocab_size=vocab_size)
             generator = RunGenerator(

@@ -22,7 +22,12 @@ from jax.sharding import PartitionSpec as P
 from zerojax.zoo.decoder import Cache, Decoder, check_tokens
 from zerojax.zoo.sampling import Controls, DrawnRows, Sampling
 from zerojax.zoo.t5 import T5
-from zerojax.zoo.weight_only import check_cache_kind, with_codes
+from zerojax.zoo.weight_only import (
+    check_cache_kind,
+    is_faster_apart,
+    with_codes,
+    with_layers_apart,
+)
 
 PROMPT_MULTIPLE = 32
 """Prompts are padded to a multiple of this length, so that many lengths share a program."""
@@ -31,6 +36,8 @@ _HEADS_AXIS = "model"
 CACHE_MULTIPLE = 128
 """The cache is as long as prompt and new tokens, rounded up to a multiple of this number."""
 
+_ROOM = 2
+"""Free memory for a copy of the layers, in units of their bytes: the copy, and the cache."""
 _FREE = -1
 """Number of the prompt of a row without one."""
 
@@ -112,11 +119,28 @@ def generate(
     )
     check_decoder(model)
     prompts = as_prompts(tokens, max_seq_len=model.config.max_seq_len)
-    model = with_codes(model, quantize)
+    model = _prepared(model, quantize)
     added = continue_rows(
         model, prompts, num_tokens, sampling, row_numbers=row_numbers, cache_kind=cache
     )
     return jnp.asarray(joined(prompts, added, pad=sampling.pad))
+
+
+def _prepared(model: Decoder, quantize: str | None) -> Decoder:
+    """Returns the model with codes; else with layers apart, if one GPU has room for this copy."""
+    if quantize is not None:
+        return with_codes(model, quantize)
+    arrays = jax.tree.leaves(nnx.state(model.blocks))
+    devices = {device for x in arrays for device in getattr(x, "devices", set)()}
+    if len(devices) != 1:
+        return model
+    [device] = devices
+    if not is_faster_apart(model, device.platform):
+        return model
+    memory = device.memory_stats() or {}
+    free = memory.get("bytes_limit", 0) - memory.get("bytes_in_use", 0)
+    has_room = free >= _ROOM * sum(x.nbytes for x in arrays)
+    return with_layers_apart(model) if has_room else model
 
 
 def check_decoder(model: Any) -> None:

@@ -1,15 +1,19 @@
-"""Rounds the layers of a decoder to int8 codes, to generate with fewer bytes of weights.
+"""Prepares the weights of a decoder for generation: layers apart, and int8 codes.
 
-The codes of each layer are arrays of their own, and `Decoder.extend` applies such layers one after
-the other. In a loop over stacked codes, the compiler for GPUs copied the codes of each layer before
-the product: 3 bytes of memory traffic per weight instead of 1 (programs for an H200, 2026-11-28).
+`Decoder.extend` applies layers that are not stacked one after the other. In a loop over stacked
+layers, the compiler for GPUs copies the weights of each layer before the product: 3 bytes of memory
+traffic per byte of weights instead of 1 (programs for an H200, 2026-11-28).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
@@ -66,66 +70,130 @@ def with_codes(model: Decoder, kind: str | None) -> Decoder:
 
     The codes are those of `operators.rounded_weights`, so those of an export and of
     `matmul_dtype="fake_int8"`. Embeddings, output head, norms, biases and adapters are unchanged.
-    The result is for `Decoder.extend` only.
 
     Args:
-      model: a decoder with stacked layers, which is not modified and shares its other arrays with
-        the result. Its arrays may be sharded over a mesh; codes and scales are sharded like them.
+      model: see `with_layers_apart`.
       kind: "int8"; None returns `model`.
 
     Raises:
       ValueError: see `check_weight_kind`.
     """
     check_weight_kind(model, kind)
-    if kind is None:
-        return model
-    graphdef, stacked = nnx.split(model.blocks)
-    num_layers = jax.tree.leaves(stacked)[0].shape[0]
-    layer_graphdef: Any = None
+    return model if kind is None else with_layers_apart(model, kind)
 
-    def encode(stacked: nnx.State, index: Any) -> nnx.State:
-        nonlocal layer_graphdef
-        state = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), stacked
-        )
-        block = nnx.merge(graphdef, state)
-        block.eval()  # an adapter may have its own dropout
-        for _, part in nnx.iter_modules(block):
-            if isinstance(part, Projection):
-                codes, scales = encoded(part.kernel[...], kind, part.num_inputs)
-                part.kernel, part.kernel_scale = nnx.Param(codes), nnx.Param(scales)
-                part.matmul_dtype = None
-        layer_graphdef, state = nnx.split(block)
-        return state
 
-    abstract = jax.eval_shape(encode, stacked, 0)
-    encode_layer = jax.jit(encode, out_shardings=_layer_shardings(stacked, abstract))
+def with_layers_apart(model: Decoder, kind: str | None = None, dtype: Any = None) -> Decoder:
+    """Returns a decoder in which each layer has arrays of its own, for `Decoder.extend` only.
+
+    Args:
+      model: a decoder with stacked layers, which is not modified and shares its other arrays with
+        the result. Its arrays may be sharded over a mesh; those of the layers are sharded like
+        them.
+      kind: "int8" rounds the kernels of projections to codes, see `with_codes`; None rounds
+        nothing.
+      dtype: dtype of the layers' parameters, before they are rounded; None: their own.
+
+    Raises:
+      ValueError: see `check_weight_kind`.
+    """
+    check_weight_kind(model, kind)
+    graphdef, params, rest = nnx.split(model.blocks, nnx.Param, ...)
+    options = {
+        "graphdef": graphdef,
+        "kind": kind,
+        "dtype": None if dtype is None else np.dtype(dtype),
+    }
+    layer = nnx.eval_shape(lambda: _layer(params, rest, 0, **options))
+    layer_graphdef, abstract = nnx.split(layer)
+    shardings = tuple(_layer_shardings(nnx.merge_state(params, rest), abstract))
     layers = [
-        nnx.merge(layer_graphdef, encode_layer(stacked, index)) for index in range(num_layers)
+        nnx.merge(layer_graphdef, _layer_state(params, rest, index, shardings=shardings, **options))
+        for index in range(jax.tree.leaves(params)[0].shape[0])
     ]
     copy = nnx.clone(model, graph=True)
     copy.blocks = nnx.List(layers)
     return copy
 
 
-def _layer_shardings(stacked: nnx.State, layer: nnx.State) -> Any:
-    """Returns the sharding of each array of one layer, from those of the stacked layers.
+@functools.partial(jax.jit, static_argnames=("graphdef", "kind", "dtype", "shardings"))
+def _layer_state(
+    params: nnx.State,
+    rest: nnx.State,
+    index: Any,
+    *,
+    shardings: tuple[NamedSharding | None, ...],
+    **options: Any,
+) -> nnx.State:
+    """Returns the arrays of a layer, each with its sharding; None leaves it to the compiler."""
+    leaves, structure = jax.tree.flatten(nnx.state(_layer(params, rest, index, **options)))
+    placed = [
+        x if sharding is None else lax.with_sharding_constraint(x, sharding)
+        for x, sharding in zip(leaves, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(structure, placed)
+
+
+def _layer(
+    params: nnx.State,
+    rest: nnx.State,
+    index: Any,
+    *,
+    graphdef: nnx.GraphDef[Any],
+    kind: str | None,
+    dtype: np.dtype | None,
+) -> Any:
+    """Returns layer `index` of stacked layers, with parameters in `dtype` or as codes."""
+
+    def read(x: jax.Array, dtype: np.dtype | None = None) -> jax.Array:
+        own = lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return own if dtype is None or not is_float else own.astype(dtype)
+
+    own_params = jax.tree.map(functools.partial(read, dtype=dtype), params)
+    block = nnx.merge(graphdef, own_params, jax.tree.map(read, rest))
+    block.eval()  # an adapter may have its own dropout
+    if kind is not None:
+        for _, part in nnx.iter_modules(block):
+            if isinstance(part, Projection):
+                codes, scales = encoded(part.kernel[...], kind, part.num_inputs)
+                part.kernel, part.kernel_scale = nnx.Param(codes), nnx.Param(scales)
+                part.matmul_dtype = None
+    return block
+
+
+def _layer_shardings(stacked: nnx.State, layer: nnx.State) -> Iterator[NamedSharding | None]:
+    """Yields the sharding of each array of one layer, from those of the stacked layers.
 
     Axes that divide the layers, such as `stage`, are left out: each of their devices holds the
     whole layer. Arrays without a mesh have None.
     """
     known = {_name(path): x for path, x in jax.tree.leaves_with_path(stacked)}
-
-    def of_array(path: Any, x: Any) -> NamedSharding | None:
-        name = _name(path)
-        source = known[name.replace(_SCALE, "kernel")]
+    for path, x in jax.tree.leaves_with_path(layer):
+        source = known[_name(path).replace(_SCALE, "kernel")]
         sharding = getattr(source, "sharding", None)
         if not isinstance(sharding, NamedSharding):
-            return None
+            yield None
+            continue
         spec = [*sharding.spec, *[None] * source.ndim][: source.ndim]
-        return NamedSharding(sharding.mesh, P(*spec[source.ndim - x.ndim :]))
+        yield NamedSharding(sharding.mesh, P(*spec[source.ndim - x.ndim :]))
 
-    return jax.tree.map_with_path(of_array, layer)
+
+def is_faster_apart(model: Any, platform: str) -> bool:
+    """Returns whether a model generates faster with `with_layers_apart` on a platform.
+
+    On CPUs a loop over stacked layers compiles faster, and the weights of a layer are not copied.
+    A layer of experts reads few of its weights for a token, so it stays in the loop.
+    """
+    return platform != "cpu" and isinstance(model, Decoder) and model.moe is None
+
+
+def is_divided_by_layers(model: Decoder) -> bool:
+    """Returns whether devices hold different layers of a decoder, as pipeline stages do."""
+    for x in jax.tree.leaves(nnx.state(model.blocks)):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.shard_shape(x.shape)[0] < x.shape[0]:
+            return True
+    return False
 
 
 def _name(path: Any) -> str:
