@@ -54,7 +54,7 @@ def report(parts: Parts) -> str:
     """Returns all sections of the report that have measurements."""
     sections = [_machine(parts), _speeds(parts), _optimizers(parts)]
     sections += [_tuned(parts), _decisions(parts), _memory(parts), _offload(parts)]
-    sections += [_features(parts), _experts(parts), _goals(parts)]
+    sections += [_features(parts), _experts(parts), _decoding(parts), _goals(parts)]
     return "\n\n".join(section for section in sections if section)
 
 
@@ -215,6 +215,19 @@ def _experts(parts: Parts) -> str:
         ("TFLOP/s of rows", "TFLOP/s of rows", "{:.0f}"),
     ]
     return _table(parts.get("experts", {}).get("rows", []), columns)
+
+
+def _decoding(parts: Parts) -> str:
+    columns = [
+        ("weights", "weights", "{}"),
+        ("cache", "cache", "{}"),
+        ("batch", "rows", "{}"),
+        ("GB", "GB per position", "{:.2f}"),
+        ("ms", "ms per position", "{:.2f}"),
+        ("of_bound", "share of the bound", "{:.2f}"),
+        ("tokens_per_s", "tokens/s", "{:,.0f}"),
+    ]
+    return _table(parts.get("decoding", {}).get("rows", []), columns)
 
 
 def _goals(parts: Parts) -> str:

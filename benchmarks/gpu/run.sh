@@ -16,7 +16,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 # What is timed runs alone, the most important first. Checks share the GPU and run side by side.
-readonly first="environment optimizer tune experts gpt2 llama torch"
+readonly first="environment optimizer tune experts gpt2 llama decoding torch"
 readonly checks="attention stages memory command offload_bits donation twin target"
 readonly last="offload features largest"
 readonly by_default="$first $checks offload"
@@ -80,7 +80,7 @@ usual_limit() {
   case $1 in
     environment) printf 40 ;;
     tune) printf 90 ;;
-    experts) printf 110 ;;
+    experts | decoding) printf 110 ;;
     torch) printf 150 ;;
     *) printf 130 ;;
   esac

@@ -120,6 +120,20 @@ FULL = {
         rounds=1,
         remat="full",
     ),
+    # Llama 3 8B, with 1024 positions in the cache.
+    "decoding": Workload(
+        kind="llama",
+        vocab_size=128256,
+        seq_len=1024,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        embed_dim=4096,
+        mlp_dim=14336,
+        batch_size=1,
+        steps=1,
+        rounds=5,
+    ),
     # About 200 million parameters: predicted against measured memory.
     "memory": Workload(
         kind="gpt2",

@@ -197,15 +197,15 @@ def test_at_zero_3_devices_send_activations_and_no_codes():
     np.testing.assert_allclose(in_place.weight_bytes, whole.weight_bytes / 8, rtol=0.01)
 
 
-def test_at_zero_3_sixteen_bit_layers_stay_in_their_shards():
+@pytest.mark.parametrize(("devices", "batch"), [(8, 32), (64, 64)])
+def test_at_zero_3_sixteen_bit_layers_stay_in_their_shards(devices, batch):
     """Peak of a device: shards, cache, and less than one layer."""
-    lowered, state, kept = lower(32, None, None, SHORT, devices=8)
+    lowered, state, kept = lower(batch, None, None, SHORT, devices=devices)
     compiled = compile_client.compile_for_gpus(lowered, sketch=True)
     program = hlo.read_program(compiled.text)
-    sent = sum(x.wire_bytes for x in hlo.find_collectives(program, 8))
-    gathered = bounds("gathered", 8)[None, None, 32]
-    assert bounds("in place", 8)[None, None, 32].wire_bytes <= sent <= 0.1 * gathered.wire_bytes
-    layer = bytes_of(state["blocks"][0])
-    shards = (bytes_of(state) + bytes_of(kept)) / 8
-    assert compiled.memory.arguments <= 1.05 * shards
-    assert compiled.memory.temporary <= layer
+    sent = sum(x.wire_bytes for x in hlo.find_collectives(program, devices))
+    layers = bytes_of(state["blocks"])
+    assert sent <= 0.1 * layers
+    shards = (bytes_of(state) + bytes_of(kept)) / devices
+    assert compiled.memory.arguments <= 1.1 * shards
+    assert compiled.memory.temporary <= layers / SIZES.num_layers

@@ -32,6 +32,7 @@ GPU_PARTS = {
     "stages",
     "twin",
     "command",
+    "decoding",
     "target",
     "memory",
     "optimizer",
