@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -334,6 +335,7 @@ def test_gradients_of_the_last_microbatch_alone_are_found(monkeypatch):
     assert run.norm > 0.1
     assert reason.kind == "unknown"
     assert "zero=2, 2 microbatches, most in the parameter" in reason.sentence
+    assert re.search(r"checked_models[.]py:\d+: ", reason.sentence), reason.sentence
 
 
 def test_a_refused_plan_is_shown_with_its_sentence(monkeypatch):

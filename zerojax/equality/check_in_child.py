@@ -49,6 +49,7 @@ from zerojax.equality.tracing import Relation, line_of_error
 from zerojax.models.adapt import as_loss, as_model, evaluation_mode
 from zerojax.operators.marks import takes_over_batch
 from zerojax.optim.step_sizes import StepSizes
+from zerojax.tracing.reads import line_of_read
 
 MICROBATCHES = 2
 
@@ -487,7 +488,10 @@ class _Check:
         """
         differing = [run for run in self.compared if not run.agrees and run.refusal is None]
         first = run or next(iter(differing), None)
-        most = "" if first is None or not first.worst else f", most in the parameter {first.worst}"
+        most = ""
+        if first is not None and first.worst:
+            line = line_of_read(self.plan.traced.forward.jaxpr, {first.worst})
+            most = f", most in the parameter {first.worst}{f' ({line})' if line else ''}"
         which = "" if first is None else f" A run that differs: {first.name}{most}"
         return Reason(
             "unknown",

@@ -25,10 +25,11 @@ from zerojax.forecasting.hlo.live_buffers import LiveAtPeak
 from zerojax.forecasting.hlo.program import Instruction, Program
 from zerojax.forecasting.hlo.source_frames import Frame
 from zerojax.forecasting.roles import Roles, argument_roles, unescape
-from zerojax.operators.marks import inner_programs, read_name
+from zerojax.operators.marks import inner_programs
 from zerojax.plan.make import Plan
 from zerojax.tracing.flops import without_waste
 from zerojax.tracing.loops import find_stack_loops
+from zerojax.tracing.reads import line_of_read
 from zerojax.tracing.rolling import find_lists
 from zerojax.tracing.source_lines import innermost_line, line_of_equation
 from zerojax.tracing.stored_scores import (
@@ -361,18 +362,6 @@ def _straight_layers(
             why=next((reason for reason in plan.reasons if reason.startswith(prefix)), ""),
             line=line_of_read(forward.jaxpr, members),
         )
-
-
-def line_of_read(program: Jaxpr, names: Collection[str | None]) -> str | None:
-    """Returns the line that first reads one of the parameters; None if none is read."""
-    for equation in program.eqns:
-        if read_name(equation) in names:
-            return line_of_equation(equation)
-        for inner in inner_programs(equation.params):
-            line = line_of_read(inner, names)
-            if line is not None:
-                return line
-    return None
 
 
 def _lengths_of_loops(program: Jaxpr) -> Iterator[int]:

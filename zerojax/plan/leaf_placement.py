@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -286,6 +286,7 @@ def tensor_parallel_axes(
     axis_sizes: Mapping[str, int],
     rules: Rules,
     stacks: Mapping[str, tuple[str, ...]] | None = None,
+    line_of: Callable[[str], str | None] = lambda name: None,
 ) -> dict[str, tuple[str | None, ...]]:
     """Finds the mesh axis of each dimension of every parameter, from the first matching
     tensor-parallel rule.
@@ -295,6 +296,7 @@ def tensor_parallel_axes(
       axis_sizes: {mesh axis: size}.
       rules: pairs (regular expression on the name, mesh axis of each trailing dimension).
       stacks: {stacked parameter: the user's names of its rows}, which the expressions match.
+      line_of: function from a parameter to the line of the model that reads it, for errors.
     """
     compiled = []
     for pattern, axes in rules:
@@ -326,10 +328,11 @@ def tensor_parallel_axes(
         for index, axis in enumerate(full):
             size = axis_sizes[axis] if axis else 1
             if shape[index] % size:
+                line = line_of(name)
                 raise ValueError(
-                    f"{name}: dim {index} of size {shape[index]} is not divisible by "
-                    f"{axis}={size}; choose a {axis} size that divides {shape[index]}, or change "
-                    "its tensor-parallel rule"
+                    f"{name}{f' ({line})' if line else ''}: dim {index} of size {shape[index]} is "
+                    f"not divisible by {axis}={size}; choose a {axis} size that divides "
+                    f"{shape[index]}, or change its tensor-parallel rule"
                 )
         result[name] = tuple(axis if axis and axis_sizes[axis] > 1 else None for axis in full)
     return result

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from zerojax.plan.leaf_placement import (
 )
 from zerojax.plan.state_layout import PipelineLayout
 from zerojax.tracing import trees
+from zerojax.tracing.reads import line_of_read
 from zerojax.tracing.row_lookups import Asked
 
 
@@ -121,6 +122,7 @@ def place_parameters(
     mapped_dims: Mapping[str, int] | None = None,
     layer_rows: Mapping[str, tuple[int, ...]] | None = None,
     eight_bits: Collection[str] = (),
+    line_of: Callable[[str], str | None] = lambda name: None,
 ) -> Placement:
     """Makes the placement table: decides how each parameter is sharded and read.
 
@@ -145,6 +147,7 @@ def place_parameters(
         splits.
       eight_bits: names of parameters that are gathered as 8-bit floats, if they are gathered on
         use.
+      line_of: function from a parameter to the line of the model that reads it, for errors.
 
     Raises:
       ValueError: a rule has an unknown axis, does not fit a shape, or does not divide it; a
@@ -153,7 +156,7 @@ def place_parameters(
     """
     frozen = dict(always_frozen or {})
     frozen_by_user = _frozen_by_user(shapes, rules) if rules.freeze else frozenset()
-    axes_of = tensor_parallel_axes(shapes, axis_sizes, rules.tensor_parallel, rules.stacks)
+    axes_of = tensor_parallel_axes(shapes, axis_sizes, rules.tensor_parallel, rules.stacks, line_of)
     leaves = {}
     for name, shape in shapes.items():
         stack_dims, barrier = _stack_dims(shape, read_shapes.get(name))
@@ -419,6 +422,7 @@ def place_model(
         mapped_dims=trace.mapped_dims,
         layer_rows=None if layout is None else dict.fromkeys(stacked, layout.rows),
         eight_bits=trace.eight_bits if settings.wire.weights == "fp8" else (),
+        line_of=lambda name: line_of_read(trace.jaxpr.jaxpr, {name}),
     )
 
 

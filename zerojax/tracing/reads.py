@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from zerojax.operators.marks import (
     reads_eight_bits,
 )
 from zerojax.tracing.jaxpr import split_scan
+from zerojax.tracing.source_lines import line_of_equation
 
 Names = frozenset[str]
 _NOTHING: Names = frozenset()
@@ -251,3 +252,20 @@ def _slices_leading_dim(equation: Any) -> bool:
     return (
         kind in ("slice", "dynamic_slice") and after[0].aval.shape[1:] == before[0].aval.shape[1:]
     )
+
+
+def line_of_read(program: Jaxpr, names: Collection[str | None]) -> str | None:
+    """Returns the line that first reads one of the parameters; None if none is read.
+
+    The parameters of a pair of functions are read before its code runs; then it is the line that
+    first uses one of them.
+    """
+    for equation in program.eqns:
+        if read_name(equation) in names:
+            uses = (one for one in program.eqns if equation.outvars[0] in one.invars)
+            return next(filter(None, map(line_of_equation, (equation, *uses))), None)
+        for inner in inner_programs(equation.params):
+            line = line_of_read(inner, names)
+            if line is not None:
+                return line
+    return None

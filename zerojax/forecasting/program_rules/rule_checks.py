@@ -18,7 +18,7 @@ from zerojax.forecasting.program_rules.rule_results import (
     checked_rule,
 )
 from zerojax.forecasting.program_rules.sharding_effects import effect_of, users_rules
-from zerojax.forecasting.step_contents import SentArray, StepContents, line_of_read
+from zerojax.forecasting.step_contents import SentArray, StepContents
 from zerojax.operators.context import SCOPE as ATTENTION
 from zerojax.operators.marks import marked_reads
 from zerojax.optim.matrices import SCOPE as MATRICES
@@ -29,6 +29,7 @@ from zerojax.plan.make import Plan
 from zerojax.plan.placement import shared_axes
 from zerojax.plan.wire import leaf_transfers
 from zerojax.tracing import trees
+from zerojax.tracing.reads import line_of_read
 
 MB, GB, GIB = 1e6, 1e9, 2**30
 _FLOATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
