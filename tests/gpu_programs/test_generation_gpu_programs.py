@@ -47,7 +47,7 @@ class Decoding(NamedTuple):
     total: int
     """Bytes of device memory that all kernels read and write."""
     codes: int
-    """Bytes of int8 arrays that kernels read."""
+    """Bytes of arrays of 8-bit codes that kernels read."""
     wide_results: set[int]
     """Numbers of elements of the arrays of 16 or 32 bits that kernels write."""
     weights: int
@@ -116,7 +116,7 @@ def decoding(batch: int, quantize: str | None, cache: str | None, length: int = 
     results = [array for x in kernels for array in x.arrays if array.bits > 8]
     return Decoding(
         total=traffic.total.of_computation(body.name),
-        codes=sum(x.bytes for x in arrays if x.dtype == "s8"),
+        codes=sum(x.bytes for x in arrays if x.dtype in ("s8", "f8e4m3fn")),
         wide_results={math.prod(x.shape) for x in results},
         weights=bytes_of(state) - bytes_of(state["token_embedding"]),
         cache=bytes_of(kept),
@@ -139,11 +139,11 @@ def bounds(way: str = "model 1", devices: int = 1) -> dict[Any, GenerationBound]
     return {(x.quantize, x.cache, x.batch): x for x in found if x.way == way}
 
 
-@pytest.mark.parametrize("batch", [1, 32])
-def test_int8_weights_are_read_once_and_no_copy_is_written(batch):
+@pytest.mark.parametrize(("batch", "kind"), [(1, "int8"), (32, "int8"), (1, "fp8"), (32, "fp8")])
+def test_8_bit_weights_are_read_once_and_no_copy_is_written(batch, kind):
     """At most 0.55 of the bytes that weights in bfloat16 have at least."""
     sizes = kernel_sizes()
-    eight = decoding(batch, "int8", None)
+    eight = decoding(batch, kind, None)
     assert eight.codes == SIZES.num_layers * sum(sizes)
     # Gate and up may be one product. Partial sums of 32 rows are as large as the keys' kernel.
     assert not eight.wide_results & {*sizes, 2 * max(sizes)} - {min(sizes)}

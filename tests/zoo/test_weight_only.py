@@ -14,7 +14,13 @@ import zerojax
 from tests.support.refusals import refused
 from tests.support.small_models import VOCAB, reference_model
 from zerojax.config import MoEConfig
-from zerojax.operators.rounded_weights import coded_dot, encoded, encoded_rows, rounded
+from zerojax.operators.rounded_weights import (
+    coded_dot,
+    encoded,
+    encoded_rows,
+    float8_and_scales,
+    rounded,
+)
 from zerojax.operators.stored_attention import masked_attention
 from zerojax.zoo.generation import generate
 from zerojax.zoo.layers import Projection
@@ -126,6 +132,48 @@ def test_a_product_with_codes_is_that_with_the_rounded_kernel():
         assert np.isfinite(found[:, 1:]).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_8_bit_floats_are_the_nearest_to_the_weights(dtype):
+    """To the rounding of a float32 product; compiled and in NumPy, as in an export, the same."""
+    random = np.random.default_rng(3)
+    kernel = random.normal(size=(300, 7)) * np.exp(random.normal(size=(300, 7)))
+    kernel[:, 1], kernel[3, 2] = 0, 0
+    kernel = np.asarray(jnp.asarray(kernel, dtype))
+    codes, scales = float8_and_scales(np, kernel)
+    compiled = jax.jit(lambda x: encoded(x, "fp8", 1))(kernel)
+    np.testing.assert_array_equal(np.asarray(compiled[0], np.float32), codes.astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(compiled[1], np.float32), scales[0])
+    every = np.arange(256, dtype=np.uint8).view(codes.dtype).astype(np.float64)
+    every = every[np.isfinite(every)]
+    wide = kernel.astype(np.float64)[..., None]
+    best = abs(every * scales[..., None] - wide).min(-1)
+    error = abs(codes.astype(np.float64) * scales - wide[..., 0])
+    assert (error <= best * (1 + 1e-6) + 1e-7 * abs(wide[..., 0])).all()
+    assert abs(codes.astype(np.float32)).max() == 448
+    scale = encoded(jnp.asarray(kernel).at[5, 0].set(np.inf), "fp8", 1)[1]
+    assert np.isnan(float(scale[0]))
+    assert np.isfinite(np.asarray(scale[1:], np.float32)).all()
+
+
+@pytest.mark.thorough
+def test_logits_with_8_bit_floats_are_those_of_the_decoded_weights():
+    model = reference_model("llama")(nnx.Rngs(0))
+    found = logits_of(with_codes(model, "fp8"))
+    plain = logits_of(model)
+    for _, part in nnx.iter_modules(model.blocks):
+        if isinstance(part, Projection):
+            decode = functools.partial(decoded_floats, part.num_inputs)
+            part.kernel[...] = jax.vmap(decode)(part.kernel[...])
+    np.testing.assert_allclose(found, logits_of(model), atol=SUMS)
+    assert 100 * SUMS < abs(found - plain).max() < 0.1 * abs(plain).max()
+
+
+def decoded_floats(num_inputs, kernel):
+    codes, scales = encoded(kernel, "fp8", num_inputs)
+    wide = codes.astype(jnp.float32)
+    return wide * jnp.broadcast_to(scales, wide.shape)
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sinks": np.ones(4, np.float32)}])
 def test_attention_to_codes_is_that_to_the_decoded_keys_and_values(options):
     draw = np.random.default_rng(2).normal
@@ -159,6 +207,8 @@ def test_what_does_not_fit_is_refused():
 
     plain = model()
     refused(lambda: generate(plain, TOKENS, 2, quantize="int4"), "quantize='int4'", "int8")
+    eight = model(matmul_dtype="fake_int8")
+    refused(lambda: generate(eight, TOKENS, 2, quantize="fp8"), "fake_int8", "quantize")
     refused(lambda: generate(plain, TOKENS, 2, cache="fp8"), "cache='fp8'", "int8")
     experts = model(moe=MoEConfig(num_experts=4, experts_per_token=2))
     refused(lambda: generate(experts, TOKENS, 2, quantize="int8"), "4 experts", "quantize")

@@ -100,8 +100,8 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--quantize",
-        choices=("int8",),
-        help="round the kernels of the layers to int8 codes (the compute dtype)",
+        choices=("int8", "fp8"),
+        help="round the kernels of the layers to 8-bit codes (the compute dtype)",
     )
     parser.add_argument(
         "--cache",

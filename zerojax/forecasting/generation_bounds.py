@@ -25,7 +25,7 @@ from zerojax.tracing.trees import format_bytes
 from zerojax.zoo.decoder import MEGATRON_RULES, Decoder
 from zerojax.zoo.generation import count_shards
 from zerojax.zoo.lora import KERNEL_SUFFIX
-from zerojax.zoo.weight_only import CACHE_KINDS, WEIGHT_KINDS
+from zerojax.zoo.weight_only import CACHE_KINDS
 
 BATCHES = (1, 32)
 """Numbers of rows for which rates are stated."""
@@ -33,6 +33,8 @@ DEGREES = (1, 2, 4, 8)
 """Sizes of the axis `model` for weights that stay whole on `model` devices."""
 _BLOCKS, _TABLES = "blocks/", ("token_embedding/", "position_embedding/")
 _CODE_BYTES = 1
+_INT8 = "int8"
+"""Format of weights; those of "fp8" have the same bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,7 @@ def generation_bounds(plan: Plan, gpu: Gpu) -> list[GenerationBound]:
     counter = _Counter(plan, model, gpu, mesh)
     devices = math.prod(mesh.values())
     degrees = [n for n in DEGREES if devices % n == 0 and n <= gpu.node_devices]
-    kinds = itertools.product((None, *WEIGHT_KINDS), (None, *CACHE_KINDS), BATCHES)
+    kinds = itertools.product((None, _INT8), (None, *CACHE_KINDS), BATCHES)
     options = [{"quantize": q, "cache": c, "batch": b} for q, c, b in kinds]
     shards = (counter.gathered, counter.in_place) if plan.zero == 3 and devices > 1 else ()
     return [
@@ -324,6 +326,7 @@ def generation_page(bounds: Sequence[GenerationBound], plan: Plan, gpu: Gpu) -> 
     notes = (
         f"Per decoded position and device, {gpu.title}; cache full, at max_seq_len positions.",
         f"sends, holds: at batch {many}. Counted by formula; no GPU has run it.",
+        "Weights in fp8 have the bytes of int8.",
         "ms is a lower bound and tokens/s an upper bound: activations and launches are left out.",
         "gathered, in place: shards of ZeRO-3; devices send weights, or activations of all rows.",
     )

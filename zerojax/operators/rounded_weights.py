@@ -1,4 +1,5 @@
-"""Rounds kernels to 8- or 4-bit integers with one scale per output, or per 32 inputs of an output.
+"""Rounds kernels to 8- or 4-bit integers with one scale per output, or per 32 inputs of an output,
+or to 8-bit floats with one scale per output.
 
 Quantization-aware training (`rounded_dot`), generation (`coded_dot`) and exports of codes use this
 module, with the same bits: a weight's value is code x scale, rounded to the dtype of the kernel, as
@@ -42,6 +43,13 @@ def _largest_codes() -> list[int]:
     return [0, 0, *(IntegerFormat(bits=bits).largest for bits in range(2, MAX_BITS + 1))]
 
 
+FP8 = "fp8"
+"""Name of the format of 8-bit floats (float8_e4m3fn)."""
+_FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+_LARGEST_FLOAT8 = np.float32(jnp.finfo(_FLOAT8).max)
+_INVERSE_FLOAT8 = np.float32(1) / _LARGEST_FLOAT8
+_LARGEST_BITS = np.uint8(0x7E)
+"""Bits of the largest float8_e4m3fn; one more is NaN."""
 FORMATS = {"int8": IntegerFormat(bits=8), "int4": IntegerFormat(bits=4, group=32)}
 LEVELS = np.array(
     [(largest, 1 / largest if largest else 0) for largest in _largest_codes()], np.float32
@@ -94,23 +102,64 @@ def _with_scales(
     return _nearest(xp, wide, scales, most), scales
 
 
+def float8_and_scales(xp: Any, weights: Any) -> tuple[Any, Any]:
+    """Quantizes a kernel to 8-bit floats; NumPy and JAX give the same bits.
+
+    Args:
+      xp: module to compute with, numpy or jax.numpy.
+      weights: [inputs, outputs]; float32, bfloat16 or float16. Scales are rounded to this dtype.
+
+    Returns:
+      Codes, float8_e4m3fn [inputs, outputs], and scales, float32 [1, outputs]. Codes of weights
+      that are not finite are NaN.
+    """
+    wide = _exact(xp, weights)
+    largest = xp.max(xp.abs(wide), axis=0, keepdims=True)
+    scales = _rounded(xp, largest * _INVERSE_FLOAT8, weights.dtype)
+    scales = xp.where(scales == 0, np.float32(1), scales)
+    # As in `_nearest`, the quotient is a guess, and products with the middle of two codes decide.
+    size = xp.abs(wide)
+    guess = xp.minimum(size * (np.float32(1) / scales), _LARGEST_FLOAT8).astype(_FLOAT8)
+    code, above = guess, _float8_of(xp.minimum(guess.view(np.uint8) + 1, _LARGEST_BITS))
+    code = xp.where(_middle(code, above) * scales < size, above, code)
+    bits = code.view(np.uint8)
+    below = _float8_of(bits - xp.minimum(bits, np.uint8(1)))
+    code = xp.where((_middle(code, below) * scales >= size) & (bits > 0), below, code)
+    codes = xp.where(wide < 0, -code.astype(np.float32), code.astype(np.float32))
+    codes = xp.where(xp.isfinite(wide), codes, np.float32(np.nan))
+    return codes.astype(_FLOAT8), scales
+
+
+def _float8_of(bits: Any) -> Any:
+    return bits.astype(np.uint8).view(_FLOAT8)
+
+
+def _middle(one: Any, other: Any) -> Any:
+    return (one.astype(np.float32) + other.astype(np.float32)) * np.float32(0.5)
+
+
 def encoded(kernel: jax.Array, name: str, num_inputs: int) -> tuple[jax.Array, jax.Array]:
-    """Quantizes a kernel to int8 codes and one scale per output.
+    """Quantizes a kernel to 8-bit codes and one scale per output.
 
     Args:
       kernel: [*inputs, *outputs]; float32, bfloat16 or float16.
-      name: format of the codes, "int8".
+      name: format of the codes, "int8" or "fp8".
       num_inputs: number of dimensions of the inputs.
 
     Returns:
-      Codes, int8, in the shape of `kernel`, and scales [*outputs] in its dtype. Code x scale,
-      rounded to this dtype, is the value of `rounded`. If a weight is not finite, the scale of its
-      output is NaN.
+      Codes, int8 or float8_e4m3fn, in the shape of `kernel`, and scales [*outputs] in its dtype.
+      int8: code x scale, rounded to this dtype, is the value of `rounded`. If a weight is not
+      finite, the scale of its output is NaN.
     """
-    assert FORMATS[name].group is None, name
-    inputs = math.prod(kernel.shape[:num_inputs])
-    codes, scales = codes_and_scales(jnp, kernel.reshape(inputs, -1), name)
-    codes, scales = _as_integers(codes, scales, 1, kernel.dtype)
+    flat = kernel.reshape(math.prod(kernel.shape[:num_inputs]), -1)
+    if name == FP8:
+        codes, scales = float8_and_scales(jnp, flat)
+        are_finite = jnp.all(jnp.isfinite(flat), axis=0, keepdims=True)
+        scales = jnp.where(are_finite, scales, jnp.nan).astype(kernel.dtype)
+    else:
+        assert FORMATS[name].group is None, name
+        codes, scales = codes_and_scales(jnp, flat, name)
+        codes, scales = _as_integers(codes, scales, 1, kernel.dtype)
     return codes.reshape(kernel.shape), scales.reshape(kernel.shape[num_inputs:])
 
 
@@ -145,7 +194,7 @@ def coded_dot(x: jax.Array, codes: jax.Array, scales: jax.Array, num_inputs: int
 
     Args:
       x: [..., *inputs].
-      codes: int8 [*inputs, *outputs].
+      codes: int8 or float8_e4m3fn [*inputs, *outputs].
       scales: [*outputs], in the dtype of the products.
       num_inputs: number of contracted dimensions.
 

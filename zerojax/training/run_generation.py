@@ -77,7 +77,7 @@ class ModelReader:
         Args:
           state: train state; it stays valid.
           weights: "ema" reads the averaged weights instead of the trained ones.
-          quantize: "int8" rounds the kernels of a decoder's layers to codes, which are for
+          quantize: "int8" or "fp8" rounds the kernels of a decoder's layers to codes, which are for
             generation only (see `zoo.weight_only`); None rounds nothing.
           apart: whether each layer of a decoder gets arrays of its own, also for generation only.
             Layers that pipeline stages divide stay stacked.

@@ -486,7 +486,7 @@ class Trainer(StepRunner):
           seed: seed of the sampling.
           batch_size: number of prompts that are continued together.
           weights: "ema" generates with the averaged weights (`zerojax.with_ema`).
-          quantize: "int8" rounds the kernels of the layers to int8 codes; None: the compute dtype.
+          quantize: "int8" or "fp8" rounds the kernels of the layers to 8-bit codes; None: no codes.
           cache: "int8" stores keys and values as int8 codes; None: in the compute dtype.
 
         Returns:

@@ -93,8 +93,8 @@ def generate(
       seed: random seed of the sampling; equal arguments give equal tokens.
       row_numbers: integers [batch] that determine, with seed and position, the random numbers of
         each row; None uses 0, 1, 2, ...
-      quantize: "int8" rounds the kernels of the layers to int8 codes with one scale per output;
-        None computes with the weights as they are.
+      quantize: "int8" or "fp8" rounds the kernels of the layers to integers or floats of 8 bits
+        with one scale per output; None computes with the weights as they are.
       cache: "int8" stores keys and values as int8 codes with one scale per head and position; None
         stores them in the dtype of the activations.
 

@@ -1,4 +1,4 @@
-"""Prepares the weights of a decoder for generation: layers apart, and int8 codes.
+"""Prepares the weights of a decoder for generation: layers apart, and 8-bit codes.
 
 `Decoder.extend` applies layers that are not stacked one after the other. In a loop over stacked
 layers, the compiler for GPUs copies the weights of each layer before the product: 3 bytes of memory
@@ -19,15 +19,15 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.operators.rounded_weights import encoded
+from zerojax.operators.rounded_weights import FP8, encoded
 from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.layers import Projection
 
-WEIGHT_KINDS = ("int8",)
+WEIGHT_KINDS = ("int8", FP8)
 """Formats of weights for generation, besides the compute dtype."""
 CACHE_KINDS = ("int8",)
 """Formats of keys and values in the cache, besides the dtype of the activations."""
-_FITTING = (None, "fake_int8")
+_FITTING = {"int8": (None, "fake_int8"), FP8: (None,)}
 _SCALE = "kernel_scale"
 
 
@@ -36,7 +36,7 @@ def check_weight_kind(model: Any, kind: str | None) -> None:
 
     Args:
       model: a decoder.
-      kind: "int8", or None for the compute dtype.
+      kind: one of `WEIGHT_KINDS`, or None for the compute dtype.
 
     Raises:
       ValueError: the kind is unknown, the model has experts, or it was trained with products in
@@ -45,14 +45,16 @@ def check_weight_kind(model: Any, kind: str | None) -> None:
     if kind is None:
         return
     if kind not in WEIGHT_KINDS:
-        raise ValueError(f"quantize={kind!r} is unknown; use 'int8', or None for the compute dtype")
+        raise ValueError(
+            f"quantize={kind!r} is unknown; use 'int8' or 'fp8', or None for the compute dtype"
+        )
     if model.moe is not None:
         raise ValueError(
             f"quantize={kind!r} is not supported for the {model.moe.num_experts} experts of this "
             "model; leave quantize out"
         )
     used = getattr(model.config, "matmul_dtype", None)
-    if used not in _FITTING:
+    if used not in _FITTING[kind]:
         raise ValueError(
             f"quantize={kind!r} does not fit a model with matmul_dtype={used!r}, whose products "
             "are in another format; leave quantize out"
@@ -66,14 +68,14 @@ def check_cache_kind(kind: str | None) -> None:
 
 
 def with_codes(model: Decoder, kind: str | None) -> Decoder:
-    """Returns a decoder whose projections in the layers are int8 codes, with one scale per output.
+    """Returns a decoder whose projections in the layers are 8-bit codes, with one scale per output.
 
-    The codes are those of `operators.rounded_weights`, so those of an export and of
+    The codes are those of `operators.rounded_weights`, so those of an export and, for "int8", of
     `matmul_dtype="fake_int8"`. Embeddings, output head, norms, biases and adapters are unchanged.
 
     Args:
       model: see `with_layers_apart`.
-      kind: "int8"; None returns `model`.
+      kind: "int8" or "fp8"; None returns `model`.
 
     Raises:
       ValueError: see `check_weight_kind`.
@@ -89,8 +91,8 @@ def with_layers_apart(model: Decoder, kind: str | None = None, dtype: Any = None
       model: a decoder with stacked layers, which is not modified and shares its other arrays with
         the result. Its arrays may be sharded over a mesh; those of the layers are sharded like
         them.
-      kind: "int8" rounds the kernels of projections to codes, see `with_codes`; None rounds
-        nothing.
+      kind: "int8" or "fp8" rounds the kernels of projections to codes, see `with_codes`; None
+        rounds nothing.
       dtype: dtype of the layers' parameters, before they are rounded; None: their own.
 
     Raises:

@@ -6,8 +6,8 @@ scales.
 
 int8, int4: format "pack-quantized". Codes and scales are those of `operators.rounded_weights`: one
 scale for each output (int8), or for 32 inputs of an output (int4). Codes plus 128 (int4: 8) fill
-int32 words from the lowest bits up. fp8: format "float-quantized". A code is the float8_e4m3fn
-nearest to the weight divided by the scale of its output.
+int32 words from the lowest bits up. fp8: format "float-quantized". A code times the scale of its
+output is the nearest such value to the weight.
 
 Source: the package compressed-tensors 0.20, modules compressors/pack_quantized and
 compressors/naive_quantized.
@@ -23,18 +23,23 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.operators.rounded_weights import FORMATS, check_inputs, codes_and_scales
+from zerojax.operators.rounded_weights import (
+    FORMATS,
+    FP8,
+    check_inputs,
+    codes_and_scales,
+    float8_and_scales,
+)
 from zerojax.zoo.hugging_face.config_reading import UnsupportedError
 from zerojax.zoo.hugging_face.layouts import EXPERT, Leaf
 from zerojax.zoo.hugging_face.safetensors import Tensor
 from zerojax.zoo.hugging_face.writing import Outgoing, Read
 
-KINDS = (*FORMATS, "fp8")
+KINDS = (*FORMATS, FP8)
 
 _WEIGHT, _HEAD = ".weight", "lm_head"
 _WORD_BITS = 32
 _FP8 = np.dtype(jnp.float8_e4m3fn)
-_LARGEST_FP8 = float(jnp.finfo(_FP8).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +93,12 @@ def encode(name: str, weights: np.ndarray, kind: str) -> dict[str, np.ndarray]:
       {name: tensor}: codes, and scales [outputs, number of scales per output]; with int8 and int4
       also the shape as int64.
     """
-    if kind == "fp8":
-        wide = weights.astype(np.float32)
-        largest = np.max(np.abs(wide), axis=1, keepdims=True)
-        scales = (largest / np.float32(_LARGEST_FP8)).astype(weights.dtype)
-        scales[scales == 0] = 1  # for a row of zeros, or of values below the smallest scale
-        codes = np.clip(wide / scales.astype(np.float32), -_LARGEST_FP8, _LARGEST_FP8)
-        return {name: codes.astype(_FP8), f"{name}_scale": scales}
+    if kind == FP8:
+        codes, scales = float8_and_scales(np, np.ascontiguousarray(weights.T))
+        return {
+            name: np.ascontiguousarray(codes.T),
+            f"{name}_scale": scales.T.astype(weights.dtype),
+        }
     codes, scales = codes_and_scales(np, np.ascontiguousarray(weights.T), kind)
     codes = codes.reshape(weights.T.shape).T.astype(np.int32)
     return {
@@ -158,7 +162,7 @@ def _coded_parts(one: Outgoing, kind: str) -> list[CodedPart]:
     def tensor(ending: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
         return Tensor(name=f"{name}{ending}", shape=shape, dtype=np.dtype(dtype))
 
-    if kind == "fp8":
+    if kind == FP8:
         tensors = [tensor("", (outputs, inputs), _FP8), tensor("_scale", (outputs, 1), dtype)]
     else:
         check_inputs(kind, inputs)
