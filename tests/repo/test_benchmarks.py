@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -198,6 +199,25 @@ def test_hand_made_settings_are_many_different_ones_of_run_files_with_keys_that_
             except ConfigError as error:
                 errors.append(str(error))
         assert all("is not divisible by num_microbatches" in error for error in errors)
+
+
+def test_the_page_of_plans_has_the_comparison_with_hand_made_settings():
+    record = json.loads((RESULTS / "hand_made.json").read_text())
+    page = (ROOT / "docs/plan.md").read_text().splitlines()
+    goals = {goal["name"].split(":")[0]: goal["value"] for goal in record["goals"]}
+    for name, found in record["searches"].items():
+        rows = [row for row in record["rows"] if row["config"] == name]
+        assert len(rows) >= 50
+        count = Counter(row["status"] for row in rows)
+        statuses = ("impossible", "does not fit", "ruled out", "fits", "not compiled")
+        steps = [row["step_s"] for row in rows if row["status"] == "fits"]
+        cells = [
+            *(str(count[status]) for status in statuses),
+            f"{found['chosen_step_s']:.2f} s",
+            f"{min(steps):.2f} s" if steps else "none compiled",
+            f"{goals[name]:.3f}",
+        ]
+        assert f"| `{name}` | {' | '.join(cells)} |" in page
 
 
 @pytest.mark.slow
