@@ -32,6 +32,7 @@ NAMES = (
     "rounding",
     "plans",
     "search",
+    "hand_made",
     "scaling",
     "attention",
     "sequences",

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     """Searches all cases and writes the record."""
     arguments = parse_arguments(__doc__ or "", argv)
     load_before = load_average()
-    rows = [_row(*case) for case in ((SMOKE,) if arguments.smoke else CASES)]
+    rows = [search_row(*case) for case in ((SMOKE,) if arguments.smoke else CASES)]
     goals = []
     for row in rows:
         name = row["config"]
@@ -50,13 +50,19 @@ def main(argv: list[str] | None = None) -> None:
     write_record(record, arguments, load_before, compiler=compiler)
 
 
-def _row(name: str, gpu: str, devices: int) -> dict[str, Any]:
+def search_row(name: str, gpu: str, devices: int, *, is_cached: bool = False) -> dict[str, Any]:
+    """Searches for the settings of one run file, and returns the row of the record.
+
+    Args:
+      is_cached: whether the search uses the cache of forecasts.
+    """
+    cache = {} if is_cached else {"ZEROJAX_CACHE": "off"}
     began, used = time.monotonic(), os.times()
     command = [sys.executable, "-m", "zerojax", "plan", f"configs/{name}.yaml", "--gpu", gpu]
     result = subprocess.run(
         [*command, "--devices", str(devices), "--search", "--json"],
         cwd=ROOT,
-        env={**os.environ, "ZEROJAX_CACHE": "off", "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, **cache, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -102,6 +102,7 @@ class World:
             state=int(self.state / [1, 8, 8, 8][c.zero] / c.model / c.stage * GIB),
             peak=int(self.peak(c) * GIB),
             limit=LIMIT,
+            products_seconds=self.busy(c),
         )
 
     def plan(self, c: Candidate) -> Candidate:
@@ -401,6 +402,33 @@ def test_what_fits_at_once_is_tried_in_its_simplest_form():
     assert "needs no more memory and sends no more" in other.reason
 
 
+def test_what_the_best_beats_by_products_alone_is_not_even_planned():
+    world, planned = World(activations=1, wire=0.01), []
+
+    def bounds(c):
+        planned.append(c)
+        return world.bounds(c)
+
+    candidates = list_candidates(8, 64, node_devices=8, num_layers=8)
+    own = Candidate(zero=2, model=1, num_microbatches=8, remat="none")
+    result = search(
+        world.plan,
+        candidates,
+        CARD,
+        forecast_of=world.forecast,
+        own=own,
+        find_bounds=bounds,
+        clock=lambda: world.now,
+    )
+    fewer = {dataclasses.replace(own, num_microbatches=number) for number in (1, 2, 4)}
+    assert fewer < set(planned), "they are simpler, and may fit"
+    assert len(planned) <= len(fewer) + 1 + len(REMATS)
+    assert result.certain
+    assert len(result.trials) == len(candidates)
+    assert result.chosen.candidate == dataclasses.replace(own, num_microbatches=1)
+    assert result.chosen.seconds <= cheapest_of_all(World(activations=1, wire=0.01)) / 0.95
+
+
 def test_state_that_cannot_fit_is_not_even_planned_again():
     world = World(state=500.0)
     planned = []
@@ -628,7 +656,11 @@ def candidate(**changes) -> Candidate:
 
 def plan_for(c: Candidate):
     return sample_plan(
-        zero=c.zero, num_microbatches=c.num_microbatches, remat=c.remat, stage=c.stage
+        zero=c.zero,
+        model=c.model,
+        num_microbatches=c.num_microbatches,
+        remat=c.remat,
+        stage=c.stage,
     )
 
 
@@ -657,6 +689,19 @@ def test_bounds_of_every_remat_are_those_of_its_own_plan():
     for remat in REMATS:
         own = candidate(zero=3, num_microbatches=2, remat=remat)
         assert find(own) == bounds_of(plan_for(own), CARD, repeated(plan_for(own)))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("remat", REMATS)
+def test_products_take_the_same_time_on_every_mesh(remat):
+    """As `Bounds.products_seconds` says, and longer in a pipeline."""
+    find = bounds_on(CARD, plan_for)
+    one = find(candidate(zero=2, remat=remat)).products_seconds
+    for zero, model, number in [(0, 1, 1), (1, 1, 8), (3, 1, 4), (1, 4, 8)]:
+        other = find(candidate(zero=zero, model=model, num_microbatches=number, remat=remat))
+        assert other.products_seconds == pytest.approx(one)
+    staged = find(candidate(zero=1, stage=2, num_microbatches=8, remat=remat))
+    assert staged.products_seconds > one > 0
 
 
 @pytest.mark.thorough

@@ -7,18 +7,21 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
 import pytest
 
-from benchmarks import sequences
+from benchmarks import hand_made, sequences
 from benchmarks.gpu import collect, largest, offload, summary
 from benchmarks.gpu.subjects import make_factory, make_source
 from benchmarks.gpu.workloads import choose_workload
 from benchmarks.measuring import Sample, interleave, ratio_of
 from benchmarks.recording import RESULTS, Goal, Record, format_table, save_so_far
 from zerojax import make_mesh, make_plan
+from zerojax.config import RunConfig, load
+from zerojax.config.loader import ConfigError
 from zerojax.hardware import compile_client
 from zerojax.plan.counts import model_flops
 
@@ -172,6 +175,50 @@ def test_search(tmp_path):
     row = run_benchmark("search", tmp_path)["rows"][0]
     assert 0 < row["compiled"] < row["candidates"]
     assert row["chosen_step_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compile_client.missing() is not None, reason="compiles for GPUs")
+def test_hand_made(tmp_path):
+    record = run_benchmark("hand_made", tmp_path)
+    found = {row["setting"]: row["status"] for row in record["rows"]}
+    assert found["remat=none num_microbatches=2"] == "fits"
+    assert found["remat=none num_microbatches=7"] == "impossible"
+    for row in record["rows"]:
+        assert (row["status"] == "impossible") == (row["bound_s"] is None)
+        assert row["step_s"] is None or row["step_s"] >= row["bound_s"]
+    assert record["goals"][0]["limit"] == hand_made.STEP_RATIO
+
+
+def test_hand_made_settings_are_many_different_ones_of_run_files_with_keys_that_exist():
+    for case in hand_made.read_cases(smoke=False):
+        assert len(set(case.settings)) == len(case.settings) >= 50
+        path, errors = ROOT / "configs" / f"{case.config}.yaml", []
+        for words in case.settings:
+            try:
+                load(RunConfig, path, list(words))
+            except ConfigError as error:
+                errors.append(str(error))
+        assert all("is not divisible by num_microbatches" in error for error in errors)
+
+
+def test_the_page_of_plans_has_the_comparison_with_hand_made_settings():
+    record = json.loads((RESULTS / "hand_made.json").read_text())
+    page = (ROOT / "docs/plan.md").read_text().splitlines()
+    goals = {goal["name"].split(":")[0]: goal["value"] for goal in record["goals"]}
+    for name, found in record["searches"].items():
+        rows = [row for row in record["rows"] if row["config"] == name]
+        assert len(rows) >= 50
+        count = Counter(row["status"] for row in rows)
+        statuses = ("impossible", "does not fit", "ruled out", "fits", "not compiled")
+        steps = [row["step_s"] for row in rows if row["status"] == "fits"]
+        cells = [
+            *(str(count[status]) for status in statuses),
+            f"{found['chosen_step_s']:.2f} s",
+            f"{min(steps):.2f} s" if steps else "none compiled",
+            f"{goals[name]:.3f}",
+        ]
+        assert f"| `{name}` | {' | '.join(cells)} |" in page
 
 
 @pytest.mark.slow

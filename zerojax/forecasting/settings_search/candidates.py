@@ -231,6 +231,8 @@ class Bounds:
       seconds: seconds per step by the roofline of products and communication; 0 if the GPU has no
         published peak.
       wire_seconds: seconds of communication per step.
+      products_seconds: seconds of matrix products per step. Without a pipeline they depend only on
+        the values of remat and `expert`; a pipeline takes at least as long.
       state: bytes per device of the training state between steps.
       peak: bytes per device of state, weights and gradients, without activations.
       limit: bytes per device that JAX may use.
@@ -244,6 +246,7 @@ class Bounds:
     peak: int
     limit: int
     activations: float = math.inf
+    products_seconds: float = 0.0
 
 
 MakePlan = Callable[[Candidate], Plan]
@@ -313,6 +316,7 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
     return Bounds(
         seconds=max(time.step_seconds or 0.0, memory_seconds),
         wire_seconds=time.wire_seconds,
+        products_seconds=time.compute_seconds or 0.0,
         state=state_bytes(plan),
         peak=sum(role_bytes(plan).values()),
         limit=memory_limit(gpu)[0],

@@ -128,6 +128,7 @@ class _Search:
         self.compiled: list[CompiledCandidate] = []
         self.closed: list[Trial] = []
         self.refused: dict[tuple[int, ...], Trial] = {}
+        self.products: dict[tuple[str, int], float] = {}
         self.no_compiler: str | None = None
         self.is_complete = True
 
@@ -178,7 +179,8 @@ class _Search:
         Formulas leave out activations. So if a candidate is already too large by formula, the same
         candidate with more microbatches or more remat is too large as well, and is not even
         planned. In a pipeline, whose buffers formulas include and more microbatches reduce, this
-        does not hold.
+        does not hold. A candidate that the best beats by the time of its matrix products, which
+        planned candidates show, is not planned either.
         """
         mesh = candidate.zero, candidate.model, candidate.stage, candidate.expert
         refused = self.refused.get(mesh) if candidate.stage == 1 else None
@@ -190,12 +192,18 @@ class _Search:
         if refused is not None:
             self.closed.append(dataclasses.replace(refused, candidate=candidate, bound=None))
             return
+        beaten = self.why_products_too_slow(candidate)
+        if beaten is not None:
+            self.closed.append(beaten)
+            return
         try:
             bounds = self.find_bounds(candidate)
         except ValueError as error:
             reason = str(error).split("\n")[0]
             self.closed.append(Trial(candidate=candidate, status=IMPOSSIBLE, reason=reason))
             return
+        if candidate.stage == 1:
+            self.products[candidate.remat, candidate.expert] = bounds.products_seconds
         entry = OpenCandidate(candidate=candidate, bounds=bounds)
         self.open.append(entry)
         if bounds.peak > bounds.limit:
@@ -272,18 +280,26 @@ class _Search:
             return f"#{simpler.trial.number} fits with fewer microbatches or less remat"
         if self.is_simpler_twin(entry, best):
             return None
-        if least_seconds(entry, self.compiled) >= (best.seconds or 0.0) * (1 - TOLERANCE):
-            return f"should not be more than {TOLERANCE:.0%} faster than #{best.number}"
-        return None
+        return _why_slow(least_seconds(entry, self.compiled), best)
+
+    def why_products_too_slow(self, candidate: Candidate) -> Trial | None:
+        """Returns the trial of a candidate whose matrix products alone take too long to beat the
+        best; None if the candidate must be planned."""
+        best = self.best()
+        least = self.products.get((candidate.remat, candidate.expert), 0.0)
+        if best is None or _has_fewer_microbatches(candidate, best.candidate):
+            return None
+        reason = _why_slow(least, best)
+        if reason is None:
+            return None
+        return Trial(candidate=candidate, status=BEATEN, reason=reason, bound=least)
 
     def is_simpler_twin(self, entry: OpenCandidate, best: Trial) -> bool:
         """Returns whether `entry` is the best candidate with fewer microbatches, and may still
         fit."""
-        mine, theirs = entry.candidate, best.candidate
         peak = expected_peak(entry, self.compiled)
         return (
-            dataclasses.replace(mine, num_microbatches=theirs.num_microbatches) == theirs
-            and mine.num_microbatches < theirs.num_microbatches
+            _has_fewer_microbatches(entry.candidate, best.candidate)
             and peak is not None
             and peak <= entry.bounds.limit
         )
@@ -395,6 +411,20 @@ def _size(candidate: Candidate) -> tuple[int, ...]:
         -REMATS.index(candidate.remat),
         -candidate.num_microbatches,
     )
+
+
+def _why_slow(least: float, best: Trial) -> str | None:
+    """Returns why a step of at least `least` seconds is too slow to beat the best; None if it is
+    not."""
+    if least < (best.seconds or 0.0) * (1 - TOLERANCE):
+        return None
+    return f"should not be more than {TOLERANCE:.0%} faster than #{best.number}"
+
+
+def _has_fewer_microbatches(candidate: Candidate, other: Candidate) -> bool:
+    """Returns whether `candidate` differs from `other` only by fewer microbatches."""
+    same = dataclasses.replace(candidate, num_microbatches=other.num_microbatches) == other
+    return same and candidate.num_microbatches < other.num_microbatches
 
 
 def _spans_nodes(candidate: Candidate, gpu: Gpu) -> bool:
