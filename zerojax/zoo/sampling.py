@@ -207,7 +207,6 @@ class DrawnRows(NamedTuple):
         """
         positions = start + self.lengths
         token = draw_tokens(logits, self.seen, rows, positions, controls)
-        token = jnp.where(self.has_ended, controls.pad_token, token)
         is_token = jnp.arange(logits.shape[1])[None] == token[:, None]
         ends = jnp.any(token[:, None] == jnp.asarray(controls.end_tokens)[None], axis=1)
         lengths = self.lengths + ~self.has_ended
