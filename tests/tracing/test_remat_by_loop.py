@@ -1,0 +1,178 @@
+"""`mesh.roll_remat` as a mapping: each list of layers has its own value."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import zerojax
+from tests.support.recipe import RECIPE
+from zerojax import tracing
+from zerojax.config.loader import ConfigError, load_dataclass
+from zerojax.data import shard_batch
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_step
+from zerojax.tracing.rolling import kept_bytes, trained_flops
+
+WIDTH, TOKENS, LAYERS = 16, 8, 4
+ENCODER, DECODER = "encoder/0..3", "decoder/0..3"
+VALUES = ("model", "none", "full", "attention", "dots", "elementwise")
+LOSSES = 4e-6
+"""Relative: a loss sums the batch's rows in another order on several devices."""
+
+
+class Block(nnx.Module):
+    """Attention to a memory, and an MLP."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.query, self.memory = (nnx.Linear(WIDTH, n * WIDTH, rngs=rngs) for n in (1, 2))
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, memory: jax.Array) -> jax.Array:
+        key, value = jnp.split(self.memory(memory), 2, axis=-1)
+        heads = [y[:, :, None] for y in (self.query(self.norm(x)), key, value)]
+        x = x + zerojax.attention(*heads)[:, :, 0]
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+class TwoLists(nnx.Module):
+    """An encoder, and a decoder that reads its result."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.encoder = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        self.decoder = nnx.List([Block(rngs) for _ in range(LAYERS)])
+
+    def loss(self, batch: dict[str, jax.Array]) -> jax.Array:
+        memory, x = batch["x"], batch["y"]
+        for layer in self.encoder:
+            memory = layer(memory, memory)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return jnp.mean(jnp.square(x - batch["x"]))
+
+
+def batch() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    return {name: draw.normal(size=(8, TOKENS, WIDTH)).astype(np.float32) for name in ("x", "y")}
+
+
+def plan_of(zero: int, roll_remat: Any, devices: int = 4, **options: Any) -> zerojax.Plan:
+    made = zerojax.make_mesh(zerojax.MeshConfig(data=devices), jax.devices()[:devices])
+    return zerojax.make_plan(
+        TwoLists(nnx.Rngs(0)), made, example_batch=batch(), precision="fp32", zero=zero,
+        roll_remat=roll_remat, optimizer=zerojax.adamw(1e-3, **RECIPE), persistence_threshold=0,
+        **options,
+    )  # fmt: skip
+
+
+def losses(plan: zerojax.Plan) -> list[float]:
+    """The losses of three steps: that of step 2 shows the gradients of step 1."""
+    state, step, found = init_state(plan), build_step(plan), []
+    for _ in range(3):
+        state, metrics = step(state, shard_batch(plan, batch()))
+        found.append(float(metrics["loss"]))
+    return found
+
+
+@functools.cache
+def plain_losses() -> tuple[float, ...]:
+    """Of the layers as written, on one device."""
+    return tuple(losses(plan_of(0, "auto", devices=1, roll="off")))
+
+
+def remats(plan: zerojax.Plan) -> dict[str, str]:
+    assert isinstance(plan.model, tracing.rolling.RolledModel)
+    return {loop.title: loop.remat for loop in plan.model.loops}
+
+
+MIXES = [mix for mix in itertools.product(VALUES, repeat=2) if mix[0] != mix[1]]
+OFTEN = [("full", "dots"), ("elementwise", "none")]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(
+    ("encoder", "decoder"),
+    [pytest.param(*m, marks=() if m in OFTEN else pytest.mark.thorough) for m in MIXES],
+)
+def test_losses_with_any_mix_are_those_of_the_layers_as_written(
+    zero: int, encoder: str, decoder: str
+) -> None:
+    plan = plan_of(zero, {"encoder": encoder, "decoder": decoder})
+    asked = {ENCODER: encoder, DECODER: decoder}
+    rolled = {t: v for t, v in asked.items() if zero == 3 or v not in ("model", "none")}
+    assert remats(plan) == rolled
+    for title, value in rolled.items():
+        pattern = title.partition("/")[0]
+        assert f"roll_remat={{{pattern}: {value}}}" in _reason(plan, title)
+    np.testing.assert_allclose(losses(plan), plain_losses(), rtol=LOSSES)
+
+
+def _reason(plan: zerojax.Plan, title: str) -> str:
+    return next(line for line in plan.reasons if line.startswith(f"layers: {title}"))
+
+
+def test_the_rest_is_auto_and_an_exact_name_comes_first() -> None:
+    auto = remats(plan_of(3, "auto"))
+    assert remats(plan_of(3, {"decoder/.*/up": "full"})) == {**auto, DECODER: "full"}
+    setting = {".": "dots", ENCODER: "full"}
+    assert remats(plan_of(3, setting)) == {DECODER: "dots", ENCODER: "full"}
+
+
+@pytest.mark.parametrize(
+    ("zero", "setting", "options", "words"),
+    [
+        (3, {"encodr": "full"}, {}, [ENCODER, DECODER]),
+        (3, {"encodr": "auto"}, {}, [ENCODER, DECODER]),
+        (3, {".": "full", "encoder": "dots"}, {}, [ENCODER, DECODER]),
+        (0, {"encoder": "none"}, {}, ["a loop would store more"]),
+        (3, {"encoder": "full"}, {"roll": "off"}, ["roll=off"]),
+    ],
+)
+def test_a_pattern_that_applies_to_no_loop_is_refused(
+    zero: int, setting: Any, options: Any, words: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="applies to no loop") as error:
+        plan_of(zero, setting, **options)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_run_files_and_overrides_take_a_mapping(tmp_path: Any) -> None:
+    path = tmp_path / "mesh.yaml"
+    path.write_text("roll_remat:\n  encoder/0..3: full\n  decoder: dots\n")
+    expected = ((ENCODER, "full"), ("decoder", "dots"))
+    assert load_dataclass(zerojax.MeshConfig, path, []).roll_remat == expected
+    word = "roll_remat={encoder/0..3: full, decoder: dots}"
+    assert load_dataclass(zerojax.MeshConfig, None, [word]).roll_remat == expected
+    with pytest.raises(ConfigError, match=r"roll_remat\.decoder: 'dot' .* mean 'dots'"):
+        load_dataclass(zerojax.MeshConfig, None, ["roll_remat={decoder: dot}"])
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        load_dataclass(zerojax.MeshConfig, None, ["roll_remat={'(': dots}"])
+
+
+def test_bytes_and_flops_of_a_policy_are_those_of_the_program() -> None:
+    """Of one layer: products of the forward pass, counted by hand, and two of each for gradients."""
+    plan = plan_of(0, "full")
+    assert isinstance(plan.model, tracing.rolling.RolledModel)
+    body = next(loop.body for loop in plan.model.loops if loop.title == ENCODER)
+    rows = 2 * TOKENS  # of 8 on 4 devices
+    weights = (1 + 2 + 2 + 2) * WIDTH**2
+    scores = rows * TOKENS * WIDTH
+    products = 2 * rows * weights + 4 * scores
+    kept = {value: kept_bytes(body, value) for value in VALUES[1:]}
+    flops = {value: trained_flops(body, value) for value in VALUES[1:]}
+    assert flops["none"] == flops["elementwise"] == 3 * products
+    assert flops["dots"] == 3 * products + 4 * scores  # products of two activations
+    # The result of the last product, and that of attention, are not needed again.
+    assert kept["full"] == 0
+    assert kept["none"] > kept["elementwise"] > kept["dots"] > 0
+    assert flops["dots"] < flops["full"] <= 4 * products
