@@ -26,10 +26,10 @@ from zerojax.tracing.stacking import REMAT_POLICIES
 ELEMENTWISE = "elementwise"
 """Name of the remat policy of this module, in addition to those of `REMAT_POLICIES`."""
 _NAMES = (
-    "abs add add_any broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh div erf "
-    "erf_inv exp exp2 expand_dims expm1 floor integer_pow iota log log1p logistic max min mul neg "
-    "pow reduce_max reduce_min reduce_sum rem reshape round rsqrt select_n sign sin sinh sqrt "
-    "square squeeze stop_gradient sub tan tanh transpose"
+    "abs add add_any broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh div "
+    "erf erf_inv exp exp2 expand_dims expm1 floor integer_pow iota log log1p logistic max "
+    "min mul neg one_minus_square pow reduce_max reduce_min reduce_sum rem reshape round "
+    "rsqrt select_n sign sin sinh sqrt square squeeze stop_gradient sub tan tanh transpose"
 )
 _COMPUTED_AGAIN = frozenset(_NAMES.split())
 """Primitives whose results the policy recomputes. Comparisons are not among them: their results
