@@ -24,9 +24,7 @@ from zerojax.hardware import gpus
 
 pytestmark = pytest.mark.gpu_programs
 WIDTH, LAYERS, TOKENS, DEVICES = 2048, 4, 2**17, 2
-BATCH = {
-    name: jax.ShapeDtypeStruct((DEVICES, TOKENS, WIDTH), jnp.bfloat16) for name in ("x", "y")
-}
+BATCH = {name: jax.ShapeDtypeStruct((DEVICES, TOKENS, WIDTH), jnp.bfloat16) for name in ("x", "y")}
 H100 = gpus.find_gpu("h100")
 VALUES = ("none", "elementwise", "dots", "full")
 

@@ -21,16 +21,16 @@ class Block(nnx.Module):
     """Attention to a memory, and an MLP."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.norm, self.second = (nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2))
         self.query, self.memory = (nnx.Linear(WIDTH, n * WIDTH, rngs=rngs) for n in (1, 2))
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array, memory: jax.Array) -> jax.Array:
-        key, value = jnp.split(self.memory(memory), 2, axis=-1)
+        key, value = jnp.split(self.memory(self.norm(memory)), 2, axis=-1)
         heads = [y[:, :, None] for y in (self.query(self.norm(x)), key, value)]
         x = x + zerojax.attention(*heads)[:, :, 0]
-        return x + self.down(jax.nn.gelu(self.up(x)))
+        return x + self.down(jax.nn.gelu(self.up(self.second(x))))
 
 
 class TwoLists(nnx.Module):
@@ -58,8 +58,8 @@ def plan_of(zero: int, roll_remat: Any, devices: int = 4, **options: Any) -> zer
     made = zerojax.make_mesh(zerojax.MeshConfig(data=devices), jax.devices()[:devices])
     return zerojax.make_plan(
         TwoLists(nnx.Rngs(0)), made, example_batch=batch(), precision="fp32", zero=zero,
-        roll_remat=roll_remat, optimizer=zerojax.adamw(1e-3, **RECIPE), persistence_threshold=0,
-        **options,
+        roll_remat=roll_remat, persistence_threshold=0,
+        **{"optimizer": zerojax.adamw(1e-3, **RECIPE), **options},
     )  # fmt: skip
 
 

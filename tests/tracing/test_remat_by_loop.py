@@ -6,7 +6,10 @@ import functools
 import itertools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zerojax
@@ -15,27 +18,36 @@ from zerojax import tracing
 from zerojax.config.loader import ConfigError, load_dataclass
 from zerojax.data import shard_batch
 from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.tracing.rolling import kept_bytes, trained_flops
 
 VALUES = ("model", "none", "full", "attention", "dots", "elementwise")
+SGD = optax.sgd(0.03)
+"""Its steps are proportional to gradients; Adam's magnify the rounding of small ones."""
 LOSSES = 4e-6
 """Relative: a loss sums the batch's rows in another order on several devices."""
+PARAMS = 1e-6
+"""Absolute, of parameters up to 1."""
 
 
-def losses(plan: zerojax.Plan) -> list[float]:
-    """The losses of three steps: that of step 2 shows the gradients of step 1."""
-    state, step, found = init_state(plan), build_step(plan), []
+def trained(plan: zerojax.Plan) -> tuple[list[float], list[np.ndarray]]:
+    """The losses of three steps, and the parameters after them."""
+    state, step, losses = init_state(plan), build_step(plan), []
     for _ in range(3):
         state, metrics = step(state, shard_batch(plan, batch()))
-        found.append(float(metrics["loss"]))
-    return found
+        losses.append(float(metrics["loss"]))
+    params = to_portable_state(plan, state)["params"]
+    return losses, [np.asarray(x) for x in jax.tree.leaves(params)]
 
 
 @functools.cache
-def plain_losses() -> tuple[float, ...]:
-    """Of the layers as written, on one device."""
-    return tuple(losses(plan_of(0, "auto", devices=1, roll="off")))
+def plainly_trained() -> tuple[list[float], list[np.ndarray]]:
+    """With the layers as written, on one device."""
+    plan = plan_of(0, "auto", devices=1, roll="off", optimizer=SGD)
+    losses, params = trained(plan)
+    assert losses[2] < 0.9 * losses[0]  # gradients show in losses
+    return losses, params
 
 
 MIXES = [mix for mix in itertools.product(VALUES, repeat=2) if mix[0] != mix[1]]
@@ -53,14 +65,17 @@ OFTEN = [("full", "dots")]
 def test_losses_with_any_mix_are_those_of_the_layers_as_written(
     zero: int, encoder: str, decoder: str
 ) -> None:
-    plan = plan_of(zero, {"encoder": encoder, "decoder": decoder})
+    plan = plan_of(zero, {"encoder": encoder, "decoder": decoder}, optimizer=SGD)
     asked = {ENCODER: encoder, DECODER: decoder}
     rolled = {t: v for t, v in asked.items() if zero == 3 or v != "model"}
     assert remats(plan) == rolled
     for title, value in rolled.items():
         pattern = title.partition("/")[0]
         assert f"roll_remat={{{pattern}: {value}}}" in _reason(plan, title)
-    np.testing.assert_allclose(losses(plan), plain_losses(), rtol=LOSSES)
+    (losses, params), (expected, expected_params) = trained(plan), plainly_trained()
+    np.testing.assert_allclose(losses, expected, rtol=LOSSES)
+    for one, other in zip(params, expected_params, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=PARAMS)
 
 
 def _reason(plan: zerojax.Plan, title: str) -> str:
@@ -122,3 +137,29 @@ def test_bytes_and_flops_of_a_policy_are_those_of_the_program() -> None:
     assert kept["full"] == 0
     assert kept["none"] > kept["elementwise"] > kept["dots"] > 0
     assert flops["dots"] < flops["full"] <= 4 * products
+
+
+ACTIVATIONS = {
+    **{name: getattr(jax.nn, name) for name in (
+        "gelu", "silu", "relu", "sigmoid", "elu", "selu", "relu6", "squareplus", "leaky_relu",
+        "soft_sign",
+    )},
+    "tanh": jnp.tanh,
+    "relu squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "root of a mean of squares": lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_elementwise_stores_the_product_before_an_activation_and_masks(name: str) -> None:
+    """A comparison's result, one byte for each number, may be stored beside the product."""
+
+    def layer(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return ACTIVATIONS[name](x @ up) @ down
+
+    numbers = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32)
+    weights = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    body = jax.make_jaxpr(layer)(numbers, weights, weights)
+    product = 4 * TOKENS * WIDTH
+    assert product <= kept_bytes(body, "elementwise") <= 1.5 * product
+    assert kept_bytes(body, "elementwise") <= kept_bytes(body, "none")
