@@ -532,6 +532,7 @@ def with_candidate(
       options: additional fields of the mesh settings.
     """
     mesh = {**candidate.mesh_options(), **(options or {})}
+    assert candidate.remat != "elementwise", "only layers of a list have this value"
     return dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, **mesh),

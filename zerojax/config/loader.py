@@ -605,7 +605,9 @@ def _convert_union(args: tuple[Any, ...], value: Any) -> Any:
             try:
                 return _convert(arg, value)
             except ConfigError as error:
-                first_error = first_error or error
+                # An error inside of a mapping says more than that a mapping is not a word.
+                if first_error is None or len(error.key) > len(first_error.key):
+                    first_error = error
     assert first_error is not None
     raise first_error
 

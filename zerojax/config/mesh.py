@@ -30,6 +30,7 @@ MAX_VIRTUAL_SHARDS = 2**16
 
 Shares = tuple[tuple[str, float], ...]
 Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
+RollRemat = Literal["auto", "model", "none", "full", "attention", "dots", "elementwise"]
 PARTITIONS = ("uniform", "parameters", "flops")
 """Names of the methods that divide layers among pipeline stages; `zerojax.plan.pipeline` implements
 them."""
@@ -351,15 +352,15 @@ class MeshConfig:
     loop over stacked parameters. auto: if at least four layers have the same program and are
     gathered, streamed, pipelined or recomputed one by one; off: the layers run as written.
     Parameter names do not change."""
-    roll_remat: Literal["auto", "model", "none", "full", "attention", "dots", "elementwise"] = (
-        "auto"
-    )
+    roll_remat: RollRemat | tuple[tuple[str, RollRemat], ...] = "auto"
     """Values of rolled layers (see `roll`) that the backward pass recomputes. full: the whole layer
     from its input; attention: all but the attention result; dots: all but matrix products;
     elementwise: all operations that are neither matrix products nor otherwise costly; none:
     nothing; model: as the model's own jax.checkpoint says; auto: as model, or elementwise if layers
-    without checkpoints would store more than their weights. Reference models have `model.remat`
-    instead."""
+    without checkpoints would store more than their weights. A mapping {pattern: value} sets each
+    list of layers separately, as in {encoder: full, decoder: dots}: a pattern is the name of a loop
+    in the plan, or a regular expression on that name or on parameter names. The first match counts,
+    and loops without a match have auto. Reference models have `model.remat` instead."""
     unroll: bool = False
     """Whether the model's loops over layers (`jax.lax.scan` over stacked parameters, as in
     reference models) are unrolled. The step then does not stack the values for the backward pass,
@@ -428,6 +429,8 @@ class MeshConfig:
                 f"is not a power of two, which the sum in a binary tree needs; use {low} or "
                 f"{2 * low}",
             )
+        for pattern, _ in () if isinstance(self.roll_remat, str) else self.roll_remat:
+            check_regex("roll_remat", pattern)
         for pattern, axes in self.rules or ():
             check_regex("rules", pattern)
             for axis in axes:

@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import models, tracing
 from zerojax.config import MeshConfig
-from zerojax.config.mesh import DEVICE
+from zerojax.config.mesh import DEVICE, RollRemat
 from zerojax.optim import Optimizer
 from zerojax.plan.device_mesh import MODEL, STAGE
 from zerojax.plan.layer_stacks import RowsDifferError, Stacks, group_rows
@@ -35,6 +36,9 @@ from zerojax.tracing.rolling import (
 )
 
 Structs = Mapping[str, Any]
+Pairs = tuple[tuple[str, RollRemat], ...]
+KEPT_AS_IS = ("auto", "model")
+"""Values of `roll_remat` that do not require a loop."""
 MIN_TURNS = 4
 """Smallest number of layers that are rolled: fewer layers compile fast, and a loop has its own
 cost."""
@@ -49,11 +53,13 @@ class Rolling:
     Attributes:
       model: model with loops in place of layers; None if nothing is rolled.
       loops: loops of this model.
+      found: all loops that the model could have.
       reasons: a line for every list of layers, rolled or not.
     """
 
     model: RolledModel | None = None
     loops: tuple[Loop, ...] = ()
+    found: tuple[Loop, ...] = ()
     reasons: tuple[str, ...] = ()
 
     @property
@@ -64,7 +70,8 @@ class Rolling:
     def given_up(self, error: Exception) -> Rolling:
         """Returns a result without loops, whose reasons contain the error that rolling caused."""
         titles = ", ".join(loop.title for loop in self.loops)
-        return Rolling(reasons=(f"layers: {titles} not rolled: {describe_error(error)}",))
+        why = f"layers: {titles} not rolled: {describe_error(error)}"
+        return Rolling(found=self.found, reasons=(why,))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,15 +145,32 @@ def _choose(
             reasons.append(f"layers: {loop.title} not rolled: {why}{more}")
     reasons += [f"layers: not rolled: {sentence}" for sentence in found.left]
     if not rolled:
-        return Rolling(reasons=tuple(reasons))
+        return Rolling(found=found.loops, reasons=tuple(reasons))
     if why := _why_never(model, wishes):
         titles = ", ".join(loop.title for loop in rolled)
-        return Rolling(reasons=(f"layers: {titles} not rolled: {why}",))
+        return Rolling(found=found.loops, reasons=(f"layers: {titles} not rolled: {why}",))
     return Rolling(
         model=RolledModel(model, rolled, params),
         loops=tuple(rolled),
+        found=found.loops,
         reasons=tuple(reasons),
     )
+
+
+def _remat_of(setting: RollRemat | Pairs, loop: Loop) -> tuple[str | None, str]:
+    """Returns what `roll_remat` asks of a loop.
+
+    In a mapping the exact title of the loop comes first, then the first pattern that matches.
+
+    Returns:
+      (pattern of the mapping that applies, or None; value).
+    """
+    if isinstance(setting, str):
+        return None, setting
+    names = [loop.title, *(name for names in loop.stacks.values() for name in names)]
+    exact = [pair for pair in setting if pair[0] == loop.title]
+    matching = (p for p in setting if any(re.search(p[0], name) for name in names))
+    return next(iter(exact), None) or next(matching, (None, "auto"))
 
 
 def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str]:
@@ -159,12 +183,14 @@ def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str
     Returns:
       (name of the policy, text that continues a reason of the plan).
     """
-    remat = wishes.settings.roll_remat
+    pattern, remat = _remat_of(wishes.settings.roll_remat, loop)
+    if pattern is not None:
+        return remat, f"; roll_remat={{{pattern}: {remat}}}"
     if remat != "auto":
         return remat, "" if remat == "model" else f"; roll_remat={remat}"
     if has_checkpoints(loop.body) or wishes.needs_loop:
         return "model", ""
-    kept, fewer = (kept_bytes(loop.body, elementwise=x) * loop.count for x in (False, True))
+    kept, fewer = (kept_bytes(loop.body, x) * loop.count for x in ("none", ELEMENTWISE))
     rows = [params[name] for names in loop.stacks.values() for name in names]
     weights = sum(x.size * x.dtype.itemsize for x in rows)
     if fewer > kept / 2 or kept - fewer <= weights:
@@ -201,13 +227,14 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
     separate layers.
     """
     settings = wishes.settings
-    if loop.count < _fewest_turns(wishes):
-        return f"{loop.count} iterations, fewer than {_fewest_turns(wishes)}"
-    remat = settings.roll_remat
+    _, remat = _remat_of(settings.roll_remat, loop)
+    fewest = 2 if wishes.needs_loop or remat not in KEPT_AS_IS else MIN_TURNS
+    if loop.count < fewest:
+        return f"{loop.count} iterations, fewer than {fewest}"
     by_layer = (
         settings.zero == 3
         or wishes.needs_loop
-        or (loop.is_checkpointed if remat in ("auto", "model") else remat != "none")
+        or (loop.is_checkpointed if remat in KEPT_AS_IS else remat != "none")
     )
     if not by_layer:
         return (
@@ -224,12 +251,6 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
     return None
 
 
-def _fewest_turns(wishes: Wishes) -> int:
-    return (
-        2 if wishes.needs_loop or wishes.settings.roll_remat not in ("auto", "model") else MIN_TURNS
-    )
-
-
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether the settings require layers that run in a loop, as a pipeline and offload by
     layer do."""
@@ -238,17 +259,28 @@ def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> b
 
 
 def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
-    """Raises if the setting `roll_remat` would apply to no layer.
+    """Raises if the setting `roll_remat`, or a pattern of it, would apply to no layer.
 
     Raises:
-      ValueError: no layers are rolled.
+      ValueError: no layers are rolled, or a pattern is that of no loop.
     """
-    if settings.roll_remat in ("auto", "model") or rolling.model is not None:
-        return
+    setting = settings.roll_remat
     why = "roll=off" if settings.roll == "off" else "; ".join(rolling.reasons)
+    why = why or "the model has no such list"
+    for pattern, value in () if isinstance(setting, str) else setting:
+        loops = rolling.found if value in KEPT_AS_IS else rolling.loops
+        if all(_remat_of(setting, loop)[0] != pattern for loop in loops):
+            titles = ", ".join(loop.title for loop in loops) or "none"
+            raise ValueError(
+                f"roll_remat={{{pattern}: {value}}} applies to no loop over layers of a Python "
+                f"list (loops: {titles}; {why}); use the name of a loop, or a pattern that no "
+                "earlier one replaces"
+            )
+    if not isinstance(setting, str) or setting in KEPT_AS_IS or rolling.model is not None:
+        return
     raise ValueError(
         f"roll_remat={settings.roll_remat} applies to layers of a Python list that become a loop, "
-        f"but in this model none do ({why or 'the model has no such list'}); put jax.checkpoint "
+        f"but in this model none do ({why}); put jax.checkpoint "
         "around the layers in the model, or give model.remat to a reference model, and leave "
         "roll_remat=auto"
     )

@@ -20,7 +20,7 @@ from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.forecasting import forecast
 from zerojax.forecasting.settings_search import (
-    REMATS,
+    LIST_REMATS,
     Candidate,
     SearchedRun,
     SearchResult,
@@ -30,7 +30,7 @@ from zerojax.forecasting.settings_search import (
     search_dict,
     search_page,
 )
-from zerojax.forecasting.settings_search.candidates import MODEL_SIZES
+from zerojax.forecasting.settings_search.candidates import LIST_OPTION, MODEL_SIZES
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.models import bound_attribute
@@ -245,8 +245,10 @@ def searched_run(
         rows,
         num_layers=layers,
         models=MODEL_SIZES if _has_rules(plan) else (1,),
-        remats=[remat for remat in REMATS if remat != "attention" or plan.traced.attention_calls],
-        remat_option="mesh.roll_remat" if plan.stacks else None,
+        remats=[
+            remat for remat in LIST_REMATS if remat != "attention" or plan.traced.attention_calls
+        ],
+        remat_option=LIST_OPTION if plan.stacks else None,
         unrolls=_can_unroll(lone[0], layers, plan, plan_for),
         **listed,
     )

@@ -3,6 +3,7 @@ sizes."""
 
 from zerojax.forecasting.settings_search.buckets import search_buckets
 from zerojax.forecasting.settings_search.candidates import (
+    LIST_REMATS,
     REMATS,
     Candidate,
     list_candidates,
@@ -21,6 +22,7 @@ from zerojax.forecasting.settings_search.search_result import (
 from zerojax.forecasting.settings_search.searching import search
 
 __all__ = [
+    "LIST_REMATS",
     "REMATS",
     "BucketSearch",
     "BucketTrial",

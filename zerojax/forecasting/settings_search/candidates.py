@@ -23,12 +23,16 @@ from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level, wire_bytes
 from zerojax.tracing.flops import computed_bytes, count_program_flops
 
-Remat = Literal["none", "dots", "attention", "full"]
+Remat = Literal["none", "elementwise", "dots", "attention", "full"]
 RematOption = Literal["model.remat", "mesh.roll_remat"]
 """Names of the settings for recomputation: of a reference model, and of rolled layers (a list of
 layers that runs as one loop)."""
+LIST_OPTION: RematOption = "mesh.roll_remat"
 REMATS: tuple[Remat, ...] = ("none", "dots", "attention", "full")
 """Values of the recomputation setting of a reference model, from the most memory to the least."""
+LIST_REMATS: tuple[Remat, ...] = ("none", "elementwise", "dots", "attention", "full")
+"""Values of the recomputation setting of rolled layers, in the same order. For a Llama with fused
+attention `elementwise` stores a tenth more than `dots`, and recomputes no matrix product."""
 MODEL_SIZES = (1, 2, 4, 8)
 STAGE_SIZES = (1, 2, 4, 8)
 MICROBATCHES_PER_STAGE = 2
@@ -43,10 +47,12 @@ class Candidate:
       zero: ZeRO stage, 0 to 3.
       model, stage, expert: sizes of these mesh axes.
       num_microbatches: number of microbatches.
-      remat: recomputation, one of `REMATS`.
+      remat: recomputation, one of `LIST_REMATS`.
       unroll: whether the loop over layers is unrolled.
       remat_option: name of the setting that has the value `remat`; None: the model decides, and
         `remat` is "none".
+      mix: (title of a loop over layers, its recomputation) of all loops, in place of `remat`; () if
+        `remat` is that of all loops.
     """
 
     zero: int
@@ -57,12 +63,13 @@ class Candidate:
     expert: int = 1
     unroll: bool = False
     remat_option: RematOption | None = "model.remat"
+    mix: tuple[tuple[str, str], ...] = ()
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Key by which candidates are sorted: among equally fast candidates, the candidate with the
         smallest key is preferred."""
-        remat = REMATS.index(self.remat)
+        remat = LIST_REMATS.index(self.remat)
         return (self.stage, self.model, self.expert, self.num_microbatches, remat, self.zero)
 
     def words(self) -> tuple[str, ...]:
@@ -79,7 +86,7 @@ class Candidate:
             f"mesh.stage={self.stage}",
             *[f"mesh.expert={self.expert}"] * (self.expert > 1),
             f"num_microbatches={self.num_microbatches}",
-            *[f"{self.remat_option}={self._remat_value}"] * (self.remat_option is not None),
+            *[self.remat_word] * (self.remat_option is not None),
             *["mesh.unroll=true"] * self.unroll,
         )
 
@@ -93,15 +100,26 @@ class Candidate:
             "zero": self.zero,
             "unroll": self.unroll,
         }
-        if self.remat_option == "mesh.roll_remat":
-            options["roll_remat"] = self._remat_value
+        if self.remat_option == LIST_OPTION:
+            options["roll_remat"] = self.mix or self._remat_value
         return options
 
     @property
     def _remat_value(self) -> str:
         # "none" would require a loop, also where layers need none.
-        is_list = self.remat_option == "mesh.roll_remat"
+        is_list = self.remat_option == LIST_OPTION
         return "model" if is_list and self.remat == "none" else self.remat
+
+    @property
+    def remat_word(self) -> str:
+        """The KEY=VALUE text that sets the recomputation."""
+        pairs = ", ".join(f"{title}: {value}" for title, value in self.mix)
+        return f"{self.remat_option}={f'{{{pairs}}}' if self.mix else self._remat_value}"
+
+    @property
+    def short_remat(self) -> str:
+        """The recomputation for a column of a table; the values of a mix in the order of loops."""
+        return "+".join(value for _, value in self.mix) or self.remat
 
     def describe(self) -> str:
         """Describes the candidate in one line for users."""
@@ -111,7 +129,7 @@ class Candidate:
         return (
             f"zero={self.zero}, model={self.model}, {stages}{experts}"
             f"{self.num_microbatches} microbatch{plural}"
-            f"{f', remat={self.remat}' * (self.remat_option is not None)}"
+            f"{f', remat={self.short_remat}' * (self.remat_option is not None)}"
             f"{', unroll' * self.unroll}"
         )
 
@@ -147,7 +165,7 @@ def list_candidates(
       node_devices: number of devices that one fast fabric connects.
       global_batch_size: number of rows of the batch.
       replicas, context: sizes of these mesh axes, which the search does not change.
-      remats: the values of `REMATS` that the model supports.
+      remats: the values of `LIST_REMATS` that the model supports.
       num_layers: number of layers in the loop that a pipeline divides; 1 lists no pipelines.
       num_experts: number of experts in a layer; 0: the model has none. Experts are not split in
         pipelines or with split sequences.

@@ -16,7 +16,8 @@ from typing import Any
 from zerojax.config.mesh import DEVICE, HOST, OffloadConfig
 from zerojax.forecasting.forecast_numbers import ForecastNumbers
 from zerojax.forecasting.settings_search.buckets import search_buckets
-from zerojax.forecasting.settings_search.candidates import Candidate
+from zerojax.forecasting.settings_search.candidates import LIST_OPTION, LIST_REMATS, Candidate
+from zerojax.forecasting.settings_search.mixed_remat import search_mixes
 from zerojax.forecasting.settings_search.search_result import CHOSEN, SearchResult, Trial
 from zerojax.forecasting.settings_search.searching import MakeForecast, search
 from zerojax.hardware.compile_client import CompileError
@@ -105,6 +106,7 @@ class _Rounds:
         result = self.round(self.run.candidates, options, "")
         if result.chosen is None and result.certain and self.run.offload.is_off:
             result, options = self.with_offload(result)
+        result = self.with_mixes(result, options)
         result = self.with_buckets(result, options)
         if result.chosen is not None:
             chosen = _chosen_sizes(result)
@@ -187,6 +189,21 @@ class _Rounds:
             result,
             {"offload": offload},
             [f"With {words[0]} the plan still fits, and is faster."],
+        )
+
+    def with_mixes(self, result: SearchResult, options: Mapping[str, Any]) -> SearchResult:
+        """Replaces the recomputation of the chosen candidate by a value for each loop over layers,
+        if that is faster."""
+        values = {one.remat for one in self.run.candidates if one.remat_option == LIST_OPTION}
+        if result.chosen is None or not values:
+            return result
+        return search_mixes(
+            lambda candidate: self.run.plan_for(candidate, options),
+            result,
+            values=[value for value in LIST_REMATS if value in values],
+            forecast_of=self.forecast_of,
+            has_time=lambda: self.left() > 0,
+            report=self.report,
         )
 
     def with_buckets(self, result: SearchResult, options: Mapping[str, Any]) -> SearchResult:

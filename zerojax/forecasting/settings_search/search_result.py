@@ -232,13 +232,16 @@ def search_dict(result: SearchResult) -> dict[str, Any]:
 def _row(trial: Trial, axes: Sequence[str]) -> tuple[str, ...]:
     candidate = trial.candidate
     status = f"{trial.status}: {trial.reason}"
-    room = WIDTH - 65 - len(", unroll") * candidate.unroll - sum(2 + len(axis) for axis in axes[2:])
+    remat = candidate.short_remat + ", unroll" * candidate.unroll
+    room = (
+        WIDTH - 65 - max(len(remat) - len("attention"), 0) - sum(2 + len(axis) for axis in axes[2:])
+    )
     return (
         f"{trial.number}{'*' * (trial.status == CHOSEN)}",
         str(candidate.zero),
         *(str(getattr(candidate, axis)) for axis in axes),
         str(candidate.num_microbatches),
-        candidate.remat + ", unroll" * candidate.unroll,
+        remat,
         "-" if trial.peak is None else f"{trial.peak / GIB:,.2f}",
         "-" if trial.seconds is None else f"{trial.seconds * 1e3:,.1f}",
         status if len(status) <= room else status[: room - 3] + "...",

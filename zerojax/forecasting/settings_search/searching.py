@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from zerojax.forecasting.forecast_numbers import COMPILED, ForecastNumbers
 from zerojax.forecasting.settings_search.candidates import (
-    REMATS,
+    LIST_REMATS,
     Bounds,
     Candidate,
     FindBounds,
@@ -262,7 +262,7 @@ class _Search:
             candidate.stage,
             candidate.model,
             candidate.expert,
-            REMATS.index(candidate.remat),
+            LIST_REMATS.index(candidate.remat),
             candidate.zero,
             -number if peak is None else number,
         )
@@ -408,7 +408,7 @@ def _size(candidate: Candidate) -> tuple[int, ...]:
         candidate.model,
         candidate.expert,
         -candidate.zero,
-        -REMATS.index(candidate.remat),
+        -LIST_REMATS.index(candidate.remat),
         -candidate.num_microbatches,
     )
 
@@ -446,7 +446,7 @@ def _is_no_larger(compiled: CompiledCandidate, candidate: Candidate) -> bool:
         and mine.stage == 1
         and mine.unroll == theirs.unroll
         and mine.zero <= theirs.zero
-        and REMATS.index(mine.remat) <= REMATS.index(theirs.remat)
+        and LIST_REMATS.index(mine.remat) <= LIST_REMATS.index(theirs.remat)
         and mine.num_microbatches <= theirs.num_microbatches
     )
 
@@ -562,7 +562,7 @@ def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
     plans with the same number of pipeline stages.
     """
     mine, theirs = entry.candidate, other.entry.candidate
-    if other.forecast is None or REMATS.index(mine.remat) > REMATS.index(theirs.remat):
+    if other.forecast is None or LIST_REMATS.index(mine.remat) > LIST_REMATS.index(theirs.remat):
         return None
     if mine.stage != theirs.stage or mine.unroll > theirs.unroll:
         return None
@@ -594,7 +594,7 @@ def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
         and (mine.zero, mine.model, mine.stage) == (theirs.zero, theirs.model, theirs.stage)
         and mine.expert == theirs.expert
         and mine.num_microbatches >= theirs.num_microbatches
-        and REMATS.index(mine.remat) >= REMATS.index(theirs.remat)
+        and LIST_REMATS.index(mine.remat) >= LIST_REMATS.index(theirs.remat)
     )
 
 

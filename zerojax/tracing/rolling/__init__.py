@@ -6,7 +6,12 @@ parameters.
 
 from zerojax.tracing.rolling.finding import FoundLoops, Loop, find_loops
 from zerojax.tracing.rolling.flat_program import Mismatch
-from zerojax.tracing.rolling.kept_values import ELEMENTWISE, has_checkpoints, kept_bytes
+from zerojax.tracing.rolling.kept_values import (
+    ELEMENTWISE,
+    has_checkpoints,
+    kept_bytes,
+    trained_flops,
+)
 from zerojax.tracing.rolling.layer_names import find_lists, stack_name
 from zerojax.tracing.rolling.mapped_rows import MappedRows, map_rows
 from zerojax.tracing.rolling.rolled_model import RolledModel, StackedRows
@@ -25,4 +30,5 @@ __all__ = [
     "kept_bytes",
     "map_rows",
     "stack_name",
+    "trained_flops",
 ]

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, variables
+from zerojax.tracing.jaxpr import variables
 from zerojax.tracing.rolling.equality import Hole, abstract_value
 from zerojax.tracing.rolling.flat_program import LayerProgram, num_bytes
-from zerojax.tracing.rolling.kept_values import ELEMENTWISE, keep_products
-from zerojax.tracing.stacking import REMAT_POLICIES
+from zerojax.tracing.rolling.kept_values import with_remat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +98,7 @@ class Rolled:
             values = consts | dict(zip(others, other_values, strict=True))
             numbers = [n for n, row in enumerate(self.rows) if self._is_stack(row)]
             by_number = dict(zip(numbers, stack_values, strict=True))
-            return self._evaluate(values, by_number, _layers_with(self.body, remat))
+            return self._evaluate(values, by_number, with_remat(self.body, remat))
 
         shapes = [jax.ShapeDtypeStruct((len(r), *r[0].aval.shape), r[0].aval.dtype) for r in stacks]
         return jax.make_jaxpr(run)(shapes, [abstract_value(variable) for variable in others])
@@ -150,48 +149,6 @@ class Rolled:
         )
         results = jaxpr_as_fun(ClosedJaxpr(piece, []))(*(values[v] for v in free))
         values |= dict(zip(outputs, results, strict=True))
-
-
-def _layers_with(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
-    """Returns the body of the loop as a function with the remat policy `remat`."""
-    if remat == "model":
-        return jaxpr_as_fun(_without_barriers(body))
-
-    def run(*inputs: Any) -> list[Any]:
-        return _without_checkpoints(body, inputs)
-
-    if remat == "none":
-        return run
-    policy = keep_products if remat == ELEMENTWISE else REMAT_POLICIES[remat]
-    return jax.checkpoint(run, policy=policy, prevent_cse=False)
-
-
-def _without_barriers(body: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a body whose checkpoints permit common-subexpression elimination.
-
-    The backward pass is a separate loop, so there are no common subexpressions. Without the
-    barriers, the compiler can move a collective into the previous iteration.
-    """
-    equations = [
-        equation.replace(params=equation.params | {"prevent_cse": False})
-        if is_checkpoint(equation)
-        else equation
-        for equation in body.jaxpr.eqns
-    ]
-    return ClosedJaxpr(body.jaxpr.replace(eqns=equations), body.consts)
-
-
-def _without_checkpoints(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates a program as if its checkpoints were plain calls.
-
-    Nested checkpoints would recompute values twice.
-    """
-    return evaluate_in_pieces(
-        closed,
-        inputs,
-        is_apart=is_checkpoint,
-        run_apart=lambda equation, operands: _without_checkpoints(program_of(equation), operands),
-    )
 
 
 def _stacked(row: Sequence[Any], read: Callable[[Any], Any]) -> jax.Array:
