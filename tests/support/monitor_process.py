@@ -58,7 +58,8 @@ class Slowness:
 def batches(wait: Callable[[int], object]) -> Iterator[dict[str, np.ndarray]]:
     """Rows of this process, each batch once `wait` of its number has returned."""
     rows = ROWS // jax.process_count()
-    tokens = np.arange(rows * 16, dtype=np.int32).reshape(rows, 16) % 64
+    first = jax.process_index() * rows
+    tokens = np.arange(first, first + rows * 16, dtype=np.int32).reshape(rows, 16) % 64
     number = 0
     while True:
         if READ_AHEAD <= number < STEPS:

@@ -227,3 +227,11 @@ def test_two_processes_with_other_code_name_their_lines(tmp_path):
     for output in run_group([[str(script)]] * 2, folder=tmp_path, variables=variables, join=True):
         assert "REFUSED the code of the model or of the loss" in output
         assert re.search(r"script\.py:\d+: return 0\.5 \* total", output)
+
+
+def test_a_global_batch_that_data_shards_do_not_divide_is_refused(monkeypatch):
+    monkeypatch.setattr(process_agreement.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(process_agreement, "_is_global", lambda *_: True)
+    feed = as_feed(lambda step: {"x": np.arange(6, dtype=np.float32)})
+    with pytest.raises(ValueError, match=r"6 rows.*data shards \(4\); use 8 rows"):
+        process_agreement.divide_batches(feed, zerojax.make_mesh({"data": 4}))

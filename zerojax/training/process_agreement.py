@@ -74,7 +74,7 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
 
     Raises:
       ValueError: there is no batch, or the first batches are neither the same global batch in
-        every process nor each process's own rows.
+        every process nor each process's own rows; or data shards do not divide the global batch.
     """
     before = feed.state()
     try:
@@ -93,6 +93,12 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
             f"batches: each process has rows of its own of a global batch of {num_rows[0]}",
         )
     [size] = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+    if size % (shards := num_data_shards(mesh)):
+        raise ValueError(
+            f"all processes have the same batch of {size} rows, which is then the global batch, but "
+            f"{size} is not divisible by data shards ({shards}); use {-(-size // shards) * shards} "
+            "rows, or give each process rows of its own"
+        )
     low, high = local_rows_of_mesh(mesh, size)
     feed.take_rows(low, high)
     (sliced, _), *_ = feed.peek()
