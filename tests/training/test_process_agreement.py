@@ -233,5 +233,5 @@ def test_a_global_batch_that_data_shards_do_not_divide_is_refused(monkeypatch):
     monkeypatch.setattr(process_agreement.jax, "process_count", lambda: 2)
     monkeypatch.setattr(process_agreement, "_is_global", lambda *_: True)
     feed = as_feed(lambda step: {"x": np.arange(6, dtype=np.float32)})
-    with pytest.raises(ValueError, match=r"6 rows.*data shards \(4\); use 8 rows"):
-        process_agreement.divide_batches(feed, zerojax.make_mesh({"data": 4}))
+    with pytest.raises(ValueError, match=r"its 6 rows.*data shards \(8\); use 8 rows"):
+        process_agreement.divide_batches(feed, zerojax.make_mesh())

@@ -95,8 +95,8 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
     [size] = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
     if size % (shards := num_data_shards(mesh)):
         raise ValueError(
-            f"all processes have the same batch of {size} rows, which is then the global batch, but "
-            f"{size} is not divisible by data shards ({shards}); use {-(-size // shards) * shards} "
+            f"all processes have the same batch, which is then the global batch, but its {size} "
+            f"rows are not divisible by data shards ({shards}); use {-(-size // shards) * shards} "
             "rows, or give each process rows of its own"
         )
     low, high = local_rows_of_mesh(mesh, size)
