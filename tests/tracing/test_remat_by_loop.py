@@ -11,9 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import zerojax
-from tests.support.two_lists import DECODER, ENCODER, TOKENS, WIDTH, batch, plan_of, remats
+from tests.support.two_lists import (
+    DECODER,
+    ENCODER,
+    TOKENS,
+    WIDTH,
+    TwoLists,
+    batch,
+    plan_of,
+    remats,
+)
 from zerojax import tracing
 from zerojax.config.loader import ConfigError, load_dataclass
 from zerojax.data import shard_batch
@@ -163,3 +173,20 @@ def test_elementwise_stores_the_product_before_an_activation_and_masks(name: str
     product = 4 * TOKENS * WIDTH
     assert product <= kept_bytes(body, "elementwise") <= 1.5 * product
     assert kept_bytes(body, "elementwise") <= kept_bytes(body, "none")
+
+
+@pytest.mark.thorough
+def test_a_run_is_loaded_at_another_stage_whatever_its_values(tmp_path: Any) -> None:
+    """Evaluation recomputes nothing, so the values of the run do not count."""
+    trainer = zerojax.train(
+        TwoLists(nnx.Rngs(0)),
+        {"data": -1, "zero": 3, "roll_remat": {"encoder": "none"}},
+        lambda step: batch(),
+        steps=1,
+        precision="fp32",
+        checkpoint=tmp_path / "run",
+    )
+    expected = trainer.evaluate([batch()])["loss"]
+    for mesh in (None, {"zero": 0}):
+        loaded = zerojax.load_run(tmp_path / "run", model=TwoLists(nnx.Rngs(0)), mesh=mesh)
+        np.testing.assert_allclose(loaded.evaluate([batch()])["loss"], expected, rtol=LOSSES)

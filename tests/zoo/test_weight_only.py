@@ -16,6 +16,7 @@ from tests.support.small_models import VOCAB, reference_model
 from zerojax.config import MoEConfig
 from zerojax.operators.rounded_weights import (
     coded_dot,
+    codes_and_scales,
     encoded,
     encoded_rows,
     float8_and_scales,
@@ -153,6 +154,21 @@ def test_8_bit_floats_are_the_nearest_to_the_weights(dtype):
     scale = encoded(jnp.asarray(kernel).at[5, 0].set(np.inf), "fp8", 1)[1]
     assert np.isnan(float(scale[0]))
     assert np.isfinite(np.asarray(scale[1:], np.float32)).all()
+
+
+@pytest.mark.parametrize("size", [5e-4, 5e-3, 0.5])
+def test_small_float16_weights_keep_their_codes(size):
+    """Also with scales below the smallest normal float16; compiled and in NumPy the same."""
+    kernel = np.float16(size * np.random.default_rng(5).uniform(-1, 1, (300, 7)))
+    for kind in ("int8", "fp8"):
+        options = () if kind == "fp8" else (kind,)
+        encode = float8_and_scales if kind == "fp8" else codes_and_scales
+        codes, scales = (x.astype(np.float32) for x in encode(np, kernel, *options))
+        found = jax.jit(functools.partial(encoded, name=kind, num_inputs=1))(kernel)
+        np.testing.assert_array_equal(found[0].astype(np.float32), codes.reshape(kernel.shape))
+        np.testing.assert_array_equal(found[1], scales.reshape(7))
+        # A code differs by 1/16 of itself at most, and a scale of 19 units by 1/38.
+        assert abs(codes * scales - kernel).max() < 0.06 * abs(kernel).max()
 
 
 @pytest.mark.thorough

@@ -258,7 +258,12 @@ def _rounded(xp: Any, values: Any, dtype: Any) -> Any:
         return values
     if xp is np:
         return values.astype(dtype).astype(np.float32)
-    return lax.reduce_precision(values, kind.nexp, kind.nmant)
+    normal = lax.reduce_precision(values, kind.nexp, kind.nmant)
+    if kind.nexp == jnp.finfo(np.float32).nexp:
+        return normal
+    # `reduce_precision` returns zero below the smallest normal number (6e-5 in float16).
+    unit = np.float32(kind.smallest_subnormal)
+    return xp.where(xp.abs(values) < kind.tiny, xp.rint(values * (1 / unit)) * unit, normal)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -496,11 +496,13 @@ def _escaped(name: str) -> str:
 def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]:
     """Returns (mesh options, mesh) on which a run is loaded, from the argument of `load_run`."""
     # Secondary shards do not change the values read, and these devices may not form nodes. Weights
-    # of which the run keeps copies are read exactly.
+    # of which the run keeps copies are read exactly. Nothing is recomputed without a backward pass.
     wire = dataclasses.replace(record.mesh.wire, secondary=False)
     if wire.weights in DELTA_BITS:
         wire = dataclasses.replace(wire, weights="compute")
-    own = dataclasses.replace(record.mesh, offload=OffloadConfig(), node=None, wire=wire)
+    own = dataclasses.replace(
+        record.mesh, offload=OffloadConfig(), node=None, wire=wire, roll_remat="auto"
+    )
     if isinstance(mesh, Mesh):
         return own, meshes.normalise_mesh(mesh)
     there = jax.devices()
