@@ -128,6 +128,8 @@ def test_run_files_and_overrides_take_a_mapping(tmp_path: Any) -> None:
         load_dataclass(zerojax.MeshConfig, None, ["roll_remat={decoder: dot}"])
     with pytest.raises(ConfigError, match="not a regular expression"):
         load_dataclass(zerojax.MeshConfig, None, ["roll_remat={'(': dots}"])
+    with pytest.raises(ValueError, match="'decoder' twice"):
+        zerojax.MeshConfig(roll_remat=(("decoder", "dots"), ("decoder", "full")))
 
 
 def test_bytes_and_flops_of_a_policy_are_those_of_the_program() -> None:

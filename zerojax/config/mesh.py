@@ -429,8 +429,12 @@ class MeshConfig:
                 f"is not a power of two, which the sum in a binary tree needs; use {low} or "
                 f"{2 * low}",
             )
-        for pattern, _ in () if isinstance(self.roll_remat, str) else self.roll_remat:
+        mapping = () if isinstance(self.roll_remat, str) else self.roll_remat
+        patterns = [pattern for pattern, _ in mapping]
+        for number, pattern in enumerate(patterns):
             check_regex("roll_remat", pattern)
+            if pattern in patterns[:number]:
+                raise ValueError(f"roll_remat has {pattern!r} twice; give each list one value")
         for pattern, axes in self.rules or ():
             check_regex("rules", pattern)
             for axis in axes:

@@ -270,11 +270,11 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
     for pattern, value in () if isinstance(setting, str) else setting:
         loops = rolling.found if value in KEPT_AS_IS else rolling.loops
         if all(_remat_of(setting, loop)[0] != pattern for loop in loops):
-            titles = ", ".join(loop.title for loop in loops) or "none"
+            titles = ", ".join(loop.title for loop in loops)
+            remedy = "use the name of a loop, or a pattern that no earlier one replaces"
             raise ValueError(
                 f"roll_remat={{{pattern}: {value}}} applies to no loop over layers of a Python "
-                f"list (loops: {titles}; {why}); use the name of a loop, or a pattern that no "
-                "earlier one replaces"
+                f"list (loops: {titles or 'none'}; {why}); {remedy if titles else 'leave it out'}"
             )
     if not isinstance(setting, str) or setting in KEPT_AS_IS or rolling.model is not None:
         return
