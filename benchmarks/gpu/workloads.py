@@ -86,6 +86,21 @@ LLAMA_1B = Workload(
     remat="dots",
 )
 
+LLAMA_8B_LAYERS = Workload(
+    kind="llama",
+    vocab_size=32768,
+    seq_len=2048,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    embed_dim=4096,
+    mlp_dim=14336,
+    batch_size=1,
+    steps=3,
+    rounds=1,
+    remat="full",
+)
+
 FULL = {
     # GPT-2 124M, vocabulary rounded up to a multiple of 128.
     "gpt2": Workload(
@@ -106,33 +121,10 @@ FULL = {
     # has this long to do so.
     "offload": dataclasses.replace(LLAMA_1B, batch_size=16, steps=3, rounds=2, remat="full"),
     # Layers of Llama 3 8B, 218 million parameters each; how many is searched for.
-    "largest": Workload(
-        kind="llama",
-        vocab_size=32768,
-        seq_len=2048,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        embed_dim=4096,
-        mlp_dim=14336,
-        batch_size=1,
-        steps=3,
-        rounds=1,
-        remat="full",
-    ),
+    "largest": LLAMA_8B_LAYERS,
     # Llama 3 8B, with 1024 positions in the cache.
-    "decoding": Workload(
-        kind="llama",
-        vocab_size=128256,
-        seq_len=1024,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        embed_dim=4096,
-        mlp_dim=14336,
-        batch_size=1,
-        steps=1,
-        rounds=5,
+    "decoding": dataclasses.replace(
+        LLAMA_8B_LAYERS, vocab_size=128256, seq_len=1024, steps=1, rounds=5, remat="none"
     ),
     # About 200 million parameters: predicted against measured memory.
     "memory": Workload(

@@ -528,3 +528,20 @@ def test_launchers_with_different_tokens():
         refused(wait, [address, 0.5], TOKEN, error=TimeoutError)
         check_words(said[-1], "token", [TOKEN, "--token-file"])
         come(address)
+
+
+@pytest.mark.parametrize(("num_devices", "gpus"), [(8, 0), (1, 0), (8, 1)])
+def test_virtual_cpu_devices_of_a_script_run_one_program_at_a_time(num_devices, gpus, monkeypatch):
+    """Two programs with collectives on them can deadlock; a process alone is no exception."""
+    option = "jax_cpu_enable_async_dispatch"
+    monkeypatch.setattr(distributed, "process_group_of", lambda environment: None)
+    monkeypatch.setattr(distributed, "visible_gpus", lambda environment: gpus)
+    monkeypatch.setattr(distributed, "_NUM_CPU_DEVICES", "num_devices")
+    monkeypatch.setattr(jax.config, "num_devices", num_devices, raising=False)
+    before = jax.config.read(option)
+    try:
+        jax.config.update(option, True)
+        assert join_processes() is None
+        assert jax.config.read(option) == (num_devices == 1 or gpus > 0)
+    finally:
+        jax.config.update(option, before)

@@ -73,16 +73,16 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
       OSError: process 0 cannot listen on the coordinator's address.
     """
     hide_plugin_errors()
-    group = process_group_of(os.environ) if group is None else group
-    if group is None or jax.distributed.is_initialized():
-        return group
-    if _devices_have_started():
-        raise RuntimeError(_not_joined(group))
     # A script may have set the platform in `jax.config`, whose initial value is the variable's.
     num_gpus = visible_gpus({**os.environ, "JAX_PLATFORMS": getattr(jax.config, _PLATFORMS) or ""})
     if not num_gpus and getattr(jax.config, _NUM_CPU_DEVICES) > 1:
         # Virtual CPU devices share threads: two programs with collectives can deadlock.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
+    group = process_group_of(os.environ) if group is None else group
+    if group is None or jax.distributed.is_initialized():
+        return group
+    if _devices_have_started():
+        raise RuntimeError(_not_joined(group))
     heartbeat = _seconds(HEARTBEAT_SECONDS, DEFAULT_HEARTBEAT_SECONDS)
     limit = _seconds(JOIN_SECONDS, DEFAULT_JOIN_SECONDS)
     # JAX reads this variable itself.

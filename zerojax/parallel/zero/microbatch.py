@@ -17,6 +17,7 @@ from zerojax.operators.context import ContextSplit, sequences_split
 from zerojax.operators.routed_experts import experts_split_over
 from zerojax.operators.whole_batch import batch_axes, batch_split_over
 from zerojax.optim.precision import Precision
+from zerojax.parallel.collective_order import in_program_order
 from zerojax.parallel.sums import TreeOrder
 from zerojax.plan.device_mesh import CONTEXT, DATA_AXES, EXPERT, MANUAL_AXES, MODEL, PASS_AXES
 from zerojax.plan.placement import Placement
@@ -188,7 +189,7 @@ def map_gradients(
         batch, rows = cut_batch(config, batch)
         grads = {n: P(PASS_AXES) if n in unsummed else spec for n, spec in specs[0].items()}
         mapped = jax.shard_map(
-            over_batch(config, _with_keywords(local)),
+            in_program_order(over_batch(config, _with_keywords(local)), config.mesh),
             mesh=config.mesh,
             in_specs=(*specs, P(), P(), rows, P(), P()),
             out_specs=(P(), grads, P()),
@@ -220,7 +221,7 @@ def map_forward(
         specs = specs_of(config, params), specs_of(config, frozen)
         batch, rows = cut_batch(config, batch)
         mapped = jax.shard_map(
-            over_batch(config, _with_keywords(local)),
+            in_program_order(over_batch(config, _with_keywords(local)), config.mesh),
             mesh=config.mesh,
             in_specs=(*specs, P(), P(), rows, P()),
             out_specs=P(),
