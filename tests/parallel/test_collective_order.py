@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tests.support.collective_order import unordered
+from tests.support.marks import gathers_twice
 from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for
 from zerojax.parallel.collective_order import in_program_order
@@ -93,7 +94,8 @@ def test_a_collective_waits_for_the_loop_before_it(function):
     shapes = (4, WIDTH), (LAYERS, WIDTH, WIDTH), (WIDTH, WIDTH)
     arguments = [random.normal(size=shape).astype(np.float32) / 4 for shape in shapes]
     mesh = make_mesh({}, devices=jax.devices())
-    assert unordered(compiled(function, mesh, False, arguments).as_text())
+    if function is not gradient_with_recomputation or jax.__version_info__ >= (0, 11):
+        assert unordered(compiled(function, mesh, False, arguments).as_text())
     program = compiled(function, mesh, True, arguments)
     assert not unordered(program.as_text())
     alone = make_mesh({}, devices=jax.devices()[:1])
@@ -124,6 +126,7 @@ def test_collectives_of_a_step_wait_for_loops(options):
     assert not unordered(step.compile().as_text())
 
 
+@gathers_twice
 def test_without_order_a_step_has_collectives_that_start_too_early(monkeypatch):
     monkeypatch.setattr(microbatch, "in_program_order", lambda function, mesh: function)
     plan = plan_for(reference_model("gpt2"), **STEPS["stage 3"])

@@ -1,4 +1,4 @@
-"""Finds collectives of a compiled CPU program that may start before a loop in front of them ends."""
+"""Finds collectives of a compiled CPU program that may start before an earlier loop ends."""
 
 from zerojax.forecasting.hlo import read_program
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import pytest
 
 from pallas_kernels import choice
@@ -17,3 +18,8 @@ needs_compiler = pytest.mark.skipif(
     compile_client.missing() is not None, reason=str(compile_client.missing())
 )
 """For tests outside of the tier `gpu_programs` that compile for GPUs."""
+gathers_twice = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="the CPU compiler of JAX 0.10 merges the two all-gathers of a weight",
+)
+"""For tests that read the all-gather of the backward pass in a compiled CPU program."""

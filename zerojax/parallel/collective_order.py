@@ -50,7 +50,7 @@ def in_program_order(function: Callable[..., Any], mesh: Mesh | AbstractMesh) ->
       function: function of one device, as given to `jax.shard_map`; arguments and results are
         pytrees of arrays. The result is not differentiable.
       mesh: mesh of the devices; on one device, and on devices other than CPUs, `function` itself is
-        returned.
+        returned. It is also called itself while JAX looks for NaNs, operation by operation.
     """
     if barrier_kind(mesh) != "branch" or mesh.size == 1:
         return function
@@ -59,6 +59,8 @@ def in_program_order(function: Callable[..., Any], mesh: Mesh | AbstractMesh) ->
 
     @functools.wraps(function)
     def ordered(*args: Any) -> Any:
+        if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+            return function(*args)
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         outputs = jaxpr_as_fun(_with_order(closed, everywhere))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)

@@ -3,9 +3,6 @@ measures their effects on GPU programs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.hardware import compile_client
@@ -31,14 +28,6 @@ mesh."""
 
 FIXED_KERNELS_OPTIONS = {"xla_gpu_deterministic_ops": True}
 """Compiler options without kernels that sum in undefined order and without autotuned kernels."""
-
-
-CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
-"""Compiler options with which XLA's CPU library YNN computes matrix products, as by default, but no
-sums and maxima. Some of YNN's sums and maxima write beyond their arrays (JAX 0.12): a step at stage
-3 on eight CPU devices, with widths that 8 does not divide, ended in a segmentation fault or in a
-failed check of a collective. Steps on one device never failed and are 4 to 10 % slower with these
-options, so they do not use them."""
 
 NO_KERNELS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
 """Compiler options with which NCCL alone computes small all-reduces. The compile-only client treats
@@ -82,12 +71,7 @@ def choose_options(
         return {}, {}
     options = dict(FIXED_ROUNDING_OPTIONS) if deterministic else {}
     if not compile_client.is_cuda(mesh):
-        known, dropped = compile_client.keep_known_options(mesh, options)
-        is_cpu = mesh.devices.flat[0].platform == "cpu"
-        if is_cpu and (mesh.size > 1 or deterministic):
-            # A compiler without this option does not have the library either.
-            known |= compile_client.keep_known_options(mesh, CPU_OPTIONS)[0]
-        return known, dropped
+        return compile_client.keep_known_options(mesh, options)
     options |= FIXED_KERNELS_OPTIONS if deterministic and are_here(mesh) else {}
     options |= compile_client.HOST_OPTIONS if on_host else {}
     if regather:
@@ -109,8 +93,3 @@ def choose_options(
         why = "the compile-only client cannot disable autotuning; on GPUs the option is set"
         dropped |= dict.fromkeys(FIXED_KERNELS_OPTIONS, why)
     return known, dropped
-
-
-def shown_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the compiler options that a plan lists: all except workarounds for CPU compilers."""
-    return {name: value for name, value in options.items() if name not in CPU_OPTIONS}

@@ -26,7 +26,7 @@ from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.batch_rungs import ramp_microbatches
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
-from zerojax.plan.compiler_options import choose_options, shown_options
+from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.context_split import check_context, plan_context
 from zerojax.plan.counts import describe_constants
 from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
@@ -411,7 +411,7 @@ def _decide(
             *why_padding,
             *describe_taken(tx, seen.trace, stored, placement, stacks - names.keys()),
             *describe_matrices(tx, stored, placement, mesh),
-            *describe_options(shown_options(program.options), program.dropped),
+            *describe_options(program.options, program.dropped),
         ),
         remake=Remake(settings=settings, inputs=inputs),
         layer_drop=layer_drop,
