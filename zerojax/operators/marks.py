@@ -25,6 +25,7 @@ _EIGHT_BITS = "/8"
 _EXPERT_WEIGHTS = "zerojax.expert_weights:"
 _EXPERT_CALL = "zerojax.expert_call:"
 _WHOLE_SEQUENCES = "zerojax.whole_sequences:"
+_WAIT = "zerojax.wait"
 
 
 def mark_read(value: jax.Array, name: str, *, eight_bits: bool = False) -> jax.Array:
@@ -36,6 +37,16 @@ def mark_read(value: jax.Array, name: str, *, eight_bits: bool = False) -> jax.A
     """
     shape = "x".join(map(str, value.shape))
     return checkpoint_name(value, f"{_READ}{shape}{_EIGHT_BITS * eight_bits}:{name}")
+
+
+def mark_wait(value: jax.Array) -> jax.Array:
+    """Marks a number that changes nothing, and for which other values only wait; returns it."""
+    return checkpoint_name(value, _WAIT)
+
+
+def is_wait(equation: Any) -> bool:
+    """Returns whether an equation marks a number for which other values only wait."""
+    return equation.primitive.name == "name" and equation.params["name"] == _WAIT
 
 
 def read_name(equation: Any) -> str | None:

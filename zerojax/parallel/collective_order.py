@@ -25,7 +25,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax.operators.marks import inner_programs
+from zerojax.operators.marks import inner_programs, mark_wait
 from zerojax.parallel.sums import barrier_kind, zero_at_run_time
 from zerojax.plan.device_mesh import MODEL
 from zerojax.tracing.dependence import Follow, Marks, union
@@ -178,7 +178,8 @@ class _Order:
         def run_apart(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
             given = [*map(of, equation.invars)]
             if (inner := _called(equation)) is not None:
-                results, found = self.run(inner, _with_barriers(equation, operands), given)
+                with jax.named_scope(_scope(equation)):
+                    results, found = self.run(inner, _with_barriers(equation, operands), given)
             else:
                 results, found = self._run_event(closed.jaxpr, equation, operands, given)
             held.update(zip(equation.outvars, found, strict=True))
@@ -241,7 +242,8 @@ class _Order:
                 needed &= ~event.after
         if not zeros or _is_key(value := jnp.asarray(value)):
             return value
-        return lax.select(sum(zeros[1:], zeros[0]) == 0, value, jnp.zeros_like(value))
+        waited = mark_wait(sum(zeros[1:], zeros[0])) == 0
+        return lax.select(waited, value, jnp.zeros_like(value))
 
 
 def _called(equation: Any) -> ClosedJaxpr | None:
@@ -250,6 +252,12 @@ def _called(equation: Any) -> ClosedJaxpr | None:
         return None
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
+
+
+def _scope(equation: Any) -> str:
+    """Returns the name that JAX gives to the operations of a call or a checkpoint."""
+    name = "checkpoint" if is_checkpoint(equation) else f"jit({equation.params.get('name', '')})"
+    return "/".join(filter(None, [str(equation.source_info.name_stack), name]))
 
 
 def _with_barriers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:

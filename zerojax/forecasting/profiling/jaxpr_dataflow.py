@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from zerojax.operators.marks import inner_programs
+from zerojax.operators.marks import inner_programs, is_wait
 from zerojax.tracing.jaxpr import split_scan
 
 _SAME = frozenset(
@@ -204,6 +204,8 @@ class RequiredEquations:
             return self.of_scan(equation, outputs)[0]
         if kind == "optimization_barrier":  # each output depends on its own input
             return outputs
+        if is_wait(equation):
+            return [False]
         programs = list(inner_programs(equation.params))
         if kind == "cond":
             each = [self.of(program, outputs)[0] for program in programs]
