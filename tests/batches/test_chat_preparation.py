@@ -498,15 +498,15 @@ def test_a_template_that_fails_at_a_row_is_one_sentence(tmp_path, model, code, w
 
 def test_a_mask_of_all_zeros_or_all_ones_is_refused_whatever_is_skipped(tmp_path, model):
     """Marks around nothing, and a template that writes the answers alone."""
-    for marks, why in (("{% generation %}{% endgeneration %}", "no token of the chat is part"),):
-        template = tmp_path / "t.jinja"
-        template.write_text("{% for m in messages %}{{ m.content }}" + marks + "{% endfor %}")
-        with pytest.raises(ValueError, match=f"none of its 2 rows can be trained on; .*{why}"):
-            prepared(tmp_path, model, GOOD, GOOD, template=template, bad="skip")
+    template = tmp_path / "t.jinja"
+    marks = "{% generation %}{% endgeneration %}"
+    template.write_text("{% for m in messages %}{{ m.content }}\n" + marks + "{% endfor %}")
+    why = r"no token of the chat is part.*\(line 2: {% generation %}"
+    with pytest.raises(ValueError, match=f"none of its 2 rows can be trained on; .*{why}"):
+        prepared(tmp_path, model, GOOD, GOOD, template=template, bad="skip")
     template.write_text("{% generation %}{{ messages[-1].content }}{% endgeneration %}")
-    with pytest.raises(
-        ValueError, match="2 rows can .*every token of the text is part.*--format te"
-    ):
+    why = r"every token of the text is part.*--format text.*\(line 1: {% generation %}"
+    with pytest.raises(ValueError, match=f"2 rows can .*{why}"):
         prepared(tmp_path, model, GOOD, GOOD, template=template, bad="skip")
 
 

@@ -107,21 +107,26 @@ def encode_marked(tokenizer: OffsetTokenizer, texts: Sequence[MarkedText]) -> li
     ]
 
 
-def check_asked(encoded: EncodedChat) -> None:
+def check_asked(encoded: EncodedChat, marks: str | None = None) -> None:
     """Checks that some, but not all, tokens of a text are part of an answer.
+
+    Args:
+      encoded: ids of the text, and which of them are part of an answer.
+      marks: line of the template that marks answers; None if the template marks none.
 
     Raises:
       RecordError: no token, or every token, is part of an answer.
     """
+    check = "" if marks is None else f", or correct the marks of the template ({marks})"
     if not encoded.asked.any():
         raise RecordError(
             "no token of the chat is part of an answer, so nothing can be trained on; leave the "
-            "row out, or check the template's generation marks"
+            f"row out{check}"
         )
     if encoded.asked.all():
         raise RecordError(
             "every token of the text is part of an answer, so it has no question; add the "
-            "question, or prepare such text with --format text"
+            f"question, prepare such text with --format text{check}"
         )
 
 

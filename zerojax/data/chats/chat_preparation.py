@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from zerojax.config.checks import names_keywords
+from zerojax.config.display import printable
 from zerojax.config.loader import user_path
 from zerojax.data.chats.chat_encoding import (
     EncodedChat,
@@ -23,7 +24,7 @@ from zerojax.data.chats.chat_encoding import (
     marked_pair,
     without_frame,
 )
-from zerojax.data.chats.chat_template import Limits
+from zerojax.data.chats.chat_template import Limits, line_of_marks
 from zerojax.data.chats.conversations import (
     COLUMNS,
     Chat,
@@ -404,12 +405,16 @@ class _Preparation:
         try:
             if not encoded.ids.size:
                 raise RecordError("the text has no tokens; leave the row out")
-            check_asked(encoded)
+            check_asked(encoded, self._line_of_marks())
             self._check_vocabulary(encoded.ids)
         except RecordError as error:
             self._leave_out(place, str(error))
             return False
         return True
+
+    def _line_of_marks(self) -> str | None:
+        marks = None if self.template is None else line_of_marks(self.template.source)
+        return None if marks is None else printable(marks)
 
     def _check_vocabulary(self, ids: np.ndarray) -> None:
         if self.model_size is not None and ids.max() >= self.model_size:

@@ -30,6 +30,17 @@ _MAX_WORDS = 200
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+def line_of_marks(source: str) -> str | None:
+    """Returns number and text of the first line of a template that marks answers; None if no line
+    marks any.
+    """
+    for number, line in enumerate(source.splitlines(), 1):
+        if found := MARKER.search(line):
+            shown = line[max(0, found.start() - 40) : found.end() + 40].strip()
+            return f"line {number}: {shown}"
+    return None
+
+
 class TurnError(ValueError):
     """Raised if the position of an assistant's message in the rendered text cannot be found."""
 
