@@ -21,6 +21,7 @@ from zerojax.forecasting.generation_bounds import GenerationBound, generation_bo
 from zerojax.forecasting.hlo.costs import HbmTraffic
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
+from zerojax.plan.compiler_options import NO_KERNELS_OPTIONS
 from zerojax.zoo import Llama, LlamaConfig, generation
 from zerojax.zoo.sampling import Sampling
 from zerojax.zoo.weight_only import with_layers_apart
@@ -197,12 +198,11 @@ def test_at_zero_3_devices_send_activations_and_no_codes():
     np.testing.assert_allclose(in_place.weight_bytes, whole.weight_bytes / 8, rtol=0.01)
 
 
-@pytest.mark.parametrize(("devices", "batch"), [(8, 32), (16, 32)])
+@pytest.mark.parametrize(("devices", "batch"), [(8, 32), (64, 64)])
 def test_at_zero_3_sixteen_bit_layers_stay_in_their_shards(devices, batch):
-    """Peak of a device: shards, cache, and less than one layer. For 64 devices the compiler of
-    JAX 0.12 ends the process, at the sum of one integer."""
+    """Peak of a device: shards, cache, and less than one layer."""
     lowered, state, kept = lower(batch, None, None, SHORT, devices=devices)
-    compiled = compile_client.compile_for_gpus(lowered)
+    compiled = compile_client.compile_for_gpus(lowered, options=NO_KERNELS_OPTIONS)
     program = hlo.read_program(compiled.text)
     sent = sum(x.wire_bytes for x in hlo.find_collectives(program, devices))
     layers = bytes_of(state["blocks"])

@@ -8,6 +8,7 @@ loop has to depend on a result of the loop.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -109,6 +110,7 @@ STEPS = {
     "stage 2, two microbatches": {"zero": 2, "num_microbatches": 2},
     "tensor parallel": {"zero": 3, "persistence_threshold": 0, "mesh": {"data": 4, "model": 2}},
     "context": {"zero": 3, "persistence_threshold": 0, "mesh": {"data": 4, "context": 2}},
+    "lamb": {"zero": 3, "persistence_threshold": 0, "optimizer": optax.lamb(1e-3)},
     "pipeline": {"zero": 2, "num_microbatches": 4, "mesh": {"data": 4, "stage": 2}},
 }
 

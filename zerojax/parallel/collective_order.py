@@ -35,6 +35,7 @@ from zerojax.tracing.jaxpr import (
     holds_collectives,
     is_checkpoint,
     piece_function,
+    variables,
 )
 
 _LOOPS = ("scan", "while", "cond")
@@ -62,8 +63,8 @@ def in_program_order(function: Callable[..., Any], mesh: Mesh | AbstractMesh) ->
         if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
             return function(*args)
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        outputs = jaxpr_as_fun(_with_order(closed, everywhere))(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+        run = jaxpr_as_fun(_with_order(closed, everywhere))
+        return jax.tree.unflatten(jax.tree.structure(shape), run(*jax.tree.leaves(args)))
 
     return ordered
 
@@ -204,8 +205,8 @@ class _Order:
         """Runs a collective or a loop when the events before it have ended."""
         operands, everything = [*operands], (1 << len(self._events)) - 1
         if is_loop := _is_loop(equation, self._everywhere):
-            place = _smallest(equation.invars)
-            operands[place] = self._wait(operands[place], everything & ~union(marks))
+            if (place := _smallest_used(equation)) is not None:
+                operands[place] = self._wait(operands[place], everything & ~union(marks))
             params = {name: self._in_order(value) for name, value in equation.params.items()}
             equation = equation.replace(params=params)
         else:
@@ -218,12 +219,12 @@ class _Order:
         if not usable:
             return results, [union(marks)] * len(results)
         bit = 1 << len(self._events)
-        closure = everything if is_loop else union(marks) | self._loops_after
-        self._events.append(_Event(bit, closure | bit, usable))
+        closure = bit | (everything if is_loop else union(marks) | self._loops_after)
+        self._events.append(_Event(bit, closure, usable))
         if is_loop:
             self._loops |= bit
-            self._loops_after = closure | bit
-        return results, [closure | bit] * len(results)
+            self._loops_after = closure
+        return results, [closure] * len(results)
 
     def _in_order(self, value: Any) -> Any:
         """Applies `_with_order` to all programs in a parameter of an equation."""
@@ -290,17 +291,26 @@ def _computed(equation: Any, results: Sequence[Any]) -> Sequence[Any]:
     return computed or results
 
 
-def _smallest(variables: Sequence[Any]) -> int:
-    """Returns the position of the smallest array of floats, because integers may be counters; or of
-    the smallest array, if there are no floats.
+def _smallest_used(equation: Any) -> int | None:
+    """Returns the position of the smallest operand of a loop that can wait; None if there is none.
+
+    An operand that the body of a `scan` does not read cannot wait, because the compiler removes it.
+    Floats come first, because integers may be counters, from which the compiler derives the number
+    of iterations.
     """
+    places = range(len(equation.invars))
+    if equation.primitive.name == "scan":
+        body = equation.params["jaxpr"].jaxpr
+        read = {atom for inner in body.eqns for atom in variables(inner.invars)}
+        places = [place for place in places if body.invars[place] in read]
 
-    def order(place: int) -> tuple[bool, bool, int]:
-        aval = variables[place].aval
-        usable = aval.size > 0 and not _is_key(aval)
-        return not usable, not jnp.issubdtype(aval.dtype, jnp.floating), aval.size
+    def order(place: int) -> tuple[bool, int]:
+        aval = equation.invars[place].aval
+        return not jnp.issubdtype(aval.dtype, jnp.floating), aval.size
 
-    return min(range(len(variables)), key=order)
+    avals = {place: equation.invars[place].aval for place in places}
+    usable = [place for place, aval in avals.items() if aval.size and not _is_key(aval)]
+    return min(usable, key=order, default=None)
 
 
 def _is_key(value: Any) -> bool:
