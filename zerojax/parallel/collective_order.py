@@ -82,7 +82,7 @@ def _with_order(closed: ClosedJaxpr, everywhere: bool) -> ClosedJaxpr:
     def run(*inputs: Any) -> list[Any]:
         return _Order(everywhere).run(closed, inputs, [0] * len(inputs))[0]
 
-    return jax.make_jaxpr(run)(*map(_abstract, closed.jaxpr.invars))
+    return jax.make_jaxpr(run)(*(variable.aval for variable in closed.jaxpr.invars))
 
 
 def _has_loops(program: Jaxpr, everywhere: bool) -> bool:
@@ -103,12 +103,6 @@ def _is_loop(equation: Any, everywhere: bool) -> bool:
 
 def _holds_collectives(equation: Any) -> bool:
     return any(map(holds_collectives, inner_programs(equation.params)))
-
-
-def _abstract(variable: Any) -> jax.ShapeDtypeStruct:
-    aval = variable.aval
-    weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
 class _Marks(Follow):
@@ -215,7 +209,7 @@ class _Order:
             needed = everything if is_loop else self._loops
             operands = [self._wait(x, needed & ~m) for x, m in zip(operands, marks, strict=True)]
         results = _run_alone(program, equation, operands)
-        usable = tuple(x for x in _computed(equation, results) if x.size and not _is_key(x))
+        usable = tuple(x for x in _computed(equation, results) if _is_usable(jax.typeof(x)))
         if not usable:
             return results, [union(marks)] * len(results)
         bit = 1 << len(self._events)
@@ -241,7 +235,7 @@ class _Order:
             if event.bit & needed:
                 zeros.append(zero_at_run_time(min(event.results, key=np.size)))
                 needed &= ~event.after
-        if not zeros or _is_key(value := jnp.asarray(value)):
+        if not zeros or not _is_usable(jax.typeof(value := jnp.asarray(value))):
             return value
         waited = mark_wait(sum(zeros[1:], zeros[0])) == 0
         return lax.select(waited, value, jnp.zeros_like(value))
@@ -274,8 +268,8 @@ def _with_barriers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
 def _run_alone(program: Jaxpr, equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Runs an equation on operands that need not be the values of its variables."""
     fresh = jax.make_jaxpr(lambda *xs: xs)
-    taken = fresh(*map(_abstract, equation.invars)).jaxpr.invars
-    made = fresh(*map(_abstract, equation.outvars)).jaxpr.invars
+    taken = fresh(*(atom.aval for atom in equation.invars)).jaxpr.invars
+    made = fresh(*(variable.aval for variable in equation.outvars)).jaxpr.invars
     alone = equation.replace(invars=taken, outvars=made)
     return piece_function(program, [alone], taken, made)(*operands)
 
@@ -308,10 +302,11 @@ def _smallest_used(equation: Any) -> int | None:
         aval = equation.invars[place].aval
         return not jnp.issubdtype(aval.dtype, jnp.floating), aval.size
 
-    avals = {place: equation.invars[place].aval for place in places}
-    usable = [place for place, aval in avals.items() if aval.size and not _is_key(aval)]
+    usable = [place for place in places if _is_usable(equation.invars[place].aval)]
     return min(usable, key=order, default=None)
 
 
-def _is_key(value: Any) -> bool:
-    return jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+def _is_usable(aval: Any) -> bool:
+    """Returns whether an array has an element on the device that is a number (no random key)."""
+    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    return bool(aval.size) and not is_key and aval.memory_space != jax.memory.Space.Host
