@@ -37,6 +37,29 @@ def two_loops(x, weights, head):
     return layers(x, weights).sum() + layers(2 * x, weights).max()
 
 
+def two_loops_with_a_zero(x, weights, head):
+    """The compiler knows what the 0 is, but not that the loop waits."""
+
+    def layer(carry, weight):
+        x, total = carry
+        x = jnp.tanh(x @ gather(weight))
+        return (x, total + x.sum()), None
+
+    first = lax.scan(layer, (x, 0.0), weights)[0][1]
+    return first + lax.scan(layer, (2 * x, 0.0), weights)[0][1]
+
+
+def after_a_loop_with_a_counter(x, weights, head):
+    """The compiler knows the last value of the counter without the loop."""
+
+    def layer(carry):
+        number, x = carry
+        return number + 1, jnp.tanh(x @ gather(weights[number]))
+
+    number, first = lax.while_loop(lambda carry: carry[0] < LAYERS, layer, (0, x))
+    return first.sum() * number + layers(2 * x, weights).max()
+
+
 def in_a_loop(x, weights, head):
     def step(total, row):
         return total + two_loops(row, weights, head), None
@@ -74,6 +97,8 @@ def gradient_with_recomputation(x, weights, head):
 
 PROGRAMS = [
     two_loops,
+    two_loops_with_a_zero,
+    after_a_loop_with_a_counter,
     in_a_loop,
     in_a_while_loop,
     in_a_branch,
@@ -125,6 +150,15 @@ STEPS = {
 def test_collectives_of_a_step_wait_for_loops(options):
     plan = plan_for(reference_model("gpt2"), **options)
     step = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
+    assert not unordered(step.compile().as_text())
+
+
+@gathers_twice
+@pytest.mark.thorough
+def test_a_step_is_also_in_order_when_jax_looks_for_nans():
+    plan = plan_for(reference_model("gpt2"), **STEPS["stage 3"])
+    with jax.debug_nans(True):
+        step = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
     assert not unordered(step.compile().as_text())
 
 

@@ -7,7 +7,8 @@ nothing that the loop computes, such as the second all-gather of a weight, some 
 others run a collective of the loop. XLA then mixes up the two: the process ends ("Id can't be
 larger than the number of participating threads", a time limit or a segmentation fault), or arrays
 get the values of others. In the programs of this module each collective after a loop waits for a
-result of the loop, and a loop waits for the collectives before it. Compilers for GPUs order
+result of the loop, and a loop waits for the collectives before it. Not ordered are two loops inside
+of an inner `shard_map` or `custom_vmap`, and a loop without operands. Compilers for GPUs order
 collectives themselves, and their programs are not changed.
 """
 
@@ -51,7 +52,7 @@ def in_program_order(function: Callable[..., Any], mesh: Mesh | AbstractMesh) ->
       function: function of one device, as given to `jax.shard_map`; arguments and results are
         pytrees of arrays. The result is not differentiable.
       mesh: mesh of the devices; on one device, and on devices other than CPUs, `function` itself is
-        returned. It is also called itself while JAX looks for NaNs, operation by operation.
+        returned. It is also called itself when JAX runs it operation by operation, to find a NaN.
     """
     if barrier_kind(mesh) != "branch" or mesh.size == 1:
         return function
@@ -60,13 +61,18 @@ def in_program_order(function: Callable[..., Any], mesh: Mesh | AbstractMesh) ->
 
     @functools.wraps(function)
     def ordered(*args: Any) -> Any:
-        if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+        if _runs_at_once(args):
             return function(*args)
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         run = jaxpr_as_fun(_with_order(closed, everywhere))
         return jax.tree.unflatten(jax.tree.structure(shape), run(*jax.tree.leaves(args)))
 
     return ordered
+
+
+def _runs_at_once(args: Any) -> bool:
+    """Returns whether JAX evaluates a function of one device without compiling it."""
+    return any(isinstance(getattr(x, "val", None), jax.Array) for x in jax.tree.leaves(args))
 
 
 def _with_order(closed: ClosedJaxpr, everywhere: bool) -> ClosedJaxpr:
@@ -98,7 +104,9 @@ def _holds_loops(equation: Any, everywhere: bool) -> bool:
 
 
 def _is_loop(equation: Any, everywhere: bool) -> bool:
-    return equation.primitive.name in _LOOPS and (everywhere or _holds_collectives(equation))
+    if equation.primitive.name not in _LOOPS or equation.params.get("length") == 0:
+        return False
+    return everywhere or _holds_collectives(equation)
 
 
 def _holds_collectives(equation: Any) -> bool:
@@ -126,7 +134,13 @@ class _Event:
 
     bit: Marks
     after: Marks
-    results: tuple[jax.Array, ...]
+    results: Sequence[jax.Array]
+
+    @functools.cached_property
+    def zero(self) -> jax.Array:
+        """0, int32 [], that cannot be computed before the results."""
+        zeros = [zero_at_run_time(result) for result in self.results]
+        return mark_wait(sum(zeros[1:], zeros[0]))
 
 
 class _Order:
@@ -198,9 +212,12 @@ class _Order:
     ) -> tuple[list[Any], list[Marks]]:
         """Runs a collective or a loop when the events before it have ended."""
         operands, everything = [*operands], (1 << len(self._events)) - 1
+        waited = self._loops_after
         if is_loop := _is_loop(equation, self._everywhere):
+            waited = 0
             if (place := _smallest_used(equation)) is not None:
                 operands[place] = self._wait(operands[place], everything & ~union(marks))
+                waited = everything
             params = {name: self._in_order(value) for name, value in equation.params.items()}
             equation = equation.replace(params=params)
         else:
@@ -209,12 +226,11 @@ class _Order:
             needed = everything if is_loop else self._loops
             operands = [self._wait(x, needed & ~m) for x, m in zip(operands, marks, strict=True)]
         results = _run_alone(program, equation, operands)
-        usable = tuple(x for x in _computed(equation, results) if _is_usable(jax.typeof(x)))
-        if not usable:
+        if not (witnesses := _witnesses(results)):
             return results, [union(marks)] * len(results)
         bit = 1 << len(self._events)
-        closure = bit | (everything if is_loop else union(marks) | self._loops_after)
-        self._events.append(_Event(bit, closure, usable))
+        closure = bit | union(marks) | waited
+        self._events.append(_Event(bit, closure, witnesses))
         if is_loop:
             self._loops |= bit
             self._loops_after = closure
@@ -233,12 +249,14 @@ class _Order:
         zeros: list[jax.Array] = []
         for event in reversed(self._events):
             if event.bit & needed:
-                zeros.append(zero_at_run_time(min(event.results, key=np.size)))
+                zeros.append(event.zero)
                 needed &= ~event.after
         if not zeros or not _is_usable(jax.typeof(value := jnp.asarray(value))):
             return value
-        waited = mark_wait(sum(zeros[1:], zeros[0])) == 0
-        return lax.select(waited, value, jnp.zeros_like(value))
+        zero = sum(zeros[1:], zeros[0])
+        # A constant 0 instead would let the compiler remove the choice if the value is 0.
+        other = jnp.broadcast_to(zero.astype(value.dtype), value.shape)
+        return lax.select(zero == 0, value, other)
 
 
 def _called(equation: Any) -> ClosedJaxpr | None:
@@ -267,46 +285,54 @@ def _with_barriers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 def _run_alone(program: Jaxpr, equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Runs an equation on operands that need not be the values of its variables."""
-    fresh = jax.make_jaxpr(lambda *xs: xs)
+    fresh = jax.make_jaxpr(lambda *values: None)
     taken = fresh(*(atom.aval for atom in equation.invars)).jaxpr.invars
     made = fresh(*(variable.aval for variable in equation.outvars)).jaxpr.invars
     alone = equation.replace(invars=taken, outvars=made)
     return piece_function(program, [alone], taken, made)(*operands)
 
 
-def _computed(equation: Any, results: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of an equation without those that a loop only passes on."""
-    if equation.primitive.name != "scan":
-        return results
-    body = equation.params["jaxpr"].jaxpr
-    computed = [
-        x for x, inside in zip(results, body.outvars, strict=True) if inside not in body.invars
-    ]
-    return computed or results
+def _witnesses(results: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the results from which it is seen that a loop or a collective has ended.
+
+    They are all floats, since integers may be counters, whose last value the compiler knows; if
+    there are none, all numbers.
+    """
+    usable = [x for x in results if _is_usable(jax.typeof(x))]
+    return [x for x in usable if jnp.issubdtype(x.dtype, jnp.floating)] or usable
 
 
 def _smallest_used(equation: Any) -> int | None:
     """Returns the position of the smallest operand of a loop that can wait; None if there is none.
 
-    An operand that the body of a `scan` does not read cannot wait, because the compiler removes it.
-    Floats come first, because integers may be counters, from which the compiler derives the number
-    of iterations.
+    An operand that the body of a `scan`, or no branch of a `cond`, reads cannot wait, because the
+    compiler removes it. Floats come first, because integers may be counters, from which the
+    compiler derives the number of iterations.
     """
-    places = range(len(equation.invars))
-    if equation.primitive.name == "scan":
-        body = equation.params["jaxpr"].jaxpr
-        read = {atom for inner in body.eqns for atom in variables(inner.invars)}
-        places = [place for place in places if body.invars[place] in read]
+    places = set(range(len(equation.invars)))
+    if equation.primitive.name != "while":
+        programs = [*inner_programs(equation.params)]
+        first = len(places) - len(programs[0].invars)
+        read = {x for program in programs for one in program.eqns for x in variables(one.invars)}
+        places = {
+            place
+            for place in places
+            if place < first or any(program.invars[place - first] in read for program in programs)
+        }
 
     def order(place: int) -> tuple[bool, int]:
         aval = equation.invars[place].aval
         return not jnp.issubdtype(aval.dtype, jnp.floating), aval.size
 
-    usable = [place for place in places if _is_usable(equation.invars[place].aval)]
+    usable = [place for place in sorted(places) if _is_usable(equation.invars[place].aval)]
     return min(usable, key=order, default=None)
 
 
 def _is_usable(aval: Any) -> bool:
-    """Returns whether an array has an element on the device that is a number (no random key)."""
+    """Returns whether a value is an array with an element, on the device, that is a number (no
+    random key).
+    """
+    if not isinstance(aval, jax.core.ShapedArray):
+        return False
     is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
     return bool(aval.size) and not is_key and aval.memory_space != jax.memory.Space.Host
