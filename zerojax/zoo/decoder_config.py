@@ -349,6 +349,8 @@ def decoder_config_of(values: Mapping[str, Any]) -> DecoderConfig:
         fields["norm"] = NormConfig(**fields["norm"])
     if isinstance(fields.get("moe"), Mapping):
         fields["moe"] = MoEConfig(**fields["moe"])
+    if isinstance(fields.get("bit_schedule"), Mapping):
+        fields["bit_schedule"] = BitScheduleConfig(**fields["bit_schedule"])
     if "kinds" in fields:
         fields["kinds"] = tuple(
             LayerKind(window=kind["window"], rope=rope_of(kind["rope"])) for kind in fields["kinds"]
