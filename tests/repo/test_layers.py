@@ -15,9 +15,6 @@ from zerojax.plan.device_mesh import AXES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("zerojax", "pallas_kernels")
-MAX_LINES = 700
-MIN_LINES = 60
-MEAN_LINES = 170
 MAX_FUNCTION_LINES = 80
 MAX_ENTRIES = 23
 LAZY = "cli"
@@ -25,9 +22,6 @@ LAZY = "cli"
 PUBLIC_NAMES = {"__init__", "errors"}
 """Modules at the top that import what they offer when it is asked for."""
 MODULES_AT_THE_TOP = {*PUBLIC_NAMES, "__main__"}
-ENTRY_POINTS = {"__init__.py", "__main__.py", "boot.py", "child.py"}
-TABLES = {"architectures.py"}
-"""Files that are a table of data, and as long as it is."""
 TABLE_OF_AXES = "device_mesh.py"
 IMPORTERS = {"import_module", "__import__", "find_spec"}
 
@@ -300,32 +294,6 @@ def private_jax(sources: Sources) -> list[str]:
     return problems
 
 
-def long_files(sources: Sources) -> list[str]:
-    return [
-        f"{path.relative_to(sources.root)}: {lines} lines; {MAX_LINES} is the limit, split it"
-        for path in sources.paths.values()
-        if (lines := lines_of(path)) > MAX_LINES
-    ]
-
-
-def small_files(sources: Sources) -> list[str]:
-    return [
-        f"{path.relative_to(sources.root)}: {lines} lines; {MIN_LINES} is the least, merge it with "
-        "what is read together with it"
-        for module, path in files_of(sources)
-        if path.name not in ENTRY_POINTS | TABLES and (lines := lines_of(path)) < MIN_LINES
-    ]
-
-
-def mean_of_files(sources: Sources) -> list[str]:
-    """Half of what a reader opens would be headers, were files smaller."""
-    lines = [lines_of(path) for _, path in files_of(sources)]
-    mean = sum(lines) / len(lines)
-    if mean >= MEAN_LINES:
-        return []
-    return [f"the {len(lines)} files have {mean:.0f} lines in the mean; {MEAN_LINES} is the least"]
-
-
 def repeated_file_names(sources: Sources) -> list[str]:
     found: dict[str, list[str]] = {}
     for module, path in files_of(sources):
@@ -379,10 +347,6 @@ def files_of(sources: Sources) -> list[tuple[str, Path]]:
     ]
 
 
-def lines_of(path: Path) -> int:
-    return len(path.read_text().splitlines())
-
-
 def repeated(found: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
     for name, modules in found.items():
         if len(modules) > 1:
@@ -420,9 +384,6 @@ RULES = [
     doors_hidden_by_modules,
     doors_that_say_something_else,
     private_jax,
-    long_files,
-    small_files,
-    mean_of_files,
     repeated_file_names,
     repeated_classes,
     lists_of_axes,
@@ -471,9 +432,6 @@ def test_the_sources_keep_the_rule(rule, sources):
         (doors_that_say_something_else, "zerojax/low/__init__.py", '"""Something else."""'),
         (private_jax, "zerojax/low/a.py", "from jax._src import core"),
         (private_jax, "zerojax/low/a.py", "import jax\nx = jax._src.core"),
-        (long_files, "zerojax/low/a.py", "x = 1\n" * (MAX_LINES + 1)),
-        (small_files, "zerojax/low/c.py", "x = 1\n" * (MIN_LINES - 1)),
-        (mean_of_files, "zerojax/low/c.py", "x = 1\n" * (MEAN_LINES - 1)),
         (repeated_file_names, "zerojax/high/b.py", ""),
         (repeated_classes, "zerojax/high/d.py", "class Low:\n    pass\n"),
         (lists_of_axes, "zerojax/low/a.py", "axes = ('data', 'replica')"),
@@ -500,7 +458,6 @@ def test_each_rule_can_fail(rule, file, text, tmp_path):
         "zerojax/cli/__init__.py": '"""Words."""\n\n\ndef main():\n    import zerojax.high\n',
         "pallas_kernels/__init__.py": "",
     }
-    tree = {name: text + "\n" * (MEAN_LINES - text.count("\n")) for name, text in tree.items()}
     tree |= {f"zerojax/extra{number}": "" for number in range(MAX_ENTRIES - 6)}
     tree["zerojax/old/__pycache__/a.pyc"] = ""  # what a checkout leaves behind
 
