@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NAMES = (
     "overhead",
     "host_time",
+    "batch_copies",
     "two_processes",
     "state_bytes",
     "deterministic",

@@ -103,6 +103,13 @@ def test_host_time(tmp_path):
     assert record["goals"][0]["limit"] == 1.3
 
 
+@pytest.mark.thorough
+def test_batch_copies(tmp_path):
+    record = run_benchmark("batch_copies", tmp_path)
+    assert column(record, "copied") == [1, 1, 1, 1]
+    assert all(goal["met"] for goal in record["goals"])
+
+
 @pytest.mark.slow
 @pytest.mark.multihost
 def test_two_processes(tmp_path):

@@ -22,7 +22,7 @@ class DType:
         return f"torch.{self.name}"
 
 
-DTYPES = {name: DType(name) for name in ("float32", "bfloat16", "int16", "int64")}
+DTYPES = {name: DType(name) for name in ("float32", "bfloat16", "int16", "int32", "int64")}
 
 
 class Tensor:
@@ -56,6 +56,9 @@ class Tensor:
 
     def detach(self) -> Tensor:
         return Tensor(self._array, place=str(self.device), layout=self.layout[6:])
+
+    def clone(self) -> Tensor:
+        return Tensor(self._array.copy(), place=str(self.device), layout=self.layout[6:])
 
     def view(self, dtype: DType) -> Tensor:
         return Tensor(self._array.view(dtype.name))

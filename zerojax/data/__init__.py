@@ -6,6 +6,7 @@ from zerojax.data.batch_sharding import (
     local_rows_of_mesh,
     missing_rows,
     shard_batch,
+    shard_own_batch,
 )
 from zerojax.data.chats import PreparedChats, prepare_chats
 from zerojax.data.corpus import read_text
@@ -65,6 +66,7 @@ __all__ = [
     "read_text",
     "save_tokenizer",
     "shard_batch",
+    "shard_own_batch",
     "tokens_of_array",
     "verify_tokens",
 ]

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
-from zerojax.models.given_arrays import as_arrays, check_arrays
+from zerojax.models.given_arrays import as_arrays, check_arrays, own_array
 from zerojax.plan.device_mesh import DATA_AXES, num_data_shards
 from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.index_limits import IndexLimit
@@ -52,7 +52,8 @@ def shard_batch(
     """Checks a host batch and places it on the devices as global arrays with the plan's shardings.
 
     With several processes, each process passes its own rows, `local_rows(plan)`, of the global
-    batch. Arrays that already have the plan's sharding are returned unchanged.
+    batch. Arrays that already have the plan's sharding are returned unchanged. NumPy arrays are
+    copied, so they may be filled again when this function returns.
 
     A dtype that differs from the plan's is cast in three cases: no value changes, the integers fit,
     or float64 (NumPy's default, which JAX does not use) becomes float32. Any other difference is an
@@ -73,6 +74,19 @@ def shard_batch(
       ValueError: names, shapes or values differ from those the plan was made for.
       TypeError: a dtype is not cast, or a leaf is not an array.
     """
+    return _placed(plan, batch, vocab_size, check_values, copy=True)
+
+
+@allocating_for("placing a batch on the devices")
+def shard_own_batch(plan: BatchPlan, batch: Any, *, vocab_size: int | None) -> Any:
+    """Does the same as `shard_batch`, without copying: `batch` comes from a `Feed`, which copies
+    the arrays, or nobody else has them."""
+    return _placed(plan, batch, vocab_size, True, copy=False)
+
+
+def _placed(
+    plan: BatchPlan, batch: Any, vocab_size: int | None, check_values: bool, *, copy: bool
+) -> Any:
     wanted = flatten_names(plan.abstract_batch)
     given = flatten_names(as_arrays(batch))
     _check_names(given, wanted)
@@ -82,7 +96,8 @@ def shard_batch(
         if isinstance(value, jax.Array) and _lies_as_wanted(value, abstract):
             placed[name] = value
             continue
-        array = _cast(name, _as_numpy(name, value), np.dtype(abstract.dtype))
+        host = _as_numpy(name, value)
+        array = _cast(name, host, np.dtype(abstract.dtype))
         _check_shape(name, array.shape, abstract)
         if check_values:
             check_finite(name, array)
@@ -90,6 +105,8 @@ def shard_batch(
             check_vocabulary(name, array, vocab_size)
         for limit in plan.traced.index_limits.get(name, ()):
             check_rows_exist(name, array, limit)
+        if copy and array is host and not isinstance(value, jax.Array):
+            array = own_array(array)
         placed[name] = jax.make_array_from_process_local_data(
             abstract.sharding, array, abstract.shape
         )

@@ -78,11 +78,11 @@ class DatasetSource(RowSource):
         """
         places = in_epochs(numbers, self.num_rows, self.seed if self.shuffle else None).tolist()
         if self.collate is not None:
-            return self.collate([self.dataset[place] for place in places])
+            return self.collate([_own_row(self.dataset[place]) for place in places])
         if is_hugging_face(self.dataset):
             columns = self.dataset.with_format("numpy")[places]
             return {name: _column(name, values) for name, values in columns.items()}
-        return _stacked([self.dataset[place] for place in places])
+        return _stacked([_own_row(self.dataset[place]) for place in places])
 
     @functools.cached_property
     def _checksum(self) -> int:
@@ -172,6 +172,17 @@ def _column(name: str, values: Any) -> np.ndarray:
             f"(dataset.remove_columns({name!r})), or convert it to numbers"
         )
     return column
+
+
+def _own_row(row: Any) -> Any:
+    """Copies the arrays, tensors and lists of a row, which the dataset may fill again."""
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        return leaf.clone() if is_of_torch(leaf) and hasattr(leaf, "clone") else leaf
+
+    return jax.tree.map(own, row)
 
 
 def _as_row(row: Any) -> Any:

@@ -16,7 +16,7 @@ import jax
 
 from zerojax.config import BatchRamp
 from zerojax.data.source import RowSource
-from zerojax.models.given_arrays import as_arrays
+from zerojax.models.given_arrays import as_arrays, own_arrays
 
 logger = logging.getLogger("zerojax.data")
 
@@ -29,6 +29,8 @@ _OTHERS = "batches=zerojax.data.as_feed(batches, allow_other_data=True)"
 
 class Feed(abc.ABC):
     """Iterator of batches, endless or ending, whose position can be saved and restored.
+
+    Batches are copies: whoever makes them may fill the same arrays again for the next batch.
 
     To resume with the batch that follows, call `state()` right after `next()`. The state is
     JSON-compatible.
@@ -61,6 +63,8 @@ class Feed(abc.ABC):
             return batch
         self._returned_state = None
         batch = self._cut(as_arrays(self._next()))
+        if not self.regroups:  # such a feed's rows come from batches that were copied before
+            batch = own_arrays(batch)
         self._position += 1
         return batch
 

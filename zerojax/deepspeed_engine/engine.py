@@ -32,7 +32,7 @@ from zerojax.deepspeed_engine.engine_tags import (
     save_tagged,
 )
 from zerojax.forecasting.out_of_memory import explaining_memory
-from zerojax.models.given_arrays import as_arrays, check_arrays
+from zerojax.models.given_arrays import as_arrays, check_arrays, own_arrays
 from zerojax.optim import Weights
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.host_budget import check_offload
@@ -591,7 +591,7 @@ def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int)
             f"data_iter is a {type(data_iter).__name__}, which is not an iterator; before the "
             "loop, write it = iter(loader), and pass data_iter=it"
         )
-    parts = [_taken(next(data_iter)) for _ in range(num_microbatches)]
+    parts = [own_arrays(_taken(next(data_iter))) for _ in range(num_microbatches)]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 

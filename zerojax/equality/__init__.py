@@ -32,7 +32,7 @@ from zerojax.equality.check_result import ComparedRun as ComparedRun
 from zerojax.equality.check_result import DisagreementError as DisagreementError
 from zerojax.equality.check_result import Reason as Reason
 from zerojax.equality.pickling import NotSendableError, dumps
-from zerojax.models.given_arrays import as_arrays
+from zerojax.models.given_arrays import as_arrays, own_arrays
 from zerojax.tracing import trees
 
 _JAX_SETTINGS = (
@@ -231,8 +231,8 @@ def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tupl
     Raises:
       ValueError: the batch has too few rows, or leaves with different numbers of rows.
     """
-    made = [batch(step) if callable(batch) else batch for step in range(steps)]
-    batches = [jax.tree.map(np.asarray, as_arrays(one)) for one in made]
+    made = (batch(step) if callable(batch) else batch for step in range(steps))
+    batches = [own_arrays(jax.tree.map(np.asarray, as_arrays(one))) for one in made]
     rows = _rows(batches[0])
     if rows < 2 * MICROBATCHES:
         raise ValueError(

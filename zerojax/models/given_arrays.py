@@ -16,6 +16,9 @@ import numpy as np
 
 from zerojax.tracing.trees import PyTree
 
+_ALIGNMENT = 64
+"""Alignment in bytes of host memory that JAX uses on the CPU without a copy."""
+
 
 def is_of_torch(thing: Any) -> bool:
     """Returns whether an object or class is, or derives from, a class of PyTorch."""
@@ -36,6 +39,31 @@ def as_arrays(batch: PyTree) -> PyTree:
     if not any(isinstance(leaf, Mapping) or _is_foreign(leaf) for _, leaf in leaves):
         return batch
     return treedef.unflatten(_as_array(path, leaf) for path, leaf in leaves)
+
+
+def own_arrays(batch: PyTree) -> PyTree:
+    """Copies the NumPy arrays of a batch, whose memory its maker may fill again.
+
+    A batch is used later than it is made: it is read ahead, it is sent to GPUs in the background,
+    and on the CPU `jax.device_put` uses aligned memory without a copy. JAX's arrays are immutable
+    and are not copied. The copies are aligned, so that JAX need not copy them again.
+
+    Args:
+      batch: result of `as_arrays`.
+    """
+    return jax.tree.map(lambda x: own_array(x) if isinstance(x, np.ndarray) else x, batch)
+
+
+def own_array(array: np.ndarray) -> np.ndarray:
+    """Copies an array to memory that JAX can use without another copy."""
+    array = np.asarray(array)  # without subclasses, such as `np.memmap`
+    if array.dtype.hasobject:  # no batch may hold objects, which `check_arrays` says
+        return array.copy()
+    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    own = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    own[...] = array
+    return own
 
 
 def _is_foreign(leaf: Any) -> bool:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from zerojax.data import shard_batch
+from zerojax.data import shard_batch, shard_own_batch
 from zerojax.data.row_lengths import shorten
 from zerojax.forecasting.step_meetings import find_meetings
 from zerojax.parallel.step import build_step
@@ -109,16 +109,20 @@ class StepPrograms:
         """Returns the program of step `step` (from 1)."""
         return self._programs[self.rung(step)]
 
-    def place(self, step: int, batch: Any) -> Any:
-        """Places a host batch on the devices, with rows shortened for step `step` (from 1)."""
+    def place(self, step: int, batch: Any, shard: Callable[..., Any] = shard_batch) -> Any:
+        """Places a host batch on the devices, with rows shortened for step `step` (from 1).
+
+        Args:
+          shard: `shard_own_batch` if the batch comes from a feed, `shard_batch` otherwise.
+        """
         if isinstance(self._ladder, Ladder):
             batch = shorten(batch, self._ladder, step)
-        return shard_batch(self.of(step).plan, batch, vocab_size=self._plan.vocab_size)
+        return shard(self.of(step).plan, batch, vocab_size=self._plan.vocab_size)
 
     def placing(self, after: int) -> Callable[[Any], Any]:
-        """Returns a function that places batches after step `after` on the devices, in order."""
+        """Returns a function that places the batches of a feed after step `after`, in order."""
         steps = itertools.count(after + 1)
-        return lambda batch: self.place(next(steps), batch)
+        return lambda batch: self.place(next(steps), batch, shard_own_batch)
 
     def compile_next(self, step: int, until: int | None) -> None:
         """Starts to compile the size that follows that of `step`.

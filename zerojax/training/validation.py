@@ -26,7 +26,7 @@ from zerojax.data import (
     missing_rows,
 )
 from zerojax.data.feed import check_function
-from zerojax.models.given_arrays import as_arrays
+from zerojax.models.given_arrays import as_arrays, own_arrays
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.plan.device_mesh import COMPILER_AXES, num_data_shards
 from zerojax.plan.loss_checks import part_with_mixed_rows
@@ -144,8 +144,8 @@ def _batch_of(source: RowSource, index: int, low: int, high: int) -> Any:
         return as_arrays(source.batch(index, low, high))
     last = source.num_rows - 1  # all processes read this row, so they all add the same copies
     numbers = np.minimum(index * size + np.arange(low, high), last)
-    filled, copies = source.rows_at(numbers), source.rows_at(np.full_like(numbers, last))
-    return FilledBatch(as_arrays(filled), as_arrays(copies), missing)
+    filled = own_arrays(as_arrays(source.rows_at(numbers)))
+    return FilledBatch(filled, as_arrays(source.rows_at(np.full_like(numbers, last))), missing)
 
 
 def describe_limit(validation: Any, eval_batches: int | None) -> str | None:
