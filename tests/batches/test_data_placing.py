@@ -26,7 +26,9 @@ class TinyPlan:
 
     abstract_batch: Any
     batch_sharding: NamedSharding
-    traced: Any = dataclasses.field(default_factory=lambda: types.SimpleNamespace(index_limits={}))
+    traced: Any = dataclasses.field(
+        default_factory=lambda: types.SimpleNamespace(index_limits={}, exact_leaves={})
+    )
 
 
 def plan_of(mesh=None, **dtypes) -> TinyPlan:

@@ -65,7 +65,8 @@ def read_target(target: str, name: str, *, overrides: list[str], steps: int) -> 
 
 def _fewer_rows(batch: Any) -> Any:
     def cut(batch: Any) -> Any:
-        return jax.tree.map(lambda x: np.asarray(x)[:MOST_ROWS], as_arrays(batch))
+        arrays = jax.tree.map(np.asarray, as_arrays(batch))
+        return jax.tree.map(lambda x: x[:MOST_ROWS] if x.ndim else x, arrays)
 
     return (lambda step: cut(batch(step))) if callable(batch) else cut(batch)
 

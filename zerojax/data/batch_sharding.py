@@ -35,7 +35,8 @@ class BatchPlan(Protocol):
     @property
     def traced(self) -> Any:
         """Result of tracing the model; its `index_limits` is {name: bounds of integers that index
-        rows of a parameter}."""
+        rows of a parameter}, its `exact_leaves` are the names of the floating-point arrays whose
+        exact values matter."""
         ...
 
     @property
@@ -105,6 +106,8 @@ def _placed(
             check_vocabulary(name, array, vocab_size)
         for limit in plan.traced.index_limits.get(name, ()):
             check_rows_exist(name, array, limit)
+        if name in plan.traced.exact_leaves and array.dtype != host.dtype:
+            _check_same_ids(name, host, array)
         if copy and array is host and not isinstance(value, jax.Array):
             array = own_array(array)
         placed[name] = jax.make_array_from_process_local_data(
@@ -262,6 +265,23 @@ def check_rows_exist(name: str, array: np.ndarray, limit: IndexLimit) -> None:
         f"batch[{name!r}] holds {array[first]} at index {first}, but the model uses it as an index "
         f"of {limit.parameter}, which has {limit.high} rows; use values in [0, {limit.high}), or "
         "give the model more rows"
+    )
+
+
+def _check_same_ids(name: str, given: np.ndarray, cast: np.ndarray) -> None:
+    """Raises if a cast changes whole numbers of an array whose exact values matter, such as ids.
+
+    Raises:
+      ValueError: names the first number that the cast changes.
+    """
+    is_lost = (given != cast) & (given == np.floor(given))
+    if not is_lost.any():
+        return
+    first = tuple(int(i) for i in np.argwhere(is_lost)[0])
+    raise ValueError(
+        f"batch[{name!r}] holds {given[first]:.0f} at index {first}, which {cast.dtype} can only "
+        f"hold as {cast[first]:.0f}, and its exact values matter: the loss compares them or makes "
+        "integers of them; pass integers in every batch: .astype('int64')"
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from zerojax.config import BatchRamp
 from zerojax.data.feed import REGROUPED, Batch, Feed, SourceFeed, State, logger
+from zerojax.plan.refusals import check_rows
 
 
 def in_ramp(feed: Feed, ramp: BatchRamp, *, start: int | None = None) -> Feed:
@@ -77,7 +78,7 @@ class RampedFeed(Feed):
             except StopIteration:
                 self._whole = None
                 return None
-            if not _num_rows(self._whole):
+            if not check_rows(self._whole):
                 raise ValueError(
                     f"batch {self._feed.position - 1} of the data has 0 rows; return batches of at "
                     "least one row, or end the data"
@@ -116,7 +117,7 @@ class RampedFeed(Feed):
 
 
 def _num_rows(batch: Batch) -> int:
-    return next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape)
+    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def _joined(*parts: np.ndarray) -> np.ndarray:

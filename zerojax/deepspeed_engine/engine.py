@@ -38,6 +38,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
+from zerojax.plan.refusals import check_rows
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.kept_programs import keep_programs
@@ -592,6 +593,8 @@ def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int)
             "loop, write it = iter(loader), and pass data_iter=it"
         )
     parts = [own_arrays(_taken(next(data_iter))) for _ in range(num_microbatches)]
+    for part in parts:
+        check_rows(part)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 

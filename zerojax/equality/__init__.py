@@ -12,7 +12,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from zerojax.equality.check_result import DisagreementError as DisagreementError
 from zerojax.equality.check_result import Reason as Reason
 from zerojax.equality.pickling import NotSendableError, dumps
 from zerojax.models.given_arrays import as_arrays, own_arrays
-from zerojax.tracing import trees
+from zerojax.plan.refusals import check_rows
 
 _JAX_SETTINGS = (
     "jax_numpy_rank_promotion",
@@ -233,7 +233,7 @@ def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tupl
     """
     made = (batch(step) if callable(batch) else batch for step in range(steps))
     batches = [own_arrays(jax.tree.map(np.asarray, as_arrays(one))) for one in made]
-    rows = _rows(batches[0])
+    rows, *_ = map(check_rows, batches)
     if rows < 2 * MICROBATCHES:
         raise ValueError(
             f"the batch has {rows} rows; a check needs at least {2 * MICROBATCHES} rows, for 2 "
@@ -245,23 +245,12 @@ def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tupl
     if fitting < devices:
         notes.append(f"{fitting} devices instead of {devices}: the batch has {rows} rows")
     batches = [_cut(one, fitting) for one in batches]
-    if (kept := _rows(batches[0])) < rows:
+    if (kept := check_rows(batches[0])) < rows:
         notes.append(
             f"{kept} of {rows} rows were used, as rows must be a multiple of {fitting} devices x "
             f"{MICROBATCHES} microbatches"
         )
     return batches, fitting, tuple(notes)
-
-
-def _rows(batch: Any) -> int:
-    leaves: Mapping[str, Any] = trees.flatten_names(batch)
-    sizes = {name: leaf.shape[0] if leaf.shape else None for name, leaf in leaves.items()}
-    if not sizes or len({*sizes.values()}) > 1 or None in sizes.values():
-        raise ValueError(
-            f"the arrays of the batch have {sizes} rows; every array needs the same number in "
-            "dimension 0"
-        )
-    return next(iter(sizes.values()))  # type: ignore[return-value]
 
 
 def _cut(batch: Any, devices: int) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from zerojax.config import MeshConfig
+from zerojax.data import shard_batch
 from zerojax.equality.check_result import ComparedRun
 from zerojax.hardware.compile_client import keep_known_options
 from zerojax.models.adapt import evaluation_mode
@@ -186,7 +187,7 @@ def run_zerojax(
     state = init_state(plan, given.seed)
     losses, norms = [], []
     for batch in given.batches[:steps]:
-        state, metrics = step(state, jax.device_put(batch, plan.batch_sharding))
+        state, metrics = step(state, shard_batch(plan, batch, check_values=False))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     extras = {

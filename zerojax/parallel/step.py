@@ -465,6 +465,7 @@ def pass_config(plan: Plan) -> zero.PassConfig:
         virtual_shards=plan.settings.virtual_shards if plan.settings.deterministic else None,
         metrics=plan.traced.metric_names,
         counted=plan.traced.counted_state,
+        exact_leaves=frozenset(plan.traced.exact_leaves),
         unroll=plan.settings.unroll,
         kept_layers=None if plan.layer_drop is None else plan.layer_drop.kept,
         tiles=plan.tiles.cut,

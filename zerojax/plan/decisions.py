@@ -44,6 +44,7 @@ class TracedLoss:
       forward: jaxpr of the forward pass, for counting.
       index_limits: {array of the batch: upper bounds for its integers that index rows of a
         parameter}.
+      exact_leaves: {floating-point array of the batch whose exact values matter: why}.
       has_weight: whether the loss returns (sum, weight) instead of a mean.
       metric_names: names of the loss's own metrics, sorted.
       counted_state: names of arrays of the model's state to which a step adds sums over the batch.
@@ -56,6 +57,7 @@ class TracedLoss:
 
     forward: Any
     index_limits: Mapping[str, tuple[IndexLimit, ...]]
+    exact_leaves: Mapping[str, str]
     has_weight: bool
     metric_names: tuple[str, ...]
     counted_state: frozenset[str]

@@ -69,6 +69,7 @@ from zerojax.plan.placement import Placement, place_model, straight_pieces, unro
 from zerojax.plan.plan_page import plan_dict, plan_line, plan_table
 from zerojax.plan.pruned_parameters import describe_pruning, masked_names, plan_pruning
 from zerojax.plan.reasons import (
+    describe_batch,
     describe_choices,
     describe_deterministic,
     describe_frozen,
@@ -85,6 +86,7 @@ from zerojax.plan.refusals import (
     check_elementwise,
     check_not_per_example,
     check_reads,
+    check_rows,
     check_trained,
     check_wire,
     errors_with_users_lines,
@@ -395,6 +397,7 @@ def _decide(
                 task.precision,
                 program.regather,
             ),
+            *describe_batch(task.batch, seen.trace.exact_leaves, task.precision),
             *describe_constants(seen.trace.jaxpr),
             *describe_ragged(seen.trace, mesh),
             *describe_frozen(seen.params, stored["frozen"], task.precision),
@@ -489,6 +492,8 @@ def _resolve(
     check_lookup(settings, mesh, inputs.precision)
     check_context(settings, mesh, internal, inputs.loss)
     loss = models.as_loss(inputs.loss, internal, inputs.example_batch)
+    batch = abstract(inputs.example_batch)
+    check_rows(batch)  # before the number of rows is read
     precision, why_precision = inputs.precision, []
     if precision is None:
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
@@ -501,7 +506,6 @@ def _resolve(
     sizes = sizes_of_steps(inputs) if depends else None
     optimizer = optim.build_optimizer(inputs.optimizer, inputs.steps, sizes)
     check_one_bit(settings, mesh, precision, optimizer.tx)
-    batch = abstract(inputs.example_batch)
     check_codes(settings, mesh, precision, reads_lazily=internal.reads_lazily)
     number = check_deterministic(settings, mesh, precision, inputs.num_microbatches)
     why_ramp: list[str] = []
@@ -529,19 +533,27 @@ def _trace(task: _Task) -> _Seen:
       ValueError, TypeError: the loss, or an array that it reads, cannot be planned.
     """
     shards = meshes.num_data_shards(task.mesh)
-    whole = slice_batch(task.batch, 1, task.precision)
-    microbatch = slice_batch(task.batch, shards * task.num_microbatches, task.precision)
+    pieces, exact = shards * task.num_microbatches, dict[str, str]()
+    microbatch = slice_batch(task.batch, pieces, task.precision)
     check_arguments(task.loss)
     with errors_with_users_lines(microbatch):
         params, extras = abstract_model(task.model, task.batch, task.loss)
         read = as_read(params, task.precision)
         trace_of = lambda rows: tracing.trace_model(task.model, read, extras, rows, task.loss)  # noqa: E731
         trace = trace_of(microbatch)
+        while trace.exact_leaves.keys() - exact:
+            exact |= trace.exact_leaves
+            before = microbatch
+            microbatch = slice_batch(task.batch, pieces, task.precision, exact)
+            if jax.tree.leaves(microbatch) != jax.tree.leaves(before):
+                trace = trace_of(microbatch)
         check_not_per_example(trace.result, task.batch, microbatch)
     check_loss(trace.result)
     check_step_counts(trace, params, extras, microbatch, task.model)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
+    whole = slice_batch(task.batch, 1, task.precision, exact)
     check_divisor(trace, params, extras, microbatch, whole, trace_of)
+    trace = dataclasses.replace(trace, exact_leaves=exact)
     return _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
 
 
@@ -556,6 +568,7 @@ def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _S
     params = stack_structs(seen.params, rolling.stacks)
     read = as_read(params, task.precision)
     trace = tracing.trace_model(model, read, seen.extras, seen.microbatch, task.loss)
+    trace = dataclasses.replace(trace, exact_leaves=seen.trace.exact_leaves)
     check_same_result(seen.trace, trace)
     rolled = dataclasses.replace(seen, params=params, trace=trace)
     return dataclasses.replace(task, model=model), rolled
@@ -642,6 +655,7 @@ def _examine_loss(
     traced = TracedLoss(
         forward=trace.jaxpr,
         index_limits=trace.index_limits,
+        exact_leaves=seen.trace.exact_leaves,
         has_weight=parts.weight is not None,
         metric_names=tuple(sorted(parts.metrics)),
         counted_state=pieces.counted,

@@ -23,10 +23,12 @@ from zerojax.plan.eight_bits import describe_eight_bits
 from zerojax.plan.expert_axis import describe_experts
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
+from zerojax.plan.state import dtype_in_loss
 from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
+from zerojax.tracing.trees import flatten_names
 from zerojax.tracing.wide_products import find_wide_products
 from zerojax.zoo.fp8 import rounded_format
 
@@ -228,6 +230,27 @@ def _describe_raised(
         f"{_some(lower, 'parameters')} {own} in the model, stored in {kept.name} and computed "
         f"with in {computed}"
     ]
+
+
+def describe_batch(batch: Any, exact: Mapping[str, str], precision: Precision) -> list[str]:
+    """Describes which floating-point arrays of a batch are cast, and which are not and why.
+
+    Args:
+      batch: tree of structs with the dtypes of the user's batch.
+      exact: {leaf whose exact values matter: what the loss does with it}.
+    """
+    computed, cast = jnp.dtype(precision.compute_dtype), list[str]()
+    kept: dict[str, list[str]] = {}
+    for name, leaf in flatten_names(batch).items():
+        own = jnp.dtype(leaf.dtype)
+        if dtype_in_loss(own, precision, is_exact=name in exact) != own:
+            cast.append(repr(name))
+        elif jnp.issubdtype(own, jnp.floating) and own != computed:
+            why = f"kept in {own.name}, because the loss {exact[name]}"
+            kept.setdefault(why, []).append(repr(name))
+    lines = [f"{', '.join(names)} {why}" for why, names in kept.items()]
+    lines += [f"{', '.join(cast)} cast to {computed.name}"] if cast else []
+    return [f"batch: {'; '.join(lines)}"] if lines else []
 
 
 def describe_frozen(

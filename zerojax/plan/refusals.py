@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
@@ -55,34 +56,46 @@ def check_no_other_way(
             )
 
 
-def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
-    """Raises if the rows of a batch cannot be divided evenly over data shards and microbatches.
+def check_rows(batch: Tree) -> int:
+    """Returns the number of rows of a batch, after checking that every array has them.
+
+    Args:
+      batch: tree of arrays or structs, of a global batch or of the rows of one process.
 
     Raises:
-      ValueError: the batch has no arrays, its arrays have different numbers of rows, or the rows
-        are not divisible.
+      ValueError: the batch has no arrays, an array is a scalar, or arrays have different numbers
+        of rows.
     """
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches={num_microbatches} is below 1; give at least 1")
-    leaves = trees.flatten_names(batch)
-    if not leaves:
+    shapes = {name: np.shape(leaf) for name, leaf in trees.flatten_names(batch).items()}
+    if not shapes:
         raise ValueError("the batch has no arrays; pass a tree of arrays [rows, ...]")
-    rows = max(leaf.shape[0] if leaf.shape else 0 for leaf in leaves.values())
-    for name, leaf in leaves.items():
-        if not leaf.shape:
+    rows = max(shape[0] if shape else 0 for shape in shapes.values())
+    for name, shape in shapes.items():
+        if not shape:
             raise ValueError(
                 f"batch[{name!r}] is a scalar, but dimension 0 of every array must be the rows "
                 "of the "
                 f"batch; repeat it: numpy.full({rows or 'rows'}, value)"
             )
-    sizes = {name: leaf.shape[0] for name, leaf in leaves.items()}
-    first = next(iter(sizes.values()))
-    for name, size in sizes.items():
+    (first, *_), *_ = shapes.values()
+    for name, (size, *_) in shapes.items():
         if size != first:
             raise ValueError(
                 f"batch[{name!r}] has {size} rows, but other arrays of the batch have {first}; "
                 "dimension 0 is the rows: give every array the same number of rows"
             )
+    return first
+
+
+def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
+    """Raises if the rows of a batch cannot be divided evenly over data shards and microbatches.
+
+    Raises:
+      ValueError: the batch has no rows (`check_rows`), or they are not divisible.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches} is below 1; give at least 1")
+    first = check_rows(batch)
     shards = meshes.num_data_shards(mesh)
     unit = shards * num_microbatches
     if first % unit or first == 0:

@@ -29,6 +29,7 @@ from zerojax.plan.placement import Placement
 from zerojax.plan.slices import abstract_tiers, map_moments, on_host
 from zerojax.plan.state_layout import OffloadLayout, SlicedLeaf
 from zerojax.tracing import trees
+from zerojax.tracing.trees import path_name
 
 Tree = Any
 ONE_BIT = "one_bit"
@@ -348,17 +349,32 @@ def abstract(tree: Tree) -> Tree:
     return jax.tree.map(one, tree)
 
 
-def slice_batch(batch: Tree, parts: int, precision: Precision) -> Tree:
+def slice_batch(batch: Tree, parts: int, precision: Precision, exact: Collection[str] = ()) -> Tree:
     """Returns the structs of one part of a batch as a step passes it to the loss.
 
-    A part has 1/`parts` of the rows; its floating-point arrays have the compute dtype.
+    A part has 1/`parts` of the rows; see `dtype_in_loss` for its dtypes.
+
+    Args:
+      exact: names of the leaves whose exact values matter (`TracedLoss.exact_leaves`).
     """
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            (x.shape[0] // parts, *x.shape[1:]), _dtype_read(x, precision)
-        ),
-        batch,
-    )
+
+    def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = dtype_in_loss(leaf.dtype, precision, is_exact=path_name(path) in exact)
+        return jax.ShapeDtypeStruct((leaf.shape[0] // parts, *leaf.shape[1:]), dtype)
+
+    return jax.tree_util.tree_map_with_path(part, batch)
+
+
+def dtype_in_loss(dtype: Any, precision: Precision, *, is_exact: bool) -> Any:
+    """Returns the dtype in which the loss gets a leaf of the batch.
+
+    Floating-point arrays are cast to the compute dtype, except those whose exact values matter and
+    which this cast would round.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    is_rounded = jnp.promote_types(dtype, precision.compute_dtype) != precision.compute_dtype
+    return dtype if is_exact and is_rounded else precision.compute_dtype
 
 
 def abstract_model(model: tracing.Model, batch: Tree, loss: tracing.Loss) -> tuple[dict, dict]:

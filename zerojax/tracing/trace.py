@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from zerojax.operators.attending import Call, calls_of_attention
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import marks_of_outputs
+from zerojax.tracing.exact_leaves import find_exact_leaves
 from zerojax.tracing.index_limits import IndexLimit, find_index_limits
 from zerojax.tracing.protocol import Arrays, Loss, Model
 from zerojax.tracing.reads import MarkRead, find_reads
@@ -41,6 +42,8 @@ class ModelTrace:
       jaxpr: traced forward pass, for counting. Its inputs are parameters, extras (non-parameter
         arrays) and batch, in the order of sorted names; its outputs are the leaves of `result`.
       index_limits: {leaf of the batch: limits of its integers} (see module `index_limits`).
+      exact_leaves: {floating-point leaf of the batch whose exact values matter: why} (see module
+        `exact_leaves`).
       attention: a sentence for each kind of call of `zerojax.attention`, in order.
       attention_calls: one call of `zerojax.attention` of each kind, in the order of `attention`.
       program: the same equations with the new extras as further outputs, by sorted names.
@@ -54,6 +57,7 @@ class ModelTrace:
     result: Any
     jaxpr: Any
     index_limits: Mapping[str, tuple[IndexLimit, ...]]
+    exact_leaves: Mapping[str, str]
     attention: tuple[str, ...]
     attention_calls: tuple[Call, ...]
     program: Any
@@ -112,6 +116,9 @@ def trace_model(
         for name, leaf in flat.items()
     ]
     before = [None] * (len(jaxpr.jaxpr.invars) - len(of_batch))
+    floats = [
+        name if jnp.issubdtype(leaf.dtype, jnp.floating) else "" for name, leaf in flat.items()
+    ]
     return ModelTrace(
         read_shapes={name: frozenset(shapes) for name, shapes in reads.shapes.items()},
         mapped_dims=reads.mapped_dims,
@@ -121,6 +128,7 @@ def trace_model(
         result=result,
         jaxpr=jaxpr,
         index_limits=find_index_limits(jaxpr.jaxpr, [*before, *of_batch]),
+        exact_leaves=find_exact_leaves(jaxpr.jaxpr, [*before, *floats]),
         attention=tuple(dict.fromkeys(call.describe() for call in calls)),
         attention_calls=tuple(dict.fromkeys(calls)),
         program=program,

@@ -45,7 +45,7 @@ def check_evaluation_mode(plan: Plan) -> None:
     if not (plan.abstract_portable["extras"] or has_random_numbers(plan.traced.forward)):
         return
     pieces = plan.num_microbatches * num_data_shards(plan.mesh)
-    microbatch = slice_batch(plan.abstract_batch, pieces, plan.precision)
+    microbatch = slice_batch(plan.abstract_batch, pieces, plan.precision, plan.traced.exact_leaves)
     params, extras = abstract_model(plan.users_model, plan.abstract_batch, plan.loss)
     read = as_read(params, plan.precision)
     try:

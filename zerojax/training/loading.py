@@ -28,6 +28,7 @@ from zerojax.parallel.step import build_evaluation
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.inputs import plan_options
 from zerojax.plan.make import Plan, make_plan
+from zerojax.plan.refusals import check_rows
 from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.runtime import bounded_json
 from zerojax.tracing import trees
@@ -544,6 +545,6 @@ def _usable(count: int, axes: int, example: Any, pieces: int) -> int:
     """
     if example is None or jax.process_count() > 1:
         return count
-    rows = jax.tree.leaves(example)[0].shape[0]
+    rows = check_rows(example)
     fits = lambda shards: rows % shards == 0 and pieces % shards == 0  # noqa: E731
     return max((n for n in range(axes, count + 1, axes) if fits(n // axes)), default=count)

@@ -27,6 +27,7 @@ from zerojax.operators.marks import inner_programs
 from zerojax.optim import extra_arguments
 from zerojax.plan.device_mesh import num_data_shards
 from zerojax.plan.make import Plan
+from zerojax.plan.refusals import check_rows
 from zerojax.tracing.source_lines import line_of_equation
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -85,6 +86,7 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
         ) from None
     feed.give_back([(batch, feed.state())], before)
     example = abstract_global(batch, mesh)
+    check_rows(example)
     if jax.process_count() == 1 or isinstance(feed, SourceFeed):
         return example, ()
     num_rows = [x.shape[0] for x in jax.tree.leaves(example) if x.shape]

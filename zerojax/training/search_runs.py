@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import AbstractMesh
 
 from zerojax import tracing
@@ -38,6 +37,7 @@ from zerojax.optim.precision import Precision
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
+from zerojax.plan.refusals import check_rows
 from zerojax.tracing.unrolling import why_never_unrolled
 from zerojax.training.run_spec import plan_elsewhere
 
@@ -219,7 +219,7 @@ def searched_run(
         changed = call.with_settings(candidate.num_microbatches, **fields)
         return changed.plan_on(make_abstract_mesh(changed.settings, devices, gpu=gpu))
 
-    rows = _rows(call.inputs.example_batch)
+    rows = check_rows(call.inputs.example_batch)
     settings = call.settings
     if settings.offload.auto:  # the search tries offload by itself
         settings = dataclasses.replace(settings, offload=settings.offload.chosen())
@@ -262,13 +262,6 @@ def searched_run(
         remat="none" if remat == "model" else remat,
     )
     return SearchedRun(plan_for=plan_for, candidates=candidates, offload=settings.offload, own=own)
-
-
-def _rows(example_batch: Any) -> int:
-    leaves = [leaf for leaf in jax.tree.leaves(example_batch) if getattr(leaf, "shape", ())]
-    if not leaves:
-        raise ValueError("example_batch has no array with rows; pass a global batch")
-    return leaves[0].shape[0]
 
 
 def _has_rules(plan: Plan) -> bool:

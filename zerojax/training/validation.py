@@ -252,7 +252,7 @@ def why_not_filled(plan: Plan) -> str | None:
     pieces = num_data_shards(plan.mesh) * plan.num_microbatches
     if pieces == plan.global_batch_size:  # with one row, the row dimension cannot be found
         pieces = 1
-    piece = slice_batch(plan.abstract_batch, pieces, plan.precision)
+    piece = slice_batch(plan.abstract_batch, pieces, plan.precision, plan.traced.exact_leaves)
     with attention_planned_for(plan.mesh, COMPILER_AXES):
         model = plan.users_model
         params, extras = abstract_model(model, plan.abstract_batch, plan.loss)

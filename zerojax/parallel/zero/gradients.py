@@ -46,7 +46,7 @@ from zerojax.tracing.expert_calls import find_expert_calls
 from zerojax.tracing.protocol import Loss
 from zerojax.tracing.row_lookups import find_row_lookups
 from zerojax.tracing.tiled_programs import tile_reads
-from zerojax.tracing.trace import trace_model
+from zerojax.tracing.trace import ModelTrace, trace_model
 from zerojax.tracing.unrolling import unroll_layers
 
 
@@ -250,10 +250,17 @@ def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Ar
         )
         for name, x in stored.items()
     }
-    as_read = functools.partial(cast_batch, dtype=config.precision.compute_dtype)
-    extras, batch = jax.tree.map(abstract, extras), jax.eval_shape(as_read, batch)
-    trace = trace_model(config.model, params, extras, batch, config.loss, train=False)
+    extras, exact = jax.tree.map(abstract, extras), config.exact_leaves
 
+    def trace_of(exact: frozenset[str]) -> ModelTrace:
+        as_read = functools.partial(cast_batch, precision=config.precision, exact=exact)
+        given = jax.eval_shape(as_read, batch)
+        return trace_model(config.model, params, extras, given, config.loss, train=False)
+
+    trace = trace_of(exact)
+    while further := frozenset(trace.exact_leaves) - exact:
+        exact |= further  # of a metric or a loss that only evaluations compute
+        trace = trace_of(exact)
     check_evaluation(leaves, trace.barriers)
     if config.mesh.shape[EXPERT] > 1:
         calls = find_expert_calls(trace.program.jaxpr, sorted(params))
@@ -279,4 +286,6 @@ def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Ar
         config.placement, leaves={name: place(leaf) for name, leaf in leaves.items()}
     )
     names = tuple(sorted(split_result(trace.result).metrics))
-    return dataclasses.replace(config, placement=placement, regather=False, metrics=names)
+    return dataclasses.replace(
+        config, placement=placement, regather=False, metrics=names, exact_leaves=exact
+    )

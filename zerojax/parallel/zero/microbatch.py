@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -21,8 +20,10 @@ from zerojax.parallel.collective_order import in_program_order
 from zerojax.parallel.sums import TreeOrder
 from zerojax.plan.device_mesh import CONTEXT, DATA_AXES, EXPERT, MANUAL_AXES, MODEL, PASS_AXES
 from zerojax.plan.placement import Placement
+from zerojax.plan.state import dtype_in_loss
 from zerojax.plan.state_layout import OffloadLayout, PipelineLayout, WeightTiles
 from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.trees import path_name
 from zerojax.zoo.layers import activation_rules
 
 Arrays = dict[str, Any]
@@ -40,6 +41,7 @@ class PassConfig:
         gradient accumulation.
       reduce_bucket_size, allgather_bucket_size: largest number of elements per collective.
       sequence_sharding: whether the residual stream is sharded over `model` along the sequence.
+      exact_leaves: names of the floating-point leaves of the batch whose exact values matter.
       unroll: whether loops over layers are unrolled.
       kept_layers: expected fraction of layers that a step runs with layer drop; None without layer
         drop.
@@ -77,6 +79,7 @@ class PassConfig:
     virtual_shards: int | None = None
     metrics: tuple[str, ...] = ()
     counted: frozenset[str] = frozenset()
+    exact_leaves: frozenset[str] = frozenset()
     unroll: bool = False
     kept_layers: float | None = None
     tiles: Mapping[str, WeightTiles] = dataclasses.field(default_factory=dict)
@@ -95,10 +98,13 @@ class PassConfig:
         return TreeOrder.HIGHEST_FIRST if early else TreeOrder.LOWEST_FIRST
 
 
-def cast_batch(batch: Arrays, dtype: Any) -> Arrays:
-    """Casts floating-point leaves to `dtype`; integers and booleans stay as they are."""
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch
+def cast_batch(batch: Arrays, precision: Precision, exact: Collection[str]) -> Arrays:
+    """Casts the leaves of a batch to the dtypes in which the loss gets them (`dtype_in_loss`)."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x.astype(
+            dtype_in_loss(x.dtype, precision, is_exact=path_name(path) in exact)
+        ),
+        batch,
     )
 
 
@@ -143,7 +149,7 @@ def run_microbatch(
     """
     assert batch_axes() != (), "a pass has to be traced inside of `over_batch`"
     rules = {"sequence": MODEL} if config.sequence_sharding else None
-    batch = cast_batch(batch, config.precision.compute_dtype)
+    batch = cast_batch(batch, config.precision, config.exact_leaves)
     with activation_rules(rules), sequences_split(config.context):
         result, after = config.model.run(
             values,
