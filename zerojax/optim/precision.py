@@ -27,7 +27,7 @@ class Precision:
         weights. bfloat16: no master weights; updates are rounded stochastically, so that an update
         far below one unit in the last place still changes a parameter on average.
       compute_dtype: dtype in which the model reads parameters and the floating-point arrays of a
-        batch.
+        batch, except those that the loss compares or makes integers of, such as ids.
       reduce_dtype: dtype of gradients in collectives.
       accumulate_dtype: dtype of gradients summed over microbatches. float32 costs 4 bytes per
         parameter at stages 0 and 1, where gradients are not sharded.
