@@ -386,7 +386,7 @@ def test_rows_that_do_not_divide_are_left_out_with_a_note():
     ("given", "options", "message"),
     [
         ({"x": np.zeros((3, 5))}, {}, "the batch has 3 rows; a check needs at least 4"),
-        ({"x": np.zeros((8, 5)), "y": np.zeros(4)}, {}, "every array needs the same number"),
+        ({"x": np.zeros((8, 5)), "y": np.zeros(4)}, {}, "give every array the same number"),
         ({"x": np.zeros((8, 5))}, {"devices": 1}, "devices"),
         ({"x": np.zeros((8, 5))}, {"steps": 0}, "steps"),
     ],

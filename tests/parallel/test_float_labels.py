@@ -15,7 +15,7 @@ import zerojax
 from tests.support.refusals import refused
 from zerojax.zoo import Llama, LlamaConfig
 
-VOCAB, ROWS = 2000, 32
+VOCAB, ROWS = 700, 32
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -31,7 +31,7 @@ class Classifier(nnx.Module):
         scores = scores * batch["scale"][:, None].astype(jnp.float32)
         labels = (batch["labels"] - 1).astype(jnp.int32)
         losses = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
-        right = batch["far"] > 1000
+        right = batch["far"] > 500
         return jnp.mean(losses), {
             "right": jnp.mean(jnp.argmax(scores, -1) + 1 == batch["labels"]),
             "far": jnp.mean(right),
@@ -44,7 +44,7 @@ def batch_of(dtype: Any, rows: int = ROWS) -> dict[str, Any]:
     return {
         "ids": rng.integers(0, VOCAB, rows).astype(dtype),
         "labels": labels.astype(dtype),
-        "far": np.where(np.arange(rows) % 2, 1001, 1000).astype(dtype),
+        "far": np.where(np.arange(rows) % 2, 501, 500).astype(dtype),
         "scale": np.linspace(1, 2, rows).astype(np.float32),
     }
 
@@ -98,6 +98,7 @@ def test_floats_train_as_integers(way, precision):
     assert set(floats[2].traced.exact_leaves) == {"ids", "labels", "far"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("mesh", [{"zero": 1}, {"zero": 3}, {"stage": 2}])
 def test_float_targets_of_a_decoder(mesh, precision):

@@ -1,4 +1,4 @@
-"""A batch with a value that has no rows is refused by its name, before the first step, everywhere."""
+"""A batch with a value that has no rows is refused by its name, wherever batches are taken."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from zerojax.data import DatasetSource
 from zerojax.training.loading import _usable
 
 ROWS = 16
+SCALAR = np.float32(2)
 RAMP = zerojax.BatchRampConfig(start=8, increment=8, ramp_rows=16)
 
 
@@ -27,7 +28,7 @@ class Scaled(nnx.Module):
         return jnp.mean(self.layer(batch["x"]) * batch["t"])
 
 
-def batch_of(scale: Any = np.float32(2)) -> dict[str, Any]:
+def batch_of(scale: Any = SCALAR) -> dict[str, Any]:
     return {"x": np.ones((ROWS, 4), np.float32), "t": scale}
 
 

@@ -397,7 +397,6 @@ def _decide(
                 task.precision,
                 program.regather,
             ),
-            *describe_batch(task.batch, seen.trace.exact_leaves, task.precision),
             *describe_constants(seen.trace.jaxpr),
             *describe_ragged(seen.trace, mesh),
             *describe_frozen(seen.params, stored["frozen"], task.precision),
@@ -666,7 +665,8 @@ def _examine_loss(
     over_batch = describe_batch_sums(sums, task.mesh, task.num_microbatches)
     frozen = [name for name, leaf in placement.leaves.items() if leaf.frozen]
     lookups = _lookups(task, seen, frozen).reasons
-    return traced, [*describe_pieces(pieces), *over_batch, *lookups], [*rules]
+    dtypes = describe_batch(task.batch, trace.exact_leaves, task.precision)
+    return traced, [*dtypes, *describe_pieces(pieces), *over_batch, *lookups], [*rules]
 
 
 def _choose_program(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from zerojax.operators.marks import inner_programs
@@ -109,4 +110,4 @@ def _is_float(atom: Any) -> bool:
 
 
 def _is_infinite(atom: Any) -> bool:
-    return isinstance(atom, Literal) and not atom.aval.shape and math.isinf(atom.val)
+    return isinstance(atom, Literal) and not np.shape(atom.val) and math.isinf(atom.val)
