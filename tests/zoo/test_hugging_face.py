@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.hugging_face_folders import CASES, tensors_of, write_folder
+from tests.support.refusals import refused
 from tests.support.trajectories import advance
 from zerojax.config import MeshConfig, OptimizerConfig
 from zerojax.parallel.initialization import fill_on_devices, init_state
@@ -202,6 +203,37 @@ def test_several_files_are_one_model(folders, tmp_path):
     missing.unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks 1 of 3 files .* {missing.name}"):
         from_hugging_face(folder)
+
+
+@pytest.mark.parametrize("old", ["gone", "there"])
+def test_one_file_is_read_beside_an_index_of_earlier_files(old, folders, tmp_path):
+    """What transformers leaves when it saves a folder again whole; it reads the one file."""
+    shards = {name: 0 * x for name, x in tensors_of("llama").items()}
+    folder = write_folder(tmp_path / "again", "llama", tensors=shards, shards=2)
+    if old == "gone":
+        for file in folder.glob("model-*.safetensors"):
+            file.unlink()
+    write_folder(folder, "llama")
+    pretrained = from_hugging_face(folder)
+    assert "index.json is ignored" in pretrained.describe()
+    for name, values in wanted_params("llama").items():
+        stored = pretrained.stored[name]
+        np.testing.assert_array_equal(stored.read([(0, n) for n in stored.shape]), values)
+    assert "ignored" not in from_hugging_face(folders["llama"]).describe()
+
+
+def test_an_index_may_list_a_tensor_that_no_file_has_and_no_parameter_needs(tmp_path):
+    """Output weights of a tied model, whose table is saved once; transformers reads it too."""
+    folder = write_folder(tmp_path / "shards", "llama_tied", shards=2)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    file = max(index["weight_map"].values())
+    index["weight_map"]["lm_head.weight"] = file
+    path.write_text(json.dumps(index))
+    from_hugging_face(folder)
+    untied = write_folder(tmp_path / "shards", "llama_tied", shards=2, tie_word_embeddings=False)
+    path.write_text(json.dumps(index))
+    refused(lambda: from_hugging_face(untied), ["lm_head.weight", file], "fetch")
 
 
 BAD_INDEXES = {

@@ -30,6 +30,7 @@ class Folder:
       tensors: {tensor name: (file, entry of the file's table)}; of a weight in codes, its decoded
         entry with the file of its codes.
       coded: {tensor name: codes of a weight in MXFP4}.
+      absent: {tensor that the index lists, but no file contains: its file in the index}.
       bytes_read: number of tensor bytes that this process has read.
     """
 
@@ -37,6 +38,7 @@ class Folder:
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[Path, Tensor]]
     coded: Mapping[str, CodedTensor] = dataclasses.field(default_factory=dict)
+    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bytes_read: int = 0
 
     def file_of(self, tensor: str) -> str:
@@ -94,19 +96,21 @@ def open_folder(path: str | Path) -> Folder:
                     f"{file.name}; fetch both again"
                 )
             tensors[name] = file, tensor
+    absent = {name: file for name, file in (places or {}).items() if name not in tensors}
     for name, file in (places or {}).items():
-        if name not in tensors or tensors[name][0] != folder / file:
+        if name not in absent and tensors[name][0] != folder / file:
             raise ValueError(
                 f"{folder / INDEX} lists {quoted(name)} in {file}, which does not contain it; "
                 "fetch both again"
             )
+    opened = Folder(path=folder.absolute(), config=config, tensors=tensors, absent=absent)
     if _method(config) != METHOD:
-        return Folder(path=folder.absolute(), config=config, tensors=tensors)
+        return opened
     coded = find_coded(tensors)
     codes = {part[1].name for one in coded.values() for part in (one.blocks, one.scales)}
     tensors = {name: place for name, place in tensors.items() if name not in codes}
     tensors |= {name: (one.blocks[0], one.decoded) for name, one in coded.items()}
-    return Folder(path=folder.absolute(), config=config, tensors=tensors, coded=coded)
+    return dataclasses.replace(opened, tensors=tensors, coded=coded)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -129,9 +133,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _places(folder: Path) -> dict[str, str] | None:
-    """Returns {tensor: file} of the index, or None if there is no index."""
+    """Returns {tensor: file} of the index, or None if there is no index or it is not used.
+
+    As in transformers, model.safetensors is read even if there is an index: transformers leaves the
+    index of the earlier files when it saves a folder again with a single file.
+    """
     path = folder / INDEX
-    if not path.is_file():
+    if (folder / SINGLE).is_file() or not path.is_file():
         return None
     places = read_json(path).get("weight_map")
     if not isinstance(places, dict) or not places:

@@ -30,6 +30,7 @@ from zerojax.zoo.hugging_face.folder import (
     read_json,
 )
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf, Range
+from zerojax.zoo.hugging_face.safetensors import INDEX, SINGLE
 from zerojax.zoo.lora import add_lora
 
 ROWS_COMPARED = 256
@@ -69,6 +70,11 @@ class StoredArray:
         for name in self._names:
             tensor = folder.tensors[name][1] if name in folder.tensors else None
             if tensor is None or tensor.shape != expected:
+                if name in folder.absent:
+                    raise UnsupportedError(
+                        f"{folder.path}: tensor {name!r} is not in {folder.absent[name]}, although "
+                        f"{INDEX} lists it there; fetch both again"
+                    )
                 state = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
                 is_new = not any(x in folder.tensors for x in self._names)
                 raise UnsupportedError(
@@ -203,9 +209,12 @@ class Pretrained(NnxModel):
         made = "" if len(self.stored) == count else f", {count - len(self.stored)} new ones"
         left = f"; not used: {', '.join(self.left_out)}" if self.left_out else ""
         files = len({file for file, _ in self.folder.tensors.values()})
+        index = self.folder.path / INDEX
+        unused = self.folder.files == [SINGLE] and index.is_file()
+        ignored = f"; {INDEX} is ignored, because transformers reads {SINGLE}" if unused else ""
         return (
             f"model: {self.row.model_type} with {len(self.stored)} parameters from {files} file"
-            f"{'s' if files > 1 else ''} in {self.folder.path}{made}{left}"
+            f"{'s' if files > 1 else ''} in {self.folder.path}{made}{left}{ignored}"
         )
 
 
