@@ -6,6 +6,7 @@ Imports NumPy only, since `tests/oracles/config_variants.py` runs elsewhere.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ BASES = (
 LENGTH = 24
 
 
+@functools.cache
 def base_of(name: str) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """(config.json, {tensor: shape}) as transformers saves a model."""
     if name == "bert":

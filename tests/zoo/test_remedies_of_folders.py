@@ -102,6 +102,18 @@ ROWS: dict[str, Row] = {
         *("ministral", {"sliding_window": None}, [SLIDING, "sliding_window"], "add"),
         each("sliding_window", 5),
     ),
+    "a window that is off": (
+        "qwen2_windows",
+        {"use_sliding_window": False},
+        [SLIDING],
+        "sliding_window use_sliding_window=true",
+        each("use_sliding_window", True),
+    ),
+    "old name of a scaling": (
+        *("gemma3", {ROPE: ABSENT, "rope_scaling": {"type": "linear", "factor": 4.0}}),
+        *("type='linear'", "rope_type remove"),
+        [{ROPE: ABSENT, "rope_scaling": x} for x in ({"rope_type": "linear", "factor": 4.0}, None)],
+    ),
     "flat positions of two types": (
         *("gemma3", {ROPE: {"rope_type": "default"}}, ROPE, [FULL, SLIDING]),
         [{ROPE: {FULL: {"rope_type": "default"}, SLIDING: {"rope_type": "default"}}}],

@@ -282,7 +282,7 @@ def _read_granite(config: ConfigReading) -> Keys:
         "kinds": (LayerKind(rope=rope),),
         "embed_scale": float(config.get("embedding_multiplier", 1.0)),
         "residual_scale": float(config.get("residual_multiplier", 1.0)),
-        "attention_scale": float(config.get("attention_multiplier", 1.0)),
+        "attention_scale": float(config.positive("attention_multiplier", 1.0)),
         "logit_scale": 1.0 / float(config.positive("logits_scaling", 1.0)),
     }
 

@@ -130,9 +130,9 @@ def _read_gemma3(config: ConfigReading) -> Keys:
     sizes = _sizes(config, kv_heads=4)
     # transformers reads this key but never uses it.
     config.require("this model has no soft cap of scores", attn_logit_softcapping=(None,))
+    # transformers 4 wrote this key beside layer_types; no version reads it.
     config.asked.add("_sliding_window_pattern")
-    key = "sliding_window_pattern"
-    period = read_period(config, key if config.has(key) else f"_{key}", 6)
+    period = read_period(config, "sliding_window_pattern", 6)
     types = read_layer_types(config, every_nth_full(sizes["num_layers"], period))
     window = window_of(config, types, config.get("sliding_window", 4096))
     ropes = read_ropes(

@@ -61,7 +61,7 @@ def _read_experts(
     is_balanced = bool(config.get("output_router_logits", False))
     moe = MoEConfig(
         num_experts=next(iter(counts.values()), number),
-        experts_per_token=config.get("num_experts_per_tok", chosen),
+        experts_per_token=config.positive("num_experts_per_tok", chosen),
         expert_dim=width,
         renormalize=renormalize,
         balance="hugging_face",

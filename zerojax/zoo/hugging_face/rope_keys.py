@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.config.display import quoted
 from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
 from zerojax.zoo.rope import Rope, RopeScaling
 
@@ -86,6 +87,12 @@ def read_ropes(
         )
     for kind in parts:
         parts[kind] |= parameters.get(kind) or {}
+    if "type" in scaling and "rope_type" not in scaling:
+        # transformers keeps its own default of "rope_type", and so does not scale.
+        raise UnsupportedError(
+            f"{reading.where}: rope_scaling has type={quoted(scaling['type'])}, which transformers "
+            "ignores for this model; rename the key to rope_type, or remove rope_scaling"
+        )
     parts[FULL] |= scaling  # in older files rope_scaling applies to full layers only
     for kind, key in ((FULL, "rope_theta"), (SLIDING, local_key)):
         if key is not None and reading.has(key):
