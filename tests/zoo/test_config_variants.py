@@ -114,9 +114,10 @@ def test_logits_of_all_variants_are_those_of_transformers(name, tmp_path):
             try:
                 model = from_hugging_face(tmp_path).to_model()
             except UnsupportedError as error:
-                # transformers ignores tensors, and does not tie what differs.
-                assert re.search("belong to no parameter|config.json ties them", str(error)), patch
-                continue
+                # transformers ignores such tensors, and does not tie what differs.
+                if re.search("belong to no parameter|config.json ties them", str(error)):
+                    continue
+                raise
             if name != "bert" or sizes.has_mlm_head:
                 logits = np.asarray(logits_of(model, tokens))
                 assert alike(digest(logits), theirs), (patch, digest(logits), theirs)
