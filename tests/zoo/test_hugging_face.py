@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import zerojax
 from tests.support.hugging_face_folders import CASES, tensors_of, write_folder
+from tests.support.refusals import refused
 from tests.support.trajectories import advance
+from zerojax.checkpoint import CheckpointError
 from zerojax.config import MeshConfig, OptimizerConfig
 from zerojax.parallel.initialization import fill_on_devices, init_state
 from zerojax.parallel.reshard import to_portable_state
@@ -21,7 +24,8 @@ from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.inputs import plan_options
 from zerojax.plan.make import make_plan
 from zerojax.training.checkpointing import end_state, model_of
-from zerojax.zoo.hugging_face import UnsupportedError, from_hugging_face
+from zerojax.training.loading import load_run
+from zerojax.zoo.hugging_face import UnsupportedError, config_from_hugging_face, from_hugging_face
 
 
 @functools.cache
@@ -204,6 +208,37 @@ def test_several_files_are_one_model(folders, tmp_path):
         from_hugging_face(folder)
 
 
+@pytest.mark.parametrize("old", ["gone", "there"])
+def test_one_file_is_read_beside_an_index_of_earlier_files(old, folders, tmp_path):
+    """What transformers leaves when it saves a folder again whole; it reads the one file."""
+    shards = {name: 0 * x for name, x in tensors_of("llama").items()}
+    folder = write_folder(tmp_path / "again", "llama", tensors=shards, shards=2)
+    if old == "gone":
+        for file in folder.glob("model-*.safetensors"):
+            file.unlink()
+    write_folder(folder, "llama")
+    pretrained = from_hugging_face(folder)
+    assert "index.json is ignored" in pretrained.describe()
+    for name, values in wanted_params("llama").items():
+        stored = pretrained.stored[name]
+        np.testing.assert_array_equal(stored.read([(0, n) for n in stored.shape]), values)
+    assert "ignored" not in from_hugging_face(folders["llama"]).describe()
+
+
+def test_an_index_may_list_a_tensor_that_no_file_has_and_no_parameter_needs(tmp_path):
+    """Output weights of a tied model, whose table is saved once; transformers reads it too."""
+    folder = write_folder(tmp_path / "shards", "llama_tied", shards=2)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    file = max(index["weight_map"].values())
+    index["weight_map"]["lm_head.weight"] = file
+    path.write_text(json.dumps(index))
+    from_hugging_face(folder)
+    untied = write_folder(tmp_path / "shards", "llama_tied", shards=2, tie_word_embeddings=False)
+    path.write_text(json.dumps(index))
+    refused(lambda: from_hugging_face(untied), ["lm_head.weight", file], "fetch")
+
+
 BAD_INDEXES = {
     "a file outside": (
         "../../x.safetensors",
@@ -337,6 +372,88 @@ def test_narrow_files_become_float32_masters_without_rounding(dtype, tmp_path):
     state = init_state(plan_for(from_hugging_face(folder), devices=2, zero=1))
     wanted = tensors["lm_head.weight"].T.astype(np.float32)
     np.testing.assert_array_equal(np.asarray(state["params"]["lm_head/kernel"]), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_floats_of_8_bits_are_read_as_bfloat16(dtype, tmp_path):
+    """The values are exact in it, and activations are not rounded to 8 bits."""
+    tensors = {
+        n: x.astype(jnp.dtype(dtype) if "proj" in n else np.float32)
+        for n, x in tensors_of("llama").items()
+    }
+    wide = {n: x.astype(np.float32) for n, x in tensors.items()}
+    ours = from_hugging_face(write_folder(tmp_path / dtype, "llama", tensors=tensors))
+    wanted = from_hugging_face(write_folder(tmp_path / "wide", "llama", tensors=wide))
+    for name, array in ours.stored.items():
+        whole = [(0, size) for size in array.shape]
+        assert array.dtype == (jnp.bfloat16 if "kernel" in name and "head" not in name else "f4")
+        np.testing.assert_array_equal(
+            array.read(whole).astype(np.float32), wanted.stored[name].read(whole)
+        )
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "bool", "uint16"])
+def test_arrays_that_are_no_floats_are_refused_by_name(dtype, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    known = tensors_of("llama")
+    codes = {**known, name: known[name].astype(dtype)}
+    folder = write_folder(tmp_path / "codes", "llama", tensors=codes)
+    refused(lambda: from_hugging_face(folder), [name, dtype], "unquantized bfloat16")
+    mended = {**known, name: known[name].astype(jnp.bfloat16)}
+    from_hugging_face(write_folder(folder, "llama", tensors=mended))
+
+
+def test_float64_is_read_as_float32(tmp_path):
+    known = tensors_of("llama")
+    wide = {name: x.astype(np.float64) for name, x in known.items()}
+    pretrained = from_hugging_face(write_folder(tmp_path, "llama", tensors=wide))
+    assert {array.dtype for array in pretrained.stored.values()} == {np.dtype(np.float32)}
+    found = pretrained.stored["lm_head/kernel"].read([(0, 16), (0, 20)])
+    np.testing.assert_array_equal(found, known["lm_head.weight"].T)
+
+
+OTHER_FOLDERS = {
+    "adapters": (["adapter_config.json"], "PEFT", "merge_and_unload"),
+    "a run": (["run.json", "config.json"], "run", "export hugging_face zerojax.load_run"),
+    "checkpoints": (["writer.lock"], "checkpoints", "export hugging_face"),
+    "orbax": (["_CHECKPOINT_METADATA"], "Orbax", "safetensors"),
+    "a step of orbax": (["default/_CHECKPOINT_METADATA"], "Orbax", "safetensors"),
+    "llama.cpp": (["model-q4.gguf"], "llama.cpp", "gguf_to_hugging_face.py"),
+    "a cache of the hub": (["snapshots/abc/config.json"], "config.json", "snapshots/abc"),
+    "a folder above": (["model/config.json"], "config.json", "pass"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FOLDERS)
+def test_a_folder_of_another_kind_is_told_what_it_is(kind, tmp_path):
+    files, what, remedy = OTHER_FOLDERS[kind]
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / file).write_text("{}")
+    for read in (from_hugging_face, config_from_hugging_face):
+        refused(
+            lambda read=read: read(tmp_path), [tmp_path, what], remedy, error=(OSError, ValueError)
+        )
+
+
+def test_a_model_with_adapters_beside_it_is_refused(tmp_path):
+    """transformers reads the base model of the adapters, and adds them."""
+    folder = write_folder(tmp_path / "both", "llama")
+    (folder / "adapter_config.json").write_text("{}")
+    refused(lambda: from_hugging_face(folder), [folder, "PEFT"], "move adapter_config.json")
+    (folder / "adapter_config.json").rename(tmp_path / "adapter_config.json")
+    from_hugging_face(folder)
+
+
+def test_a_model_is_no_run(folders):
+    for read in (load_run, lambda folder: zerojax.to_hugging_face(folder, "out")):
+        refused(
+            lambda read=read: read(folders["llama"]),
+            [folders["llama"], "run"],
+            "zerojax.from_hugging_face model.pretrained",
+            error=(ValueError, CheckpointError),
+        )
 
 
 def test_what_is_not_understood_is_refused(folders, tmp_path):

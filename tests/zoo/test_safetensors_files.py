@@ -14,6 +14,8 @@ from safetensors import SafetensorError as TheirError
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from tests.support.refusals import refused
+from zerojax.zoo.hugging_face import safetensors
 from zerojax.zoo.hugging_face.safetensors import (
     SafetensorsError,
     Tensor,
@@ -103,6 +105,7 @@ def row(start: int = 0, stop: int = 8, shape: object = (2,), dtype: object = "F3
 DAMAGED = {
     "the size of another shape": ({"x": row(0, 9)}, "'x' is at 0 to 9, but has 8 bytes"),
     "an unknown dtype": ({"x": row(dtype="F7")}, "'x' has the unknown dtype 'F7'"),
+    "a dtype of scales": ({"x": row(dtype="F8_E8M0")}, "'x' has dtype F8_E8M0, .* BF16"),
     "a list as dtype": ({"x": row(dtype=["F32"])}, r"'x' has the unknown dtype \['F32'\]"),
     "an array behind the end": ({"x": row(0, 80, [20])}, "truncated: 'x' should end"),
     "an array in the table": ({"x": row(-8, 0)}, r"'x' has the data_offsets \[-8, 0\]"),
@@ -139,6 +142,16 @@ def test_a_damaged_table_is_named(case, tmp_path):
         read_table(broken(tmp_path / "file", table))
     assert str(tmp_path / "file") in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+def test_more_arrays_than_a_model_has_are_refused_before_they_are_parsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "MAX_ARRAYS", 3)
+    tables = [{f"x{n}": row(8 * n, 8 * n + 8) for n in range(count)} for count in (3, 4)]
+    assert len(read_table(broken(tmp_path / "few", tables[0], 24))) == 3
+    many = broken(tmp_path / "many", json.dumps(tables[1])[:-1].encode(), 32)  # no JSON
+    refused(lambda: read_table(many), [many, 3], "fewer")
+    monkeypatch.setattr(safetensors, "MAX_VALUES", 20)
+    refused(lambda: read_table(broken(many, {"x": row(shape=[1] * 30)})), [many, 3], "fewer")
 
 
 @pytest.mark.parametrize("length", [0, 2**40, 2**63, 2**64 - 1])

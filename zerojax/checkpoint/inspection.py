@@ -21,6 +21,7 @@ from zerojax.checkpoint.saving import ARRAYS, PIECES
 from zerojax.checkpoint.stored_arrays import StoredArrays, Unread
 from zerojax.config.loader import user_path
 from zerojax.runtime.bounded_json import load
+from zerojax.zoo.hugging_face.folder import NOT_A_RUN, is_model_folder
 
 _REST = re.compile(r"\d+\.(partial|expired|damaged)(-\d+)?")
 _WHY = {
@@ -119,6 +120,8 @@ def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
     for candidate in (path, *_named_by_run(path), path / "checkpoints"):
         if candidate.is_dir() and (folders.list_steps(candidate) or leftovers(candidate)):
             return candidate, None
+    if is_model_folder(path):
+        raise CheckpointError(f"{run} {NOT_A_RUN}")
     raise CheckpointError(
         f"{run} holds no checkpoints; name the folder of a run that has saved one, or the folder "
         "of its checkpoints"

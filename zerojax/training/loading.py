@@ -51,6 +51,7 @@ from zerojax.training.run_record import (
 from zerojax.training.run_spec import CHECKPOINT_FOLDER
 from zerojax.training.validation import each_batch, in_batches
 from zerojax.zoo.decoder import Decoder
+from zerojax.zoo.hugging_face.folder import NOT_A_RUN, is_model_folder
 from zerojax.zoo.text_generation import BATCH_SIZE, Continuation
 
 _EXAMPLE_TOKENS = 8
@@ -450,6 +451,8 @@ def _read_record(folder: Path) -> RunRecord:
         record = read_record(bounded_json.load(path), str(path))
         check_record(record, str(path))
         return record
+    if is_model_folder(folder):
+        raise ValueError(f"{folder} {NOT_A_RUN}")
     if (folder / CONFIG_FILE).is_file():
         raise ValueError(
             f"{folder} has no {RECORD_FILE}: an older version wrote the run; continue training "

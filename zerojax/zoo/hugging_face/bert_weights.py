@@ -115,7 +115,8 @@ def _heads(architectures: Any) -> tuple[bool, bool]:
     raise UnsupportedError(
         f"config.json: architectures={architectures!r} has a head that is not supported; use one "
         f"of {', '.join(_HEADS)}. To read only the encoder, write "
-        '"architectures": ["BertModel"] into a copy of config.json'
+        '"architectures": ["BertModel"] into a copy of config.json, and pass has_pooler=False to '
+        "from_hugging_face if the files have no pooler"
     )
 
 
@@ -163,12 +164,12 @@ BERT_ROW = Architecture(
         "pooler_type",
     ),
     prefix=_PREFIX,
-    # Files may contain the indices 0, 1, ..., copies of tied arrays, a head for sentence pairs
-    # (unsupported), and the pooler; many files of BertForMaskedLM still have the last two.
+    # Files may contain the indices 0, 1, ..., copies of tied arrays, the pooler, and heads that the
+    # class in "architectures" lacks: many files of BertForMaskedLM still have the head for sentence
+    # pairs, and the encoder of a classifier is read without its head.
     ignored=(
         r"embeddings\.position_ids$",
-        r"^cls\.predictions\.decoder\.(weight|bias)$",
-        r"^cls\.seq_relationship\.",
+        r"^(cls|classifier|qa_outputs)\.",
         r"pooler\.dense\.",
     ),
     # Names of norms in files converted from TensorFlow.

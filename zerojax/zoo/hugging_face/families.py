@@ -26,7 +26,7 @@ from zerojax.zoo.hugging_face.decoder_keys import (
     write_sizes,
 )
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
-from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, read_rope, write_rope
+from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, read_rope, replaced, write_rope
 from zerojax.zoo.rope import Rope
 
 Keys = dict[str, Any]
@@ -68,17 +68,6 @@ def one_rope(config: DecoderConfig) -> Rope:
     return next(kind.rope for kind in config.kinds if kind.rope is not None)
 
 
-def plain_rope(config: ConfigReading, longest: int, theta: float = 10000.0) -> Rope:
-    """Reads rotary positions that rotate all features of a head, equally in all layers."""
-    rope = read_rope(config, theta=theta, longest=longest)
-    if rope.fraction != 1.0:
-        raise UnsupportedError(
-            f"{config.where}: partial_rotary_factor is {rope.fraction}, but this model rotates all "
-            "features of a head; only 1.0 is supported"
-        )
-    return rope
-
-
 def uniform(config: DecoderConfig) -> Keys:
     """Builds config.json's keys of sizes, rotary positions and activation, as most families
     have."""
@@ -95,7 +84,7 @@ def uniform(config: DecoderConfig) -> Keys:
 def _read_mistral(config: ConfigReading) -> Keys:
     """Reads one window for all layers (arXiv:2310.06825), by default 4096."""
     sizes = read_sizes(config, kv_heads=8)
-    rope = plain_rope(config, sizes["max_seq_len"])
+    rope = read_rope(config, longest=sizes["max_seq_len"])
     return {
         **sizes,
         "activation": read_activation(config),
@@ -114,7 +103,7 @@ def _write_mistral(config: DecoderConfig) -> Keys:
 def _read_ministral(config: ConfigReading) -> Keys:
     """Reads Mistral's keys and a type for each layer, by default sliding if there is a window."""
     sizes = read_sizes(config, kv_heads=8)
-    rope = plain_rope(config, sizes["max_seq_len"])
+    rope = read_rope(config, longest=sizes["max_seq_len"])
     window = config.get("sliding_window", 4096)
     default = [FULL if window is None else SLIDING] * sizes["num_layers"]
     types = read_layer_types(config, default)
@@ -151,7 +140,7 @@ def _read_qwen3(config: ConfigReading) -> Keys:
 
 def _read_qwen(config: ConfigReading, head_dim: int | None = None) -> Keys:
     sizes = read_sizes(config, kv_heads=32, head_dim=head_dim)
-    rope = plain_rope(config, sizes["max_seq_len"])
+    rope = read_rope(config, longest=sizes["max_seq_len"])
     window, first = config.get("sliding_window", 4096), config.get("max_window_layers", 28)
     if not config.get("use_sliding_window", False):
         window = None
@@ -199,7 +188,7 @@ def _read_phi3(config: ConfigReading) -> Keys:
     config.require("projections have no biases", **absent)
     config.require("all layers are equal", full_attn_mod=(1,), interpolate_factor=(1,))
     original = config.get("original_max_position_embeddings", 4096)
-    values = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    values = replaced(config)
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind in ("su", "yarn", "longrope"):  # older files call longrope by the other two names
         values |= {"rope_type": "longrope", "original_max_position_embeddings": original}
@@ -209,7 +198,7 @@ def _read_phi3(config: ConfigReading) -> Keys:
             "default and longrope"
         )
     inner = ConfigReading({**config.values, "rope_parameters": values, "rope_scaling": None})
-    rope = read_rope(inner, longest=sizes["max_seq_len"])
+    rope = read_rope(inner, longest=sizes["max_seq_len"], partial=True)
     config.asked |= inner.asked
     return {
         **sizes,
@@ -236,7 +225,7 @@ def _write_phi3(config: DecoderConfig) -> Keys:
 def _read_smollm3(config: ConfigReading) -> Keys:
     """Reads SmolLM3: every fourth layer has no rotary positions (huggingface.co/blog/smollm3)."""
     sizes = read_sizes(config, kv_heads=4, tied=True)
-    rope = plain_rope(config, sizes["max_seq_len"], theta=2e6)
+    rope = read_rope(config, longest=sizes["max_seq_len"], theta=2e6)
     count, turns = sizes["num_layers"], config.get("no_rope_layers")
     config.asked.add("no_rope_layer_interval")
     if turns is None:
@@ -285,7 +274,7 @@ def _write_smollm3(config: DecoderConfig) -> Keys:
 def _read_granite(config: ConfigReading) -> Keys:
     """Reads Granite with its four scale factors (arXiv:2407.13739)."""
     sizes = read_sizes(config)
-    rope = plain_rope(config, sizes["max_seq_len"])
+    rope = read_rope(config, longest=sizes["max_seq_len"])
     return {
         **sizes,
         **read_biases(config, mlp=True),
@@ -293,7 +282,7 @@ def _read_granite(config: ConfigReading) -> Keys:
         "kinds": (LayerKind(rope=rope),),
         "embed_scale": float(config.get("embedding_multiplier", 1.0)),
         "residual_scale": float(config.get("residual_multiplier", 1.0)),
-        "attention_scale": float(config.get("attention_multiplier", 1.0)),
+        "attention_scale": float(config.positive("attention_multiplier", 1.0)),
         "logit_scale": 1.0 / float(config.positive("logits_scaling", 1.0)),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ from zerojax.runtime.bounded_json import inside, load
 from zerojax.zoo.hugging_face.config_reading import UnsupportedError
 from zerojax.zoo.hugging_face.layouts import Range
 from zerojax.zoo.hugging_face.mxfp4 import METHOD, CodedTensor, find_coded
-from zerojax.zoo.hugging_face.safetensors import INDEX, SINGLE, Tensor, read_block, read_table
+from zerojax.zoo.hugging_face.safetensors import (
+    FEWER,
+    INDEX,
+    MAX_ARRAYS,
+    SINGLE,
+    Tensor,
+    read_block,
+    read_table,
+)
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
@@ -30,6 +39,7 @@ class Folder:
       tensors: {tensor name: (file, entry of the file's table)}; of a weight in codes, its decoded
         entry with the file of its codes.
       coded: {tensor name: codes of a weight in MXFP4}.
+      absent: {tensor that the index lists, but no file contains: its file in the index}.
       bytes_read: number of tensor bytes that this process has read.
     """
 
@@ -37,6 +47,7 @@ class Folder:
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[Path, Tensor]]
     coded: Mapping[str, CodedTensor] = dataclasses.field(default_factory=dict)
+    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bytes_read: int = 0
 
     def file_of(self, tensor: str) -> str:
@@ -83,30 +94,38 @@ def open_folder(path: str | Path) -> Folder:
                 f"`hf download {path} --local-dir {folder.name}`"
             )
         raise FileNotFoundError(f"{path} is not a folder; {remedy}")
+    check_kind(folder)
     config = read_json(folder / CONFIG)
     places = _places(folder)
     tensors: dict[str, tuple[Path, Tensor]] = {}
     for file in _files(folder, places):
-        for name, tensor in read_table(file).items():
+        table = read_table(file)
+        if len(tensors) + len(table) > MAX_ARRAYS:
+            raise ValueError(
+                f"{folder}: its files have more than {MAX_ARRAYS} arrays, the maximum; {FEWER}"
+            )
+        for name, tensor in table.items():
             if name in tensors:
                 raise ValueError(
                     f"{folder}: tensor {quoted(name)} is in both {tensors[name][0].name} and "
                     f"{file.name}; fetch both again"
                 )
             tensors[name] = file, tensor
+    absent = {name: file for name, file in (places or {}).items() if name not in tensors}
     for name, file in (places or {}).items():
-        if name not in tensors or tensors[name][0] != folder / file:
+        if name not in absent and tensors[name][0] != folder / file:
             raise ValueError(
                 f"{folder / INDEX} lists {quoted(name)} in {file}, which does not contain it; "
                 "fetch both again"
             )
+    opened = Folder(path=folder.absolute(), config=config, tensors=tensors, absent=absent)
     if _method(config) != METHOD:
-        return Folder(path=folder.absolute(), config=config, tensors=tensors)
+        return opened
     coded = find_coded(tensors)
     codes = {part[1].name for one in coded.values() for part in (one.blocks, one.scales)}
     tensors = {name: place for name, place in tensors.items() if name not in codes}
     tensors |= {name: (one.blocks[0], one.decoded) for name, one in coded.items()}
-    return Folder(path=folder.absolute(), config=config, tensors=tensors, coded=coded)
+    return dataclasses.replace(opened, tensors=tensors, coded=coded)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -128,10 +147,79 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+NOT_A_RUN = (
+    "has a Hugging Face model or adapters of PEFT, not a run of zerojax; read a model with "
+    "zerojax.from_hugging_face(FOLDER), or in a run file with model.pretrained"
+)
+"""Rest of a message whose subject is a folder that was given as a run."""
+_ADAPTER_CONFIG = "adapter_config.json"
+_EXPORT = "`zerojax checkpoint export RUN FOLDER --format hugging_face`"
+_OTHER_KINDS = {
+    "run.json": (
+        "is the folder of a run of zerojax",
+        f"write its model as a folder with {_EXPORT}, or load the run with zerojax.load_run",
+    ),
+    "writer.lock": (
+        "has the checkpoints of a run of zerojax",
+        f"write the model as a folder with {_EXPORT}, where RUN is the folder of the run",
+    ),
+    "manifest.ocdbt _CHECKPOINT_METADATA */_CHECKPOINT_METADATA": (
+        "is a checkpoint of Orbax",
+        f"write the model of a run of zerojax with {_EXPORT}; the weights of another program have "
+        "to be saved by that program as safetensors with a config.json",
+    ),
+    "*.gguf": (
+        "has weights of llama.cpp (*.gguf)",
+        "convert them with examples/conversion/gguf_to_hugging_face.py FILE.gguf FOLDER",
+    ),
+}
+"""{files, any of which a folder of another kind has: (what the folder is, what to do)}."""
+
+
+def check_kind(folder: Path) -> None:
+    """Checks that a folder is not of another kind, such as that of adapters or of a run.
+
+    Raises:
+      UnsupportedError: the folder has adapters of PEFT. transformers would read their base model,
+        even if the folder has weights of its own.
+      FileNotFoundError: the folder has no config.json of a model, but files of another kind.
+    """
+    if (folder / _ADAPTER_CONFIG).is_file():
+        remedy = (
+            "merge them into their base model with the package peft: "
+            f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+            ".save_pretrained(OTHER), and pass OTHER"
+        )
+        if (folder / CONFIG).is_file():
+            remedy += f"; or move {_ADAPTER_CONFIG} to another folder to read the weights without"
+        raise UnsupportedError(f"{folder} has adapters of PEFT ({_ADAPTER_CONFIG}); {remedy}")
+    if is_model_folder(folder):
+        return
+    for patterns, (kind, remedy) in _OTHER_KINDS.items():
+        if any(True for pattern in patterns.split() for _ in folder.glob(pattern)):
+            raise FileNotFoundError(f"{folder} {kind}, not a Hugging Face folder; {remedy}")
+    inner = next(
+        itertools.chain(*(folder.glob(f"{x}*/{CONFIG}") for x in ("", "snapshots/"))), None
+    )
+    if inner is not None and not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder} has no {CONFIG}; pass its folder {inner.parent}")
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Returns whether a folder has a Hugging Face model, or adapters of PEFT for one."""
+    if (folder / _ADAPTER_CONFIG).is_file():
+        return True
+    return (folder / CONFIG).is_file() and "model_type" in read_json(folder / CONFIG)
+
+
 def _places(folder: Path) -> dict[str, str] | None:
-    """Returns {tensor: file} of the index, or None if there is no index."""
+    """Returns {tensor: file} of the index, or None if there is no index or it is not used.
+
+    As in transformers, model.safetensors is read even if there is an index: transformers leaves the
+    index of the earlier files when it saves a folder again with a single file.
+    """
     path = folder / INDEX
-    if not path.is_file():
+    if (folder / SINGLE).is_file() or not path.is_file():
         return None
     places = read_json(path).get("weight_map")
     if not isinstance(places, dict) or not places:

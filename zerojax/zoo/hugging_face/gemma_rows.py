@@ -24,9 +24,16 @@ from zerojax.zoo.hugging_face.decoder_keys import (
     write_activation,
     write_sizes,
 )
-from zerojax.zoo.hugging_face.families import Keys, plain_rope, row, uniform
+from zerojax.zoo.hugging_face.families import Keys, row, uniform
 from zerojax.zoo.hugging_face.layouts import Architecture
-from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, read_ropes, write_ropes, write_scaling
+from zerojax.zoo.hugging_face.rope_keys import (
+    FULL,
+    SLIDING,
+    read_rope,
+    read_ropes,
+    write_ropes,
+    write_scaling,
+)
 from zerojax.zoo.layers import NormConfig
 
 _TANH = "gelu_pytorch_tanh"
@@ -57,7 +64,7 @@ def _written(config: DecoderConfig) -> Keys:
 def _read_gemma(config: ConfigReading) -> Keys:
     """Reads Gemma 1; "gelu" means the tanh form in its files, as in transformers."""
     sizes = _sizes(config, kv_heads=16)
-    rope = plain_rope(config, sizes["max_seq_len"])
+    rope = read_rope(config, longest=sizes["max_seq_len"])
     activation = read_activation(config, default=_TANH)
     config.require("hidden_act sets the activation", hidden_activation=(None, "gelu", _TANH))
     return {
@@ -73,7 +80,7 @@ def _write_gemma(config: DecoderConfig) -> Keys:
 
 def _read_gemma2(config: ConfigReading) -> Keys:
     sizes = _sizes(config, kv_heads=4)
-    rope = plain_rope(config, sizes["max_seq_len"])
+    rope = read_rope(config, longest=sizes["max_seq_len"])
     count = sizes["num_layers"]
     types = read_layer_types(config, [FULL if n % 2 else SLIDING for n in range(count)])
     window = window_of(config, types, config.get("sliding_window", 4096))
@@ -123,9 +130,9 @@ def _read_gemma3(config: ConfigReading) -> Keys:
     sizes = _sizes(config, kv_heads=4)
     # transformers reads this key but never uses it.
     config.require("this model has no soft cap of scores", attn_logit_softcapping=(None,))
+    # transformers 4 wrote this key beside layer_types; no version reads it.
     config.asked.add("_sliding_window_pattern")
-    key = "sliding_window_pattern"
-    period = read_period(config, key if config.has(key) else f"_{key}", 6)
+    period = read_period(config, "sliding_window_pattern", 6)
     types = read_layer_types(config, every_nth_full(sizes["num_layers"], period))
     window = window_of(config, types, config.get("sliding_window", 4096))
     ropes = read_ropes(

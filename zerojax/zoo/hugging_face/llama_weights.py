@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zerojax.zoo.hugging_face import decoder_leaves
-from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
+from zerojax.zoo.hugging_face.config_reading import ConfigReading
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
 from zerojax.zoo.hugging_face.rope_keys import read_rope, write_rope
 from zerojax.zoo.llama import Llama, LlamaConfig
@@ -26,11 +26,6 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
     config.require("this model's rotary pairs are not interleaved", rope_interleaved=(False, None))
     longest = config.needed("max_position_embeddings")
     rope = read_rope(config, longest=longest)
-    if rope.fraction != 1.0:
-        raise UnsupportedError(
-            f"{config.where}: partial_rotary_factor is {rope.fraction}, but this model rotates all "
-            "features of a head; only 1.0 is supported"
-        )
     return {
         "vocab_size": config.needed("vocab_size"),
         "max_seq_len": longest,

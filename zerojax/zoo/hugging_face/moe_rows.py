@@ -24,9 +24,9 @@ from zerojax.zoo.hugging_face.decoder_keys import (
     window_in,
     window_of,
 )
-from zerojax.zoo.hugging_face.families import Keys, plain_rope, row, uniform
+from zerojax.zoo.hugging_face.families import Keys, row, uniform
 from zerojax.zoo.hugging_face.layouts import Architecture
-from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, rope_of
+from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, read_rope, rope_of
 from zerojax.zoo.layers import NormConfig
 
 _WHEN_ON = "router_aux_loss_coef"
@@ -61,7 +61,7 @@ def _read_experts(
     is_balanced = bool(config.get("output_router_logits", False))
     moe = MoEConfig(
         num_experts=next(iter(counts.values()), number),
-        experts_per_token=config.get("num_experts_per_tok", chosen),
+        experts_per_token=config.positive("num_experts_per_tok", chosen),
         expert_dim=width,
         renormalize=renormalize,
         balance="hugging_face",
@@ -87,7 +87,7 @@ def _read_mixtral(config: ConfigReading) -> Keys:
     """Reads Mixtral: renormalized scores, and one window or none for all layers."""
     sizes = read_sizes(config, kv_heads=8, eps=1e-5)
     config.require("zerojax's router has no noise", router_jitter_noise=(0.0, None))
-    rope = plain_rope(config, sizes["max_seq_len"], theta=1e6)
+    rope = read_rope(config, longest=sizes["max_seq_len"], theta=1e6)
     width = sizes["mlp_dim"]
     defaults = {"number": 8, "chosen": 2, "balance": 0.001}
     return {
@@ -117,7 +117,7 @@ def _read_olmoe(config: ConfigReading) -> Keys:
     sizes = read_sizes(config, eps=1e-5)
     of_head = sizes["embed_dim"] // sizes["num_heads"]
     config.require("head_dim is hidden_size / num_attention_heads", head_dim=(None, of_head))
-    rope = plain_rope(config, sizes["max_seq_len"])
+    rope = read_rope(config, longest=sizes["max_seq_len"])
     width, renormalize = sizes["mlp_dim"], bool(config.get("norm_topk_prob", False))
     defaults = {"number": 64, "chosen": 8, "balance": 0.01}
     return {
@@ -158,7 +158,7 @@ def _read_qwen3_moe(config: ConfigReading) -> Keys:
     sizes = read_sizes(config, kv_heads=4)
     everywhere = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
     config.require("all layers have experts", **everywhere)
-    rope = plain_rope(config, sizes["max_seq_len"])
+    rope = read_rope(config, longest=sizes["max_seq_len"])
     window = config.get("sliding_window", 4096)
     width = config.get("moe_intermediate_size", 768)
     renormalize = bool(config.get("norm_topk_prob", False))
@@ -211,13 +211,13 @@ def _read_gpt_oss(config: ConfigReading) -> Keys:
     """
     sizes = read_sizes(config, kv_heads=8, head_dim=64, eps=1e-5)
     config.require("experts use x * sigmoid(1.702 x)", hidden_act=("silu",), swiglu_alpha=(1.702,))
-    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+    if not config.has("rope_parameters") and not config.get("rope_scaling"):
         config.asked |= {"rope_parameters", "rope_scaling"}
         theta = config.positive("rope_theta", 150000.0)
         values = {**_YARN, "rope_theta": theta}
         rope = rope_of(values, where=config.where, theta=theta, longest=sizes["max_seq_len"])
     else:
-        rope = plain_rope(config, sizes["max_seq_len"], theta=150000.0)
+        rope = read_rope(config, longest=sizes["max_seq_len"], theta=150000.0)
     count = sizes["num_layers"]
     types = read_layer_types(config, [FULL if n % 2 else SLIDING for n in range(count)])
     window = window_of(config, types, config.get("sliding_window", 128))

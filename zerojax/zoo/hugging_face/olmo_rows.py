@@ -24,7 +24,7 @@ from zerojax.zoo.hugging_face.decoder_keys import (
     write_activation,
     write_sizes,
 )
-from zerojax.zoo.hugging_face.families import Keys, plain_rope, row, uniform
+from zerojax.zoo.hugging_face.families import Keys, row, uniform
 from zerojax.zoo.hugging_face.layouts import Architecture
 from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, read_rope, read_ropes, write_ropes
 from zerojax.zoo.layers import NormConfig
@@ -46,7 +46,7 @@ def _read_olmo(config: ConfigReading) -> Keys:
         "norm": NormConfig(kind="layer", eps=OLMO_EPS, has_scale=False),
         "clip_qkv": config.get("clip_qkv"),
         "activation": read_activation(config),
-        "kinds": (LayerKind(rope=plain_rope(config, sizes["max_seq_len"])),),
+        "kinds": (LayerKind(rope=read_rope(config, longest=sizes["max_seq_len"])),),
     }
 
 
@@ -59,7 +59,7 @@ def _write_olmo(config: DecoderConfig) -> Keys:
 def _read_olmo2(config: ConfigReading) -> Keys:
     """Reads OLMo 2: norms after attention and MLP, and over all heads of query and key."""
     sizes = _olmo2_sizes(config)
-    return {**sizes, "kinds": (LayerKind(rope=plain_rope(config, sizes["max_seq_len"])),)}
+    return {**sizes, "kinds": (LayerKind(rope=read_rope(config, longest=sizes["max_seq_len"])),)}
 
 
 def _olmo2_sizes(config: ConfigReading) -> Keys:

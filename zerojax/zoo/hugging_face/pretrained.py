@@ -25,11 +25,13 @@ from zerojax.zoo.hugging_face.config_reading import UnsupportedError
 from zerojax.zoo.hugging_face.folder import (
     CONFIG,
     Folder,
+    check_kind,
     check_unquantized,
     open_folder,
     read_json,
 )
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf, Range
+from zerojax.zoo.hugging_face.safetensors import INDEX, SINGLE
 from zerojax.zoo.lora import add_lora
 
 ROWS_COMPARED = 256
@@ -43,7 +45,8 @@ class StoredArray:
 
     Attributes:
       shape: shape of the whole parameter.
-      dtype: dtype in the files; float32 if the parameter's tensors have several dtypes.
+      dtype: dtype of the values that are read: that of the files; bfloat16 for 8-bit floats, which
+        are exact in it, and float32 for float64, or if the parameter's tensors have several dtypes.
       is_stacked: whether dimension 0 is the layer, with one tensor per layer.
     """
 
@@ -59,7 +62,7 @@ class StoredArray:
           place_of: function from a tensor name of the architecture to its name in the files.
 
         Raises:
-          UnsupportedError: a tensor is missing or has another shape.
+          UnsupportedError: a tensor is missing, has another shape, or does not hold floats.
         """
         self.shape, self.is_stacked = shape, leaf.is_stacked
         self._folder, self._layout, self._num_stacked = folder, leaf.layout, leaf.num_stacked
@@ -69,6 +72,11 @@ class StoredArray:
         for name in self._names:
             tensor = folder.tensors[name][1] if name in folder.tensors else None
             if tensor is None or tensor.shape != expected:
+                if name in folder.absent:
+                    raise UnsupportedError(
+                        f"{folder.path}: tensor {name!r} is not in {folder.absent[name]}, although "
+                        f"{INDEX} lists it there; fetch both again"
+                    )
                 state = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
                 is_new = not any(x in folder.tensors for x in self._names)
                 raise UnsupportedError(
@@ -76,7 +84,7 @@ class StoredArray:
                     f"shape {list(expected)}; correct config.json or the changes to it"
                     + (f", or pass new=({leaf.name!r},) to initialize it" * is_new)
                 )
-        kinds = {folder.tensors[name][1].dtype for name in self._names}
+        kinds = {_dtype_read(folder, name) for name in self._names}
         self.dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
     @property
@@ -113,6 +121,27 @@ class StoredArray:
             number = number * size + position
         runs = self._layout.their_runs(self._own, index)
         return self._layout.to_ours(self._folder.read(self._names[number], runs), index)
+
+
+def _dtype_read(folder: Folder, name: str) -> np.dtype:
+    """Returns the dtype in which a tensor of the files is read.
+
+    Models compute in the dtype of their parameters, so that parameters in 8 bits would round
+    activations to 8 bits.
+
+    Raises:
+      UnsupportedError: the tensor holds integers or truth values.
+    """
+    dtype = folder.tensors[name][1].dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UnsupportedError(
+            f"{folder.path}: tensor {name!r} is {dtype.name}, but parameters are floats, and "
+            "config.json has no quantization_config that says what the numbers mean; use the "
+            "unquantized model, or save the tensor as bfloat16 with its real values"
+        )
+    if dtype.itemsize == 1:
+        return np.dtype(jnp.bfloat16)
+    return np.dtype(np.float32) if dtype == np.float64 else dtype
 
 
 class Pretrained(NnxModel):
@@ -203,9 +232,12 @@ class Pretrained(NnxModel):
         made = "" if len(self.stored) == count else f", {count - len(self.stored)} new ones"
         left = f"; not used: {', '.join(self.left_out)}" if self.left_out else ""
         files = len({file for file, _ in self.folder.tensors.values()})
+        index = self.folder.path / INDEX
+        unused = self.folder.files == [SINGLE] and index.is_file()
+        ignored = f"; {INDEX} is ignored, because transformers reads {SINGLE}" if unused else ""
         return (
             f"model: {self.row.model_type} with {len(self.stored)} parameters from {files} file"
-            f"{'s' if files > 1 else ''} in {self.folder.path}{made}{left}"
+            f"{'s' if files > 1 else ''} in {self.folder.path}{made}{left}{ignored}"
         )
 
 
@@ -261,6 +293,8 @@ def config_from_hugging_face(path: str | Path, **changes: Any) -> Any:
       ValueError: config.json is damaged, or a change is not a setting of the model.
     """
     path = user_path(path)
+    if path.is_dir():
+        check_kind(path)
     return _settings(read_json(path / CONFIG if path.is_dir() else path), changes)[1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.config.display import quoted
 from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
 from zerojax.zoo.rope import Rope, RopeScaling
 
@@ -23,19 +24,24 @@ def read_rope(
     theta: float = 10000.0,
     longest: int,
     interleaved: bool = False,
+    partial: bool = False,
 ) -> Rope:
     """Reads the rotary positions of a model in which all layers have the same ones.
+
+    As in transformers, a `rope_scaling` that is not empty replaces `rope_parameters`, and keys
+    outside of both are defaults.
 
     Args:
       reading: the config.json.
       theta: default of the base.
       longest: value of max_position_embeddings.
       interleaved: value for `Rope.interleaved`.
+      partial: whether the family may rotate only a part of the features of a head.
 
     Raises:
       UnsupportedError: the kind of scaling is not supported, or a key is unknown.
     """
-    values = {**(reading.get("rope_parameters") or {}), **(reading.get("rope_scaling") or {})}
+    values = replaced(reading)
     if nested(values):
         raise UnsupportedError(
             f"{reading.where}: rope_parameters has one entry per type of layer ({FULL}, ...), but "
@@ -44,7 +50,14 @@ def read_rope(
     for key in ("rope_theta", "partial_rotary_factor"):
         if reading.has(key):
             values.setdefault(key, reading.positive(key))
-    return rope_of(values, where=reading.where, theta=theta, longest=longest, alike=interleaved)
+    kinds = {"alike": interleaved, "partial": partial}
+    return rope_of(values, where=reading.where, theta=theta, longest=longest, **kinds)
+
+
+def replaced(reading: ConfigReading) -> dict[str, Any]:
+    """Returns `rope_scaling` if it is not empty, or else `rope_parameters`; {} without both."""
+    scaling, parameters = reading.get("rope_scaling"), reading.get("rope_parameters")
+    return dict(scaling or parameters or {})
 
 
 def read_ropes(
@@ -56,7 +69,8 @@ def read_ropes(
       reading: the config.json.
       theta: default base of each type.
       longest: value of max_position_embeddings.
-      local_key: key of the base of sliding layers; None uses "rope_theta", as for full layers.
+      local_key: key of the base of sliding layers; None: they have no key outside of
+        `rope_parameters` (in transformers, `rope_theta` applies to full layers only).
     """
     parameters, scaling = reading.get("rope_parameters") or {}, reading.get("rope_scaling") or {}
     parts: dict[str, dict[str, Any]] = {FULL: {}, SLIDING: {}}
@@ -73,10 +87,15 @@ def read_ropes(
         )
     for kind in parts:
         parts[kind] |= parameters.get(kind) or {}
+    if "type" in scaling and "rope_type" not in scaling:
+        # transformers keeps its own default of "rope_type", and so does not scale.
+        raise UnsupportedError(
+            f"{reading.where}: rope_scaling has type={quoted(scaling['type'])}, which transformers "
+            "ignores for this model; rename the key to rope_type, or remove rope_scaling"
+        )
     parts[FULL] |= scaling  # in older files rope_scaling applies to full layers only
-    keys = {FULL: "rope_theta", SLIDING: local_key or "rope_theta"}
-    for kind, key in keys.items():
-        if reading.has(key):
+    for kind, key in ((FULL, "rope_theta"), (SLIDING, local_key)):
+        if key is not None and reading.has(key):
             parts[kind].setdefault("rope_theta", reading.positive(key))
     return {
         kind: rope_of(values, where=reading.where, theta=theta[kind], longest=longest)
@@ -90,7 +109,13 @@ def nested(values: Mapping[str, Any]) -> bool:
 
 
 def rope_of(
-    values: Mapping[str, Any], *, where: str, theta: float, longest: int, alike: bool = False
+    values: Mapping[str, Any],
+    *,
+    where: str,
+    theta: float,
+    longest: int,
+    alike: bool = False,
+    partial: bool = False,
 ) -> Rope:
     """Reads rotary positions from one object; "type" is the old name of "rope_type".
 
@@ -99,11 +124,21 @@ def rope_of(
       where: name of the file in messages.
       theta, longest: default of the base, and max_position_embeddings.
       alike: value for `Rope.interleaved`.
+      partial: whether the family may rotate only a part of the features of a head.
+
+    Raises:
+      UnsupportedError: a value is not supported. transformers ignores a `partial_rotary_factor` of
+        other families, which other programs may apply.
     """
     reading = ConfigReading(values, f"{where}: rope_parameters or rope_scaling")
     kind = reading.get("rope_type") or reading.get("type") or "default"
     base = reading.positive("rope_theta") if reading.has("rope_theta") else theta
     fraction = reading.get("partial_rotary_factor")
+    if not partial and fraction not in (None, 1.0):
+        raise UnsupportedError(
+            f"{where}: partial_rotary_factor is {fraction}, but this model rotates all features of "
+            "a head; only 1.0 is supported"
+        )
     original = "original_max_position_embeddings"
     original = reading.positive(original) if reading.has(original) else None
     scaling = _scaling(reading, kind, original, longest)
@@ -130,7 +165,7 @@ def _scaling(
         return RopeScaling(
             kind="llama3",
             factor=float(reading.needed("factor")),
-            original_max_seq_len=int(reading.needed("original_max_position_embeddings")),
+            original_max_seq_len=longest if original is None else int(original),
             low_freq_factor=float(reading.needed("low_freq_factor")),
             high_freq_factor=float(reading.needed("high_freq_factor")),
         )

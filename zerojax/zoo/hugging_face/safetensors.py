@@ -27,11 +27,19 @@ from zerojax.runtime.bounded_json import JsonError, loads
 SHARD_BYTES = 5 * 10**9
 """Maximum size of a file; larger models have several files and an index, as on the Hub."""
 
-MAX_TABLE_BYTES = 100_000_000
-"""Maximum size of a table in bytes, as in the package safetensors."""
+MAX_ARRAYS = 250_000
+"""Maximum number of arrays of a model, in all its files. The largest published models have about
+150,000. So many take about 7 s and 0.5 GiB to read, without their values."""
+MAX_TABLE_BYTES = 160 * MAX_ARRAYS
+"""Maximum size of a table in bytes: `MAX_ARRAYS` entries with long names. The package safetensors
+reads up to 100,000,000 bytes."""
+MAX_VALUES = 16 * MAX_ARRAYS
+"""Maximum number of values of a table: offsets, sizes, dtypes and notes."""
 MAX_DIMENSIONS = 64
 """Maximum number of dimensions of a NumPy array."""
 MAX_ARRAY_BYTES = 2**63 - 1
+
+FEWER = "fetch it again, or save the model in fewer and larger arrays"
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,6 +61,8 @@ _KINDS = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+_UNREAD = (*("C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"),)
+"""Kinds of the format that NumPy lacks or that no model is trained in."""
 _DTYPES = {kind: np.dtype(jnp.dtype(name)) for name, kind in _KINDS.items()}
 _METADATA = "__metadata__"
 
@@ -108,20 +118,28 @@ def read_table(path: Path) -> dict[str, Tensor]:
             )
         if length > MAX_TABLE_BYTES:
             raise SafetensorsError(
-                f"{path}: its table has {length} bytes, above the format's maximum of "
-                f"{MAX_TABLE_BYTES}; fetch it again"
+                f"{path}: its table has {length} bytes, above the maximum of {MAX_TABLE_BYTES}; "
+                f"{FEWER}"
             )
         text = file.read(length)
+    # Counted before anything is created per array.
+    if text.count(b"{") - 1 > MAX_ARRAYS or text.count(b",") > MAX_VALUES:
+        raise SafetensorsError(
+            f"{path}: its table lists more than {MAX_ARRAYS} arrays, the maximum; {FEWER}"
+        )
     try:
         return _arrays_of(loads(text, max_bytes=MAX_TABLE_BYTES), 8 + length, size)
     except JsonError as error:
         raise SafetensorsError(f"{path}: its table {error.what}; fetch it again") from None
     except _Damage as damage:
-        raise SafetensorsError(f"{path}{damage}; fetch it again") from None
+        raise SafetensorsError(f"{path}{damage}") from None
 
 
 class _Damage(Exception):
-    """Error whose text is appended to the path of the file."""
+    """Error whose text is appended to the path of the file, with a remedy."""
+
+    def __init__(self, problem: str, remedy: str = "fetch it again") -> None:
+        super().__init__(f"{problem}; {remedy}")
 
 
 def _arrays_of(table: Any, data: int, size: int) -> dict[str, Tensor]:
@@ -143,21 +161,21 @@ def _arrays_of(table: Any, data: int, size: int) -> dict[str, Tensor]:
     tensors = [_tensor(name, row, data) for name, row in table.items() if name != _METADATA]
     end = data
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
-        name = quoted(tensor.name)
         if tensor.start < end:
             raise _Damage(
-                f": its table is damaged ({name} begins at {tensor.start - data}, but the array "
-                f"before it ends at {end - data})"
+                f": its table is damaged ({quoted(tensor.name)} begins at {tensor.start - data}, "
+                f"but the array before it ends at {end - data})"
             )
         if tensor.start > end:
             raise _Damage(
-                f": its table is damaged ({name} begins at {tensor.start - data}, "
+                f": its table is damaged ({quoted(tensor.name)} begins at {tensor.start - data}, "
                 f"{tensor.start - end} bytes after the end of the array before it)"
             )
         end += tensor.num_bytes
         if end > size:
             raise _Damage(
-                f" is truncated: {name} should end at byte {end}, but the file has {size} bytes"
+                f" is truncated: {quoted(tensor.name)} should end at byte {end}, but the file has "
+                f"{size} bytes"
             )
     if end < size:
         raise _Damage(f" has {size - end} bytes more than its arrays, which end at byte {end}")
@@ -171,6 +189,9 @@ def _tensor(name: str, row: Any, data: int) -> Tensor:
     if not isinstance(row, dict) or not {"dtype", "shape", "data_offsets"} <= set(row):
         raise damage(f"is {quoted(row)}, without a dtype, a shape or data_offsets")
     kind, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    if isinstance(kind, str) and kind in _UNREAD:
+        remedy = "save its values as F32, F16 or BF16, or use the unquantized model"
+        raise _Damage(f": {quoted(name)} has dtype {kind}, which zerojax does not read", remedy)
     if not isinstance(kind, str) or kind not in _DTYPES:
         raise damage(f"has the unknown dtype {quoted(kind)}")
     if not _are_sizes(shape):

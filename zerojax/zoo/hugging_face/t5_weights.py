@@ -69,7 +69,9 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
         )
     activation = "gelu_new" if _IS_GATED[kind] else "relu"
     config.require(
-        f"the MLP is {kind}", is_gated_act=(_IS_GATED[kind], None), dense_act_fn=(activation, None)
+        f"feed_forward_proj={kind}",
+        is_gated_act=(_IS_GATED[kind], None),
+        dense_act_fn=(activation, None),
     )
     is_tied = config.get("tie_word_embeddings") is not False
     return {
@@ -86,7 +88,7 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
         "relative_max_distance": config.get("relative_attention_max_distance", 128),
         "norm_eps": config.get("layer_norm_epsilon", 1e-6),
         "tie_embeddings": is_tied,
-        "scale_output": config.get("scale_decoder_outputs", is_tied),
+        "scale_output": bool(config.get("scale_decoder_outputs", is_tied)),
         "start_token": config.get("decoder_start_token_id") or 0,
     }
 
