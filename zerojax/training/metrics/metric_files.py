@@ -92,23 +92,24 @@ class MetricsFile:
 def set_aside(path: str | Path) -> Path | None:
     """Renames the metrics file of an earlier run, so that a new run gets a file of its own.
 
-    Removes the file if it has no reports, for example after a failure at the first step.
+    Removes the file if all its lines are of a run that has not reported anything, for example
+    after a failure at the first step.
 
     Args:
       path: path of a `MetricsFile`.
 
     Returns:
-      The new path, such as metrics.1.jsonl; None if there were no reports.
+      The new path, such as metrics.1.jsonl; None if nothing is left to rename.
     """
     path = Path(path)
     if not path.is_file():
         return None
     found = read_metrics(path.parent)
-    if not found.train and not found.evals:
+    if not (found.train or found.evals or found.unreadable_lines):
         path.unlink()
         return None
     names = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
-    return path.rename(next(name for name in names if not name.exists()))
+    return path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 def read_metrics(run_dir: str | Path) -> Metrics:

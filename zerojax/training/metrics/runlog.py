@@ -5,11 +5,12 @@ import importlib
 import json
 import math
 import operator
+import os
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -354,6 +355,7 @@ class RunLog:
     def _fill_folder(self, folder: Path, texts: Mapping[str, str], *, is_new: bool) -> list[str]:
         """Writes `texts` as files into the folder; returns lines to print on the terminal."""
         _make_folder(folder)
+        _check_own(folder, texts)
         earlier = set_aside(folder / FILE_NAME) if is_new else None
         for name, text in texts.items():
             replace_text(folder / name, text + "\n")
@@ -505,6 +507,23 @@ def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def _check_own(folder: Path, names: Iterable[str]) -> None:
+    """Raises if files of a folder that is no run's would be replaced, such as the config.json of a
+    model.
+
+    Raises:
+      FileExistsError: the message names the file.
+    """
+    if any((folder / name).exists() for name in (SETTINGS[0], FILE_NAME)):
+        return
+    for name in names:
+        if os.path.lexists(folder / name):
+            raise FileExistsError(
+                f"'{folder / name}' is of no run, and this run would replace it; set run_dir to "
+                "another folder, or move the file"
+            )
 
 
 def _make_folder(folder: Path) -> None:
