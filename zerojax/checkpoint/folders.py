@@ -8,7 +8,7 @@ path/writer.lock   exists while a process writes into `path`, and names it
                    (`zerojax.runtime.folder_lock`)
 
 Runs ignore all entries except complete checkpoints. Folders with such names that hold none of the
-files of a checkpoint are not ours (a user's folder 2024): they are neither listed nor deleted.
+files of a checkpoint are not ours (a user's folder 2024): they are no steps, and not deleted.
 """
 
 from __future__ import annotations

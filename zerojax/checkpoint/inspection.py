@@ -207,7 +207,7 @@ def leftovers(path: Path) -> list[Leftover]:
     found = []
     for name in sorted(os.listdir(path)):
         match = _REST.fullmatch(name)
-        if match is None or not folders.holds_checkpoint(path / name, or_nothing=True):
+        if match is None or not (path / name).is_dir():
             continue
         kind, folder = match[1], path / name
         changed, sizes = files.last_change(folder), files.sizes_of(folder)

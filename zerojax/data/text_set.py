@@ -42,7 +42,7 @@ from zerojax.runtime.user_files import replace_text
 FORMAT, VERSION = "zerojax-texts", 1
 TOKENS, MASK, OFFSETS, SIDECAR = "tokens.bin", "mask.bin", "offsets.bin", "texts.json"
 ROWS = "rows.bin"
-_PARTIAL = ".zerojax-partial"
+_PARTIAL = ".partial"
 _MASK_BYTES = 1 << 22
 """Number of bytes of mask.bin whose bits are counted at a time."""
 

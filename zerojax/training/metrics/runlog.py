@@ -26,7 +26,7 @@ from zerojax.training.metrics.metric_files import (
     FILE_NAME,
     EventWriter,
     MetricsFile,
-    read_metrics,
+    first_loss,
     set_aside,
 )
 from zerojax.training.metrics.stragglers import ProcessTimes, Stragglers, spread
@@ -366,7 +366,7 @@ class RunLog:
 
     def _open_files(self, folder: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
         if start_step:
-            first = _first_loss(folder)
+            first = first_loss(folder)
             self._spikes = SpikeDetector(self._config.spike, first=first)
         if self._config.wandb is not None:
             self._wandb = _start_wandb(self._config.wandb, folder, config_dict)
@@ -552,15 +552,6 @@ def _number(value: Any) -> int | float:
         return operator.index(value)
     except TypeError:
         return float(value)
-
-
-def _first_loss(run_dir: Path) -> float | None:
-    """Returns the first loss that a resumed run has reported; None if its file has none."""
-    try:
-        train = read_metrics(run_dir).train
-    except OSError:
-        return None
-    return next((r["loss"] for r in train if r.get("loss") is not None), None)
 
 
 def _close(writer: MetricsFile | EventWriter | None) -> None:
