@@ -8,6 +8,8 @@ import os
 import re
 from collections.abc import Iterator
 
+from zerojax.config.display import printable
+
 _MAX_REASON = 240
 _NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "bad_alloc")
 _OF_THE_MACHINE = {
@@ -88,9 +90,9 @@ class Damage:
     leaf: str | None = None
 
     def __str__(self) -> str:
-        if self.file is None:
-            return f"{self.leaf!r} {self.what}"
-        return f"{self.file} {self.what}" + ("" if self.leaf is None else f" ({self.leaf!r})")
+        of = "" if self.leaf is None else f" ({self.leaf!r})"
+        text = f"{self.leaf!r} {self.what}" if self.file is None else f"{self.file} {self.what}{of}"
+        return printable(text)  # names come from the files
 
 
 def reason(error: BaseException) -> str:

@@ -186,6 +186,10 @@ def _if_there(function: Callable[[Path], T], path: Path) -> T | None:
         return None
 
 
+_DRAFT_MARK = ".zerojax-draft"
+"""Name of the empty file in folders that `new_folder` fills, which it may therefore remove."""
+
+
 @contextlib.contextmanager
 def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Path]:
     """Yields a temporary folder that is renamed to `out` at the end, or removed after an error.
@@ -197,7 +201,7 @@ def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Pat
         "or"; None: no additional remedy.
 
     Raises:
-      FileExistsError: `out` exists and is not empty.
+      FileExistsError: `out` exists and is not empty, or the name of the temporary folder is taken.
       OSError: the disk reports an error.
     """
     if out.exists() and (not out.is_dir() or os.listdir(out)):
@@ -205,10 +209,19 @@ def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Pat
     out.parent.mkdir(parents=True, exist_ok=True)
     check_space(out.parent, num_bytes, remedy=remedy)
     draft = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)
+    mark = draft / _DRAFT_MARK
+    if draft.is_dir() and (mark.exists() or not os.listdir(draft)):
+        shutil.rmtree(draft)  # an interrupted call left it
+    if os.path.lexists(draft):
+        raise FileExistsError(
+            f"{draft} already exists, and the files are written there before they are moved to "
+            f"{out}; remove or rename it, or name another folder"
+        )
     draft.mkdir()
     try:
+        mark.touch()
         yield draft
+        mark.unlink()
         for name in os.listdir(draft):
             to_disk(draft / name)
         to_disk(draft)

@@ -7,7 +7,8 @@ path/40.damaged    a checkpoint that differed from its checksums; remains for in
 path/writer.lock   exists while a process writes into `path`, and names it
                    (`zerojax.runtime.folder_lock`)
 
-Runs ignore all entries except complete checkpoints.
+Runs ignore all entries except complete checkpoints. Folders with such names that hold none of the
+files of a checkpoint are not ours (a user's folder 2024): they are no steps, and not deleted.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from pathlib import Path
 
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.files import to_disk
+from zerojax.checkpoint.retention import FILE_NAME
+from zerojax.runtime.folder_lock import NAME
 from zerojax.tracing.trees import format_bytes
 
 _INVISIBLE = re.compile(r"\d+\.(partial-\d+|expired)")
+_OF_STEP = re.compile(r"\d+(\.(partial|expired|damaged)(-\d+)?)?")
+_OF_CHECKPOINTS = {"arrays", "pieces", "packs", "metadata", "written"}
+"""How names of files and folders in a step's folder begin, up to a dot."""
 
 
 def list_steps(path: Path) -> tuple[int, ...]:
@@ -32,7 +38,33 @@ def list_steps(path: Path) -> tuple[int, ...]:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
+    steps = [name for name in names if name.isascii() and name.isdigit()]
+    return tuple(sorted(int(name) for name in steps if holds_checkpoint(path / name)))
+
+
+def holds_checkpoint(folder: Path, *, or_nothing: bool = False) -> bool:
+    """Returns whether a folder has a file of a checkpoint, complete or not.
+
+    Args:
+      folder: any path; what is not a folder holds none.
+      or_nothing: whether an empty folder counts too, as an interrupted save or deletion leaves it.
+    """
+    try:
+        names = os.listdir(folder)
+    except PermissionError:
+        return True  # readers of the checkpoint tell the reason
+    except OSError:
+        return False
+    is_known = any(name.partition(".")[0] in _OF_CHECKPOINTS for name in names)
+    return is_known or (or_nothing and not names)
+
+
+def is_of_checkpointer(path: Path) -> bool:
+    """Returns whether a file or folder in a folder of checkpoints was made by a checkpointer."""
+    name = path.name
+    if path.is_symlink() or not path.is_dir():
+        return name == FILE_NAME or name.startswith(NAME)
+    return bool(_OF_STEP.fullmatch(name)) and holds_checkpoint(path, or_nothing=True)
 
 
 def step_folder(path: Path, step: int) -> Path:
@@ -71,7 +103,7 @@ def check_free(folder: Path, num_bytes: int) -> None:
 def remove_leftovers(path: Path) -> None:
     """Deletes partial and expired folders. Only the saving process may call it, between saves."""
     for name in os.listdir(path):
-        if _INVISIBLE.fullmatch(name):
+        if _INVISIBLE.fullmatch(name) and holds_checkpoint(path / name, or_nothing=True):
             shutil.rmtree(path / name, ignore_errors=True)
 
 

@@ -67,6 +67,7 @@ def removals(
     if keep is None and every is None and not damaged:
         raise ValueError("nothing to do: pass what to keep (--keep N, --every K) or --damaged")
     saved, rests = saved_steps(path), leftovers(path) if damaged else []
+    rests = [rest for rest in rests if folders.holds_checkpoint(rest.folder, or_nothing=True)]
     if damaged and all(one.error is not None for one in saved):
         lost = [one.folder for one in saved if one.is_damaged]
         lost += [rest.folder for rest in rests if rest.kind == "damaged"]

@@ -21,7 +21,7 @@ from zerojax.cli.arguments import (
     finite,
     step_or_name,
 )
-from zerojax.config.display import show
+from zerojax.config.display import printable, show
 from zerojax.config.loader import user_path
 from zerojax.runtime.shutdown import DIFFERS, FAILED, OK
 
@@ -236,6 +236,7 @@ def _as_json(one: SavedStep) -> dict[str, Any]:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Formats rows of text as columns, right-aligned, the last column left-aligned."""
+    rows = [[printable(cell) for cell in row] for row in rows]  # of files that anybody may write
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]) - 1)]
     lines = []
     for *cells, last in rows:

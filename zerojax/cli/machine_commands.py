@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import zerojax
 from zerojax.cli.arguments import add_command
-from zerojax.config.display import show
+from zerojax.config.display import printable, show
 from zerojax.config.loader import user_path
 from zerojax.runtime.memory import PINNED_LIMIT, least_room
 from zerojax.runtime.plugin_errors import hidden_plugin_errors
@@ -265,7 +265,7 @@ def format_table(facts: dict[str, Any]) -> str:
     rows += [("kernels", _format_kernel(row)) for row in facts["kernels"]]
     rows.append(("zerojax plan", facts["plan"]))
     width = max(len(name) for name, _ in rows) + 2
-    lines = [f"{name:<{width}}{text}" for name, text in rows]
+    lines = [f"{name:<{width}}{printable(text)}" for name, text in rows]
     hidden = [f"* no GPU here, so JAX's error is hidden: {line}" for line in facts["hidden"]]
     return "\n".join(lines + hidden + [f"* {line}" for line in facts["advice"]])
 

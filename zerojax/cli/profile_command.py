@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import shutil
 import sys
@@ -123,7 +124,9 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
     warmup = config.optimizer.warmup_steps
     offload = config.mesh.offload
     if offload.on_disk:  # other state files on the same disk, so that the run's own are unchanged
-        own = None if offload.folder is None else str(Path(offload.folder) / folder.name)
+        # It is deleted afterwards, so nothing else may have the name; equal in all processes.
+        name = f"zerojax-profile-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]}"
+        own = None if offload.folder is None else str(Path(offload.folder) / name)
         offload = dataclasses.replace(offload, folder=own, durable=False)
     return dataclasses.replace(
         config,

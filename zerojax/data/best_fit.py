@@ -12,13 +12,25 @@ import bisect
 import contextlib
 import dataclasses
 import hashlib
+import io
 import logging
 import os
+import re
+import stat
 from pathlib import Path
 
 import numpy as np
 
-from zerojax.runtime.user_files import CACHE_VARIABLE, replacing, user_cache
+from zerojax.config.regular_files import UnreadableError
+from zerojax.runtime.bounded_json import read_bytes
+from zerojax.runtime.user_files import (
+    CACHE_VARIABLE,
+    check_private,
+    make_private,
+    replacing,
+    seal_of,
+    user_cache,
+)
 
 logger = logging.getLogger("zerojax.data")
 
@@ -26,7 +38,8 @@ logger = logging.getLogger("zerojax.data")
 CACHED_TEXTS = 1 << 20
 KEPT_FILES = 8
 """Maximum number of packings in the user's cache; a file has 4 bytes per text and 8 per row."""
-_VERSION = 1
+_VERSION = 2
+_NAME = re.compile(r"[0-9a-f]{64}\.npz")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,7 +120,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     narrow = np.uint16 if capacity <= np.iinfo(np.uint16).max else np.int64
     by_length = np.argsort(lengths.astype(narrow), kind="stable")
     ends = np.cumsum(counts)
-    row_of_text = np.empty(len(lengths), np.int32 if len(lengths) < 1 << 31 else np.int64)
+    row_of_text = np.empty(len(lengths), _index_type(len(lengths)))
     rows, num_rows = _OpenRows(), 0
     for length in np.flatnonzero(counts)[::-1].tolist():
         texts = by_length[ends[length] - counts[length] : ends[length]]
@@ -128,6 +141,10 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
             rows.add(room - in_last * length, taken[-1:])
             texts = texts[placed:]
     return _numbered(row_of_text, num_rows)
+
+
+def _index_type(num_texts: int) -> type[np.signedinteger]:
+    return np.int32 if num_texts < 1 << 31 else np.int64
 
 
 def _numbered(row_of_text: np.ndarray, num_rows: int) -> Packing:
@@ -162,19 +179,21 @@ def packing_of(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def _load(file: Path, num_texts: int) -> Packing | None:
-    """Loads a cached packing; returns None if there is none or, with a warning, if it is
-    damaged."""
+    """Loads a cached packing of `num_texts` texts; returns None if there is none or, with a
+    warning, if it is damaged or was stored under another name."""
     try:
-        # The archive has checksums. np.load does not close a damaged one, so the file is opened
-        # here.
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as kept:
+        check_private(file)
+        # There are at most as many rows as texts.
+        content = read_bytes(file, max_bytes=16 * num_texts + 4096, follow=False)
+        with np.load(io.BytesIO(content), allow_pickle=False) as kept:
             order, starts = kept["order"], kept["starts"]
+            seal = kept.get("seal", np.empty(0)).tobytes()
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged archive raises many types
-        logger.warning("data: %s is damaged (%s); the texts are packed again", file, error)
+        logger.warning("data: %s is not used (%s); the texts are packed again", file, error)
         return None
-    if order.shape != (num_texts,) or starts[-1] != num_texts:
+    if seal != seal_of(file.name, order.data, starts.data):
         logger.warning("data: %s was made for other texts; the texts are packed again", file)
         return None
     with contextlib.suppress(OSError):
@@ -185,17 +204,29 @@ def _load(file: Path, num_texts: int) -> Packing | None:
 def _store(file: Path, packing: Packing) -> None:
     """Writes a packing to the cache atomically."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_private(file.parent)
+        seal = seal_of(file.name, packing.order.data, packing.starts.data)
         with replacing(file, mode=0o600) as stream:
-            np.savez(stream, order=packing.order, starts=packing.starts)
-        kept = sorted(file.parent.glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
+            np.savez(
+                stream, order=packing.order, starts=packing.starts, seal=np.frombuffer(seal, "u1")
+            )
+        kept = sorted(_packings(file.parent), key=lambda path: path.stat().st_mtime_ns)
         for old in kept[:-KEPT_FILES]:
             old.unlink(missing_ok=True)
-    except OSError as error:
+    except (OSError, UnreadableError) as error:
         logger.warning(
             "data: the packing of the texts could not be cached in %s (%s); set %s to another "
             "folder, or to off",
             file.parent,
-            error.strerror or error,
+            getattr(error, "strerror", None) or error,
             CACHE_VARIABLE,
         )
+
+
+def _packings(folder: Path) -> list[Path]:
+    """Returns the regular files in a folder that have names of packings."""
+    return [
+        path
+        for path in folder.iterdir()
+        if _NAME.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode)
+    ]

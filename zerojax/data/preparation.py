@@ -14,7 +14,15 @@ import numpy as np
 from zerojax.config.loader import user_path
 from zerojax.data.corpus import find_text_files, num_text_bytes, other_suffixes, read_documents
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, save_tokenizer
-from zerojax.data.tokens import FORMAT, TokenPart, Tokens, hash_file, sidecar_path, smallest_dtype
+from zerojax.data.tokens import (
+    FORMAT,
+    TokenPart,
+    Tokens,
+    check_unused,
+    hash_file,
+    sidecar_path,
+    smallest_dtype,
+)
 from zerojax.runtime.user_files import replace_text
 
 # Characters to train a BPE on. More do not improve it; these take about a minute.
@@ -61,7 +69,7 @@ def prepare(
 
     Raises:
       ValueError: the fraction is invalid, the text is empty or not UTF-8, or `out` already has
-        token files.
+        token files, or other files under the names that are written.
       OSError: the disk is full or the folder is not writable.
     """
     if not 0 <= validation_fraction < 1:
@@ -70,10 +78,7 @@ def prepare(
         )
     files, left_out = find_text_files(data), tuple(other_suffixes(data))
     folder = user_path(out)
-    if folder.is_dir() and any(folder.glob("*.bin")):
-        raise ValueError(
-            f"{str(folder)!r} already holds token files; choose another folder or remove them"
-        )
+    check_unused(folder, ("train.json", "validation.json", "tokenizer.json"))
     ready = make_tokenizer(tokenizer, files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +96,7 @@ def prepare(
 def _write(files: Sequence[Path], folder: Path, tokenizer: Tokenizer, fraction: float) -> Prepared:
     dtype = smallest_dtype(tokenizer.vocab_size)
     train, validation = folder / "train.bin", folder / "validation.bin"
-    partial = folder / "tokens.partial"
+    partial = folder / "tokens.zerojax-partial"
     partial.unlink(missing_ok=True)
     count = num_documents = 0
     try:

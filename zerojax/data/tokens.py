@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +290,23 @@ def _check_array(dtype: np.dtype, shape: Sequence[int], name: str) -> None:
             f"{name} has shape {quoted(tuple(shape))}; token ids are one row: save "
             "array.reshape(-1)"
         )
+
+
+def check_unused(folder: Path, names: Iterable[str]) -> None:
+    """Raises ValueError if a folder has token files, or files under names that are to be
+    written."""
+    if not folder.is_dir():
+        return
+    if any(folder.glob("*.bin")):
+        raise ValueError(
+            f"{str(folder)!r} already holds token files; choose another folder or remove them"
+        )
+    for name in names:
+        if os.path.lexists(folder / name):
+            raise ValueError(
+                f"{str(folder / name)!r} exists already, and would be replaced; choose another "
+                "folder or remove it"
+            )
 
 
 def sidecar_path(file: Path) -> Path:

@@ -12,15 +12,16 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, agreement
 from zerojax.checkpoint.errors import FolderInUseError
-from zerojax.checkpoint.folders import unwritable
+from zerojax.checkpoint.folders import is_of_checkpointer, unwritable
 from zerojax.checkpoint.saving import is_first_process
 from zerojax.config.checks import warn_user
+from zerojax.config.display import quoted
 from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
@@ -107,8 +108,9 @@ def save_tagged(
         "config": {_CLIENT_STATE: dict(client_state)},
         "plan": dict(description),
     }
-    new = folder / f".{tag}.new"
-    _in_first_process(f"{folder / tag} is not saved", _remove, new)
+    new, target = folder / f".{tag}.new", folder / tag
+    _in_first_process(f"{target} is not saved", _check_own, (target, new, _replaced(target)))
+    _in_first_process(f"{target} is not saved", _remove, new)
     with Checkpointer(new, keep=1, asynchronous=False) as checkpointer:
         save_state(checkpointer, plan, state, step=int(state["step"]), about=about)
     _in_first_process(f"{folder / tag} is not replaced by {new}", _replace, new, folder / tag)
@@ -127,6 +129,20 @@ def _in_first_process(failure: str, action: Callable[..., None], *arguments: Any
         except OSError as reason:
             error = CheckpointError(f"{failure}: {reason}")
     agreement.raise_together(error)
+
+
+def _check_own(folders: Sequence[Path]) -> None:
+    """Raises FileExistsError if a folder that would be replaced holds more than a checkpoint."""
+    for folder in folders:
+        if not os.path.lexists(folder):
+            continue
+        names = os.listdir(folder)
+        others = [name for name in names if not is_of_checkpointer(folder / name)]
+        if others:
+            raise FileExistsError(
+                f"{folder} holds {quoted(min(others))}, which is no part of a checkpoint and would "
+                "be deleted; choose another tag, or move the file"
+            )
 
 
 def _remove(folder: Path) -> None:

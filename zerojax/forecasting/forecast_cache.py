@@ -10,6 +10,8 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,17 @@ from typing import Any
 from zerojax.config.checks import warn_user
 from zerojax.config.regular_files import UnreadableError
 from zerojax.runtime import bounded_json
-from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
+from zerojax.runtime.user_files import (
+    CACHE_VARIABLE,
+    check_private,
+    make_private,
+    replace_text,
+    user_cache,
+)
 
 FORMAT = 1
+_OWN = re.compile(r"[0-9a-f]{64}\.json|\.[0-9a-f]{16}\.partial")
+"""Names of entries, and of the files that `replace_text` renames to them."""
 MAX_BYTES = 256 << 20
 """Largest size of all entries in bytes; above it the least recently used entries are deleted. An
 entry takes about 10 to 100 kB."""
@@ -66,7 +76,8 @@ def load(key: str) -> dict[str, Any] | None:
         return None
     path = _path(folder, key)
     try:
-        entry = bounded_json.load(path)
+        check_private(path)
+        entry = bounded_json.load(path, follow=False)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -96,7 +107,7 @@ def store(key: str, value: Mapping[str, Any]) -> None:
     text = json.dumps({"key": key, "digest": _digest(value), "value": value})
     path = _path(folder, key)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         replace_text(path, text, mode=0o600)
         _shrink(folder, keep=path)
     except (OSError, UnreadableError) as error:
@@ -114,13 +125,14 @@ def _digest(value: Any) -> str:
 
 def _shrink(folder: Path, keep: Path) -> None:
     """Deletes the least recently used entries until `MAX_BYTES` is met, and the incomplete files of
-    crashed processes."""
+    crashed processes; nothing that another program put there."""
     found = []
     for path in folder.iterdir():
-        if path.suffix in (".json", ".partial"):
+        if _OWN.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):  # another process removed it
-                stat = path.stat()
-                found.append((stat.st_mtime_ns, stat.st_size, path))
+                found_file = path.lstat()
+                if stat.S_ISREG(found_file.st_mode):
+                    found.append((found_file.st_mtime_ns, found_file.st_size, path))
     total = sum(size for _, size, _ in found)
     for _, size, path in sorted(found, key=lambda entry: entry[:2]):
         if total <= MAX_BYTES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -15,10 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.checks import warn_user
 from zerojax.config.regular_files import UnreadableError
 from zerojax.runtime.bounded_json import load
 from zerojax.runtime.memory import nearest_folder
-from zerojax.runtime.user_files import replace_text, user_cache
+from zerojax.runtime.user_files import check_private, make_private, replace_text, user_cache
 
 FILE = "rates.json"
 MOUNTS = Path("/proc/self/mountinfo")
@@ -65,9 +67,10 @@ def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
     machine = known[platform.node()] = machine if isinstance(machine, dict) else {}
     entries = machine.get(part)
     entries = machine[part] = entries if isinstance(entries, dict) else {}
-    entries[name] = dataclasses.asdict(dataclasses.replace(rates, date=today))
+    entry = entries[name] = dataclasses.asdict(dataclasses.replace(rates, date=today))
+    entry["digest"] = _digest(part, name, entry)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         replace_text(path, json.dumps(known, indent=1), mode=0o600)
     except (OSError, UnreadableError):
         return None
@@ -115,8 +118,19 @@ def _entries(part: str, kind: type) -> list[dict[str, Any]]:
         return []
     machine = _read(path).get(platform.node(), {})
     entries = machine.get(part, {}) if isinstance(machine, Mapping) else {}
-    values = entries.values() if isinstance(entries, Mapping) else ()
-    return [dict(entry) for entry in values if _has_form(entry, kind)]
+    found = []
+    for name, entry in entries.items() if isinstance(entries, Mapping) else ():
+        if isinstance(entry, Mapping) and entry.get("digest") == _digest(part, name, entry):
+            fields = {key: value for key, value in entry.items() if key != "digest"}
+            found += [fields] if _has_form(fields, kind) else []
+    return found
+
+
+def _digest(part: str, name: str, entry: Mapping[str, Any]) -> str:
+    """Returns the digest of an entry's place and content, by which damaged and moved entries are
+    noticed."""
+    content = [platform.node(), part, name, sorted(x for x in entry.items() if x[0] != "digest")]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _has_form(entry: Any, kind: type) -> bool:
@@ -140,7 +154,11 @@ def _path() -> Path | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = load(path)
+        check_private(path)
+        found = load(path, follow=False)
+    except PermissionError as error:
+        warn_user(f"measured rates are not used: {error}")
+        return {}
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

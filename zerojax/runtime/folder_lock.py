@@ -24,6 +24,7 @@ import errno
 import fcntl
 import functools
 import os
+import re
 import secrets
 import socket
 import stat
@@ -36,6 +37,7 @@ from zerojax.config.checks import warn_user
 from zerojax.config.display import cut, printable
 
 NAME = "writer.lock"
+_TOKEN = re.compile(r"[0-9a-f]{16}")
 BEAT = 5.0
 """Seconds between two renewals of a lock by its holder."""
 
@@ -290,6 +292,8 @@ class Hold:
         """Removes draft lock files of processes that were killed while they waited for the lock."""
         for path in self.folder.glob(f"{self._path.name}.*"):
             with contextlib.suppress(OSError):
+                if not _TOKEN.fullmatch(path.suffix[1:]):
+                    continue  # of somebody else
                 if now - path.stat().st_mtime > EXPIRES:
                     path.unlink()
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from zerojax.runtime.standstill import Note
 
+_MAX_SPANS = 100
+
 
 def describe_hang(notes: Sequence[Note], now: float) -> list[str]:
     """Returns one line for each group of processes that wait for the same, the missing ones last.
@@ -53,7 +55,8 @@ def _in_a_step(
 ) -> Iterator[str]:
     step = min(note.finished for note in waiting) + 1
     inside = [note for note in waiting if note.finished < step <= note.entered]
-    outside = [note for note in notes if note not in inside]
+    numbers = {note.process for note in inside}
+    outside = [note for note in notes if note.process not in numbers]
     missing = {*absent, *(note.process for note in outside)}
     for group in _by(inside, lambda note: (note.program, _first_meeting(note, missing))):
         program, found = group[0].program, _first_meeting(group[0], missing)
@@ -125,5 +128,7 @@ def _named(numbers: Sequence[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in spans]
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:_MAX_SPANS]]
+    if len(spans) > _MAX_SPANS:
+        texts.append(f"and others up to {numbers[-1]}")
     return f"process{'es' * (len(numbers) > 1)} {', '.join(texts)}"

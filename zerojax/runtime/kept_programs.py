@@ -1,27 +1,54 @@
 """Caches compiled programs on disk, so that the next start of the same run does not compile again.
 
 Uses JAX's persistent compilation cache, in the user's cache folder unless another folder is set.
+JAX executes whatever lies under the name of a program. So each entry has a seal, a file beside it
+with a digest of name and content; entries without a correct seal are put away before JAX reads any.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import json
 import os
 import platform
+import re
+import secrets
 import zlib
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
+from zerojax.config.display import quoted
+from zerojax.config.regular_files import UnreadableError, open_regular
+from zerojax.runtime.bounded_json import load
+from zerojax.runtime.user_files import (
+    CACHE_VARIABLE,
+    check_private,
+    make_private,
+    replace_text,
+    user_cache,
+)
 
 MAX_BYTES = 8 << 30
 """Maximum total bytes of all cached programs; the oldest are removed when a run starts."""
-_WHOLE = "whole"
-"""Name of the file that lists the cache entries known to be complete."""
-_ZLIB = b"\x78"
+_SEAL = ".seal"
+_SEAL_BYTES = 1024
+_MARK = "CACHEDIR.TAG"
+_MARK_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
+# Compiled programs of zerojax, which removes the oldest. See https://bford.info/cachedir/
+"""
+_TUNING = "xla_gpu_per_fusion_autotune_cache_dir"
+"""Folder beside the programs in which JAX lets XLA store which of its kernels are fastest."""
+_PROGRAM = re.compile(r".*-[0-9a-f]{64}-cache", re.DOTALL)
+_RESULT = re.compile(r".*\.textproto", re.DOTALL)
+_HEADERS = (b"\x78\x9c", b"\x28\xb5\x2f\xfd")
+"""First bytes of the two formats in which JAX compresses programs: zlib, and Zstandard."""
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+"""Event of `jax.monitoring` after a program was compiled and written."""
 _PIECE = 1 << 22
 MIN_SECONDS = 0.1
 """Minimum compile time in seconds of a program that is cached."""
@@ -50,17 +77,20 @@ def keep_programs() -> str | None:
     # XLA compiles for the processor it runs on, and several machines may share a folder.
     folder = root / "programs" / (_processor() if on_cpu else jax.default_backend())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
+        _mark(folder)
+        unused = _check_entries(folder)
         _keep_within(folder.parent, MAX_BYTES)
-        _remove_torn(folder)
-    except OSError as error:
-        return f"compiled programs are not cached: {folder}: {error.strerror}"
+    except (OSError, UnreadableError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return f"compiled programs are not cached in {folder}: {reason}"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
     compilation_cache.reset_cache()  # JAX has remembered that no folder was set
+    _seal_from_now_on()
     return (
         f"compiled programs are cached in {folder} for the next start ({CACHE_VARIABLE}=off "
-        "disables it)"
+        f"disables it){unused}"
     )
 
 
@@ -89,54 +119,212 @@ def _processor() -> str:
     return "cpu-" + hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
 
-def _remove_torn(folder: Path) -> None:
-    """Removes cache entries that were written only in part, for example by a killed process.
+def _mark(folder: Path) -> None:
+    """Marks a folder as one whose entries are ours to remove; an older version made it 0755."""
+    if not (folder / _MARK).is_file():
+        folder.chmod(0o700)
+        replace_text(folder / _MARK, _MARK_TEXT, mode=0o600)
 
-    JAX writes entries in place, warns of a damaged entry at every start, and never replaces it.
-    Entries found complete once are not read again. Only zlib's format is checked. With the package
-    zstandard installed JAX uses another format; such entries stay.
+
+def _check_entries(folder: Path) -> str:
+    """Makes sure that every entry under a name that JAX or XLA reads is what they wrote there.
+
+    An entry without a correct seal is removed: another program under this name, a part of one that
+    a killed process left, a damaged one. JAX would execute the first, and warn of the others at
+    every start without replacing them. Anything else under such a name is not ours, so it is
+    renamed.
+
+    Returns:
+      "", or the end of a sentence that names an entry, the reason and their number.
     """
-    path = folder / _WHOLE
-    whole = set(path.read_text().split()) if path.exists() else set()
-    entries = {entry for entry in os.listdir(folder) if entry.endswith("-cache")}
-    for name in sorted(entries - whole):
-        with contextlib.suppress(OSError):  # another process removed it
-            if _is_whole(folder / name):
-                whole.add(name)
-            else:
-                (folder / name).unlink()
-    replace_text(path, "".join(f"{name}\n" for name in sorted(whole & entries)))
+    unused = []
+    for name in sorted(_entries(folder)):
+        path = folder / name
+        try:
+            why = _doubt(folder, name)
+        except FileNotFoundError:
+            continue  # another process removed it
+        except (OSError, UnreadableError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+        if why is not None:
+            unused.append(f"{quoted(name)} {why}{_put_away(path)}")
+    for entry in _entries(folder, _SEAL):
+        if not os.path.lexists(folder / entry):
+            _remove(_seal_path(folder / entry))
+    more = f", and {len(unused) - 1} more" if len(unused) > 1 else ""
+    return f"; not used, and compiled again: {unused[0]}{more}" if unused else ""
+
+
+def _entries(folder: Path, suffix: str = "") -> list[str]:
+    """Returns the names below a folder that JAX or XLA read, or those for which there is a file
+    with a suffix. The files may be of any kind."""
+    found = []
+    for place, names in (("", _PROGRAM), (f"{_TUNING}/", _RESULT)):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            entries = [
+                name.removesuffix(suffix)
+                for name in os.listdir(folder / place)
+                if name.endswith(suffix)
+            ]
+            found += [place + entry for entry in entries if names.fullmatch(entry)]
+    return found
+
+
+def _doubt(folder: Path, name: str) -> str | None:
+    """Returns why an entry must not be used; None if it is what was sealed under `name`.
+
+    Files that have not changed since they were last read are not read again.
+
+    Raises:
+      OSError: the entry is missing, is not a file that only this user can write, or is unreadable.
+    """
+    path = folder / name
+    check_private(path)
+    seal = _seal_of(path)
+    if seal is None:
+        return "has no seal"
+    if seal.get("seen") == _identity(os.lstat(path)):
+        return None
+    if seal.get("digest") != _digest(folder, name):
+        return "is not what was written under this name"
+    _write_seal(path, seal["digest"])
+    return None
+
+
+def _seal_path(path: Path) -> Path:
+    return path.with_name(path.name + _SEAL)
+
+
+def _seal_of(path: Path) -> dict[str, Any] | None:
+    try:
+        seal = load(_seal_path(path), max_bytes=_SEAL_BYTES, follow=False)
+    except (OSError, UnreadableError):
+        return None
+    return seal if isinstance(seal, dict) else None
+
+
+def _write_seal(path: Path, digest: str) -> None:
+    """Writes the seal of an entry: its digest, and how its file looks as long as nobody changes
+    it."""
+    text = json.dumps({"digest": digest, "seen": _identity(os.lstat(path))})
+    replace_text(_seal_path(path), text, mode=0o600)
+
+
+def _identity(found: os.stat_result) -> list[int]:
+    """Returns what changes when a file is written, replaced or renamed. No program sets a ctime."""
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _put_away(path: Path) -> str:
+    """Removes an entry that is ours, and renames anything else; returns how, for a message."""
+    if _is_ours(path):
+        _remove_entry(path)
+        return ""
+    aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
+    with contextlib.suppress(FileNotFoundError):  # another process did it
+        os.rename(path, aside)
+    return f" (now {quoted(aside.name)})"
+
+
+def _is_ours(path: Path) -> bool:
+    """Returns True for a regular file that has a seal, begins as JAX's files do, or is empty."""
+    try:
+        with open(open_regular(path, follow=False), "rb") as file:
+            start = file.read(4)
+    except (OSError, UnreadableError):
+        return False
+    return not start or start.startswith(_HEADERS) or _seal_of(path) is not None
+
+
+def _remove_entry(path: Path) -> None:
+    """Removes an entry; raises OSError if it stays, so that JAX does not read it."""
+    path.unlink(missing_ok=True)
+    _remove(_seal_path(path))
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # another process removed it
+        path.unlink()
+
+
+@functools.cache
+def _seal_from_now_on() -> None:
+    """Seals each entry as soon as JAX has written it. JAX calls listeners for its whole life."""
+    jax.monitoring.register_event_duration_secs_listener(_after_compiling)
+
+
+def _after_compiling(event: str, duration_secs: float, **_: object) -> None:
+    if event != _COMPILED or duration_secs < MIN_SECONDS:
+        return
+    folder = Path(jax.config.jax_compilation_cache_dir or os.devnull)
+    if (folder / _MARK).is_file():
+        with contextlib.suppress(OSError):
+            _seal_new(folder)
+
+
+def _seal_new(folder: Path) -> None:
+    """Seals the entries without a seal that this process has written.
+
+    Two processes may write the same entry, and one of them seals what the other has not finished;
+    the next start then compiles this program again.
+    """
+    for name in _entries(folder):
+        path = folder / name
+        # JAX writes programs only in process 0; each process writes XLA's measurements.
+        is_of_this_process = jax.process_index() == 0 or name.startswith(_TUNING)
+        if not is_of_this_process or os.path.lexists(_seal_path(path)):
+            continue
+        with contextlib.suppress(OSError, UnreadableError):
+            with open(open_regular(path, follow=False), "rb") as file:
+                os.fchmod(file.fileno(), 0o600)
+            check_private(path)
+            if _is_whole(path):
+                _write_seal(path, _digest(folder, name))
+
+
+def _digest(folder: Path, name: str) -> str:
+    """Returns the SHA-256 in hex digits of an entry's folder, name and content."""
+    place = os.fsencode(f"{folder.name}/{name}")
+    digest = hashlib.sha256(b"%d %s" % (len(place), place))
+    with open(open_regular(folder / name, follow=False), "rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns True if a file in zlib's format is complete, or if the file has another format."""
+    """Returns True if a file in zlib's format is complete, or if the file has another format.
+
+    With the package zstandard installed, JAX uses another format.
+    """
     stream = zlib.decompressobj()
-    with open(path, "rb") as file:
+    with open(open_regular(path, follow=False), "rb") as file:
         data = file.read(_PIECE)
-        if data[:1] != _ZLIB:
+        if not data.startswith(_HEADERS[0]):
             return bool(data)
-        while data:
+        while data and not stream.eof:
             try:
-                stream.decompress(data)
+                stream.decompress(data, _PIECE)
             except zlib.error:
                 return False
-            data = file.read(_PIECE)
+            data = stream.unconsumed_tail or file.read(_PIECE)
     return stream.eof
 
 
-def _keep_within(folder: Path, limit: int) -> None:
-    """Removes the oldest files of a folder until the other files have at most `limit` bytes."""
-    found: list[tuple[float, int, str]] = []
-    for place, _, names in os.walk(folder):
-        for name in names:
+def _keep_within(programs: Path, limit: int) -> None:
+    """Removes the oldest entries of marked folders until the others have at most `limit` bytes."""
+    found: list[tuple[float, int, Path]] = []
+    for folder in programs.iterdir():
+        if not (folder / _MARK).is_file():
+            continue
+        for name in _entries(folder):
             with contextlib.suppress(OSError):  # another process removed it
-                path = os.path.join(place, name)
-                stat = os.lstat(path)
-                found.append((stat.st_mtime, stat.st_size, path))
+                stat = os.lstat(folder / name)
+                found.append((stat.st_mtime, stat.st_size, folder / name))
     excess = sum(size for _, size, _ in found) - limit
     for _, size, path in sorted(found):
         if excess <= 0:
             return
-        with contextlib.suppress(OSError):
-            os.remove(path)
+        if _is_ours(path):
+            _remove_entry(path)
             excess -= size

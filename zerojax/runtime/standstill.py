@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.display import cut, printable, quoted
 from zerojax.config.regular_files import UnreadableError
 from zerojax.runtime import bounded_json
 from zerojax.runtime.user_files import replace_text
@@ -30,7 +31,12 @@ NOTE_SECONDS = 10.0
 """Seconds without progress after which a process writes its note."""
 WAITING_FOR_DATA = "waiting for data"
 """Activity of a process whose next batch is not there."""
+MAX_PROCESSES = 1 << 17
+"""Largest number of processes of a run whose notes are read."""
 _MAX_BYTES = 1 << 20
+_MAX_BYTES_OF_ALL = 128 << 20
+"""Limit of all notes together; those of 4,000 processes have 100 MB."""
+_MAX_TEXT = 1000
 _STEPS = 64
 """Steps whose results are remembered; more than a training loop lets the devices queue."""
 
@@ -208,26 +214,72 @@ class StandstillNotes:
 def read_notes(folder: Path) -> list[Note]:
     """Reads the notes of all processes, ordered by process; files that are not notes are left out.
 
+    The files may be of anybody: numbers have limits, and texts neither lines nor control characters
+    of their own.
+
     Args:
       folder: folder of the run.
+
+    Raises:
+      ValueError: the notes are too large.
     """
-    found = []
+    found, num_bytes, numbers = [], 0, {}
     for path in sorted((folder / FOLDER).glob("process-*.json")):
+        with contextlib.suppress(OSError):
+            num_bytes += min(path.lstat().st_size, _MAX_BYTES)
+        if num_bytes > _MAX_BYTES_OF_ALL:
+            raise ValueError(
+                f"the notes in {folder / FOLDER} have more than {_MAX_BYTES_OF_ALL} bytes, the "
+                "limit; remove those that are of no process of this run"
+            )
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            found.append(_note_of(bounded_json.load(path, max_bytes=_MAX_BYTES)))
+            values = bounded_json.load(path, max_bytes=_MAX_BYTES, follow=False)
+            note = _note_of(values, numbers)
+            if path.name == f"process-{note.process}.json":
+                found.append(note)
     return sorted(found, key=lambda note: note.process)
 
 
-def _note_of(values: dict[str, Any]) -> Note:
-    numbers = ("process", "num_processes", "pid", "entered", "finished")
-    fields: dict[str, Any] = {name: int(values[name]) for name in numbers}
-    fields |= {name: str(values[name]) for name in ("host", "doing", "program")}
+def _note_of(values: dict[str, Any], numbers: dict[int, int]) -> Note:
+    """Returns the note in a parsed file.
+
+    Args:
+      values: content of the file.
+      numbers: {number: number} of the processes in earlier notes, so that each is stored once.
+
+    Raises:
+      ValueError, TypeError, KeyError, AttributeError: a value is missing, or no such value.
+    """
+    count = _number(values["num_processes"], MAX_PROCESSES + 1)
+    limits = {"process": count, "pid": 2**32, "entered": 2**53, "finished": 2**53}
+    fields: dict[str, Any] = {name: _number(values[name], end) for name, end in limits.items()}
+    fields |= {name: _line(values[name]) for name in ("host", "doing", "program")}
     return Note(
         **fields,
-        since=float(values["since"]),
-        line=None if values["line"] is None else str(values["line"]),
+        num_processes=count,
+        since=float(_number(values["since"], 2**40, int, float)),
+        line=None if values["line"] is None else _line(values["line"]),
         meetings=tuple(
-            Meeting(what=str(one["what"]), processes=tuple(map(int, one["processes"])))
+            Meeting(
+                what=_line(one["what"]),
+                processes=tuple(
+                    numbers.setdefault(process, process)
+                    for process in one["processes"]
+                    if _number(process, count) >= 0
+                ),
+            )
             for one in values["meetings"]
         ),
     )
+
+
+def _number(value: Any, end: int, *kinds: type) -> Any:
+    if type(value) not in (kinds or (int,)) or not 0 <= value < end:
+        raise ValueError(f"{quoted(value)} is not a number from 0 to below {end}")
+    return value
+
+
+def _line(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{quoted(value)} is not a text")
+    return printable(cut(value, _MAX_TEXT))

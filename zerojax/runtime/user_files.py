@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, NoReturn
 
+from zerojax.config.display import MAX_MESSAGE, quoted
 from zerojax.config.loader import user_path
-from zerojax.config.regular_files import check_regular
+from zerojax.config.regular_files import check_regular, kind_of
 
 _OTHERS_WRITE = stat.S_IWOTH
 CACHE_VARIABLE = "ZEROJAX_CACHE"
@@ -64,6 +66,72 @@ def user_cache() -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else user_path("~/.cache")
     return root / "zerojax"
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder of the user's cache, and the cache itself, with mode 0700 where they are
+    missing.
+
+    Raises:
+      OSError: a folder cannot be made, or `check_private` refuses an existing one.
+    """
+    for place in reversed([folder, *_cache_folders_above(folder)]):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.mkdir(mode=0o700, exist_ok=True)
+    check_private(folder)
+
+
+def check_private(path: Path) -> None:
+    """Raises if another user can have written, or can replace, a file or folder of the user's
+    cache.
+
+    The path must belong to this user, and only this user may write it. A file must be a regular
+    file, not a link to one. The cache's own folder and the folders in it that contain the path
+    may also be such as /tmp: with the sticky bit, other users cannot replace files there.
+
+    Raises:
+      PermissionError: the path is refused; the message has it, the reason and the remedy.
+      OSError: the path does not exist, or cannot be looked up.
+    """
+    for place in (path, *_cache_folders_above(path)):
+        found = os.lstat(place)
+        if stat.S_ISLNK(found.st_mode) and os.path.isdir(place):
+            _check_owner(found, place)
+            found = os.stat(place)
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            _refuse(place, f"is {kind_of(found)}; remove it")
+        is_above = place != path or place == user_cache()
+        if is_above and found.st_mode & stat.S_ISVTX and found.st_uid in (0, os.geteuid()):
+            continue
+        _check_owner(found, place)
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            mode = f"{stat.S_IMODE(found.st_mode):04o}"
+            _refuse(place, f"can be written by other users ({mode}); chmod go-w, or remove it")
+
+
+def _check_owner(found: os.stat_result, path: Path) -> None:
+    if found.st_uid != os.geteuid():
+        _refuse(path, f"belongs to user {found.st_uid}, not to user {os.geteuid()}; remove it")
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    remedy = f"or set {CACHE_VARIABLE} to another folder"
+    raise PermissionError(f"{quoted(str(path), MAX_MESSAGE)} {why}, {remedy}")
+
+
+def _cache_folders_above(path: Path) -> list[Path]:
+    """Returns the folders of the user's cache that contain `path`, the innermost first."""
+    root = user_cache()
+    return [place for place in path.parents if root is not None and place.is_relative_to(root)]
+
+
+def seal_of(name: str, *parts: bytes | memoryview) -> bytes:
+    """Returns the SHA-256 digest, 32 bytes, of a file's name and content, by which a file of the
+    cache that was damaged or renamed is noticed."""
+    digest = hashlib.sha256(f"{len(name)} {name}".encode())
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 @contextlib.contextmanager

@@ -315,7 +315,7 @@ class Watchdog:
         if self._folder is None or self._processes == 1:
             return []
         self.notes.wait(NOTE_SECONDS / 2)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             notes = read_notes(self._folder)
             return describe_hang(notes, time.time()) if notes else []
         return []

@@ -21,6 +21,7 @@ import numpy as np
 from zerojax.checkpoint.inspection import find_step
 from zerojax.config import RunConfig, load
 from zerojax.config.checks import MAX_CPU_DEVICES, check_whole_number
+from zerojax.config.display import printable
 from zerojax.config.loader import user_path
 from zerojax.runtime import bounded_json
 from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, StepsRecord, StepsRequest
@@ -115,9 +116,9 @@ class ResumeCheck:
             f"  saved on  {self.before}",
             f"  new mesh  {self.after}",
             "",
-            *(f"{x.aspect:<{width}}  {x.verdict:<9}  {x.text}" for x in self.findings),
+            *(f"{x.aspect:<{width}}  {x.verdict:<9}  {printable(x.text)}" for x in self.findings),
             "",
-            *(f"note: {text}" for text in self.notes),
+            *(f"note: {printable(text)}" for text in self.notes),
             f"result: {result}",
         ]
         return "\n".join(lines)

@@ -7,6 +7,7 @@ import errno
 import functools
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -294,6 +295,7 @@ def make_files(folder: Path, manifest: Manifest) -> None:
       OSError: the disk has too little space; then no bucket file remains.
     """
     paths = [slot_path(folder, slot) for slot in range(manifest.num_slots)]
+    _check_own(folder)
     give_up(folder)
     disk_bytes = manifest.num_slots * manifest.file_bytes
     two_manifests = 2**16 + 96 * manifest.num_buckets  # two exist while one replaces the other
@@ -312,6 +314,19 @@ def make_files(folder: Path, manifest: Manifest) -> None:
             f"space, choose a folder on another disk, {remedy}",
         ) from error
     sync_folder(folder)
+
+
+def _check_own(folder: Path) -> None:
+    """Raises StoreError if the manifest's name is taken by a file of another program."""
+    if not os.path.lexists(folder / NAME) or slot_path(folder, 0).exists():
+        return  # a damaged manifest beside buckets may be replaced
+    try:
+        load_manifest(folder)
+    except StoreError:
+        raise StoreError(
+            f"{folder / NAME}: zerojax did not write this file, which a store would replace; "
+            "choose another folder, or move the file"
+        ) from None
 
 
 def give_up(folder: Path) -> None:

@@ -43,7 +43,7 @@ from zerojax.data.record_files import (
     read_records,
     saved_files,
 )
-from zerojax.data.text_set import TextSetWriter
+from zerojax.data.text_set import SIDECAR, TextSetWriter
 from zerojax.data.tokenizer import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
@@ -53,7 +53,7 @@ from zerojax.data.tokenizer import (
     read_object,
     save_tokenizer,
 )
-from zerojax.data.tokens import hash_file
+from zerojax.data.tokens import check_unused, hash_file
 from zerojax.runtime.user_files import replace_text
 
 OnBad = Literal["refuse", "skip"]
@@ -138,10 +138,7 @@ def prepare_chats(
     _check_choices(validation_fraction, bad, answers)
     files = find_record_files(data)
     folder = user_path(out)
-    if folder.is_dir() and any(folder.glob("*.bin")):
-        raise ValueError(
-            f"{str(folder)!r} already holds token files; choose another folder or remove them"
-        )
+    check_unused(folder, (SIDECAR, TOKENIZER_FILE, TEMPLATE_FILE))
     ready = _tokenizer_of(tokenizer)
     home = _home_of(tokenizer)
     made = _Preparation(

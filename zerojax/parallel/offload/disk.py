@@ -7,6 +7,7 @@ slice of a parameter; `disk_places` defines their layout.
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from zerojax.plan.slices import cut_leaf, map_moments, shards_of
 from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import MASTER, SlicedLeaf, store_folder
 
-SIDE_FILES = "*.npz"
+SIDE_FILES = re.compile(r"(frozen|state-\d+)\.npz")
 """Files that `parallel.offload.disk_durable` writes beside the buckets of a store."""
 
 Rows = Mapping[jax.Device, np.ndarray]
@@ -297,8 +298,9 @@ def create_disk(plan: Plan) -> DiskState:
         replace=True,
         num_buffers=num_buffers(plan.offload),
     )
-    for path in folder.glob(SIDE_FILES):
-        path.unlink()  # of the replaced store: generations are counted from the beginning
+    for path in folder.iterdir():
+        if SIDE_FILES.fullmatch(path.name):
+            path.unlink()  # of the replaced store: generations are counted from the beginning
     return DiskState(store, leaves)
 
 

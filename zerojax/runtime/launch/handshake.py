@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.config.loader import user_path
+from zerojax.config.regular_files import open_text
 from zerojax.runtime.bounded_json import JsonError, loads
-from zerojax.runtime.user_files import CACHE_VARIABLE, user_cache
+from zerojax.runtime.user_files import CACHE_VARIABLE, check_private, make_private, user_cache
 
 TOKEN = "ZEROJAX_LAUNCH_TOKEN"
 LEAST_CHARACTERS = 16
@@ -58,6 +59,7 @@ class Token:
         cache = user_cache()
         default = None if cache is None else cache / _FILE
         self._path = user_path(file) if file else default
+        self._is_cached = not file
         self._text = environment.get(TOKEN, "").strip() if not file else ""
         if self._text:
             self._check(self._text, TOKEN)
@@ -85,6 +87,8 @@ class Token:
             return
         assert self._path is not None
         try:
+            if self._is_cached:
+                make_private(self._path.parent)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             handle, partial = tempfile.mkstemp(dir=self._path.parent, prefix=".")  # mode 0600
             try:
@@ -101,24 +105,28 @@ class Token:
         except OSError as error:
             raise OSError(
                 f"the token of the launchers cannot be written to {self._path} "
-                f"({error.strerror}); {REMEDY}"
+                f"({error.strerror or error}); {REMEDY}"
             ) from None
 
     def read(self) -> bytes | None:
         """Returns the token; None if its file does not exist yet.
 
         Raises:
-          ValueError: the file holds no valid token.
+          ValueError: the file is not a regular file, or holds no valid token.
           OSError: the file cannot be read.
         """
         if self._text:
             return self._text.encode()
         assert self._path is not None
         try:
-            with self._path.open("rb") as file:
-                found = file.read(_MAX_BYTES).strip()
+            if self._is_cached:
+                check_private(self._path)
+            with open_text(self._path) as file:
+                found = file.buffer.read(_MAX_BYTES).strip()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except PermissionError as error:
+            raise PermissionError(f"{error}; {REMEDY}") from None
         self._check(found, str(self._path))
         return found
 

@@ -8,10 +8,12 @@ its checksum, an Event message, its checksum, all little-endian
 tensorflow/core/util/event.proto and tensorflow/core/framework/summary.proto.
 """
 
+import collections
 import itertools
 import json
 import math
 import os
+import re
 import socket
 import struct
 import time
@@ -23,7 +25,6 @@ from typing import Any
 from zerojax.config.display import cut, quoted
 from zerojax.config.loader import user_path
 from zerojax.config.regular_files import open_regular
-from zerojax.runtime.bounded_json import loads
 from zerojax.runtime.user_files import open_appending
 
 FILE_NAME = "metrics.jsonl"
@@ -36,6 +37,16 @@ TEXTS = (
     *("prompt", "sample"),
 )
 """Keys whose values are text. Values of other keys are numbers, except extra entries of events."""
+
+READ_BYTES = 8 << 20
+"""Bytes of a file from which every report is read; of a file n times as large, every n-th is."""
+MAX_LINE = 4 << 20
+"""Maximum bytes of a line; a longer one is not read."""
+_MAX_INTEGER = 10**100
+_REPORTS = ("train", "processes")
+_HEAD = re.compile(rb'\{"kind": "(train|processes)", "step": (\d{1,18}),')
+_SPENT = re.compile(rb'"(spent_[a-z_]+)": (\d{1,20}(?:\.\d{1,20})?(?:e-?\d{1,2})?)\b')
+_DECODER = json.JSONDecoder()
 
 CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bit-reversed (RFC 3720, appendix B.4)
 MASK_DELTA = 0xA282EAD8  # record_writer.h masks checksums because data may contain checksums
@@ -59,6 +70,8 @@ class Metrics:
     """One record per start that ended regularly: seconds by activity after the last report."""
     unreadable_lines: int
     """Number of incomplete lines, which killed processes left."""
+    left_out: int = 0
+    """Number of records that were not read, because the file is large."""
 
 
 class MetricsFile:
@@ -92,23 +105,40 @@ class MetricsFile:
 def set_aside(path: str | Path) -> Path | None:
     """Renames the metrics file of an earlier run, so that a new run gets a file of its own.
 
-    Removes the file if it has no reports, for example after a failure at the first step.
+    Removes the file if all its lines are of a run that has not reported anything, for example
+    after a failure at the first step.
 
     Args:
       path: path of a `MetricsFile`.
 
     Returns:
-      The new path, such as metrics.1.jsonl; None if there were no reports.
+      The new path, such as metrics.1.jsonl; None if nothing is left to rename.
     """
     path = Path(path)
     if not path.is_file():
         return None
-    found = read_metrics(path.parent)
-    if not found.train and not found.evals:
+    if all(one is not None and one["kind"] not in OVERTAKEN for one in _records(path)):
         path.unlink()
         return None
     names = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
-    return path.rename(next(name for name in names if not name.exists()))
+    return path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+def first_loss(run_dir: Path) -> float | None:
+    """Returns the first loss that a run has reported; None if its file has none.
+
+    Raises:
+      ValueError: a value before it is invalid.
+    """
+    path = run_dir / FILE_NAME
+    if not path.exists():
+        return None
+    losses = (
+        record.get("loss")
+        for record in _records(path)
+        if record is not None and record["kind"] == "train"
+    )
+    return next((loss for loss in losses if loss is not None), None)
 
 
 def read_metrics(run_dir: str | Path) -> Metrics:
@@ -116,6 +146,9 @@ def read_metrics(run_dir: str | Path) -> Metrics:
 
     A run that resumes from step 500 after it had reported step 540 repeats some steps. Later lines
     replace earlier lines, and earlier reports of steps after the resumed step are dropped.
+
+    Of a large file only every n-th report is kept, with the sum of the seconds (`spent_...`) of
+    those left out, and only the newest events: time and memory have limits (`READ_BYTES`).
 
     Raises:
       FileNotFoundError: the folder has no metrics; the message names the folder.
@@ -126,63 +159,160 @@ def read_metrics(run_dir: str | Path) -> Metrics:
         raise FileNotFoundError(
             f"no {FILE_NAME} in '{run_dir}'; pass the folder of a run, such as runs/default"
         )
-    kept: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    every = 1 + path.stat().st_size // READ_BYTES
+    kept = {kind: _Kept(every if kind in _REPORTS else 1) for kind in KINDS}
     unreadable = 0
     for number, line in _lines_of(path):
-        try:
-            record = loads(line, finite=False)
+        head = _HEAD.match(line)
+        if head is not None and kept[head[1].decode()].skips:
+            kind, step = head[1].decode(), int(head[2])
+            record = None
+        else:
+            record = _record_of(line, f"{path}:{number}")
+            if record is None:
+                unreadable += bool(line.strip())
+                continue
             kind, step = record["kind"], record["step"]
-            lines = kept[kind]
-        except (ValueError, KeyError, TypeError):
-            unreadable += bool(line.strip())
-            continue
-        record = _checked(record, f"{path}:{number}")
-        if kind in ("train", "eval"):
+        if kind in OVERTAKEN:
             for other in OVERTAKEN:
-                _drop(kept[other], at_least=step if kind == other else step + 1)
+                _drop(kept[other].records, at_least=step if kind == other else step + 1)
         elif kind == "start":
             # Records of later steps before this line belong to an abandoned attempt.
             for other in ("event", "processes"):
-                _drop(kept[other], at_least=step + 1)
-        lines.append(record)
+                _drop(kept[other].records, at_least=step + 1)
+        if record is None:
+            kept[kind].skip(line)
+        else:
+            kept[kind].add(record, len(line))
+    found = {kind: one.finish() for kind, one in kept.items()}
     return Metrics(
-        starts=kept["start"],
-        train=kept["train"],
-        evals=kept["eval"],
-        events=kept["event"],
-        processes=kept["processes"],
-        ends=kept["end"],
+        starts=found["start"],
+        train=found["train"],
+        evals=found["eval"],
+        events=found["event"],
+        processes=found["processes"],
+        ends=found["end"],
         unreadable_lines=unreadable,
+        left_out=sum(one.left_out for one in kept.values()),
     )
 
 
-def _lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    with open(open_regular(path), encoding="utf-8", errors="replace") as file:
-        yield from enumerate(file, start=1)
+class _Kept:
+    """The records of one kind that are kept: every n-th, and of these the newest `READ_BYTES`."""
+
+    def __init__(self, every: int) -> None:
+        self.records: collections.deque[dict[str, Any]] = collections.deque()
+        self.left_out = 0
+        self._every, self._seen, self._num_bytes = every, 0, 0
+        self._sizes: collections.deque[int] = collections.deque()
+        self._spent: dict[bytes, float] = {}
+        self._last = b""
+
+    @property
+    def skips(self) -> bool:
+        """Whether the next record is left out."""
+        return self._seen % self._every != 0
+
+    def skip(self, line: bytes) -> None:
+        """Leaves out the record in a line, but adds its seconds to the next one that is kept."""
+        self._seen += 1
+        self.left_out += 1
+        self._last = line
+        for name, seconds in _SPENT.findall(line):
+            self._spent[name] = self._spent.get(name, 0.0) + float(seconds)
+
+    def add(self, record: dict[str, Any], num_bytes: int) -> None:
+        """Keeps a record; `num_bytes` is the length of its line."""
+        self._seen += 1
+        self._last = b""
+        for name, seconds in self._spent.items():
+            record[name.decode()] = (record.get(name.decode()) or 0.0) + seconds
+        self._spent.clear()
+        self.records.append(record)
+        self._sizes.append(num_bytes)
+        self._num_bytes += num_bytes
+        while self._num_bytes > 2 * READ_BYTES and len(self.records) > 1:
+            self._num_bytes -= self._sizes.popleft()
+            self.records.popleft()
+            self.left_out += 1
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Returns the records; the newest one is always there."""
+        record = _record_of(self._last, FILE_NAME) if self._last else None
+        if record is not None:
+            for name in self._spent:
+                record[name.decode()] = None  # counted already
+            self.left_out -= 1
+            self.add(record, 0)
+        return list(self.records)
+
+
+def _records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yields the record of each line; None for a line that is no record."""
+    for number, line in _lines_of(path):
+        if line.strip():
+            yield _record_of(line, f"{path}:{number}")
+
+
+def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields (number, line). Of a line that is too long, only a part is in memory at any time; it
+    is yielded as a part of itself, which is no record."""
+    with open(open_regular(path), "rb") as file:
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE)
+            if not line:
+                return
+            if len(line) == MAX_LINE and not line.endswith(b"\n"):
+                while (rest := file.readline(MAX_LINE)) and not rest.endswith(b"\n"):
+                    pass
+                line = b"too long"
+            yield number, line
+
+
+def _record_of(line: bytes, place: str) -> dict[str, Any] | None:
+    """Returns the record in a line; None if the line is none.
+
+    Raises:
+      ValueError: a value is of a wrong type; the message has `place`.
+    """
+    try:
+        record = _DECODER.decode(line.decode("utf-8", "replace"))
+        if record["kind"] not in KINDS or "step" not in record:
+            return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return _checked(record, place)
 
 
 def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
     """Checks the types of a record's values; returns the record with non-finite values as None."""
+    kind = record["kind"]
     for key, value in record.items():
+        if type(value) is float:
+            if not math.isfinite(value):
+                record[key] = None
+            if key not in TEXTS and key != "step":
+                continue
         if key == "step":
             is_good, wanted = type(value) is int and 0 <= value < 2**63, "a number of steps"
         elif key in TEXTS:
             is_good, wanted = value is None or isinstance(value, str), "a text"
         else:
-            is_fact = record["kind"] == "event" and key not in ("time", "seconds")
-            is_good = is_fact or key == "kind" or value is None or isinstance(value, int | float)
+            is_fact = kind == "event" and key not in ("time", "seconds")
+            is_number = isinstance(value, int) and abs(value) < _MAX_INTEGER
+            is_good = is_fact or key == "kind" or value is None or is_number
             wanted = "a number"
         if not is_good:
             raise ValueError(
                 f"{place}: {cut(key, 100)}={quoted(value)} is not {wanted}; remove the line, or "
                 "rename the file"
             )
-    if record["kind"] == "event" and not isinstance(record.get("event"), str):
+    if kind == "event" and not isinstance(record.get("event"), str):
         raise ValueError(f'{place} is an event without a name (key "event"); remove the line')
-    return {key: _finite(value) for key, value in record.items()}
+    return record
 
 
-def _drop(records: list[dict[str, Any]], *, at_least: int) -> None:
+def _drop(records: collections.deque[dict[str, Any]], *, at_least: int) -> None:
     while records and records[-1]["step"] >= at_least:
         records.pop()
 

@@ -33,6 +33,7 @@ SMOOTHED_FROM = 40
 MAX_BOXES = 5000
 """Maximum number of operations of a pipeline schedule that a report draws: about 1.5 MB of HTML."""
 MAX_EVENTS = 200
+MAX_OWN_CHARTS = 200
 _REMEDY = "delete this file, or continue training in this folder, which writes it again"
 ACTIVITY_NAMES = {
     "data": ("waiting for data", "no batch was ready, and the loop could not go on"),
@@ -99,7 +100,12 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
         "panels": _panels(panels),
         "time": time.strftime("%Y-%m-%d at %H:%M"),
         "folder": as_html(str(run_dir)),
-        "unreadable": f" {lost} half-written lines of metrics.jsonl were left out." if lost else "",
+        "unreadable": (f" {lost} unreadable lines of metrics.jsonl were left out." if lost else "")
+        + (
+            f" metrics.jsonl is large: {metrics.left_out:,} of its records were left out."
+            if metrics.left_out
+            else ""
+        ),
         "data": embedded(charts, ends),
     }
     return _filled(parts)
@@ -168,14 +174,17 @@ def make_charts(metrics: Metrics) -> list[Chart]:
     train, evals, processes = metrics.train, metrics.evals, metrics.processes
     loss = [*_loss(train), *_series("validation", evals, "loss", "second")]
     # Metrics that the user's loss returns; training and validation share a chart.
-    own = sorted({name for row in [*train, *evals] for name in row})
+    own = [
+        name
+        for name in sorted({name for row in [*train, *evals] for name in row})
+        if name not in BUILT_IN_METRICS and not name.startswith(BUILT_IN_PREFIXES)
+    ]
     size: dict[str, Any] = {"text": short, "from_zero": True}
     charts = [
         Chart(title="Loss", unit=loss_unit(metrics), series=loss, wide=True, log_above=2.5),
         *(
             _chart(name, "", ("training", train, name), ("validation", evals, name))
-            for name in own
-            if name not in BUILT_IN_METRICS and not name.startswith(BUILT_IN_PREFIXES)
+            for name in own[:MAX_OWN_CHARTS]
         ),
         _chart("Gradient norm", "global, before clipping", ("norm", train, "grad_norm")),
         _chart("Learning rate", "", ("rate", train, "learning_rate"), **size),

@@ -5,11 +5,12 @@ import importlib
 import json
 import math
 import operator
+import os
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -25,7 +26,7 @@ from zerojax.training.metrics.metric_files import (
     FILE_NAME,
     EventWriter,
     MetricsFile,
-    read_metrics,
+    first_loss,
     set_aside,
 )
 from zerojax.training.metrics.stragglers import ProcessTimes, Stragglers, spread
@@ -354,6 +355,7 @@ class RunLog:
     def _fill_folder(self, folder: Path, texts: Mapping[str, str], *, is_new: bool) -> list[str]:
         """Writes `texts` as files into the folder; returns lines to print on the terminal."""
         _make_folder(folder)
+        _check_own(folder, texts)
         earlier = set_aside(folder / FILE_NAME) if is_new else None
         for name, text in texts.items():
             replace_text(folder / name, text + "\n")
@@ -364,7 +366,7 @@ class RunLog:
 
     def _open_files(self, folder: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
         if start_step:
-            first = _first_loss(folder)
+            first = first_loss(folder)
             self._spikes = SpikeDetector(self._config.spike, first=first)
         if self._config.wandb is not None:
             self._wandb = _start_wandb(self._config.wandb, folder, config_dict)
@@ -507,6 +509,23 @@ def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
         thread.join()
 
 
+def _check_own(folder: Path, names: Iterable[str]) -> None:
+    """Raises if files of a folder that is no run's would be replaced, such as the config.json of a
+    model.
+
+    Raises:
+      FileExistsError: the message names the file.
+    """
+    if any((folder / name).exists() for name in (SETTINGS[0], FILE_NAME)):
+        return
+    for name in names:
+        if os.path.lexists(folder / name):
+            raise FileExistsError(
+                f"'{folder / name}' is of no run, and this run would replace it; set run_dir to "
+                "another folder, or move the file"
+            )
+
+
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -533,15 +552,6 @@ def _number(value: Any) -> int | float:
         return operator.index(value)
     except TypeError:
         return float(value)
-
-
-def _first_loss(run_dir: Path) -> float | None:
-    """Returns the first loss that a resumed run has reported; None if its file has none."""
-    try:
-        train = read_metrics(run_dir).train
-    except OSError:
-        return None
-    return next((r["loss"] for r in train if r.get("loss") is not None), None)
 
 
 def _close(writer: MetricsFile | EventWriter | None) -> None:

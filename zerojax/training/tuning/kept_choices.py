@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerojax.config.regular_files import UnreadableError
+from zerojax.config.checks import warn_user
+from zerojax.config.regular_files import UnreadableError, open_regular
 from zerojax.runtime.bounded_json import load
-from zerojax.runtime.user_files import replace_text, user_cache
+from zerojax.runtime.user_files import check_private, make_private, replace_text, user_cache
 
 FILE = "tuned.json"
 MARKS = "trying-"
@@ -65,8 +66,7 @@ class KeptChoices:
 
     def find(self, key: Mapping[str, Any]) -> Kept | None:
         """Returns the cached decision for a key; None if there is none or it is malformed."""
-        entry: Any = self._read().get(_text(key))
-        return Kept(**entry) if _has_form(entry) else None
+        return _kept_of(_text(key), self._read().get(_text(key)))
 
     def all(self) -> list[tuple[dict[str, Any], Kept]]:
         """Returns (key, decision) for every well-formed decision, oldest first."""
@@ -74,8 +74,8 @@ class KeptChoices:
         for text, entry in self._read().items():
             with contextlib.suppress(ValueError):
                 key = json.loads(text)
-                if isinstance(key, dict) and _has_form(entry):
-                    found.append((key, Kept(**entry)))
+                if isinstance(key, dict) and (kept := _kept_of(text, entry)) is not None:
+                    found.append((key, kept))
         return found
 
     @property
@@ -89,10 +89,9 @@ class KeptChoices:
         """
         found: list[dict[str, Any]] = []
         for mark in self._marks("*"):
-            with contextlib.suppress(OSError, ValueError):
-                key = load(mark)
-                if isinstance(key, dict) and key not in found and _is_over(mark):
-                    found.append(key)
+            key = _key_of(mark)
+            if key is not None and key not in found and _is_over(mark):
+                found.append(key)
         return found
 
     def keep(self, key: Mapping[str, Any], kept: Kept) -> None:
@@ -101,10 +100,10 @@ class KeptChoices:
             return
         entries = self._read()
         entries.pop(_text(key), None)
-        entries[_text(key)] = dataclasses.asdict(kept)
+        entries[_text(key)] = dataclasses.asdict(kept) | {"digest": _digest(_text(key), kept)}
         newest = dict(list(entries.items())[-MAX_ENTRIES:])
         with contextlib.suppress(OSError, UnreadableError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_private(self._folder)
             replace_text(self._folder / FILE, json.dumps(newest, indent=1), mode=0o600)
 
     @contextlib.contextmanager
@@ -137,7 +136,8 @@ class KeptChoices:
         return bool(self._left_by_others(key))
 
     def _left_by_others(self, key: Mapping[str, Any]) -> list[Path]:
-        return [mark for mark in self._marks(f"{self._name(key)}-*") if _is_over(mark)]
+        marks = self._marks(f"{self._name(key)}-*")
+        return [mark for mark in marks if _key_of(mark) is not None and _is_over(mark)]
 
     def _marks(self, names: str) -> list[Path]:
         try:
@@ -146,7 +146,7 @@ class KeptChoices:
             return []
 
     def _name(self, key: Mapping[str, Any]) -> str:
-        return f"{hashlib.sha256(_text(key).encode()).hexdigest()[:16]}-{self._process}"
+        return f"{_short(key)}-{self._process}"
 
     def _new_mark(self, key: Mapping[str, Any]) -> tuple[Path, int] | None:
         """Writes a marker file; returns (path, file descriptor of its lock), or None if this is not
@@ -158,8 +158,8 @@ class KeptChoices:
         unseen = mark.with_name(f".{mark.name}.partial")
         lock = None
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            make_private(self._folder)
+            lock = os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.write(lock, _text(key).encode())
             with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,11 +174,32 @@ class KeptChoices:
     def _read(self) -> dict[str, Any]:
         if self._folder is None:
             return {}
+        path = self._folder / FILE
         try:
-            found = load(self._folder / FILE)
+            check_private(path)
+            found = load(path, follow=False)
+        except PermissionError as error:
+            warn_user(f"measured choices are not used: {error}")
+            return {}
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
+
+
+def _key_of(mark: Path) -> dict[str, Any] | None:
+    """Returns the key in a marker file; None if it is damaged, of another key, or if another user
+    can have written it."""
+    try:
+        check_private(mark)
+        key = load(mark, follow=False)
+    except (OSError, ValueError):
+        return None
+    has_name = isinstance(key, dict) and mark.name.startswith(f"{MARKS}{_short(key)}-")
+    return key if has_name else None
+
+
+def _short(key: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_text(key).encode()).hexdigest()[:16]
 
 
 def _is_over(mark: Path) -> bool:
@@ -186,8 +207,8 @@ def _is_over(mark: Path) -> bool:
     has released its lock.
     """
     try:
-        lock = os.open(mark, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # the file was removed meanwhile
+        lock = open_regular(mark, follow=False)
+    except (OSError, UnreadableError):  # the file was removed meanwhile
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -209,11 +230,21 @@ def _text(key: Mapping[str, Any]) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-def _has_form(entry: Any) -> bool:
+def _kept_of(text: str, entry: Any) -> Kept | None:
+    """Returns a decision as it was stored under the key `text`; None if it is malformed, damaged or
+    of another key."""
     names = {field.name for field in dataclasses.fields(Kept)}
-    if not isinstance(entry, dict) or set(entry) != names:
-        return False
+    if not isinstance(entry, dict) or set(entry) != {*names, "digest"}:
+        return None
     times = (entry["seconds"], entry["other_seconds"])
-    return all(isinstance(entry[name], str) for name in ("choice", "date")) and all(
+    has_form = all(isinstance(entry[name], str) for name in ("choice", "date")) and all(
         isinstance(x, float) and math.isfinite(x) and x > 0 for x in times
     )
+    kept = Kept(**{name: entry[name] for name in names})
+    return kept if has_form and entry["digest"] == _digest(text, kept) else None
+
+
+def _digest(text: str, kept: Kept) -> str:
+    """Returns the digest of a key and of what was decided; the date decides nothing."""
+    content = [text, kept.choice, kept.seconds, kept.other_seconds]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
