@@ -61,7 +61,8 @@ REFUSED = {
         ".nan": "nan finite", "!!float 1:30": "1:30 quotes", "1e999": "inf finite", "off": "off",
     },
     "flag": {
-        "!yes_no maybe": "maybe quotes", "y": "y true false", "1": "1 true false", "'yes '": "yes true false",
+        "!yes_no maybe": "maybe quotes", "y": "y true false", "1": "1 true false",
+        "'yes '": "yes true false",
     },
     "text": {
         "5": "5 quotes", "true": "True quotes", "1e5": "quotes", "!!binary aGk=": "binary leave",
