@@ -18,6 +18,7 @@ from flax import nnx
 
 import zerojax
 from tests.support.refusals import Refusal, code_in, refused, table
+from tests.support.small_models import reference_model
 from zerojax import zoo
 from zerojax.config import ConfigError, ElasticityConfig, MeshConfig, RunConfig, checks, load
 from zerojax.config.loader import load_dataclass
@@ -272,6 +273,16 @@ def masked(mask: Any) -> Any:
     return zerojax.adamw(1e-3, mask=mask)
 
 
+def llama_in_codes(zero: int, weights: str) -> zerojax.Plan:
+    """A plan of a Llama with 8-bit products."""
+    tokens = np.zeros((16, 8), np.int32)
+    return zerojax.make_plan(
+        reference_model("llama", matmul_dtype="fp8"),
+        {"zero": zero, "wire": {"weights": weights}},
+        example_batch={"tokens": tokens, "targets": tokens},
+    )
+
+
 def piped(schedule: str, stage: int = 2, **options: Any) -> zerojax.Plan:
     return text({"stage": stage, "pipeline_schedule": schedule}, **options)
 
@@ -296,6 +307,8 @@ BACKWARD = {**HOST, "update_in_backward": True}
 IN_FILES = {**BACKWARD, "opt_state": "nvme", "params": "nvme", "durable": True, "folder": "files"}
 BF16 = zerojax.Precision(param_dtype=jnp.bfloat16)
 DURABLE = {"durable": True, "folder": "files"}
+
+ONE_BIT = zerojax.optim.one_bit_adam(1e-3, freeze_step=3)
 
 PLANS = table(
     """
@@ -350,6 +363,30 @@ offloaded(opt_state={"nvme": 0.5, "host": 0.5}, **DURABLE) | durable host 0.5 | 
 offloaded(BF16, opt_state="nvme", **DURABLE) | durable param_dtype=bfloat16 | float32
   | offloaded("bf16", opt_state="nvme", **DURABLE) ;
     offloaded(BF16, opt_state="nvme", folder="files")
+line({"wire": {"secondary": True}, "zero": 3}) | secondary node | wire.secondary=false node
+  | line({"wire": {"secondary": False}, "zero": 3}) ;
+    line({"wire": {"secondary": True}, "zero": 3, "node": 4})
+line({"wire": {"weights": "fp8"}, "zero": 0}) | wire.weights=fp8
+  | zero=3 matmul_dtype='fp8' wire.weights=compute
+  | line({"wire": {"weights": "compute"}, "zero": 0}) ; llama_in_codes(3, "fp8")
+llama_in_codes(2, "fp8") | wire.weights=fp8 zero=2 | zero=3 wire.weights=compute
+  | llama_in_codes(3, "fp8") ; llama_in_codes(2, "compute")
+line({"zero": 1}, precision=BF16, optimizer=ONE_BIT) | 1-bit bfloat16 | param_dtype float32
+  | line({"zero": 1}, precision="bf16", optimizer=ONE_BIT)
+line({"zero": 1, **STATE}, optimizer=ONE_BIT) | 1-bit offload | leave
+  | line({"zero": 1}, optimizer=ONE_BIT) ; line({"zero": 1, **STATE})
+text({"lookup": "owners", "stage": 2}) | lookup=owners stage=2 | leave lookup=gather
+  | text({"lookup": "owners"}) ; text({"lookup": "gather", "stage": 2})
+zerojax.with_ema(zerojax.with_ema(ours("adamw"), 0.9), 0.9) | ema | once
+  | zerojax.with_ema(ours("adamw"), 0.9)
+zerojax.with_ema(ours("adamw"), 1.0) | 1.0 1 | 0.999 | zerojax.with_ema(ours("adamw"), $)
+zerojax.optim.one_bit_adam(1e-3, freeze_step=0) | freeze_step=0 | 1
+  | zerojax.optim.one_bit_adam(1e-3, freeze_step=$)
+zerojax.Precision(freeze_codes="int3") | int3 | nf4 int8 None
+  | zerojax.Precision(freeze_codes="nf4") ; zerojax.Precision(freeze_codes=None)
+zerojax.Precision(freeze_dtype=jnp.float16) | freeze_dtype=float16 | float32 bfloat16 None
+  | zerojax.Precision(freeze_dtype=jnp.float32) ; zerojax.Precision(freeze_dtype=jnp.bfloat16) ;
+    zerojax.Precision(freeze_dtype=None)
 text({"context": 2, **FIXED}) | context=2 deterministic | context=1 leave
   | text({"context": 2}) ; text(FIXED)
 text({"context": 2, "stage": 2}) | context=2 stage=2 | stage=1 context=1

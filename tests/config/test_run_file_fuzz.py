@@ -1,4 +1,4 @@
-"""Random run files end in a plan or in one sentence within seconds: no traceback of JAX or NumPy."""
+"""Random run files end in a plan or in one sentence, within seconds and without a traceback."""
 
 from __future__ import annotations
 
@@ -144,3 +144,35 @@ def test_random_run_files_end_in_a_plan_or_in_a_sentence(part, tmp_path, monkeyp
     finally:
         signal.signal(signal.SIGALRM, before)
     assert {"planned", "not loaded"} <= {*ends}
+
+
+WORDS = [
+    "190:20:30", "017", "1_000", "yes", "1e400", "-.inf", ".nan", "2024-01-01", "{", "[1,", "*a",
+    "&a [*a]", "!!int x", "!!set {a}", "\x00", "{<<: 3}", "[[[]]]", "~", "", "a=b", "9" * 200,
+    "{a: 1, a: 2}", "'",
+]  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_random_words_of_a_command_end_in_settings_or_in_a_sentence():
+    ends = set()
+    for seed in range(1500):
+        draw = random.Random(seed)
+        hint: Any = RunConfig
+        key: list[str] = []
+        while dataclasses.is_dataclass(hint) and (not key or draw.random() < 0.9):
+            hints = typing.get_type_hints(hint)
+            key.append(draw.choice([*hints]))
+            hint = hints[key[-1]]
+        value = draw.choice(WORDS) if draw.random() < 0.7 else str(drawn(draw, hint))
+        words = [f"{'.'.join(key[draw.randint(0, 1) * (len(key) - 1) :])}={value}"]
+        try:
+            load(RunConfig, None, words)
+            ends.add("loaded")
+        except ConfigError as error:
+            check_refusal(error)
+            ends.add("refused")
+        except BaseException as error:
+            error.add_note(f"words of seed {seed}: {words}")
+            raise
+    assert ends == {"loaded", "refused"}
