@@ -18,6 +18,7 @@ from flax import nnx
 
 import zerojax
 from tests.support.refusals import Refusal, code_in, refused, table
+from tests.support.small_models import reference_model
 from zerojax import zoo
 from zerojax.config import ConfigError, ElasticityConfig, MeshConfig, RunConfig, checks, load
 from zerojax.config.loader import load_dataclass
@@ -94,6 +95,71 @@ elasticity.enabled=true min_devices=997 max_devices=998 | 997 998 | min_devices 
   | elasticity.enabled=true min_devices=1 max_devices=998
 global_batch_size=30 num_microbatches=4 | 30 4 | 28 32 | global_batch_size=$ num_microbatches=4
 run_dir=gs://bucket/a | run_dir gs://bucket/a | mount | run_dir=/mnt/bucket/a
+model.attention_layout.mode=fixed model.attention_layout.num_local_blocks=6
+    model.attention_layout.num_global_blocks=4
+  | num_global_blocks 4 6 | 1
+  | model.attention_layout.mode=fixed model.attention_layout.num_local_blocks=6
+    model.attention_layout.num_global_blocks=$
+model.attention_layout.num_local_blocks=6 | num_local_blocks | mode fixed
+  | model.attention_layout.mode=fixed model.attention_layout.num_local_blocks=6
+batch_ramp.start=8 | start 8 | increment ramp_rows
+  | batch_ramp.start=8 batch_ramp.increment=8 batch_ramp.ramp_rows=64 global_batch_size=32
+batch_ramp.increment=8 | increment 8 | start
+  | batch_ramp.start=8 batch_ramp.increment=8 batch_ramp.ramp_rows=64 global_batch_size=32
+steps=10000000000 | steps | 2147483647 | steps=2147483647
+model.bit_schedule.period=8 | period 8 | start_bits 8
+  | model.bit_schedule.period=8 model.bit_schedule.start_bits=8 model.matmul_dtype=fake_int4
+model.bit_schedule.start_bits=8 model.matmul_dtype=fake_int4 | start_bits 8 | period
+  | model.bit_schedule.start_bits=8 model.bit_schedule.period=4 model.matmul_dtype=fake_int4
+curriculum.type=seqlen | total_steps | 40 | curriculum.type=seqlen curriculum.total_steps=40
+curriculum.type=seqlen curriculum.total_steps=9 curriculum.min_length=4 curriculum.length_step=8
+  | min_length 4 8 | length_step
+  | curriculum.type=seqlen curriculum.total_steps=9 curriculum.min_length=8
+    curriculum.length_step=8 ;
+    curriculum.type=seqlen curriculum.total_steps=9 curriculum.min_length=4 curriculum.length_step=4
+curriculum.type=seqlen curriculum.total_steps=9 curriculum.min_length=16 curriculum.max_length=8
+  | max_length 8 16 | max_length
+  | curriculum.type=seqlen curriculum.total_steps=9 curriculum.min_length=16
+    curriculum.max_length=16
+curriculum.total_steps=9 | total_steps 9 | type=seqlen | curriculum.total_steps=9 curriculum.$
+elasticity.enabled=true min_devices=8 max_devices=4 | max_devices 4 8 | raise
+  | elasticity.enabled=true min_devices=8 max_devices=8
+elasticity.enabled=true 'elasticity.micro_batch_sizes=[2, 4000]' | micro_batch_sizes 4000 2000
+  | smaller | elasticity.enabled=true 'elasticity.micro_batch_sizes=[2, 4]'
+model.moe.num_experts=4 model.moe.experts_per_token=8 | experts_per_token 8 | 4
+  | model.moe.num_experts=4 model.moe.experts_per_token=$
+model.moe.num_experts=8 model.moe.num_groups=3 | num_groups 3 8 | 1
+  | model.moe.num_experts=8 model.moe.num_groups=$
+model.moe.num_experts=8 model.moe.num_groups=2 model.moe.groups_per_token=4 | groups_per_token 4
+  | 2 | model.moe.num_experts=8 model.moe.num_groups=2 model.moe.groups_per_token=$
+model.moe.num_experts=8 model.moe.num_groups=8 model.moe.groups_per_token=1 | experts_per_token 2
+  | groups_per_token
+  | model.moe.num_experts=8 model.moe.num_groups=8 model.moe.groups_per_token=2
+layer_drop.gamma=0.1 | gamma 0.1 | theta 0.5 | layer_drop.gamma=0.1 layer_drop.theta=0.5
+learning_rate=190:20:30 | learning_rate 190:20:30 | number | learning_rate=190.5
+steps=017 | steps 017 | 17 | steps=$
+mesh.offload.activations=nvme | activations | params nvme host
+  | mesh.offload.activations=nvme mesh.offload.params=nvme ;
+    mesh.offload.activations=host mesh.offload.params=host
+mesh.offload.params=nvme mesh.offload.opt_state=host | opt_state | nvme
+  | mesh.offload.params=nvme mesh.offload.opt_state=nvme ; mesh.offload.params=nvme
+mesh.offload.auto=true mesh.offload.opt_state=host | opt_state auto | leave
+  | mesh.offload.auto=true ; mesh.offload.opt_state=host
+elasticity.enabled=true batch_ramp.start=8 batch_ramp.increment=8 batch_ramp.ramp_rows=64
+  | start 8 elasticity | leave
+  | elasticity.enabled=true ;
+    batch_ramp.start=8 batch_ramp.increment=8 batch_ramp.ramp_rows=64 global_batch_size=32
+optimizer.scaling=linear | scaling | base_batch | optimizer.scaling=linear optimizer.base_batch=8
+optimizer.warmup_tokens=64 optimizer.warmup_steps=2 | warmup_tokens warmup_steps | leave
+  | optimizer.warmup_tokens=64 ; optimizer.warmup_steps=2
+optimizer.schedule_unit=tokens optimizer.schedule=constant | schedule_unit constant
+  | cosine linear wsd
+  | optimizer.schedule_unit=tokens optimizer.schedule=$ ; optimizer.schedule=constant
+optimizer.ema_warmup=false | ema_warmup | ema_decay
+  | optimizer.ema_warmup=false optimizer.ema_decay=0.99
+optimizer.learning_rate=inf | learning_rate inf | finite | optimizer.learning_rate=1
+data.path=a 'data.mixture=[{path: b}]' | path mixture | mixture
+  | 'data.mixture=[{path: a}, {path: b}]'
 """,
     ConfigError,
 )
@@ -207,6 +273,16 @@ def masked(mask: Any) -> Any:
     return zerojax.adamw(1e-3, mask=mask)
 
 
+def llama_in_codes(zero: int, weights: str) -> zerojax.Plan:
+    """A plan of a Llama with 8-bit products."""
+    tokens = np.zeros((16, 8), np.int32)
+    return zerojax.make_plan(
+        reference_model("llama", matmul_dtype="fp8"),
+        {"zero": zero, "wire": {"weights": weights}},
+        example_batch={"tokens": tokens, "targets": tokens},
+    )
+
+
 def piped(schedule: str, stage: int = 2, **options: Any) -> zerojax.Plan:
     return text({"stage": stage, "pipeline_schedule": schedule}, **options)
 
@@ -231,6 +307,8 @@ BACKWARD = {**HOST, "update_in_backward": True}
 IN_FILES = {**BACKWARD, "opt_state": "nvme", "params": "nvme", "durable": True, "folder": "files"}
 BF16 = zerojax.Precision(param_dtype=jnp.bfloat16)
 DURABLE = {"durable": True, "folder": "files"}
+
+ONE_BIT = zerojax.optim.one_bit_adam(1e-3, freeze_step=3)
 
 PLANS = table(
     """
@@ -285,6 +363,63 @@ offloaded(opt_state={"nvme": 0.5, "host": 0.5}, **DURABLE) | durable host 0.5 | 
 offloaded(BF16, opt_state="nvme", **DURABLE) | durable param_dtype=bfloat16 | float32
   | offloaded("bf16", opt_state="nvme", **DURABLE) ;
     offloaded(BF16, opt_state="nvme", folder="files")
+line({"wire": {"secondary": True}, "zero": 3}) | secondary node | wire.secondary=false node
+  | line({"wire": {"secondary": False}, "zero": 3}) ;
+    line({"wire": {"secondary": True}, "zero": 3, "node": 4})
+line({"wire": {"weights": "fp8"}, "zero": 0}) | wire.weights=fp8
+  | zero=3 matmul_dtype='fp8' wire.weights=compute
+  | line({"wire": {"weights": "compute"}, "zero": 0}) ; llama_in_codes(3, "fp8")
+llama_in_codes(2, "fp8") | wire.weights=fp8 zero=2 | zero=3 wire.weights=compute
+  | llama_in_codes(3, "fp8") ; llama_in_codes(2, "compute")
+line({"zero": 1}, precision=BF16, optimizer=ONE_BIT) | 1-bit bfloat16 | param_dtype float32
+  | line({"zero": 1}, precision="bf16", optimizer=ONE_BIT)
+line({"zero": 1, **STATE}, optimizer=ONE_BIT) | 1-bit offload | leave
+  | line({"zero": 1}, optimizer=ONE_BIT) ; line({"zero": 1, **STATE})
+text({"lookup": "owners", "stage": 2}) | lookup=owners stage=2 | leave lookup=gather
+  | text({"lookup": "owners"}) ; text({"lookup": "gather", "stage": 2})
+zerojax.with_ema(zerojax.with_ema(ours("adamw"), 0.9), 0.9) | ema | once
+  | zerojax.with_ema(ours("adamw"), 0.9)
+zerojax.with_ema(ours("adamw"), 1.0) | 1.0 1 | 0.999 | zerojax.with_ema(ours("adamw"), $)
+zerojax.optim.one_bit_adam(1e-3, freeze_step=0) | freeze_step=0 | 1
+  | zerojax.optim.one_bit_adam(1e-3, freeze_step=$)
+zerojax.Precision(freeze_codes="int3") | int3 | nf4 int8 None
+  | zerojax.Precision(freeze_codes="nf4") ; zerojax.Precision(freeze_codes=None)
+zerojax.Precision(freeze_dtype=jnp.float16) | freeze_dtype=float16 | float32 bfloat16 None
+  | zerojax.Precision(freeze_dtype=jnp.float32) ; zerojax.Precision(freeze_dtype=jnp.bfloat16) ;
+    zerojax.Precision(freeze_dtype=None)
+text({"context": 2, **FIXED}) | context=2 deterministic | context=1 leave
+  | text({"context": 2}) ; text(FIXED)
+text({"context": 2, "stage": 2}) | context=2 stage=2 | stage=1 context=1
+  | text({"context": 2}) ; text({"stage": 2})
+line({"context": 2}) | context=2 before_cut | context=1 zerojax.zoo.Llama GPT2
+  | line({"context": 1}) ; text({"context": 2})
+text({"context": 2}, loss=mean) | context=2 | loss=None context=1
+  | text({"context": 2}, loss=None)
+text({"context": 2, "offload": BACKWARD}) | context=2 update_in_backward | context=1
+  | text({"context": 2, "offload": HOST})
+line({"expert": 2}) | expert=2 zerojax.experts | expert=1 | line({"expert": 1})
+line({"expert": 2, "stage": 2}) | expert=2 stage=2 | stage=1 expert=1
+  | text({"stage": 2, "expert": 1})
+line({"zero": 0, "wire": {"gradients": "int8"}}) | zero=0 wire.gradients
+  | zero=1 2 3 wire.gradients=reduce
+  | line({"zero": 1, "wire": {"gradients": "int8"}}) ;
+    line({"zero": 0, "wire": {"gradients": "reduce"}})
+line({"node": 3}) | node=3 8 | node leave | line({"node": 4}) ; line({})
+line({"offload": {"auto": True}}) | offload.auto | offload.opt_state params activations
+  | line(STATE) ; text({"offload": {"params": "host", "opt_state": "host"}})
+line({"data": 4, "model": 3}) | model=3 8 | divides data=-1 | line({"data": -1, "model": 2})
+line({"model": 3}) | model=3 8 | divides | line({"model": 4})
+text({"unroll": True, "stage": 2}) | unroll stage | unroll | text({"stage": 2})
+text({"offload": HOST}, optimizer=PLAIN) | host optax | adamw lion sgd
+  | text({"offload": HOST}, optimizer=ours("$"))
+line({"wire": {"weights": "int8"}, "zero": 0}) | wire.weights zero | zero
+  | line({"wire": {"weights": "int8"}, "zero": 3})
+line({"wire": {"secondary": True}, "zero": 1}) | secondary zero=1 | zero=3
+  | line({"wire": {"secondary": True}, "zero": 3, "node": 4})
+line({"zero": 2}, optimizer=zerojax.optim.one_bit_adam(1e-3, freeze_step=3)) | zero=2 1-bit
+  | zero=0 1 | line({"zero": 1}, optimizer=zerojax.optim.one_bit_adam(1e-3, freeze_step=3))
+text({"lookup": "owners", "model": 2}) | lookup=owners model=2 | leave lookup=gather
+  | text({"lookup": "owners", "zero": 3}) ; text({"lookup": "gather", "model": 2})
 """
 )
 

@@ -1,5 +1,6 @@
 """Program rules in steps compiled for H100: attention, bytes between nodes, no false alarm."""
 
+import functools
 import re
 
 import jax.numpy as jnp
@@ -83,14 +84,17 @@ def test_attention_that_stores_its_scores():
 class Scaled(nnx.Module):
     """Scales hidden units that are split over `model` by numbers that are not."""
 
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs: nnx.Rngs, *, dtype=None):
         self.up = nnx.Linear(64, 256, rngs=rngs)
         self.down = nnx.Linear(256, 64, rngs=rngs)
         self.scale = nnx.Param(jnp.ones(32))
+        self.dtype = dtype
 
     def loss(self, batch):
-        groups = self.up(batch["x"]).reshape(-1, 8, 32)
-        hidden = groups * self.scale[...][None, None]
+        groups, scale = self.up(batch["x"]).reshape(-1, 8, 32), self.scale[...][None, None]
+        if self.dtype is not None:
+            groups, scale = groups.astype(self.dtype), scale.astype(self.dtype)
+        hidden = groups * scale
         output = self.down(nnx.gelu(hidden).reshape(-1, 256))
         return zerojax.losses.mean_squared_error(output, batch["x"])
 
@@ -102,19 +106,24 @@ def test_gradients_that_are_summed_in_16_bits_along_another_axis():
         ("up/bias", ("model",)),
         ("down/kernel", ("model", None)),
     )
-    plan = zerojax.make_plan(
-        Scaled,
-        {"data": 2, "model": 4, "rules": rules, "zero": 2, "persistence_threshold": 0},
-        example_batch={"x": np.zeros((32, 64), np.float32)},
-        precision="bf16",
-        reduce_dtype="fp32",
+    plan, *remedied = (
+        zerojax.make_plan(
+            functools.partial(Scaled, dtype=dtype),
+            {"data": 2, "model": 4, "rules": rules, "zero": 2, "persistence_threshold": 0},
+            example_batch={"x": np.zeros((32, 64), np.float32)},
+            precision=precision,
+            reduce_dtype="fp32",
+        )
+        for precision, dtype in (("bf16", None), ("bf16", jnp.float32), ("fp32", None))
     )
     with pytest.raises(ExpectationError) as caught:
         zerojax.expect(plan, gpu="h100", gradients_in="fp32")
     (found,) = caught.value.violations
     assert "bf16" in found.found
     assert "all-reduce over model" in str(found.collective)
-    assert re.search(r"gpu_programs\.py:\d+: hidden = groups \* self\.scale", str(found.line))
+    assert re.search(r"gpu_programs\.py:\d+: hidden = groups \* scale", str(found.line))
+    for remedied_plan in remedied:
+        zerojax.expect(remedied_plan, gpu="h100", gradients_in="fp32")
 
 
 def test_bytes_between_nodes():

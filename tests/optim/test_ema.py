@@ -265,6 +265,24 @@ def test_the_update_in_place_is_optax_with_the_same_average(name):
     assert int(state.count) == int(in_place.count) == 5
 
 
+@pytest.mark.parametrize("in_chain", [False, True])
+def test_gradients_that_optax_accumulates_move_it_once(in_chain):
+    inner = optax.adamw(RATE)
+    several = optax.MultiSteps(inner, 2).gradient_transformation()
+    several = optax.chain(optax.clip_by_global_norm(1e9), several) if in_chain else several
+    found = []
+    for tx, repeats in ((inner, 1), (several, 2)):
+        tx, params = zerojax.with_ema(tx, 0.99), make_params()
+        state = tx.init(params)
+        for number in range(3):
+            for _ in range(repeats):
+                grads = jax.tree.map(lambda x, n=number: jnp.cos(x + n), params)
+                updates, state = jax.jit(tx.update)(grads, state, params)
+                params = optax.apply_updates(params, updates)
+        found.append((params, state.ema, state.count))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
 @pytest.mark.thorough
 def test_it_is_around_a_whole_chain_of_optax():
     tx = zerojax.with_ema(optax.chain(optax.clip(1.0), optax.sgd(0.1)), 0.9)

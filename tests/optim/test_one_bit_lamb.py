@@ -499,7 +499,7 @@ def test_the_program_after_the_warm_up_sends_what_the_plan_says(zero):
     # Sums of a few numbers for the report and for norms may travel with a bias.
     assert sent(found) == pytest.approx(compressed_bytes(plan.placement, plan.precision), abs=32)
     said = " ".join(plan.reasons)
-    assert f"1-bit LAMB: steps 1 to {FREEZE} are LAMB" in said
+    assert f"1-bit LAMB: updates 1 to {FREEZE} are LAMB" in said
     rows = sum(row_elements(plan.placement.leaves[name], 8) for name in ("in/w", "out/w"))
     whole = sum(math.prod(plan.placement.leaves[name].shape) for name in ("in/w", "out/w"))
     (_, of_devices), size = kept_of(plan, plan.abstract_state), 4 * (rows if zero else whole)

@@ -35,8 +35,9 @@ class BatchRampConfig:
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         missing = [field.name for field in fields(self) if field.name not in given]
         if given and missing:
-            value = getattr(self, given[0])
-            refuse(given[0], value, f"needs the other settings of the ramp: set {missing[0]} too")
+            others = " and ".join(missing)
+            reason = f"needs the other settings of the ramp: set {others} too"
+            refuse(given[0], getattr(self, given[0]), reason)
         check_size(self, "start", "increment")
         check_size(self, "ramp_rows", most=2**62)
 

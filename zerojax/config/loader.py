@@ -25,18 +25,55 @@ Key = tuple[str, ...]
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """PyYAML's safe loader, with numbers as in YAML 1.2; ten times as fast if PyYAML was built with
-    its C library.
+    """PyYAML's safe loader, with plain values as in YAML 1.2; ten times as fast if PyYAML was built
+    with its C library.
 
-    YAML 1.1 reads 1e-3 and 5e8 as text. YAML 1.2, and this loader, read them as numbers.
+    YAML 1.1, and so PyYAML, reads 190:20:30 as a number in base 60, 017 as 15, 2024-01-01 as a
+    date, 1e-3 as text, and yes, no, on and off as true or false everywhere. Here 190:20:30, 017 and
+    dates are text, 1e-3 is a number, and yes, no, on and off are `YesNo`.
     """
 
+    yaml_implicit_resolvers: typing.ClassVar[dict[Any, Any]] = {}
+    """PyYAML would add those of YAML 1.1."""
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    [*"-+0123456789"],
+
+class YesNo(str):
+    """One of the words yes, no, on and off, not in quotes: true or false in a field of that type,
+    and text in others.
+
+    Raises:
+      ValueError: it is another word; YAML can tag any word as one of these.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, word: str) -> "YesNo":
+        if word.lower() not in ("yes", "no", "on", "off"):
+            raise ValueError(word)
+        return super().__new__(cls, word)
+
+
+_TAG = "tag:yaml.org,2002:"
+_DIGITS = r"[0-9]+(?:_[0-9]+)*"
+_PLAIN = {
+    f"{_TAG}null": r"~|null|Null|NULL|",
+    f"{_TAG}bool": r"true|True|TRUE|false|False|FALSE",
+    "!yes_no": r"(?i:yes|no|on|off)",
+    f"{_TAG}int": r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*|0x[0-9a-fA-F_]+|0o[0-7_]+|0b[01_]+)",
+    f"{_TAG}float": rf"[-+]?(?:(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?"
+    rf"|{_DIGITS}[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+    f"{_TAG}merge": "<<",
+}
+"""{tag: plain values, those without quotes, that have it}."""
+for _tag, _pattern in _PLAIN.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})$"), None)
+_Loader.add_constructor("!yes_no", lambda _, node: YesNo(node.value))
+_Loader.add_constructor(f"{_TAG}int", lambda _, node: int(node.value, 0))
+_Loader.add_constructor(
+    f"{_TAG}float", lambda _, node: float(re.sub(r"\.(?=inf|nan)", "", node.value.lower()))
 )
+_TAGS = {*_PLAIN, f"{_TAG}str"}
+_KINDS = {yaml.MappingNode: f"{_TAG}map", yaml.SequenceNode: f"{_TAG}seq"}
 
 MAX_CHARACTERS = 2**20
 """Largest number of characters of a configuration's text."""
@@ -48,8 +85,6 @@ all values that it expands to."""
 MAX_DIGITS = 100
 """Limit of an integer's digits; larger ones are not sizes, counts or seeds, and take Python
 quadratic time."""
-_TEXT_TAG, _MERGE_TAG = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
-_INTEGER_TAG = "tag:yaml.org,2002:int"
 _COMMAND_LINE = "command line"
 _MAX_NAME = 100
 """Limit of characters of a key that is compared with known ones or shown."""
@@ -498,22 +533,27 @@ def _check_events(text: str, source: str, loader: type) -> None:
 
 
 def _check_scalars(root: yaml.Node, source: str) -> None:
-    """Raises for single values that PyYAML cannot convert, such as 2024-99-99 or !!int x."""
+    """Raises for tags that a configuration cannot have, such as !!set, and for single values that
+    cannot be converted, such as !!int x."""
     waiting: list[Any] = [root]
     seen = set()
-    trial = yaml.SafeLoader("")
+    trial = _Loader("")
     while waiting:
         node = waiting.pop()
         if id(node) in seen:  # an alias
             continue
         seen.add(id(node))
+        where = f"{source}:{node.start_mark.line + 1}"
+        kind = _KINDS.get(type(node))
+        if node.tag != kind if kind else node.tag not in _TAGS:
+            raise NotYaml(f"the tag {quoted(node.tag)} is not supported; leave it out", where=where)
         if isinstance(node, yaml.MappingNode):
             waiting += [part for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):
             waiting += node.value
-        elif node.tag not in (_TEXT_TAG, _MERGE_TAG):
+        elif node.tag not in (f"{_TAG}str", f"{_TAG}merge"):
             try:
-                is_readable = node.tag != _INTEGER_TAG or len(node.value) <= MAX_DIGITS
+                is_readable = node.tag != f"{_TAG}int" or len(node.value) <= MAX_DIGITS
                 trial.construct_object(node)
             except yaml.YAMLError:
                 raise
@@ -523,24 +563,27 @@ def _check_scalars(root: yaml.Node, source: str) -> None:
                 raise NotYaml(
                     f"{quoted(node.value)} is not a valid {node.tag.rpartition(':')[2]}; put it in "
                     "quotes if it is text",
-                    where=f"{source}:{node.start_mark.line + 1}",
+                    where=where,
                 )
 
 
 def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key, str]) -> None:
     if not isinstance(node, yaml.MappingNode):
         return
+    lines: dict[Any, str] = {}  # of values, since 1 and 0x1 are one key
     for name, value in node.value:
         line = f"{source}:{name.start_mark.line + 1}"
         if not isinstance(name, yaml.ScalarNode):
             raise ConfigError("a key must be a name, not a list or a section", key, line)
-        child = (*key, name.value)
-        if child in where:  # PyYAML would silently keep the last one
-            first = where[child].rpartition(":")[2]
+        child, plain = (*key, name.value), name.value
+        if name.tag not in (f"{_TAG}str", f"{_TAG}merge"):
+            plain = _Loader("").construct_object(name)
+        if plain in lines:  # PyYAML would silently keep the last one
+            first = lines[plain].rpartition(":")[2]
             raise ConfigError(
                 f"the key appears twice, first on line {first}; keep one", child, line
             )
-        where[child] = line
+        where[child] = lines[plain] = line
         _record_lines(value, child, source, where)
 
 
@@ -586,6 +629,8 @@ def _convert(hint: Any, value: Any) -> Any:
     if origin is tuple:
         return _convert_tuple(args, value)
     if hint is bool:
+        if isinstance(value, YesNo):
+            return value.lower() in ("yes", "on")
         _expect(isinstance(value, bool), "true or false", value)
         return value
     return _convert_number(hint, value, is_typed=is_typed)
@@ -619,9 +664,7 @@ def _convert_text(value: Any) -> str:
 
 
 def _convert_literal(args: tuple[Any, ...], value: Any) -> Any:
-    if isinstance(value, bool) and value not in args:
-        word = "on" if value else "off"  # YAML 1.1 reads these words as booleans
-        value = word if word in args else value
+    value = value.lower() if isinstance(value, YesNo) else value
     for choice in args:
         if type(choice) is type(value) and choice == value:
             return choice
@@ -659,6 +702,8 @@ def _convert_number(hint: Any, value: Any, *, is_typed: bool = False) -> Any:
     number = value
     if isinstance(value, str) and len(value) <= MAX_DIGITS:
         number = _float_or_none(value)
+        if re.fullmatch(r"[-+]?0[0-9_]+", value):  # octal in YAML 1.1, decimal in YAML 1.2
+            raise ConfigError(f"{quoted(value)} begins with 0; use {number:.0f}")
         if number is not None and not is_typed:
             shown = int(number) if number.is_integer() and hint is int else number
             raise ConfigError(f"{quoted(value)} is a string; use {shown}")

@@ -1,14 +1,15 @@
 """Exponential moving average (EMA) of the weights, stored in the optimizer's state.
 
-After every applied update the average becomes average + (1 - decay) (parameter - average), in
-float32 (Polyak and Juditsky, SIAM J. Control Optim. 30, 1992; arXiv:1803.05407, section 3 for
-neural networks). It starts equal to the weights. This module does not depend on how arrays are
-sharded.
+After every update that is applied (`optax.MultiSteps` only accumulates in some of its calls) the
+average becomes average + (1 - decay) (parameter - average), in float32 (Polyak and Juditsky, SIAM
+J. Control Optim. 30, 1992; arXiv:1803.05407, section 3 for neural networks). It starts equal to the
+weights. This module does not depend on how arrays are sharded.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self, get_args
 
@@ -152,15 +153,27 @@ def around(
         if params is None:
             raise ValueError("the ema needs the parameters: call update(gradients, state, params)")
         updates, inner = update(updates, state.inner, params, **extra)
-        rate = ema.rate(state.count)
+        applied = _applied(state.inner, inner)
+        rate = jnp.where(applied, ema.rate(state.count), 0)
 
         def move(average: jax.Array, new: jax.Array) -> jax.Array:
             return average + rate * (new.astype(jnp.float32) - average)
 
         moved = jax.tree.map(move, state.ema, optax.apply_updates(params, updates))
-        return updates, EmaState(inner, optax.safe_increment(state.count), moved)
+        count = jnp.where(applied, optax.safe_increment(state.count), state.count)
+        return updates, EmaState(inner, count, moved)
 
     return init_both, update_both
+
+
+def _applied(before: Tree, after: Tree) -> jax.Array | bool:
+    """Returns whether an update changed the parameters: bool []; False while `optax.MultiSteps`,
+    alone or in a chain, only accumulates gradients."""
+    if isinstance(after, optax.MultiStepsState):
+        return after.gradient_step != before.gradient_step
+    if type(after) is not tuple:  # a tuple is the state of a chain
+        return True
+    return functools.reduce(jnp.logical_and, map(_applied, before, after), True)
 
 
 class WithEma(optax.GradientTransformationExtraArgs):

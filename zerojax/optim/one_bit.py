@@ -99,7 +99,8 @@ class OneBit:
     """Settings of an optimizer with 1-bit communication, and its update after the warm-up.
 
     Attributes:
-      freeze_step: number of warm-up steps, which run AdamW (LAMB in the subclass).
+      freeze_step: number of warm-up updates, which are AdamW's (LAMB's in the subclass); skipped
+        steps do not count.
       b1: decay of the momentum.
       method, options: definition and options of the warm-up optimizer.
       name, warm_up_name: names of this optimizer and of the warm-up optimizer, for messages.
@@ -281,12 +282,12 @@ def one_bit_adam(
 ) -> Optimizer:
     """Builds 1-bit Adam (arXiv:2102.02888): data parallelism over slow networks, at stages 0 and 1.
 
-    The first `freeze_step` steps run AdamW. After them the second moment is frozen. Instead of
-    gradients each device then sends its own momentum as signs with one scale per 256 values, 0.13
-    bytes per parameter; the mean is sent back in the same format. Each device keeps its compression
-    error and adds it to the next message. AdamW always updates the parameters that `wire.exact`
-    names. The warm-up and the later steps run different compiled programs; the step number
-    decides which one.
+    The first `freeze_step` updates are AdamW's; skipped steps do not count. After them the second
+    moment is frozen. Instead of gradients each device then sends its own momentum as signs with one
+    scale per 256 values, 0.13 bytes per parameter; the mean is sent back in the same format. Each
+    device keeps its compression error and adds it to the next message. AdamW always updates the
+    parameters that `wire.exact` names. The warm-up and the later steps run different compiled
+    programs; the number of updates decides which one.
     The state has the form of `adamw`, so a run can start from a checkpoint of `adamw` and continue.
     The state also stores each device's compression errors. The optimizer cannot be part of an optax
     chain: `update` raises, because each device computes momentum from its own gradients.
@@ -294,8 +295,8 @@ def one_bit_adam(
     Args:
       learning_rate, b1, b2, eps, weight_decay, mask, groups, impl: the same arguments as for
         `zerojax.adamw`, but b1 must be a number.
-      freeze_step: number of warm-up steps. The paper uses 15 to 25 % of a run. The second moment
-        must be stable by then, so use at least a few times 1 / (1 - b2).
+      freeze_step: number of updates of the warm-up. The paper uses 15 to 25 % of a run. The second
+        moment must be stable by then, so use at least a few times 1 / (1 - b2).
       clip_norm: maximum of the gradient norm; None does not clip. After the warm-up the norm of the
         mean gradient is unknown; the root mean square of all devices' gradient norms replaces it,
         which is not smaller.

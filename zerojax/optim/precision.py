@@ -28,7 +28,8 @@ class Precision:
         far below one unit in the last place still changes a parameter on average.
       compute_dtype: dtype in which the model reads parameters and the floating-point arrays of a
         batch, except those that the loss compares or makes integers of, such as ids.
-      reduce_dtype: dtype of gradients in collectives.
+      reduce_dtype: dtype of gradients in collectives, except in those over `model`, which the
+        compiler places: they have the dtype of the summed values.
       accumulate_dtype: dtype of gradients summed over microbatches. float32 costs 4 bytes per
         parameter at stages 0 and 1, where gradients are not sharded.
       moments_dtype: dtype of the optimizer's stored moments; its arithmetic is float32.

@@ -2,7 +2,8 @@
 
 A curriculum or a batch ramp fixes the size of every step before the run. The numbers of rows and
 tokens seen are therefore pure functions of the number of steps, which checkpoints hold: no other
-state is needed. As in every schedule here, a skipped step counts as no step.
+state is needed. As in every schedule here, a skipped step counts as no step. The batch of a ramp,
+however, grows with the batches consumed, so the plan of each size states its own rows.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ class StepSizes:
       rows: number of rows of the global batch of a step in each part.
       tokens: number of tokens of the global batch of a step in each part; None: not known.
       why_unknown: what to say if the tokens are needed but not known.
+      own_rows: number of rows of every batch of this plan, the plan of one size of a ramp; None:
+        the rows follow from the number of updates.
     """
 
     after: tuple[int, ...]
     rows: tuple[int, ...]
     tokens: tuple[int, ...] | None = None
     why_unknown: str = ""
+    own_rows: int | None = None
 
     @classmethod
     def constant(cls, rows: int, tokens: int | None = None, why_unknown: str = "") -> StepSizes:
@@ -86,7 +90,9 @@ class StepSizes:
         return before + self._steps_in(count, part) * each
 
     def rows_of(self, count: Any) -> jax.Array:
-        """Returns the number of rows of step `count`, counted from 0, float32."""
+        """Returns the number of rows of the batch after `count` updates, float32."""
+        if self.own_rows is not None:
+            return jnp.float32(self.own_rows)
         return jnp.asarray(np.asarray(self.rows, np.float32))[self._part(count)]
 
     def _part(self, count: Any) -> jax.Array:

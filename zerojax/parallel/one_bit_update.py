@@ -343,15 +343,16 @@ def build_beginning(plan: Plan) -> Any:
 
 
 class TwoPrograms:
-    """A step that runs one program up to `freeze_step` and another one after it.
+    """A step that runs one program until `freeze_step` updates are applied, and then another one.
 
-    The host chooses the program by the number of the step. If the state is the result of the
-    previous call, the host counts; otherwise it reads the number from the state. So no step waits
-    for the previous one.
+    The host chooses the program. If the state is the result of the previous call, the host counts
+    the batches itself; otherwise it reads the counters of the state. A skipped batch applies no
+    update, and only the devices know whether a batch was skipped. So the host waits for the
+    previous step where the warm-up would end, and once more for each batch that was skipped before.
 
     Attributes:
-      warm_up: `(state, batch) -> (state, metrics)` for the steps up to `freeze_step`.
-      compressed: `(state, batch) -> (state, metrics)` for the steps after `freeze_step`.
+      warm_up: `(state, batch) -> (state, metrics)` for the first `freeze_step` updates.
+      compressed: `(state, batch) -> (state, metrics)` for the updates after them.
       begin: `state -> state`, run before the first compressed step, and after loading a state that
         has no errors of messages.
       trace, lower: methods of `warm_up`.
@@ -365,19 +366,21 @@ class TwoPrograms:
         self._freeze_step = one_bit.freeze_step
         self._key = errors_key(plan.placement, one_bit.errors_name)
         self._last: Any = None
-        self._number, self._begun = 0, False
+        self._updates, self._begun = 0, False
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         if state["step"] is not self._last or self._last is None:
-            self._number, self._begun = int(state["step"]), False
-        if self._number < self._freeze_step:
+            self._updates, self._begun = int(state["step"]) - int(state["skipped"]), False
+        elif not self._begun and self._updates >= self._freeze_step:
+            self._updates = int(state["step"]) - int(state["skipped"])
+        if self._updates < self._freeze_step:
             new, metrics = self.warm_up(state, batch)
         else:
             if not self._begun and int(state[ONE_BIT][self._key][BEGUN]) == 0:
                 state = self.begin(state)
             self._begun = True
             new, metrics = self.compressed(state, batch)
-        self._last, self._number = new["step"], self._number + 1
+        self._last, self._updates = new["step"], self._updates + 1
         return new, metrics
 
 

@@ -111,9 +111,12 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
         sizes[DATA] = num_devices // fixed
     product = math.prod(sizes.values())
     if product != num_devices:
+        remedy = "use data=-1 to use all of them"
+        if num_devices % fixed:
+            remedy = f"use sizes whose product divides {num_devices}, with data=-1"
         raise ValueError(
             f"mesh {' x '.join(f'{axis}={size}' for axis, size in sizes.items())} needs {product} "
-            f"devices, but found {num_devices}; use data=-1 to use all of them"
+            f"devices, but found {num_devices}; {remedy}"
             + (_on_fewer(config, sizes) if product < num_devices else "")
         )
     return sizes

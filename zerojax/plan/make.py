@@ -231,7 +231,7 @@ def make_plan(
       zero: ZeRO stage 0 to 3; None: the stage in the mesh config, or 1.
       precision: "bf16", "fp32" or a `Precision`. None: bf16, or fp32 on CPU devices.
       reduce_dtype: dtype in which gradients are reduced over devices, "fp32" or "bf16"; None: the
-        compute dtype.
+        compute dtype. Sums over `model` stay in the compute dtype.
       accumulate_dtype: dtype of the sum over microbatches, "fp32" or "bf16"; None: see
         `as_precision`.
       num_microbatches: number of parts into which each device's rows are split; gradients are

@@ -57,7 +57,8 @@ def describe_choices(
         lines.append(f"zero={settings.zero}: {roles[settings.zero]} split over {shards} devices")
     lines += describe_experts(mesh, placement)
     model_axis = mesh.shape[MODEL]
-    if model_axis > 1 and not any(MODEL in leaf.axes for leaf in placement.leaves.values()):
+    splits = model_axis > 1 and any(MODEL in leaf.axes for leaf in placement.leaves.values())
+    if model_axis > 1 and not splits:
         lines.append(
             f"model={model_axis} splits nothing, so {model_axis} devices repeat the same "
             "computation: no "
@@ -65,6 +66,16 @@ def describe_choices(
             "example_batch=batch) proposes, or model=1"
         )
     lines.append(f"precision: {precision.describe()}")
+    compute, reduce = precision.compute_dtype, precision.reduce_dtype
+    if splits and jnp.finfo(reduce).bits > jnp.finfo(compute).bits:
+        lines.append(
+            f"sums over `model` are placed by the compiler in {compute.name}, not in "
+            f"reduce_dtype={reduce.name}: those of activations and their gradients, and of the "
+            "gradients of parameters that are whole but multiply split values. To sum these "
+            "gradients in float32, cast such parameters and values to float32 in the model, or "
+            "use precision=fp32; expect.gradients_in=fp32 refuses a step that sums them in "
+            f"{compute.name}"
+        )
     count = len({name for name, _ in placement.exceptions()})
     if count:
         found = "1 parameter is" if count == 1 else f"{count} parameters are"

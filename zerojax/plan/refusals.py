@@ -176,16 +176,17 @@ def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
     if settings.wire.weights != "fp8":
         return
     asked = f"wire.weights={settings.wire.weights}"
-    if settings.zero != 3:
-        raise ValueError(
-            f"{asked} needs weights that are gathered on use (in each layer), but "
-            f"zero={settings.zero} gathers "
-            "none on use; use zero=3, or wire.weights=compute"
-        )
+    stage = "" if settings.zero == 3 else "zero=3 and "
     if not eight_bits:
         raise ValueError(
             f"{asked} needs parameters that the model uses only as 8-bit floats, but this model "
-            "has none; set matmul_dtype='fp8' of a reference model, or use wire.weights=compute"
+            f"has none; set {stage}matmul_dtype='fp8' of a reference model, or use "
+            "wire.weights=compute"
+        )
+    if stage:
+        raise ValueError(
+            f"{asked} needs weights that are gathered on use (in each layer), but "
+            f"zero={settings.zero} gathers none on use; use zero=3, or wire.weights=compute"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.config import BatchRampConfig, ConfigError, CurriculumConfig
+from zerojax.config import BatchRampConfig, ConfigError, CurriculumConfig, OptimizerConfig
 from zerojax.plan.batch_rungs import BatchLadder, batch_ladder_of, resized_structs
 from zerojax.plan.inputs import PlanInputs, plan_options
 from zerojax.plan.make import Plan, plan_of
@@ -53,7 +53,12 @@ def with_rungs(plan: Plan) -> Plan:
     else:
         ladder = batch_ladder_of(plan, ramp)
         plans = {rows: _plan_batch(plan, ladder, rows) for rows in ladder.ramp.rungs[:-1]}
-        plans[ladder.whole] = plan
+        # The plan of the whole run cannot know its rows from the number of updates: a skipped batch
+        # advances the ramp, but is no update.
+        scales = (
+            isinstance(plan.inputs.optimizer, OptimizerConfig) and plan.inputs.optimizer.scaling
+        )
+        plans[ladder.whole] = _plan_batch(plan, ladder, ladder.whole) if scales else plan
     ladder = dataclasses.replace(ladder, plans=plans)
     return dataclasses.replace(plan, ladder=ladder, reasons=(*plan.reasons, *ladder.describe()))
 
@@ -83,7 +88,7 @@ def _plan_batch(plan: Plan, ladder: BatchLadder, rows: int) -> Plan:
         example_batch=resized_structs(plan.abstract_batch, rows),
         batch_ramp=BatchRampConfig(),
         num_microbatches=number,
-        step_sizes=sizes_of_steps(plan.inputs),
+        step_sizes=dataclasses.replace(sizes_of_steps(plan.inputs), own_rows=rows),
     )
     remedy = "use other batch sizes (start, increment), or settings that support this one"
     rung = _planned(plan, inputs, ladder, rows, remedy, _BATCH_KEY)

@@ -242,8 +242,8 @@ def describe_one_bit(
     total = compressed_bytes(placement, precision)
     weights = "" if settings.zero == 0 else ", including the all-gather of weights"
     lines = [
-        f"{one_bit.name}: steps 1 to {one_bit.freeze_step} are {one_bit.warm_up_name}; after them "
-        "another program runs, which freezes the second moment and sends the momentum of "
+        f"{one_bit.name}: updates 1 to {one_bit.freeze_step} are {one_bit.warm_up_name}; after "
+        "them another program runs, which freezes the second moment and sends the momentum of "
         f"{len(signed)} "
         f"of {len(trained)} parameters as signs with one scale per 256 values: "
         f"{format_bytes(signs_sent(placement))} per step and device, {format_bytes(total)} in "
@@ -261,9 +261,9 @@ def describe_one_bit(
         )
     if one_bit.options.clip_norm is not None:
         lines.append(
-            f"clip_norm={one_bit.options.clip_norm:g} after step {one_bit.freeze_step} limits the "
-            "root mean square over devices of their gradient norms, since no device knows the norm "
-            "of the mean gradient"
+            f"clip_norm={one_bit.options.clip_norm:g} after update {one_bit.freeze_step} limits "
+            "the root mean square over devices of their gradient norms, since no device knows the "
+            "norm of the mean gradient"
         )
     return lines
 

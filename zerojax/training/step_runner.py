@@ -182,7 +182,7 @@ class StepRunner:
             return self._report()
         finally:  # also after an error in a callback, because the step has been taken
             if is_reported:
-                self._reports.hold(plan, self.num_steps, metrics)
+                self._reports.hold(self.step_plan, self.num_steps, metrics)
 
     def wait(self) -> None:
         """Waits for all steps that were registered by `follow`.

@@ -294,7 +294,8 @@ class _Step:
                         limit=limit,
                         collective=one.describe(),
                         line=one.line,
-                        remedy="cast to float32 before the sum",
+                        remedy="cast the parameter and the values to float32 at this line, or use "
+                        "precision=fp32",
                     )
                 )
         dtypes = {
