@@ -639,3 +639,21 @@ def test_the_tokenizers_agree_on_offsets():
         assert {i for start, end in offsets.tolist() for i in range(start, end)} == set(
             range(len(text))
         )
+
+
+def test_a_row_at_which_the_tokenizer_fails_is_named_or_left_out(tmp_path, model, capfd):
+    """A Rust panic, by a regular expression that tries too many ways, is no Exception."""
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(z+)+(z+)+$"}, "behavior": "Isolated"}
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [{**split, "invert": False}, content["pre_tokenizer"]],
+    }
+    file.write_text(json.dumps(content))
+    bad = {"messages": [{"role": "user", "content": "z" * 300 + "!"}, TELL]}
+    data = lines(tmp_path / "c.jsonl", GOOD, bad, GOOD)
+    words = ["data", "prepare", str(data), "--format", "chat", "--tokenizer", str(model)]
+    complaint(capfd, [*words, str(tmp_path / "no")], "c.jsonl:2", "regular expressions --bad skip")
+    made = prepare_chats(data, tmp_path / "out", tokenizer=model, bad="skip")
+    assert (made.num_texts, made.skipped) == (2, 1)

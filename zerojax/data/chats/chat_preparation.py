@@ -348,11 +348,24 @@ class _Preparation:
             waiting = batch
             if rendered:
                 places = [place for place, _ in rendered]
-                yield from zip(
-                    places,
-                    encode_marked(self.tokenizer, [one for _, one in rendered]),
-                    strict=True,
-                )
+                try:
+                    encoded = encode_marked(self.tokenizer, [one for _, one in rendered])
+                except ValueError:
+                    yield from self._encoded_alone(rendered)
+                else:
+                    yield from zip(places, encoded, strict=True)
+
+    def _encoded_alone(
+        self, rendered: Iterable[tuple[str, MarkedText]]
+    ) -> Iterator[tuple[str, EncodedChat]]:
+        """Yields encoded texts one by one, and leaves out those at which the tokenizer fails."""
+        for place, one in rendered:
+            try:
+                [encoded] = encode_marked(self.tokenizer, [one])
+            except ValueError as error:
+                self._leave_out(place, str(error))
+            else:
+                yield place, encoded
 
     def _send(self, batch: Sequence[_Placed]) -> None:
         requests = [chat.as_request() for _, chat in batch if isinstance(chat, Chat)]
