@@ -18,6 +18,7 @@ from zerojax.cli.run_commands import RECORD_FILE, open_run
 from zerojax.config.display import quoted, show
 from zerojax.config.generation_limits import check_generation
 from zerojax.config.loader import user_path
+from zerojax.config.regular_files import decode_text
 from zerojax.runtime import bounded_json
 
 _EXAMPLES = """\
@@ -217,12 +218,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def _of_lines(file: Path) -> list[str]:
-    try:
-        text = bounded_json.read_bytes(file).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file} is not UTF-8 at byte {error.start}; convert it, for example with iconv"
-        ) from error
+    text = decode_text(bounded_json.read_bytes(file), file)
     return [line for line in text.splitlines() if line.strip()]
 
 
