@@ -71,7 +71,7 @@ def check_generation(
 def _check_seed(seed: Any) -> None:
     if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
         raise TypeError(f"seed={quoted(seed)} is not an integer; use an integer, as in seed=0")
-    if not -_SEEDS <= seed < _SEEDS:
+    if not -_SEEDS <= int(seed) < _SEEDS:
         raise ValueError(f"seed={quoted(seed)} does not fit into 64 bits; use 0 to {_SEEDS - 1}")
 
 
