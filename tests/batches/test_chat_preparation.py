@@ -18,10 +18,15 @@ import numpy as np
 import pytest
 
 from tests.support.chat_samples import BOS, CHATS, EOS, TEMPLATES, unmarked
-from tests.support.refusals import complaint
+from tests.support.refusals import complaint, refused
 from zerojax.cli import main
 from zerojax.data import as_source
-from zerojax.data.chats import chat_preparation, prepare_chats
+from zerojax.data.chats import (
+    chat_encoding,
+    chat_preparation,
+    prepare_chats,
+    template_process,
+)
 from zerojax.data.chats.chat_template import Limits
 from zerojax.data.opening import open_texts
 from zerojax.data.text_set import verify_text_set
@@ -639,3 +644,120 @@ def test_the_tokenizers_agree_on_offsets():
         assert {i for start, end in offsets.tolist() for i in range(start, end)} == set(
             range(len(text))
         )
+
+
+def test_a_row_at_which_the_tokenizer_fails_is_named_or_left_out(tmp_path, model, capfd):
+    """A Rust panic, by a regular expression that tries too many ways, is no Exception."""
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(z+)+(z+)+$"}, "behavior": "Isolated"}
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [{**split, "invert": False}, content["pre_tokenizer"]],
+    }
+    file.write_text(json.dumps(content))
+    bad = {"messages": [{"role": "user", "content": "z" * 300 + "!"}, TELL]}
+    data = lines(tmp_path / "c.jsonl", GOOD, bad, GOOD)
+    words = ["data", "prepare", str(data), "--format", "chat", "--tokenizer", str(model)]
+    complaint(capfd, [*words, str(tmp_path / "no")], "c.jsonl:2", "regular expressions --bad skip")
+    made = prepare_chats(data, tmp_path / "out", tokenizer=model, bad="skip")
+    assert (made.num_texts, made.skipped) == (2, 1)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x"
+
+
+@pytest.mark.parametrize("bad", ["refuse", "skip"])
+def test_a_template_that_loops_is_refused_at_its_first_chats(bad, tmp_path, model, monkeypatch):
+    """Not after the limit of time of each chat of a batch."""
+    ended = []
+    real = template_process.TemplateProcess._why_it_ended
+    monkeypatch.setattr(
+        template_process.TemplateProcess,
+        "_why_it_ended",
+        lambda own: ended.append(1) or real(own),
+    )
+    data = lines(tmp_path / "c.jsonl", *[GOOD] * 300)
+    (tmp_path / "loops.jinja").write_text(LOOPS)
+    options = {"template": str(tmp_path / "loops.jinja"), "limits": Limits(seconds=0.3), "bad": bad}
+    make = lambda **other: prepare_chats(  # noqa: E731
+        data, tmp_path / "out", tokenizer=model, **{**options, **other}
+    )
+    row = {"refuse": 1, "skip": 2}[bad]
+    refused(make, f"c.jsonl:{row} 0.3", "--template")
+    assert len(ended) == row
+    assert make(template=None).num_texts == 300
+
+
+def test_a_chat_of_some_long_rendering_is_left_out_alone(tmp_path, model):
+    """Once a chat was rendered, it is the row, and not the template, that is at fault."""
+    loops = LOOPS.replace("x", "{% endif %}") + TEMPLATES["chatml"]
+    (tmp_path / "t.jinja").write_text("{% if 'slow' in messages[0].content %}" + loops)
+    slow = {"messages": [{"role": "user", "content": "slow"}, TELL]}
+    data = lines(tmp_path / "c.jsonl", GOOD, slow, slow, slow, GOOD)
+    options = {"template": str(tmp_path / "t.jinja"), "limits": Limits(seconds=0.3)}
+    made = prepare_chats(data, tmp_path / "out", tokenizer=model, bad="skip", **options)
+    assert (made.num_texts, made.skipped) == (2, 3)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "value", "remedy"),
+    [
+        ({"messages": [ASK, TELL] * 100_000}, "200,000 10,000", "several chats"),
+        ({"messages": [ASK, {**TELL, "content": "a" * 3_000_000}]}, "2,000,000", "several chats"),
+        ({"prompt": "q", "completion": "a" * 3_000_000}, "3,000,001 2,000,000", "several chats"),
+    ],
+)
+def test_a_chat_that_is_too_long_is_refused_before_it_is_rendered(
+    suffix, row, value, remedy, tmp_path, model, monkeypatch
+):
+    monkeypatch.setattr(
+        chat_preparation, "TemplateProcess", lambda *a, **b: pytest.fail("was rendered")
+    )
+    data = tmp_path / f"c.{suffix}"
+    if suffix == "jsonl":
+        lines(data, row)
+    else:
+        write_table(data, [row])
+    refused(lambda: prepare_chats(data, tmp_path / "out", tokenizer=model), f"c.{suffix}:1", value)
+    with pytest.raises(ValueError, match=remedy):
+        prepare_chats(data, tmp_path / "out", tokenizer=model)
+
+
+def test_texts_of_each_answer_of_a_long_chat_are_limited_together(tmp_path, model):
+    long = {"messages": [ASK, {**TELL, "content": "a" * 2000}] * 100}
+    data = lines(tmp_path / "c.jsonl", long)
+    call = functools.partial(prepare_chats, data, tmp_path / "out", tokenizer=model)
+    refused(lambda: call(answers="each"), "2,000,000", "several chats")
+    assert call().num_texts == 1
+
+
+def test_a_row_of_any_length_is_not_read_beyond_the_limit(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(chat_preparation, "_MAX_ROW_BYTES", 10_000)
+    data = tmp_path / "c.jsonl"
+    for content in (b"[" * 20_000, b" " * 20_000, b'{"a": "' + b"b" * 20_000):
+        data.write_bytes(json.dumps(GOOD).encode() + b"\n" + content)
+        call = functools.partial(prepare_chats, data, tmp_path / "out", tokenizer=model)
+        refused(call, "c.jsonl:2 10,000", "fix")
+
+
+def test_tokens_of_answers_are_those_that_cover_a_part_of_them():
+    """For many answers in one text, also of tokens that cover no character."""
+    generator = np.random.default_rng(4)
+    for _ in range(200):
+        starts = np.sort(generator.integers(0, 60, 40))
+        offsets = np.stack([starts, starts + generator.integers(0, 3, 40)], axis=1)
+        offsets[:, 1] = np.maximum.accumulate(offsets[:, 1])
+        bounds = np.sort(generator.choice(60, 8, replace=False)).tolist()
+        answers = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+        marked = chat_encoding.MarkedText(text="x" * 63, answers=answers)
+        found = chat_encoding._encoded(marked, np.arange(40), offsets)
+        asked, seams = np.zeros(40, bool), 0
+        for start, end in answers:
+            mine = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+            if mine.size:
+                asked[mine[0] : mine[-1] + 1] = True
+                seams += int(offsets[mine[0], 0] < start)
+        np.testing.assert_array_equal(found.asked, asked)
+        assert found.num_seams == seams

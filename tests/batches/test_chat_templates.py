@@ -185,7 +185,7 @@ def answered(source: str, limits: Limits) -> list:
     """What a template answers to two chats, the second of which is never harmed by the first."""
     with TemplateProcess(source, limits=limits) as process:
         process.send([CHAT, {"messages": [{"role": "assistant", "content": "x"}]}])
-        return process.receive()
+        return list(process.receive())
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_process_that_ends_otherwise_is_one_sentence():
         [found] = process.receive()
         assert found.error == "the rendering process ended (signal 9)"
         process.send([CHAT])
-        assert process.receive()[0].text == "fine", "a new one goes on"
+        assert next(process.receive()).text == "fine", "a new one goes on"
 
 
 def test_the_process_is_gone_afterwards():

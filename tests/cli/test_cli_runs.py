@@ -19,9 +19,12 @@ from pathlib import Path
 import pytest
 
 import zerojax
+from tests.support.refusals import complaint
 from zerojax.checkpoint.retention import keep_step
 from zerojax.cli import main
 from zerojax.config.display import printable
+from zerojax.data import ByteTokenizer, save_tokenizer
+from zerojax.training import loading
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -180,6 +183,37 @@ def test_bad_input_is_one_line_and_exit_code_2(words, part, run, tmp_path, monke
     assert err.startswith("zerojax: error: ")
     assert len(err.splitlines()) == 1
     assert part in err
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "remedy"),
+    [
+        (["--tokens", "999999999999"], "num_tokens 48", "47"),
+        (["--tokens", "-3"], "num_tokens=-3", "1"),
+        (["--batch-size", "0"], "batch_size=0", "1"),
+        (["--seed", "9" * 30], "seed 64", str(2**63 - 1)),
+        (["--top-k", "300"], "top_k=300 256", "None"),
+        (["--top-k", "-1"], "top_k=-1", "1"),
+        (["--top-p", "nan"], "top_p=nan", "1"),
+        (["--temperature", "nan"], "temperature=nan", "0"),
+        (["--temperature", "inf"], "temperature=inf", "0"),
+        (["--temperature", "-1"], "temperature=-1.0", "0"),
+        (["--repetition-penalty", "0"], "repetition_penalty=0.0", "1.0"),
+        (["--end-tokens", "999"], "end_tokens=999 256", "255"),
+        (["--tokens", "46"], "num_tokens=46 48", "num_tokens=45"),
+        (["x" * 48], "prompt 48", "47"),
+    ],
+)
+def test_bad_arguments_of_generate_are_refused_before_the_run_is_read(
+    words, value, remedy, tmp_path, monkeypatch, capsys
+):
+    """What run.json says of the model is enough; all but the prompts need no JAX either."""
+    sizes = {"vocab_size": 256, "max_seq_len": 48}
+    (tmp_path / "run.json").write_text(json.dumps({"sizes": sizes, "platform": "cpu"}))
+    save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer.json")
+    monkeypatch.setattr(loading, "load_run", lambda *args, **options: pytest.fail("was read"))
+    prompt = [] if len(words) == 1 else ["abc"]
+    complaint(capsys, ["generate", str(tmp_path), *prompt, *words], value, remedy)
 
 
 def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):

@@ -94,7 +94,7 @@ def test_a_file_that_is_not_there_is_refused_with_the_remedy(tmp_path):
 def test_a_file_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "sheet.csv"
     path.write_bytes(b"PK\x03\x04\xff\xfe")
-    with pytest.raises(ScheduleError, match="not a text file in UTF-8"):
+    with pytest.raises(ScheduleError, match="not UTF-8 at byte 4"):
         read_csv(path)
 
 

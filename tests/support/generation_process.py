@@ -59,6 +59,10 @@ def main(folder: str) -> None:
         trainer.generate([[1 + number]], 8)
     with pytest.raises(ValueError, match="quantize differs"):
         trainer.generate(PROMPTS, 8, quantize=(None, "int8")[number])
+    # An argument that only one process has, and that no model takes, is an error of each.
+    for options in ({"temperature": (1.0, -1.0)[number]}, {"top_k": (None, 2.5)[number]}):
+        with pytest.raises(ValueError, match="differs"):
+            trainer.generate(PROMPTS, 8, **options)
     (Path(folder) / f"{jax.process_index()}.json").write_text(json.dumps(rows), encoding="utf-8")
 
 

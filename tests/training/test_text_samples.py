@@ -12,6 +12,7 @@ from tests.support.refusals import refused
 from tests.support.small_models import reference_model
 from tests.support.trajectories import text_batch
 from zerojax.config import ConfigError, ModelConfig, SamplesConfig
+from zerojax.training import trainer as trainer_module
 from zerojax.training.metrics.report import write_report
 
 PROMPTS = ("To be", "What is the")
@@ -57,16 +58,33 @@ def test_samples_change_no_bit_of_a_run(tmp_path):
     assert runs[0].history[-1]["loss"] == runs[1].history[-1]["loss"]
 
 
+def test_a_run_that_dies_while_it_writes_texts_loses_no_checkpoint(tmp_path, monkeypatch):
+    """Each save is complete on disk before the texts of its step are drawn, the last one too."""
+    on_disk: dict[int, Any] = {}
+    real = trainer_module.log_samples
+
+    def noting(trainer, *args):
+        on_disk[trainer.num_steps] = max(trainer._checkpointer.steps(), default=None)
+        return real(trainer, *args)
+
+    monkeypatch.setattr(trainer_module, "log_samples", noting)
+    saved = zerojax.CheckpointConfig(path=str(tmp_path / "run" / "checkpoints"), every=2)
+    train(tmp_path / "run", steps=3, eval_every=2, checkpoint=saved)
+    assert on_disk == {0: None, 2: 2, 3: 3}
+
+
 def test_a_run_that_writes_no_text_is_refused_before_its_first_step(tmp_path):
     def without_tokenizer():
         batches = [text_batch(step) for step in range(4)]
         train_on = {"seq_len": None, "global_batch_size": None}
-        log = zerojax.LogConfig(samples=SamplesConfig(prompts=PROMPTS), console="quiet")
+        log = zerojax.LogConfig(
+            samples=SamplesConfig(prompts=PROMPTS, num_tokens=8), console="quiet"
+        )
         options = {"steps": 4, "run_dir": tmp_path / "arrays", "log": log}
         return zerojax.train(reference_model("gpt2"), {}, batches, **train_on, **options)
 
     refused(without_tokenizer, "no tokenizer")
-    long = SamplesConfig(prompts=("To be, or not to be, that is the question",))
+    long = SamplesConfig(prompts=("To be, or not to be, that is the question",), num_tokens=8)
     log = zerojax.LogConfig(samples=long, console="quiet")
     refused(lambda: train(tmp_path / "long", log=log), "41 tokens 32", "shorten")
     assert not logged(tmp_path / "long")

@@ -182,7 +182,7 @@ def test_the_cache_has_the_dtype_of_the_activations():
     ("change", "message"),
     [
         ({"num_tokens": 29}, "are 49 tokens, .* max_seq_len=48; use num_tokens=28"),
-        ({"num_tokens": 0}, "num_tokens=0 must be at least 1"),
+        ({"num_tokens": 0}, "num_tokens=0 is below 1"),
         ({"temperature": -1.0}, "temperature=-1.0 must be a finite number >= 0"),
         ({"temperature": float("nan")}, "temperature=nan must be a finite number >= 0"),
         ({"top_k": 0}, "top_k=0 must be between 1 and the vocabulary's 13"),

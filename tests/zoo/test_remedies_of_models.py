@@ -305,6 +305,15 @@ def test_a_text_that_is_too_long_to_go_on(prompt, num_tokens, remedy, good, undr
     Refusal((prompt, num_tokens), value, remedy, good).check(draw)
 
 
+@pytest.mark.parametrize("bad", [10**12, 10**40, -(10**12), 0, 2.0, True, "8", math.nan])
+def test_a_number_of_tokens_is_refused_whatever_its_size(bad, undrawn):
+    def draw(num_tokens: Any) -> Any:
+        return generate(abstract("GPT2", **SIZES), np.zeros((1, 4), int), num_tokens)
+
+    refused(lambda: draw(bad), "num_tokens", error=(ValueError, TypeError))
+    draw(12)
+
+
 @pytest.mark.thorough
 def test_how_tokens_are_drawn(undrawn):
     def draw(options: dict[str, Any] | None = None, model: Any = None) -> Any:

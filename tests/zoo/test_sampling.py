@@ -107,6 +107,16 @@ def test_options_out_of_range_are_refused():
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0", "1.0", [{}]),
         ({"end_tokens": (3, 13)}, "end_tokens=13 13", "12", [{"end_tokens": (3, 12)}]),
         ({"pad_token": -1}, "pad_token=-1 13", "12", [{"pad_token": 12}]),
+        ({"temperature": 1e300}, "temperature", "3.4e+38", [{"temperature": 3e38}]),
+        ({"top_p": 1e-60}, "top_p", "1.2e-38", [{"top_p": 1e-37}]),
+        ({"top_k": 10**12}, "top_k", "13", [{"top_k": 13}]),
+        ({"seed": 10**30}, "seed 64", str(2**63 - 1), [{"seed": 2**63 - 1}]),
+        ({"top_k": 2.5}, "top_k=2.5", "whole", [{"top_k": 2}], TypeError),
+        ({"top_k": True}, "top_k=True", "whole", [{"top_k": 1}], TypeError),
+        ({"temperature": "hot"}, "temperature='hot'", "number", [{}], TypeError),
+        ({"end_tokens": (1.5,)}, "end_tokens=1.5", "integer", [{"end_tokens": (1,)}], TypeError),
+        ({"end_tokens": 2}, "end_tokens=2", "[2]", [{"end_tokens": [2]}], TypeError),
+        ({"seed": 1.0}, "seed=1.0", "seed=0", [{"seed": 0}], TypeError),
     )
     for row in rows:
         Refusal(*row).check(make)

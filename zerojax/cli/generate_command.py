@@ -14,9 +14,11 @@ from zerojax.cli.arguments import (
     add_run_settings,
     add_weights,
 )
-from zerojax.cli.run_commands import open_run
+from zerojax.cli.run_commands import RECORD_FILE, open_run
 from zerojax.config.display import quoted, show
+from zerojax.config.generation_limits import check_generation
 from zerojax.config.loader import user_path
+from zerojax.config.regular_files import decode_text
 from zerojax.runtime import bounded_json
 
 _EXAMPLES = """\
@@ -30,6 +32,12 @@ examples:
   zerojax generate runs/mine --prompts prompts.txt --top-p 0.9
   zerojax generate runs/mine --prompts prompts.jsonl --format jsonl mesh.data=4
   zerojax generate runs/mine "To be" --quantize int8 --cache int8"""
+
+_OPTIONS = (
+    *("temperature", "top_k", "top_p", "repetition_penalty", "end_tokens", "seed", "batch_size"),
+    *("quantize", "cache"),
+)
+"""Options of the command that are arguments of `continuations`."""
 
 
 def add(commands) -> None:
@@ -113,26 +121,52 @@ def add(commands) -> None:
 def generate(args: argparse.Namespace) -> int:
     """Runs `zerojax generate`: prints the prompts and their continuations."""
     prompts, overrides = _prompts_and_overrides(args)
-    loaded = open_run(args.run, overrides, args.step, args.weights, args.pretrained)
-    found = loaded.continuations(
-        prompts,
-        args.tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        repetition_penalty=args.repetition_penalty,
-        end_tokens=args.end_tokens,
-        seed=args.seed,
-        batch_size=args.batch_size,
-        quantize=args.quantize,
-        cache=args.cache,
+    options = {name: getattr(args, name) for name in _OPTIONS}
+    folder = user_path(args.run)
+    sizes = _sizes_of(folder)
+    # Before JAX is imported and the model is loaded, which takes seconds.
+    check_generation(num_tokens=args.tokens, **options, **sizes)
+    loaded = open_run(
+        args.run,
+        overrides,
+        args.step,
+        args.weights,
+        args.pretrained,
+        before=lambda: _check_prompts(folder, prompts, args.tokens, sizes),
     )
+    found = loaded.continuations(prompts, args.tokens, **options)
     for number, each in enumerate(found):
         if args.format == "jsonl":
             show(_as_json(each))
         else:
             show(each.text, end="\n" if number == len(found) - 1 else "\n\n")
     return 0
+
+
+def _sizes_of(folder: Path) -> dict[str, int]:
+    """Returns vocabulary size and context of the model of a run; {} if its record has none."""
+    try:
+        record = bounded_json.load(folder / RECORD_FILE)
+    except (OSError, ValueError):
+        return {}  # `load_run` reports the error
+    sizes = record.get("sizes") if isinstance(record, dict) else None
+    sizes = sizes if isinstance(sizes, dict) else {}
+    named = {"vocab_size": sizes.get("vocab_size"), "context": sizes.get("max_seq_len")}
+    return {name: size for name, size in named.items() if type(size) is int and size > 0}
+
+
+def _check_prompts(
+    folder: Path, prompts: list[str], num_tokens: int | None, sizes: dict[str, int]
+) -> None:
+    """Checks prompts before the model of a run is loaded."""
+    # These imports load JAX.
+    from zerojax.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+    from zerojax.zoo.text_generation import encoded_prompts
+
+    if "context" in sizes:
+        file = folder / TOKENIZER_FILE
+        tokenizer = load_tokenizer(file) if file.is_file() else None
+        encoded_prompts(tokenizer, prompts, num_tokens, sizes["context"])
 
 
 def _as_json(each: Any) -> str:
@@ -184,12 +218,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def _of_lines(file: Path) -> list[str]:
-    try:
-        text = bounded_json.read_bytes(file).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file} is not UTF-8 at byte {error.start}; convert it, for example with iconv"
-        ) from error
+    text = decode_text(bounded_json.read_bytes(file), file)
     return [line for line in text.splitlines() if line.strip()]
 
 

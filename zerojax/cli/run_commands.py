@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -153,6 +153,8 @@ def open_run(
     step: int | str | None = None,
     weights: Literal["trained", "ema"] = "trained",
     pretrained: str | None = None,
+    *,
+    before: Callable[[], None] = lambda: None,
 ) -> Any:
     """Loads a trained run from its folder.
 
@@ -162,6 +164,7 @@ def open_run(
       step: saved step or its name; as for `zerojax.load_run`, like the next two arguments.
       weights: "trained", or "ema" for the average of the weights.
       pretrained: folder of the pretrained weights, if it has moved.
+      before: function that is called when JAX can be imported, before the run is read.
 
     Raises:
       ConfigError: an unknown key or a wrong value; otherwise the errors of `zerojax.load_run`.
@@ -182,6 +185,7 @@ def open_run(
     # These imports load JAX; the number of CPU devices is set above.
     from zerojax.training.loading import load_run
 
+    before()
     mesh = {name: getattr(settings.mesh, name) for name in names}
     return load_run(run, step, mesh=mesh or None, weights=weights, pretrained=pretrained)
 

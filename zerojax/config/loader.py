@@ -420,14 +420,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
     return values or {}, where
 
 
-def read_text(path: Path, *, encoding: str = "utf-8") -> str:
+def read_text(path: Path) -> str:
     """Reads a configuration file up to the limit of its length.
 
     Raises:
       ConfigError: the file is longer than `MAX_CHARACTERS`.
       OSError, UnicodeDecodeError, UnreadableError: the file cannot be read.
     """
-    with open_text(path, encoding=encoding) as file:
+    with open_text(path) as file:
         text = file.read(MAX_CHARACTERS + 1)
     check_length(text, str(path))
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import itertools
 import os
 import shlex
 from collections.abc import Collection, Iterator, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from zerojax.config.display import quoted
 from zerojax.config.loader import user_path
-from zerojax.config.regular_files import check_regular, open_regular
+from zerojax.config.regular_files import check_regular, open_regular, open_text
 from zerojax.data.record_files import RECORD_SUFFIXES, read_records, saved_files
 
 EMBEDDED_NAME = "shakespeare.txt"
@@ -139,15 +140,17 @@ def read_documents(files: Sequence[Path]) -> Iterator[Iterator[str]]:
             for text in _texts_of_rows(file):
                 if text:
                     yield iter((text,))
-        elif file.stat().st_size:
-            yield _text_pieces(file)
+        else:
+            pieces = _text_pieces(file)
+            if (first := next(pieces, None)) is not None:
+                yield itertools.chain((first,), pieces)
 
 
 def _text_pieces(file: Path) -> Iterator[str]:
     """Yields pieces of about PIECE_CHARACTERS that end at line ends."""
     held = ""
     # newline="" keeps \r\n unchanged, so that the bytes of the text equal those of the file.
-    with open(open_regular(file), encoding="utf-8", newline="") as stream:
+    with open_text(file, newline="") as stream:
         while True:
             try:
                 block = stream.read(PIECE_CHARACTERS)

@@ -11,6 +11,7 @@ import numpy as np
 
 from zerojax.config.display import quoted
 from zerojax.config.loader import user_path
+from zerojax.config.regular_files import decode_text
 from zerojax.config.sections import MixturePart
 from zerojax.data.corpus import existing_path
 from zerojax.data.mixture import MixtureSource
@@ -245,7 +246,7 @@ def open_texts(folder: Path) -> tuple[TextSet, TextSet | None]:
     if TOKENIZER_FILE in sums:
         tokenizer = load_tokenizer(folder / TOKENIZER_FILE).to_dict()
     if TEMPLATE_FILE in sums:
-        template = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+        template = decode_text((folder / TEMPLATE_FILE).read_bytes(), folder / TEMPLATE_FILE)
     return open_text_set(folder, tokenizer=tokenizer, template=template)
 
 

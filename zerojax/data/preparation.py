@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from zerojax.config.loader import user_path
 from zerojax.data.corpus import find_text_files, num_text_bytes, other_suffixes, read_documents
+from zerojax.data.subwords import MAX_WHOLE_CHARACTERS
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, save_tokenizer
 from zerojax.data.tokens import (
     FORMAT,
@@ -178,12 +179,34 @@ def encode_files(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[tuple[
     is_first = True
     for document in read_documents(files):
         starts_document = True
-        for piece in document:
-            ids = tokenizer.encode(piece)
+        for ids in encode_document(document, tokenizer):
             if starts_document and not is_first:
                 ids = np.concatenate([tokenizer.separator, ids])
             yield starts_document, ids
             starts_document = is_first = False
+
+
+def encode_document(pieces: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yields the ids of one document that comes in pieces: together those of `tokenizer.encode`.
+
+    Raises:
+      ValueError: the tokenizer needs the document in one call, and it is longer than
+        `MAX_WHOLE_CHARACTERS`.
+    """
+    if hasattr(tokenizer, "encode_pieces"):
+        yield from tokenizer.encode_pieces(pieces)
+        return
+    held: list[str] = []
+    for piece in pieces:
+        held.append(piece)
+        if (size := sum(map(len, held))) > MAX_WHOLE_CHARACTERS:
+            raise ValueError(
+                f"a document has more than {size:,} characters, but {tokenizer!r} has no method "
+                f"encode_pieces, so it gets documents of at most {MAX_WHOLE_CHARACTERS:,} in one "
+                'call; give it this method, or make several documents, {"text": "..."} per row of '
+                "a .jsonl file"
+            )
+    yield tokenizer.encode("".join(held))
 
 
 def tokens_of_text(path: Path | None, tokenizer: Any) -> tuple[Tokens, Tokenizer]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from zerojax.config.display import quoted
-from zerojax.config.regular_files import open_regular
+from zerojax.config.regular_files import check_encoding, open_regular
 from zerojax.runtime.bounded_json import JsonError, load, loads
 
 JSON_LINES = ".jsonl"
@@ -25,29 +27,40 @@ _MISSING = (
 )
 
 
-def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Any]]:
+def read_records(
+    file: Path, columns: Sequence[str] | None = None, *, max_bytes: int = MAX_LINE_BYTES
+) -> Iterator[tuple[int, Any]]:
     """Yields the rows of one file, in constant memory.
 
     Args:
       file: a .parquet or .arrow file; any other is read as JSON lines, without empty lines.
       columns: columns of parquet and arrow to read, if they exist; None reads all.
+      max_bytes: maximum number of bytes of a line of JSON.
 
     Yields:
       (number of the line or row, from 1; its value, which is a dict for tables).
 
     Raises:
-      ValueError: a line is not JSON, or the file does not have the format of its suffix.
+      ValueError: a line is not JSON or too long, or the file does not have the format of its
+        suffix.
       ImportError: the file is parquet or arrow, and the package pyarrow is not installed.
     """
     if file.suffix.lower() in COLUMN_SUFFIXES:
         yield from _table_rows(file, columns)
         return
     with open(open_regular(file), "rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
+        check_encoding(stream.peek(4), file)
+        # One byte more than the limit is read, never a whole line of any length.
+        lines = iter(functools.partial(stream.readline, max_bytes + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip() and len(line) <= max_bytes:
                 continue
             try:
-                value = loads(line, max_bytes=MAX_LINE_BYTES, finite=False)
+                if len(line) > max_bytes:
+                    raise JsonError(f"the line has more than {max_bytes:,} bytes, the limit")
+                value = loads(line, max_bytes=max_bytes, finite=False)
             except JsonError as error:
                 raise ValueError(
                     f"{file}:{number}: not JSON ({error.what}); fix the line"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-import itertools
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from zerojax.config.display import cut, quoted
+from zerojax.data.spliced_encoding import PieceSizes, encode_spliced
+from zerojax.data.text_barriers import Barriers, barriers_of, is_slow_pattern
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
@@ -21,11 +26,13 @@ MIN_BPE_SIZE = NUM_BYTES + 1
 # Number of characters that one core encodes at a time: enough to amortise the call, few enough to
 # use many cores.
 PIECE_CHARACTERS = 1 << 14
+# Number of pieces that are encoded together.
+_BLOCK_PIECES = 64
+# Maximum number of characters that are encoded in one call because the text cannot be cut; they
+# need about 1 GiB, for Chinese about 3.
+MAX_WHOLE_CHARACTERS = 1 << 23
 # Common names of the end-of-text token, used if no settings file names it.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-_CUT = re.compile(r"(?<=\S\n)(?=\S)")
-# Texts whose ids must not change when they are cut after a line end.
-_PROBES = ("line\nText", "a.\n(b)", "x1\n22", "Ωμ\n“ß”", "}\n# end")
 _MISSING = (
     "a BPE tokenizer needs the package `tokenizers`, which is not installed: run "
     "`pip install tokenizers`, or use tokenizer='bytes'"
@@ -41,25 +48,90 @@ def _backend_of(content: Mapping[str, Any]) -> Any:
     """
     tokenizers = import_tokenizers()
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(content))
-    except Exception as error:  # the package raises bare Exceptions
+        with _refusals():
+            backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    except ValueError as error:
         raise ValueError(
             "not a tokenizer.json that this version of `tokenizers` can read: "
-            f"{cut(str(error), 200)}; if a newer version wrote it, run `pip install --upgrade "
-            "tokenizers`"
+            f"{error}; if a newer version wrote it, run `pip install --upgrade tokenizers`"
         ) from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
-class BpeTokenizer:
+class _SubwordTokenizer:
+    """What both tokenizers of the package `tokenizers` have in common."""
+
+    def __init__(self, backend: Any, content: Mapping[str, Any] | None = None):
+        """Wraps `backend`, a `tokenizers.Tokenizer`, made of the `content` of a tokenizer.json."""
+        self._backend = backend
+        self._is_slow = content is not None and is_slow_pattern(content)
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids, default=-1) + 1
+
+    @functools.cached_property
+    def _barriers(self) -> Barriers | None:
+        tokens = self._backend.get_vocab(with_added_tokens=False)
+        return barriers_of(json.loads(self._backend.to_str()), tokens)
+
+    def _encodings(self, texts: Sequence[str], with_offsets: bool = True) -> list[Any]:
+        """Encodes texts without the template's tokens; returns a `tokenizers.Encoding` for each."""
+        call = self._backend.encode_batch if with_offsets else self._backend.encode_batch_fast
+        with _refusals("encode the text", self._is_slow):
+            return call(list(texts), add_special_tokens=False)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of `text`, int32 [n]; the template's tokens are not added.
+
+        Long texts are encoded on all cores.
+
+        Raises:
+          ValueError: the tokenizer fails, or a long text cannot be cut.
+        """
+        return np.concatenate(list(self.encode_pieces((text,))))
+
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
+        """Yields the ids of a text that comes in pieces, int32: together those of `encode`.
+
+        Raises:
+          ValueError: the tokenizer fails, or a part of the text that cannot be cut without changing
+            ids has more than `MAX_WHOLE_CHARACTERS`.
+        """
+        sizes = PieceSizes(
+            piece=PIECE_CHARACTERS,
+            block=PIECE_CHARACTERS * _BLOCK_PIECES,
+            whole=MAX_WHOLE_CHARACTERS,
+        )
+        return encode_spliced(pieces, self._encodings, lambda: self._barriers, sizes)
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns (ids, offsets) for each text: ids int32 [n], and offsets int64 [n, 2], which are
+        the characters [start, end) that each id covers.
+
+        The template's tokens are not added. A special token written in a text is encoded as that
+        token.
+        """
+        return [
+            (np.asarray(e.ids, np.int32), np.asarray(e.offsets, np.int64).reshape(-1, 2))
+            for e in self._encodings(texts)
+        ]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Decodes ids to text, including special tokens; raises a ValueError for an unknown id."""
+        checked = checked_ids(ids, self.vocab_size).tolist()
+        with _refusals("decode the ids", self._is_slow):
+            return self._backend.decode(checked, skip_special_tokens=False)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(vocab_size={self.vocab_size})"
+
+
+class BpeTokenizer(_SubwordTokenizer):
     """Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) by the `tokenizers` package.
 
     `BpeTokenizer.train(texts, vocab_size=...)` and `tokenizer_from_dict` make one.
     """
-
-    def __init__(self, backend: Any):
-        """Wraps `backend`, a `tokenizers.Tokenizer`."""
-        self._backend = backend
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> BpeTokenizer:
@@ -68,7 +140,7 @@ class BpeTokenizer:
         Raises:
           ValueError: the package `tokenizers` cannot read it.
         """
-        return cls(_backend_of(content))
+        return cls(_backend_of(content), content)
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
@@ -97,7 +169,8 @@ class BpeTokenizer:
             initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        backend.train_from_iterator(iter(texts), trainer=trainer)
+        with _refusals("be trained on the texts"):
+            backend.train_from_iterator(iter(texts), trainer=trainer)
         return cls(backend)
 
     @property
@@ -107,31 +180,12 @@ class BpeTokenizer:
         end = self._backend.token_to_id(END_OF_TEXT)
         return np.asarray([] if end is None else [end], np.int32)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text`, int32 [n]; no special tokens are added."""
-        # Pieces are encoded on all cores: twice as fast as one call on two cores.
-        return _encode(self._backend, _pieces(text))
-
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns (ids, offsets) for each text: ids int32 [n], and offsets int64 [n, 2], which are
-        the characters [start, end) that each id covers."""
-        return _encode_with_offsets(self._backend, texts)
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decodes ids to text, including end-of-text tokens; raises a ValueError for an unknown
-        id."""
-        checked = checked_ids(ids, self.vocab_size).tolist()
-        return self._backend.decode(checked, skip_special_tokens=False)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the whole tokenizer as a dict that needs no other file."""
         return {"kind": "bpe", "json": json.loads(self._backend.to_str())}
 
-    def __repr__(self) -> str:
-        return f"BpeTokenizer(vocab_size={self.vocab_size})"
 
-
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(_SubwordTokenizer):
     """Tokenizer of a model's tokenizer.json: BPE, WordPiece or Unigram, trained elsewhere.
 
     Truncation and padding settings of the file are ignored, because they are meant for single texts
@@ -162,12 +216,7 @@ class HuggingFaceTokenizer:
                 f"the token that ends a text is {quoted(end)}; write its name, such as "
                 f"{END_OF_TEXT}, or leave it out"
             )
-        backend = _backend_of(content)
-        backend.no_truncation()
-        backend.no_padding()
-        self._backend = backend
-        ids = backend.get_vocab(with_added_tokens=True).values()
-        self.vocab_size: int = max(ids, default=-1) + 1
+        super().__init__(backend := _backend_of(content), content)
         self.end = end or next((x for x in END_NAMES if backend.token_to_id(x) is not None), None)
         self.prefix, self.suffix = self._template()
         closing = self.suffix
@@ -179,8 +228,9 @@ class HuggingFaceTokenizer:
         """Returns the ids that the tokenizer's template puts before and after a text; compares one
         text encoded with and without them."""
         probe = "a"
-        bare = self._backend.encode(probe, add_special_tokens=False).ids
-        full = self._backend.encode(probe, add_special_tokens=True).ids
+        bare = self._encodings([probe])[0].ids
+        with _refusals("encode the text", self._is_slow):
+            full = self._backend.encode(probe, add_special_tokens=True).ids
         extra = len(full) - len(bare)
         start = next((at for at in range(extra + 1) if full[at : at + len(bare)] == bare), 0)
         before, after = full[:start], full[start + len(bare) :]
@@ -206,32 +256,6 @@ class HuggingFaceTokenizer:
         """Ids of the special tokens, such as [CLS] and [PAD], int32, sorted."""
         added = self._backend.get_added_tokens_decoder()
         return np.asarray(sorted(i for i, token in added.items() if token.special), np.int32)
-
-    @functools.cached_property
-    def _is_cut_at_line_ends(self) -> bool:
-        """Whether a text may be cut at line ends: no token spans a line end, and no token depends
-        on the text before its line."""
-        encode = lambda text: _encode(self._backend, [text]).tolist()  # noqa: E731
-        halves = ((probe, probe.partition("\n")) for probe in _PROBES)
-        return all(
-            encode(whole) == encode(first + end) + encode(last)
-            for whole, (first, end, last) in halves
-        )
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text`, int32 [n]; the template's tokens are not added."""
-        # If a line's first token depends on the line before it, one core encodes the whole text
-        # (Llama 2's tokens mark the start of the text).
-        return _encode(self._backend, _pieces(text) if self._is_cut_at_line_ends else [text])
-
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns (ids, offsets) for each text: ids int32 [n], and offsets int64 [n, 2], which are
-        the characters [start, end) that each id covers.
-
-        The template's tokens are not added. A special token written in a text is encoded as that
-        token.
-        """
-        return _encode_with_offsets(self._backend, texts)
 
     @property
     def special_texts(self) -> tuple[str, ...]:
@@ -264,7 +288,7 @@ class HuggingFaceTokenizer:
                 f"max_length={max_length}: the template alone has {around} tokens; use a larger "
                 "max_length"
             )
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._encodings(texts, with_offsets=False)
         room = None if max_length is None else max_length - around
         rows = [
             np.concatenate([self.prefix, np.asarray(e.ids[:room], np.int32), self.suffix])
@@ -284,38 +308,57 @@ class HuggingFaceTokenizer:
         found = self._backend.token_to_id("[PAD]")
         return 0 if found is None else found
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decodes ids to text, including special tokens; raises a ValueError for an unknown id."""
-        checked = checked_ids(ids, self.vocab_size).tolist()
-        return self._backend.decode(checked, skip_special_tokens=False)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the whole tokenizer as a dict that needs no other file."""
         return {"kind": "hugging_face", "end": self.end, "json": self._content}
 
-    def __repr__(self) -> str:
-        return f"HuggingFaceTokenizer(vocab_size={self.vocab_size})"
+
+_PANICS = threading.Lock()
 
 
-def _encode(backend: Any, pieces: list[str]) -> np.ndarray:
-    encodings = backend.encode_batch_fast(pieces, add_special_tokens=False)
-    return np.concatenate([np.asarray(e.ids, np.int32) for e in encodings])
+@contextlib.contextmanager
+def _refusals(what: str = "read it", is_slow: bool = False) -> Iterator[None]:
+    """Makes a ValueError of any error of the package `tokenizers`, a Rust panic included.
+
+    Args:
+      what: what the package was asked for, for the message.
+      is_slow: whether a panic is likely, since a regular expression may try too many ways. What
+        Rust writes about it to stderr is dropped then.
+    """
+    try:
+        with _silent_panics() if is_slow else contextlib.nullcontext():
+            yield
+    except BaseException as error:  # a panic is no Exception
+        is_panic = type(error).__name__ == "PanicException"
+        if not is_panic and type(error) is not Exception:  # the package raises bare Exceptions
+            raise
+        cause = cut(" ".join(str(error).split()), 200)
+        remedy = "; use the tokenizer.json that the model was published with"
+        if is_panic:
+            remedy += ", or simplify the regular expressions in it"
+        raise ValueError(
+            f"the package `tokenizers` cannot {what} with this tokenizer.json: {cause}{remedy}"
+        ) from None
 
 
-def _encode_with_offsets(backend: Any, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-    encodings = backend.encode_batch(list(texts), add_special_tokens=False)
-    return [
-        (np.asarray(e.ids, np.int32), np.asarray(e.offsets, np.int64).reshape(-1, 2))
-        for e in encodings
-    ]
-
-
-def _pieces(text: str) -> list[str]:
-    """Splits `text` at single line ends before a visible character, which no token crosses."""
-    cuts = [0]
-    while match := _CUT.search(text, cuts[-1] + PIECE_CHARACTERS):
-        cuts.append(match.end())
-    return [text[start:end] for start, end in itertools.pairwise([*cuts, len(text)])]
+@contextlib.contextmanager
+def _silent_panics() -> Iterator[None]:
+    """Drops what is written to file descriptor 2 in the context if it raises; else writes it
+    afterwards. Rust writes a panic, of many lines, there before Python can catch it."""
+    with _PANICS, tempfile.TemporaryFile() as notes:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        os.dup2(notes.fileno(), 2)
+        is_good = False
+        try:
+            yield
+            is_good = True
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            notes.seek(0)
+            if is_good and (text := notes.read()):
+                os.write(2, text)
 
 
 def checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:

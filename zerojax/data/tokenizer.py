@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,7 +42,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text`, int32 [n]; `decode(encode(text)) == text`."""
+        """Returns the ids of `text`, int32 [n]; `decode(encode(text)) == text`.
+
+        A method `encode_pieces` with the signature of `ByteTokenizer.encode_pieces` is optional; a
+        tokenizer without it gets each document in one call.
+        """
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -72,6 +76,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Returns the UTF-8 bytes of `text`, int32 [n]."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
+        """Yields the ids of a text that comes in pieces, int32: together those of `encode`."""
+        return map(self.encode, pieces)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns (ids, offsets) for each text: ids int32 [n], and offsets int64 [n, 2], which are

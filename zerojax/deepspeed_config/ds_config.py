@@ -22,6 +22,7 @@ from zerojax.config.loader import (
     read_text,
     user_path,
 )
+from zerojax.config.regular_files import UnreadableError
 from zerojax.deepspeed_config.key_schema import KeyNotes, check, default_of
 from zerojax.deepspeed_config.keys_table import ALIASES, TABLE
 from zerojax.runtime.bounded_json import depth_of
@@ -98,7 +99,9 @@ def read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     path = user_path(source)
     if _is_file(path):
         try:
-            return _parse(read_text(path, encoding="utf-8-sig"), str(path)), str(path)
+            return _parse(read_text(path), str(path)), str(path)
+        except UnreadableError as error:
+            raise ConfigError(f"cannot read {error}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from None
     text = str(source)

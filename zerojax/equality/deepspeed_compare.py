@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from zerojax.config import ConfigError
+from zerojax.config.regular_files import decode_text
 from zerojax.deepspeed_config import CallerValues, DsConfig
 from zerojax.deepspeed_engine import initialize
 from zerojax.equality import deepspeed_reference
@@ -165,7 +166,7 @@ def compare_with_deepspeed(
             f"JAX has {jax.device_count()} devices, and DeepSpeed would have {processes} processes;"
             f" pass processes={jax.device_count()}, or start JAX with {processes} CPU devices"
         )
-    content = json.loads(Path(config).read_text(encoding="utf-8"))
+    content = json.loads(decode_text(Path(config).read_bytes(), config))
     pretrained = from_hugging_face(str(model))
     width = getattr(pretrained.config, "embed_dim", None)
     given = CallerValues(steps=steps, hidden_size=width)

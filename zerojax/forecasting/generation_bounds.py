@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from flax import nnx
 
+from zerojax.config.generation_limits import CACHES
 from zerojax.forecasting.forecast_numbers import TrafficRow
 from zerojax.forecasting.roofline import link_bandwidth, members_per_node
 from zerojax.hardware.gpus import Gpu
@@ -25,7 +26,6 @@ from zerojax.tracing.trees import format_bytes
 from zerojax.zoo.decoder import MEGATRON_RULES, Decoder
 from zerojax.zoo.generation import count_shards
 from zerojax.zoo.lora import KERNEL_SUFFIX
-from zerojax.zoo.weight_only import CACHE_KINDS
 
 BATCHES = (1, 32)
 """Numbers of rows for which rates are stated."""
@@ -133,7 +133,7 @@ def generation_bounds(plan: Plan, gpu: Gpu) -> list[GenerationBound]:
     counter = _Counter(plan, model, gpu, mesh)
     devices = math.prod(mesh.values())
     degrees = [n for n in DEGREES if devices % n == 0 and n <= gpu.node_devices]
-    kinds = itertools.product((None, _INT8), (None, *CACHE_KINDS), BATCHES)
+    kinds = itertools.product((None, _INT8), (None, *CACHES), BATCHES)
     options = [{"quantize": q, "cache": c, "batch": b} for q, c, b in kinds]
     shards = (counter.gathered, counter.in_place) if plan.zero == 3 and devices > 1 else ()
     return [

@@ -16,6 +16,7 @@ two equal keys, and has no limit of size.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import itertools
 import json
@@ -25,7 +26,7 @@ import re
 from typing import Any
 
 from zerojax.config.display import quoted
-from zerojax.config.regular_files import UnreadableError, open_regular
+from zerojax.config.regular_files import UnreadableError, check_encoding, open_regular
 
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
@@ -140,8 +141,10 @@ def load(
     """
     content = read_bytes(path, max_bytes=max_bytes, follow=follow)
     try:
+        check_encoding(content)
+        content = content.removeprefix(codecs.BOM_UTF8)
         return loads(content, max_bytes=max_bytes, finite=finite)
-    except JsonError as error:
+    except UnreadableError as error:
         raise JsonError(error.what, path) from None
 
 

@@ -38,6 +38,7 @@ from zerojax.training.run_folder import CONFIG_FILE, TOKENIZER_FILE
 from zerojax.training.run_generation import (
     ModelReader,
     RunGenerator,
+    check_request,
     check_same_weights,
     end_tokens_of,
 )
@@ -243,6 +244,8 @@ class LoadedRun:
         Raises:
           ValueError, TypeError: an argument is invalid, as in `generate`.
         """
+        formats = {"quantize": quantize, "cache": cache, "batch_size": batch_size}
+        check_request(self.plan, prompts, num_tokens, **formats, **options)
         generator = self.generator(quantize, cache)
         sampling = generator.sampling(**options)
         return generator.continuations(prompts, num_tokens, sampling, batch_size)
@@ -292,17 +295,18 @@ class LoadedRun:
             is out of range.
           TypeError: the model is not a decoder of zerojax.
         """
-        return self.generator(quantize, cache).generate(
-            prompts,
-            num_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            repetition_penalty=repetition_penalty,
-            end_tokens=end_tokens,
-            seed=seed,
-            batch_size=batch_size,
-        )
+        options = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "repetition_penalty": repetition_penalty,
+            "end_tokens": end_tokens,
+            "seed": seed,
+            "batch_size": batch_size,
+        }
+        formats = {"quantize": quantize, "cache": cache}
+        check_request(self.plan, prompts, num_tokens, **formats, **options)
+        return self.generator(quantize, cache).generate(prompts, num_tokens, **options)
 
 
 @names_keywords()

@@ -15,11 +15,12 @@ import numpy as np
 
 from zerojax.config import SamplesConfig
 from zerojax.config.display import quoted
+from zerojax.config.generation_limits import check_generation
 from zerojax.data import BpeTokenizer, HuggingFaceTokenizer
 from zerojax.optim import Weights
 from zerojax.parallel.reshard import model_parts
 from zerojax.plan.make import Plan
-from zerojax.plan.state import TrainState, as_seed
+from zerojax.plan.state import TrainState
 from zerojax.runtime.bounded_json import load
 from zerojax.runtime.memory import allocating_for
 from zerojax.training.metrics.metric_files import SAMPLE
@@ -153,39 +154,33 @@ class RunGenerator:
         *,
         end_tokens: Sequence[int] | None,
         batch_size: int = BATCH_SIZE,
-        seed: int = 0,
         **options: Any,
     ) -> Any:
-        """Continues a text, texts, or rows of tokens.
+        """Continues a text, texts, or rows of tokens. `check_request` has accepted the arguments.
 
         Args:
           prompts: a text, a sequence of texts, or rows of token ids.
           num_tokens: number of new tokens; None: 200, or as many as fit the context.
           end_tokens: token ids that each end their text; None: `self.end_tokens`.
           batch_size: number of prompts that are continued together.
-          seed: seed of the sampling.
           **options: further fields of `Sampling`.
 
         Returns:
           A text for a text, a list of texts for texts, and a list of int32 arrays for rows. Each is
           the prompt and the new tokens, up to its end token.
         """
-        sampling = self.sampling(end_tokens=end_tokens, seed=seed, **options)
+        sampling = self.sampling(end_tokens=end_tokens, **options)
         if isinstance(prompts, str):
             return self.continuations([prompts], num_tokens, sampling)[0].text
-        if len(prompts) == 0:
-            raise ValueError("there are 0 prompts; pass at least one")
         if not hasattr(prompts, "dtype") and all(isinstance(each, str) for each in prompts):
             found = self.continuations(prompts, num_tokens, sampling, batch_size)
             return [each.text for each in found]
         return self._rows(prompts, num_tokens, sampling, batch_size)
 
-    def sampling(
-        self, *, end_tokens: Sequence[int] | None = None, seed: int = 0, **options: Any
-    ) -> Sampling:
+    def sampling(self, *, end_tokens: Sequence[int] | None = None, **options: Any) -> Sampling:
         """Returns the options of the sampling; arguments as in `generate`."""
         ends = self.end_tokens if end_tokens is None else tuple(end_tokens)
-        return Sampling(**options, end_tokens=ends, seed=as_seed(seed))
+        return Sampling(**options, end_tokens=ends)
 
     def continuations(
         self,
@@ -201,33 +196,21 @@ class RunGenerator:
           num_tokens: maximum number of new tokens; None: 200, or as many as fit the context.
           sampling: options of the sampling.
           batch_size: number of texts that are continued together.
-
-        Raises:
-          ValueError: another process has other prompts or options.
         """
-        self._check_same_everywhere(prompts, num_tokens, sampling, batch_size)
-        try:
-            return continue_texts(
-                self.model,
-                self.tokenizer,
-                prompts,
-                num_tokens,
-                sampling,
-                batch_size=batch_size,
-                row_sharding=self.plan.batch_sharding,
-                cache_kind=self.cache_kind,
-            )
-        except UnicodeEncodeError as error:
-            prompt = quoted(error.object)
-            raise ValueError(
-                f"prompt={prompt} has an unpaired surrogate (half a character) at index "
-                f"{error.start}; remove it"
-            ) from error
+        return continue_texts(
+            self.model,
+            self.tokenizer,
+            prompts,
+            num_tokens,
+            sampling,
+            batch_size=batch_size,
+            row_sharding=self.plan.batch_sharding,
+            cache_kind=self.cache_kind,
+        )
 
     def _rows(
         self, prompts: Any, num_tokens: int | None, sampling: Sampling, batch_size: int
     ) -> list[np.ndarray]:
-        self._check_same_everywhere(prompts, num_tokens, sampling, batch_size)
         check_decoder(self.model)
         context = self.model.config.max_seq_len
         rows = as_prompts(prompts, max_seq_len=context)
@@ -247,19 +230,54 @@ class RunGenerator:
             for row, new, length in zip(rows, *added, strict=True)
         ]
 
-    def _check_same_everywhere(
-        self, prompts: Any, num_tokens: int | None, sampling: Sampling, batch_size: int
-    ) -> None:
-        """Raises ValueError on every process if two processes are about to generate differently."""
-        check_same_run(
-            {
-                "the list of prompts": json.dumps(list(prompts), default=_as_list),
-                "num_tokens": str(num_tokens),
-                "the sampling": str(sampling),
-                "batch_size": str(batch_size),
-                "cache": str(self.cache_kind),
-            }
+
+def check_request(
+    plan: Plan,
+    prompts: Any,
+    num_tokens: int | None,
+    *,
+    weights: Weights = "trained",
+    **options: Any,
+) -> None:
+    """Checks the arguments of a generation before any weight is read or converted.
+
+    Args:
+      plan: plan of the run, for the sizes of its model.
+      prompts: texts or rows of tokens, as for `RunGenerator.generate`.
+      num_tokens: number of new tokens.
+      weights: weights that are to be read.
+      **options: further arguments of `check_generation`.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: an argument is out of range, or another process has other arguments; raised on
+        every process then.
+    """
+    # Processes are compared first, so that all of them see an error that only one makes.
+    is_text = isinstance(prompts, str) or not hasattr(prompts, "__iter__")
+    each = [prompts] if is_text else list(prompts)
+    check_same_run(
+        {
+            "weights": str(weights),
+            "the list of prompts": json.dumps(each, default=_as_list),
+            "num_tokens": str(num_tokens),
+            **{name: repr(value) for name, value in options.items()},
+        }
+    )
+    config = getattr(getattr(plan.users_model, "template", None), "config", None)
+    check_generation(
+        num_tokens=num_tokens,
+        vocab_size=getattr(config, "vocab_size", None),
+        context=getattr(config, "max_seq_len", None),
+        **options,
+    )
+    if is_text and not isinstance(prompts, str):
+        raise TypeError(
+            f"prompts={quoted(prompts)} is a {type(prompts).__name__}; pass a text, a list of "
+            "texts, or rows of token ids"
         )
+    if not each:
+        raise ValueError("there are 0 prompts; pass at least one")
 
 
 def check_same_weights(weights: Weights, quantize: str | None) -> None:

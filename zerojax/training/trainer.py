@@ -48,7 +48,7 @@ from zerojax.training.resumed_settings import NEXT_RATE, next_rate
 from zerojax.training.run_generation import (
     ModelReader,
     RunGenerator,
-    check_same_weights,
+    check_request,
     end_tokens_of,
     log_samples,
 )
@@ -332,11 +332,11 @@ class Trainer(StepRunner):
             done = self._report()
             with self._untimed():
                 done = self._evaluate_validation() or done
-        if self._is_due("eval_every"):
-            self._log_samples()
         if self._checkpointer is not None and self._is_due("save_every"):
             with self._untimed():
                 self.save()
+        if self._is_due("eval_every") and not done:  # at the end, the last save comes first
+            self._log_samples()
         return done
 
     def _is_due(self, setting: str) -> bool:
@@ -390,8 +390,13 @@ class Trainer(StepRunner):
         settings = None if self._spec.log is None else self._spec.log.samples
         if settings is not None and settings.prompts and self._sampled_step != self.num_steps:
             self._sampled_step = self.num_steps
-            with self._untimed(), self.clock.during(EVAL):
-                log_samples(self, settings, self._log)
+            with self._untimed():
+                # A process that is killed while it writes texts loses no checkpoint.
+                if self._checkpointer is not None:
+                    with self.clock.during(SAVE), self._watchdog.during("saving", is_long=True):
+                        self._checkpointer.wait()
+                with self.clock.during(EVAL):
+                    log_samples(self, settings, self._log)
 
     def _is_evaluated(self) -> bool:
         """Returns True if the current state was already evaluated, or no step was taken."""
@@ -498,11 +503,21 @@ class Trainer(StepRunner):
             an option is out of range.
           TypeError: the model is not a decoder of zerojax.
         """
+        options = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "repetition_penalty": repetition_penalty,
+            "end_tokens": end_tokens,
+            "seed": seed,
+            "batch_size": batch_size,
+        }
         self.wait()
         notes = self._spec.notes
         tokenizer = None if notes is None else notes.tokenizer
         with self._watchdog.during("generating", is_long=True, is_apart=True):
-            check_same_weights(weights, quantize)
+            formats = {"quantize": quantize, "cache": cache}
+            check_request(self.plan, prompts, num_tokens, weights=weights, **formats, **options)
             apart = self._reader.generates_apart
             model = self._reader.read(self.state, weights, quantize, apart=apart)
             vocab_size = getattr(getattr(model, "config", None), "vocab_size", 0)
@@ -514,17 +529,7 @@ class Trainer(StepRunner):
                 end_tokens=ends,
                 cache_kind=cache,
             )
-            return generator.generate(
-                prompts,
-                num_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                repetition_penalty=repetition_penalty,
-                end_tokens=end_tokens,
-                seed=seed,
-                batch_size=batch_size,
-            )
+            return generator.generate(prompts, num_tokens, **options)
 
     def _say_left_out(self, why: str) -> None:
         text = f"left out of the evaluation at step {self.num_steps}: {why}"

@@ -19,11 +19,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.checks import MAX_SIZE, check_whole_number
+from zerojax.config.generation_limits import check_generation
 from zerojax.zoo.decoder import Cache, Decoder, check_tokens
 from zerojax.zoo.sampling import Controls, DrawnRows, Sampling
 from zerojax.zoo.t5 import T5
 from zerojax.zoo.weight_only import (
-    check_cache_kind,
     is_faster_apart,
     with_codes,
     with_layers_apart,
@@ -213,22 +214,22 @@ def continue_rows(
       ValueError: an argument is invalid, as for `generate`.
     """
     check_decoder(model)
-    check_cache_kind(cache_kind)
+    for most in {*num_tokens} if isinstance(num_tokens, Sequence) else (num_tokens,):
+        check_generation(num_tokens=most, batch_size=num_rows, cache=cache_kind)
     limit, vocab_size = model.config.max_seq_len, model.config.vocab_size
     if not prompts:
         raise ValueError("prompts has 0 entries; pass at least one prompt")
-    limits = np.broadcast_to(np.asarray(num_tokens, np.int32), (len(prompts),))
+    # Python's integers have no largest one, devices' have: each is checked before it becomes int32.
+    limits = np.broadcast_to(np.asarray(num_tokens, object), (len(prompts),))
     for number, row in enumerate(prompts):
         _check_not_empty(row, number, len(prompts))
         _check_vocabulary(row, vocab_size=vocab_size)
     sizes = [(len(row), int(most)) for row, most in zip(prompts, limits, strict=True)]
-    _check_request(*max(sizes, key=sum), limit=limit)
-    if (least := int(limits.min())) < 1:
-        raise ValueError(f"num_tokens={least} must be at least 1")
-    if num_rows is not None and num_rows < 1:
-        raise ValueError(f"batch_size={num_rows} must be at least 1")
+    check_length(*max(sizes, key=sum), limit=limit)
     sampling.check(vocab_size)
-    slots = _Slots.of(prompts, limits, row_numbers, num_rows, row_sharding, limit=limit)
+    slots = _Slots.of(
+        prompts, limits.astype(np.int32), row_numbers, num_rows, row_sharding, limit=limit
+    )
     longest = max(map(sum, sizes))
     return _continue(
         model,
@@ -301,6 +302,11 @@ class _Slots:
             raise ValueError(
                 f"row_numbers have shape {numbers.shape} and dtype {numbers.dtype}, but there are "
                 f"{count} prompts; use {count} integers"
+            )
+        if numbers.max(initial=0) > MAX_SIZE or numbers.min(initial=0) < -MAX_SIZE:
+            raise ValueError(
+                f"row_numbers reach from {numbers.min()} to {numbers.max()}; use numbers of at "
+                f"most {MAX_SIZE}"
             )
         shards = 1 if sharding is None else count_shards(sharding)
         size = _rounded_up(count if num_rows is None else num_rows, shards)
@@ -566,9 +572,11 @@ def generate_from_source(
     config = model.config
     tokens = _as_sources(tokens)
     check_tokens(tokens, max_seq_len=config.max_seq_len)
-    _check_request(1, num_tokens, limit=config.max_seq_len + 1)
+    check_generation(num_tokens=num_tokens)
+    check_whole_number("end_token", end_token, 0)
+    check_length(1, num_tokens, limit=config.max_seq_len + 1)
     _check_vocabulary(tokens, vocab_size=config.vocab_size)
-    if end_token is not None and not 0 <= end_token < config.vocab_size:
+    if end_token is not None and end_token >= config.vocab_size:
         raise ValueError(
             f"end_token={end_token} is outside the vocabulary of {config.vocab_size} token ids; "
             "use the tokenizer's id, such as 1 for T5"
@@ -651,9 +659,8 @@ def _check_not_empty(prompt: np.ndarray, number: int, count: int) -> None:
         raise ValueError(f"the prompt is empty{which}; pass at least one token")
 
 
-def _check_request(prompt: int, num_tokens: int, *, limit: int) -> None:
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens} must be at least 1")
+def check_length(prompt: int, num_tokens: int, *, limit: int) -> None:
+    """Raises a ValueError if numbers of tokens together exceed the model's `limit`."""
     if prompt + num_tokens > limit:
         raise ValueError(
             f"a prompt of {prompt} tokens and num_tokens={num_tokens} are {prompt + num_tokens}"

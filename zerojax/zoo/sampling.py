@@ -7,8 +7,6 @@ so another temperature, `top_k` or `top_p` compiles nothing.
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from zerojax.config.generation_limits import check_generation
 
 PRNG = "threefry2x32"
 """Random generator whose numbers do not depend on how many keys are drawn from together, unlike
@@ -77,41 +77,10 @@ class Sampling:
         """Checks the options for a vocabulary of `vocab_size` ids.
 
         Raises:
+          TypeError: an option has the wrong type.
           ValueError: an option is out of range.
         """
-        if self.num_ids is not None and not 1 <= self.num_ids <= vocab_size:
-            raise ValueError(
-                f"num_ids={self.num_ids} must be between 1 and the vocabulary's {vocab_size}; use "
-                "None for all ids"
-            )
-        if not 0.0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature={self.temperature} must be a finite number >= 0; use 1.0 for the "
-                "model's own probabilities, 0 for the likeliest token"
-            )
-        most = self.num_ids or vocab_size
-        if self.top_k is not None and not 1 <= self.top_k <= most:
-            raise ValueError(
-                f"top_k={self.top_k} must be between 1 and the vocabulary's {most}; use None for "
-                "no limit"
-            )
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ValueError(
-                f"top_p={self.top_p} must be above 0 and at most 1; use None for no limit, or "
-                "temperature=0 for the likeliest token"
-            )
-        if not 0.0 < self.repetition_penalty < math.inf:
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty} must be a finite number above 0; "
-                "use 1.0 for none"
-            )
-        pads = [] if self.pad_token is None else [("pad_token", self.pad_token)]
-        for name, token in [*(("end_tokens", token) for token in self.end_tokens), *pads]:
-            if not 0 <= operator.index(token) < vocab_size:
-                raise ValueError(
-                    f"{name}={token} is outside the vocabulary of {vocab_size} token ids; use an "
-                    f"id of the tokenizer, at most {vocab_size - 1}"
-                )
+        check_generation(**dataclasses.asdict(self), vocab_size=vocab_size)
 
     @property
     def pad(self) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
+from zerojax.config.display import quoted
 from zerojax.zoo.decoder import Decoder
-from zerojax.zoo.generation import check_decoder, continue_rows
+from zerojax.zoo.generation import check_decoder, check_length, continue_rows
 from zerojax.zoo.sampling import Sampling
 
 DEFAULT_NUM_TOKENS = 200
@@ -65,13 +66,8 @@ def continue_texts(
       ValueError: there is no tokenizer or no prompt, a prompt is empty, or it fills the context.
     """
     check_decoder(model)
-    if tokenizer is None:
-        raise ValueError(
-            "this run has no tokenizer to decode tokens, because it was trained on token files "
-            "that name none; train on text, or on token files from `zerojax data prepare`"
-        )
     context = model.config.max_seq_len
-    rows = [_encoded(tokenizer, prompt, context) for prompt in prompts]
+    rows = encoded_prompts(tokenizer, prompts, num_tokens, context)
     sampling = dataclasses.replace(
         sampling, num_ids=min(tokenizer.vocab_size, model.config.vocab_size)
     )
@@ -86,6 +82,37 @@ def continue_texts(
         _decoded(tokenizer, prompt, row, new[:length], sampling.end_tokens)
         for prompt, row, new, length in zip(prompts, rows, *added, strict=True)
     ]
+
+
+def encoded_prompts(
+    tokenizer: Any, prompts: Sequence[str], num_tokens: int | None, context: int
+) -> list[np.ndarray]:
+    """Encodes prompts, int32 [n] each; checks that they have tokens and leave space for new ones.
+
+    Args:
+      tokenizer: tokenizer of the model; None if there is none.
+      prompts: texts.
+      num_tokens: number of new tokens; None: at least one.
+      context: maximum number of tokens of a prompt and its new tokens.
+
+    Raises:
+      ValueError: there is no tokenizer, or a prompt is empty, too long or no Unicode.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            "this run has no tokenizer to decode tokens, because it was trained on token files "
+            "that name none; train on text, or on token files from `zerojax data prepare`"
+        )
+    try:
+        rows = [_encoded(tokenizer, prompt, context) for prompt in prompts]
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt={quoted(error.object)} has an unpaired surrogate (half a character) at index "
+            f"{error.start}; remove it"
+        ) from error
+    if num_tokens is not None:
+        check_length(max(map(len, rows), default=0), num_tokens, limit=context)
+    return rows
 
 
 def _encoded(tokenizer: Any, prompt: str, context: int) -> np.ndarray:

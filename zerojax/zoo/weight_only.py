@@ -19,14 +19,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.generation_limits import CODES
 from zerojax.operators.rounded_weights import FP8, encoded
 from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.layers import Projection
 
-WEIGHT_KINDS = ("int8", FP8)
-"""Formats of weights for generation, besides the compute dtype."""
-CACHE_KINDS = ("int8",)
-"""Formats of keys and values in the cache, besides the dtype of the activations."""
 _FITTING = {"int8": (None, "fake_int8"), FP8: (None,)}
 _SCALE = "kernel_scale"
 
@@ -36,7 +33,7 @@ def check_weight_kind(model: Any, kind: str | None) -> None:
 
     Args:
       model: a decoder.
-      kind: one of `WEIGHT_KINDS`, or None for the compute dtype.
+      kind: one of `CODES`, or None for the compute dtype.
 
     Raises:
       ValueError: the kind is unknown, the model has experts, or it was trained with products in
@@ -44,7 +41,7 @@ def check_weight_kind(model: Any, kind: str | None) -> None:
     """
     if kind is None:
         return
-    if kind not in WEIGHT_KINDS:
+    if kind not in CODES:
         raise ValueError(
             f"quantize={kind!r} is unknown; use 'int8' or 'fp8', or None for the compute dtype"
         )
@@ -59,12 +56,6 @@ def check_weight_kind(model: Any, kind: str | None) -> None:
             f"quantize={kind!r} does not fit a model with matmul_dtype={used!r}, whose products "
             "are in another format; leave quantize out"
         )
-
-
-def check_cache_kind(kind: str | None) -> None:
-    """Raises a ValueError if there is no cache of this kind."""
-    if kind not in (None, *CACHE_KINDS):
-        raise ValueError(f"cache={kind!r} is unknown; use 'int8', or None for the compute dtype")
 
 
 def with_codes(model: Decoder, kind: str | None) -> Decoder:

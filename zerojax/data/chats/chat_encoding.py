@@ -132,13 +132,15 @@ def check_asked(encoded: EncodedChat, marks: str | None = None) -> None:
 
 def _encoded(one: MarkedText, ids: np.ndarray, offsets: np.ndarray) -> EncodedChat:
     asked, num_seams = np.zeros(len(ids), bool), 0
-    starts, ends = offsets[:, 0], offsets[:, 1]
+    # Sorted, so that the tokens of each of many answers are found without reading all offsets.
+    starts = np.minimum.accumulate(offsets[::-1, 0])[::-1]
+    ends = np.maximum.accumulate(offsets[:, 1])
     for start, end in one.answers:
-        mine = np.flatnonzero((starts < end) & (ends > start))
-        if mine.size:
+        first, last = np.searchsorted(ends, start, "right"), np.searchsorted(starts, end)
+        if first < last:
             # The range includes tokens inside the answer that cover no character.
-            asked[mine[0] : mine[-1] + 1] = True
-            num_seams += bool(starts[mine[0]] < start)
+            asked[first:last] = True
+            num_seams += bool(starts[first] < start)
     return EncodedChat(ids=ids, asked=asked, num_seams=num_seams)
 
 

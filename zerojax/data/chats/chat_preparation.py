@@ -31,6 +31,7 @@ from zerojax.data.chats.conversations import (
     Pair,
     RecordError,
     chat_of,
+    check_size,
     without_nulls,
 )
 from zerojax.data.chats.template_files import FoundTemplate, find_template
@@ -60,6 +61,10 @@ OnBad = Literal["refuse", "skip"]
 Answers = Literal["all", "each"]
 _BATCH_CHATS, _BATCH_CHARACTERS = 256, 4 << 20
 _SHOWN_REASONS = 3
+# Number of chats that a template may fail to render within its limits if it renders none.
+_MAX_ENDED = 2
+# Maximum bytes of a row of JSON lines: its values need ten times as much memory.
+_MAX_ROW_BYTES = 32 << 20
 _Placed = tuple[str, Chat | Pair]
 
 
@@ -245,6 +250,8 @@ class _Preparation:
     num_seams: int = 0
     longest: int = 0
     skipped: int = 0
+    num_ended: int | None = 0
+    """Number of chats at which the rendering process ended; None once one was rendered."""
     reasons: list[str] = dataclasses.field(default_factory=list)
     process: TemplateProcess | None = None
     special: tuple[str, ...] = ()
@@ -310,11 +317,12 @@ class _Preparation:
         for file in files:
             is_table = file.suffix.lower() in COLUMN_SUFFIXES
             names = column_names(file)
-            for number, record in read_records(file, COLUMNS):
+            for number, record in read_records(file, COLUMNS, max_bytes=_MAX_ROW_BYTES):
                 self.num_records += 1
                 place = f"{file}:{number}"
                 try:
                     chat = chat_of(without_nulls(record) if is_table else record, names)
+                    check_size(chat, self.limits.characters, each=self.answers == "each")
                 except RecordError as error:
                     self._leave_out(place, str(error))
                     continue
@@ -345,11 +353,24 @@ class _Preparation:
             waiting = batch
             if rendered:
                 places = [place for place, _ in rendered]
-                yield from zip(
-                    places,
-                    encode_marked(self.tokenizer, [one for _, one in rendered]),
-                    strict=True,
-                )
+                try:
+                    encoded = encode_marked(self.tokenizer, [one for _, one in rendered])
+                except ValueError:
+                    yield from self._encoded_alone(rendered)
+                else:
+                    yield from zip(places, encoded, strict=True)
+
+    def _encoded_alone(
+        self, rendered: Iterable[tuple[str, MarkedText]]
+    ) -> Iterator[tuple[str, EncodedChat]]:
+        """Yields encoded texts one by one, and leaves out those at which the tokenizer fails."""
+        for place, one in rendered:
+            try:
+                [encoded] = encode_marked(self.tokenizer, [one])
+            except ValueError as error:
+                self._leave_out(place, str(error))
+            else:
+                yield place, encoded
 
     def _send(self, batch: Sequence[_Placed]) -> None:
         requests = [chat.as_request() for _, chat in batch if isinstance(chat, Chat)]
@@ -378,18 +399,31 @@ class _Preparation:
         """Receives the renderings of a sent batch: (place, rendered text) of each chat that is not
         left out."""
         is_chat = [isinstance(chat, Chat) for _, chat in batch]
-        answers = iter(self.process.receive() if self.process is not None and any(is_chat) else ())
+        answers = self.process.receive() if self.process is not None and any(is_chat) else iter(())
         found = []
         for place, chat in batch:
             if isinstance(chat, Pair):
                 found.append((place, marked_pair(chat)))
                 continue
             rendering = next(answers)
+            self._check_template(place, rendering)
             if (why := _why_not(rendering)) is not None:
                 self._leave_out(place, why)
             else:
                 found.append((place, self._marked(rendering)))
         return found
+
+    def _check_template(self, place: str, rendering: Rendering) -> None:
+        """Raises if no chat is rendered within the limits: then it is the template that loops."""
+        if not rendering.has_ended or self.num_ended is None:
+            self.num_ended = None
+            return
+        self.num_ended += 1
+        if self.num_ended == _MAX_ENDED:
+            raise ValueError(
+                f"{place}: the template renders none of the first {_MAX_ENDED} chats "
+                f"({rendering.error}); pass another with --template FILE"
+            )
 
     def _marked(self, rendering: Rendering) -> MarkedText:
         assert self.process is not None

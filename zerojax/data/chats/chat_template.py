@@ -56,7 +56,7 @@ class Limits:
     """
 
     seconds: float = 5.0
-    characters: int = 20_000_000
+    characters: int = 2_000_000
     megabytes: int = 1024
 
 
@@ -225,7 +225,8 @@ class ChatTemplate:
             )
         if len(turns) == len(known):
             return text, marked
-        return text, [place for turn, place in zip(known, marked, strict=True) if turn in turns]
+        wanted = set(turns)
+        return text, [place for turn, place in zip(known, marked, strict=True) if turn in wanted]
 
     def _place(
         self, messages: Sequence[dict[str, Any]], tools: Any, turn: int, text: str

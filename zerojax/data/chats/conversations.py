@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -35,6 +36,10 @@ _READ = (
 """Keys of a message that templates and zerojax read. Other keys may hold values unknown to JSON."""
 _MARKS = ("weight", "train")
 """Keys of a message that exclude an answer from the loss if their value is 0 or false."""
+
+
+MAX_MESSAGES = 10_000
+"""Maximum number of messages of a chat: most templates render each of them for each answer."""
 
 
 class RecordError(ValueError):
@@ -94,6 +99,28 @@ class Pair:
     def num_characters(self) -> int:
         """Number of characters."""
         return len(self.prompt) + len(self.completion)
+
+
+def check_size(chat: Chat | Pair, limit: int, *, each: bool = False) -> None:
+    """Raises if a chat is too long to be rendered or encoded.
+
+    Args:
+      chat: the chat.
+      limit: maximum number of characters.
+      each: whether one text is made for each answer, of which all together count.
+
+    Raises:
+      RecordError: the chat is too long.
+    """
+    size, of = chat.num_characters, ""
+    if each and isinstance(chat, Chat):
+        sums = list(itertools.accumulate(len(str(message)) for message in chat.messages))
+        size, of = sum(sums[turn] for turn in chat.turns), " in one text per answer"
+    if size > limit:
+        raise RecordError(
+            f"the chat has about {size:,} characters{of}, more than {limit:,}; make several chats "
+            "of it"
+        )
 
 
 def without_nulls(value: Any) -> Any:
@@ -198,6 +225,11 @@ def _checked(chat: Chat) -> Chat:
 def _messages(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list):
         raise RecordError(f"the {name} are {quoted(value)}, which is not a list; {_FORMS}")
+    if len(value) > MAX_MESSAGES:
+        raise RecordError(
+            f"the list of {name} has {len(value):,} entries, more than {MAX_MESSAGES:,}; make "
+            "several chats of it"
+        )
     if not value:
         raise RecordError(f"the list of {name} is empty; leave the row out, or write at least two")
     return tuple(_message(item, number, name) for number, item in enumerate(value, start=1))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.config.loader import user_path
+from zerojax.config.regular_files import UnreadableError, decode_text
 from zerojax.data.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, read_object
 
 NAMED_TEMPLATES = "additional_chat_templates"
@@ -103,8 +104,6 @@ def _read(file: Path) -> str:
             f"{_MAX_BYTES}; pass another with --template FILE"
         )
     try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{str(file)!r} is not UTF-8 text; pass another with --template"
-        ) from error
+        return decode_text(file.read_bytes(), file)
+    except UnreadableError as error:
+        raise ValueError(f"{error}; or pass another template with --template FILE") from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,12 +32,14 @@ class Rendering:
       answers: positions [start, end) of the assistant's text, in characters of `text`.
       error: why there is no text, as the end of a sentence about the template; None without error.
       turn: sentence about a turn of the chat that was not found; None if all were found.
+      has_ended: whether the process ended at this chat.
     """
 
     text: str = ""
     answers: tuple[tuple[int, int], ...] = ()
     error: str | None = None
     turn: str | None = None
+    has_ended: bool = False
 
 
 class TemplateProcess:
@@ -77,7 +80,7 @@ class TemplateProcess:
             "now": now,
             "limits": dataclasses.asdict(self._limits),
         }
-        self._waiting: list[Mapping[str, Any]] = []
+        self._waiting: collections.deque[Mapping[str, Any]] = collections.deque()
         self._process, self.has_markers = self._start()
 
     def __enter__(self) -> TemplateProcess:
@@ -109,24 +112,25 @@ class TemplateProcess:
             see `ChatTemplate.answers`.
         """
         assert not self._waiting, "receive the renderings of the last chats first"
-        self._waiting = list(chats)
+        self._waiting.extend(chats)
         self._write(chats)
 
-    def receive(self) -> list[Rendering]:
-        """Waits for the renderings of the sent chats, and returns them in order."""
-        found: list[Rendering] = []
-        while len(found) < len(self._waiting):
+    def receive(self) -> Iterator[Rendering]:
+        """Yields the renderings of the sent chats in order, each as soon as it is there.
+
+        Read it to its end before the next `send`, or close the process.
+        """
+        while self._waiting:
             answer = self._read()
+            self._waiting.popleft()
             if answer is not None:
-                found.append(_rendering(answer))
+                yield _rendering(answer)
                 continue
-            found.append(Rendering(error=self._why_it_ended()))
+            yield Rendering(error=self._why_it_ended(), has_ended=True)
             self.close()
             self._process, _ = self._start()
-            if rest := self._waiting[len(found) :]:
-                self._write(rest)
-        self._waiting = []
-        return found
+            if self._waiting:
+                self._write([*self._waiting])
 
     def _start(self) -> tuple[subprocess.Popen[str], bool]:
         # -P: the process cannot import files next to the program, and shares no imports with this

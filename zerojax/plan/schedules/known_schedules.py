@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.config.loader import user_path
+from zerojax.config.regular_files import UnreadableError, decode_text
 from zerojax.plan.schedules.schedule_table import (
     Operation,
     Schedule,
@@ -37,7 +38,7 @@ from zerojax.plan.schedules.schedule_table import (
     locate,
     parse_cell,
 )
-from zerojax.runtime.bounded_json import JsonError, read_bytes
+from zerojax.runtime.bounded_json import read_bytes
 from zerojax.runtime.user_files import replace_text
 
 SCHEDULES = {
@@ -437,18 +438,14 @@ def read_csv(path: str | Path) -> Schedule:
     """
     path = user_path(path)
     try:
-        text = read_bytes(path).decode("utf-8-sig")
-    except JsonError as error:
+        text = decode_text(read_bytes(path))
+    except UnreadableError as error:
         raise ScheduleError(f"{path}: {error.what}; give a table ({_EXAMPLE} writes one)") from None
     except OSError as error:
         raise ScheduleError(
             f"{path}: {error.strerror or error}; pass a table file ({_EXAMPLE} writes one), or "
             "the name "
             "of a schedule"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ScheduleError(
-            f"{path}: not a text file in UTF-8 (byte {error.start}); save it as CSV, UTF-8"
         ) from None
     facts, lines = _split_facts(path, text)
     numbered = list(_read_rows(path, lines))
