@@ -54,7 +54,7 @@ YAML = {
         "? " + "x" * 200_000 + "\n: 1",
         r"xxx\.\.\. \(200,000 characters\): unknown key",
     ),
-    "a date that is none": ("steps: 2024-99-99", "'2024-99-99' is not a valid"),
+    "a date that is none": ("steps: 2024-99-99", "got '2024-99-99'"),
     "a tag that does not fit": ("steps: !!bool maybe", "'maybe' is not a valid"),
     "a list as a key": ("? [a]\n: 1", "a key must be a name"),
     "more than a configuration": (
