@@ -155,7 +155,7 @@ LLAMA = {
         ({"attention_bias": True}, "attention_bias=True, but the projections .* no biases"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', .*only 'silu' or 'swish'"),
         ({"rope_scaling": {"rope_type": "twisted"}}, "type 'twisted'"),
-        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "no 'original_max_position"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "no 'low_freq_factor"),
         ({"hidden_size": None}, "no 'hidden_size'"),
     ],
 )

@@ -106,7 +106,7 @@ ROWS: dict[str, Row] = {
         "qwen2_windows",
         {"use_sliding_window": False},
         [SLIDING],
-        "sliding_window use_sliding_window=true",
+        "sliding_window use_sliding_window true",
         each("use_sliding_window", True),
     ),
     "old name of a scaling": (

@@ -142,7 +142,7 @@ def window_of(config: ConfigReading, types: Sequence[str], window: int | None) -
         raise UnsupportedError(
             f"{config.where}: layer_types has {SLIDING}, but there is no window; add "
             "sliding_window, in tokens, with the value that the model was trained with, and "
-            "use_sliding_window=true if the model has this key"
+            '"use_sliding_window": true if the model has this key'
         )
     return window
 
