@@ -161,7 +161,7 @@ def read_metrics(run_dir: str | Path) -> Metrics:
         )
     every = 1 + path.stat().st_size // READ_BYTES
     kept = {kind: _Kept(every if kind in _REPORTS else 1) for kind in KINDS}
-    unreadable = 0
+    unreadable = newest = 0
     for number, line in _lines_of(path):
         head = _HEAD.match(line)
         if head is not None and kept[head[1].decode()].skips:
@@ -173,7 +173,9 @@ def read_metrics(run_dir: str | Path) -> Metrics:
                 unreadable += bool(line.strip())
                 continue
             kind, step = record["kind"], record["step"]
-        if kind in OVERTAKEN:
+        if kind in OVERTAKEN and step > newest:
+            newest = step
+        elif kind in OVERTAKEN:
             for other in OVERTAKEN:
                 _drop(kept[other].records, at_least=step if kind == other else step + 1)
         elif kind == "start":
@@ -257,7 +259,7 @@ def _records(path: Path) -> Iterator[dict[str, Any] | None]:
 def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, line). Of a line that is too long, only a part is in memory at any time; it
     is yielded as a part of itself, which is no record."""
-    with open(open_regular(path), "rb") as file:
+    with open(open_regular(path), "rb", buffering=1 << 20) as file:
         for number in itertools.count(1):
             line = file.readline(MAX_LINE)
             if not line:
