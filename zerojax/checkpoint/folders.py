@@ -32,7 +32,13 @@ def list_steps(path: Path) -> tuple[int, ...]:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
+    return tuple(sorted(int(name) for name in names if is_step(name)))
+
+
+def is_step(name: str) -> bool:
+    """Returns True for the name of a step's folder, such as "24", not "024", which is no other
+    step."""
+    return name.isascii() and name.isdigit() and name == str(int(name))
 
 
 def step_folder(path: Path, step: int) -> Path:
