@@ -49,7 +49,8 @@ def read_step(
     """Reads metadata and arrays of a step. Every process must call it.
 
     Small files are always compared with their checksums. If some arrays are not read now, or the
-    step has no fingerprints, all files are. Arrays that are read are compared with their fingerprints on the devices that hold them.
+    step has no fingerprints, all files are. Arrays that are read are compared with their
+    fingerprints on the devices that hold them.
 
     Args:
       folder: folder of the step.
