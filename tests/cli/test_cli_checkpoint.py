@@ -170,6 +170,22 @@ def test_verify_names_leaf_and_file(run, capsys):
     assert [one["good"] for one in json.loads(out)] == [True, False, True]
 
 
+def test_verify_names_the_first_of_many_damages(tmp_path, capsys):
+    put = jax.device_put(np.zeros(2, np.float32))
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        tree = {f"array{number:03}": put for number in range(60)}
+        checkpointer.save(1, tree, config={}, plan={}, data_state={})
+    (tmp_path / "run" / "1" / "packs.json").write_text("{}")
+    code, out, _ = call(capsys, "verify", tmp_path / "run")
+    assert code == 1
+    assert len(out.splitlines()) < 20
+    check_words(out, "packs.json", "array004", "55", "--full")
+    assert "array059" not in out
+    code, out, _ = call(capsys, "verify", tmp_path / "run", "--full")
+    assert code == 1
+    assert "array059" in out
+
+
 def test_verify_of_a_step_that_is_not_there(run, capsys):
     code, _, error = call(capsys, "verify", run, "21")
     assert code == 2
@@ -304,9 +320,7 @@ def another_runs_step(run: Path, tmp_path: Path) -> tuple[str, list[object]]:
 
 def another_steps_arrays(run: Path, tmp_path: Path) -> tuple[str, list[object]]:
     shutil.rmtree(run / "checkpoints" / "30" / "arrays")
-    shutil.copytree(
-        run / "checkpoints" / "20" / "arrays", run / "checkpoints" / "30" / "arrays"
-    )
+    shutil.copytree(run / "checkpoints" / "20" / "arrays", run / "checkpoints" / "30" / "arrays")
     return "30", []
 
 

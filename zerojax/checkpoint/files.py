@@ -200,14 +200,16 @@ def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Pat
       FileExistsError: `out` exists and is not empty.
       OSError: the disk reports an error.
     """
+    if os.path.ismount(out):
+        raise FileExistsError(f"{out} is the root of a disk; name a new folder in it")
     if out.exists() and (not out.is_dir() or os.listdir(out)):
         raise FileExistsError(f"{out} already exists; name a folder that does not exist yet")
     out.parent.mkdir(parents=True, exist_ok=True)
-    check_space(out.parent, num_bytes, remedy=remedy)
     draft = out.with_name(f"{out.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
+    draft.mkdir()  # first, since a file system that cannot be written has no space either
     try:
+        check_space(out.parent, num_bytes, remedy=remedy)
         yield draft
         for name in os.listdir(draft):
             to_disk(draft / name)

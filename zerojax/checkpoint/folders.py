@@ -18,7 +18,7 @@ import re
 import shutil
 from pathlib import Path
 
-from zerojax.checkpoint.errors import CheckpointError, reason
+from zerojax.checkpoint.errors import CheckpointError, DiskFullError, is_disk_full, reason
 from zerojax.checkpoint.files import to_disk
 from zerojax.tracing.trees import format_bytes
 
@@ -127,7 +127,7 @@ def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
     except OSError as error:
         return unwritable(error)
     if free < state_bytes:
-        return CheckpointError(
+        return DiskFullError(
             f"checkpoints cannot be written to {path}: a checkpoint needs "
             f"{format_bytes(state_bytes)},"
             f" {free_text(path)}; free some space or use another folder"
@@ -137,6 +137,10 @@ def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
 
 def unwritable(error: OSError) -> CheckpointError:
     """Returns the error for a folder in which no file can be written."""
+    if is_disk_full(error):
+        return DiskFullError(
+            f"checkpoints cannot be written: {reason(error)}; free some space or use another folder"
+        )
     return CheckpointError(
         f"checkpoints cannot be written: {reason(error)}; use a folder with write permission"
     )
