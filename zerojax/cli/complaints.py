@@ -65,10 +65,10 @@ def _about_file(error: OSError) -> str:
         return reason
     where = f"{cut(str(error.filename), 300)}: " if error.filename else ""
     remedy = {
-        errno.ENOSPC: "; free some space or choose another folder",
-        errno.EACCES: "; choose a folder that you may write to, such as runs/mine",
-        errno.EPERM: "; choose a folder that you may write to, such as runs/mine",
-        errno.EROFS: "; choose a folder that you may write to, such as runs/mine",
+        errno.ENOSPC: "; free some space or choose another folder, such as run_dir=runs/mine",
+        errno.EACCES: "; choose a folder that you may write to, such as run_dir=runs/mine",
+        errno.EPERM: "; choose a folder that you may write to, such as run_dir=runs/mine",
+        errno.EROFS: "; choose a folder that you may write to, such as run_dir=runs/mine",
         errno.ENOTDIR: "; a part of this path is a file, so choose another folder",
         errno.EEXIST: "; choose another name",
     }
