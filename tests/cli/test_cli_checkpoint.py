@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.offload.test_offload_disk_checkpoints import save as save_with_pieces
 from tests.support.offload_disk_runs import close, offload, plan_of, train
-from zerojax.checkpoint import Checkpointer
+from tests.support.refusals import check_words, refused
+from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.checkpoint.inspection import open_arrays, saved_steps
 from zerojax.checkpoint.pruning import STALE_SECONDS, removals
 from zerojax.cli import main
@@ -169,6 +170,22 @@ def test_verify_names_leaf_and_file(run, capsys):
     assert [one["good"] for one in json.loads(out)] == [True, False, True]
 
 
+def test_verify_names_the_first_of_many_damages(tmp_path, capsys):
+    put = jax.device_put(np.zeros(2, np.float32))
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        tree = {f"array{number:03}": put for number in range(60)}
+        checkpointer.save(1, tree, config={}, plan={}, data_state={})
+    (tmp_path / "run" / "1" / "packs.json").write_text("{}")
+    code, out, _ = call(capsys, "verify", tmp_path / "run")
+    assert code == 1
+    assert len(out.splitlines()) < 20
+    check_words(out, "packs.json", "array004", "55", "--full")
+    assert "array059" not in out
+    code, out, _ = call(capsys, "verify", tmp_path / "run", "--full")
+    assert code == 1
+    assert "array059" in out
+
+
 def test_verify_of_a_step_that_is_not_there(run, capsys):
     code, _, error = call(capsys, "verify", run, "21")
     assert code == 2
@@ -281,6 +298,109 @@ def test_export_refuses_damage_and_leaves_nothing(run, tmp_path, capsys):
     assert code == 2
     assert "already exists" in error
     assert call(capsys, "export", run, "x", "20", tmp_path / "y")[0] == 2
+
+
+def another_steps_copy(run: Path, tmp_path: Path) -> tuple[str, list[object]]:
+    shutil.rmtree(run / "checkpoints" / "30")
+    shutil.copytree(run / "checkpoints" / "20", run / "checkpoints" / "30")
+    return "30", ["20", "remove"]
+
+
+def another_steps_name(run: Path, tmp_path: Path) -> tuple[str, list[object]]:
+    (run / "checkpoints" / "30").rename(run / "checkpoints" / "99")
+    return "99", ["30", "rename", "remove"]
+
+
+def another_runs_step(run: Path, tmp_path: Path) -> tuple[str, list[object]]:
+    save(tmp_path / "other", (30,))
+    shutil.rmtree(run / "checkpoints" / "30")
+    shutil.copytree(tmp_path / "other" / "30", run / "checkpoints" / "30")
+    return "30", ["another run", "remove"]
+
+
+def another_steps_arrays(run: Path, tmp_path: Path) -> tuple[str, list[object]]:
+    shutil.rmtree(run / "checkpoints" / "30" / "arrays")
+    shutil.copytree(run / "checkpoints" / "20" / "arrays", run / "checkpoints" / "30" / "arrays")
+    return "30", []
+
+
+def another_steps_metadata(run: Path, tmp_path: Path) -> tuple[str, list[object]]:
+    shutil.copy(run / "checkpoints" / "20" / "metadata.json", run / "checkpoints" / "30")
+    return "30", ["20", "remove"]
+
+
+@pytest.mark.parametrize(
+    "swap",
+    [
+        another_steps_copy,
+        another_steps_name,
+        another_runs_step,
+        another_steps_arrays,
+        another_steps_metadata,
+    ],
+)
+def test_no_command_takes_a_folder_for_another_step(run, tmp_path, capsys, swap):
+    step, words = swap(run, tmp_path)
+    path = str(run / "checkpoints" / step)
+    code, out, _ = call(capsys, "verify", run)
+    assert code == 1
+    check_words(out, f"step {step}", "damaged", *words)
+    code, out, _ = call(capsys, "list", run)
+    check_words(next(line for line in out.splitlines() if line.split()[0] == step), "damaged")
+    check_words(out, "1 damaged", *words)
+    for places in ([run], [run, step], [path]):
+        code, _, error = call(capsys, "export", *places, tmp_path / "out")
+        assert code == 1
+        check_words(error, path, *words)
+        assert not (tmp_path / "out").exists()
+    _, out, _ = call(capsys, "prune", run, "--keep", "1", "--damaged")
+    check_words(out, "kept steps: 20", f"step {step}")
+
+
+@pytest.mark.parametrize(
+    "swap", [another_steps_copy, another_steps_name, another_runs_step, another_steps_metadata]
+)
+def test_a_run_resumes_before_a_folder_of_another_step(run, tmp_path, swap):
+    step, words = swap(run, tmp_path)
+    wanted = {"step": state(0)["step"]}
+    with Checkpointer(run / "checkpoints") as checkpointer:
+        for read in (checkpointer.metadata, checkpointer.check_step):
+            refused(lambda read=read: read(int(step)), step, words, error=CheckpointError)
+        refused(
+            lambda: checkpointer.restore(wanted, int(step), subset=True),
+            step,
+            words,
+            error=CheckpointError,
+        )
+        with pytest.warns(RuntimeWarning, match=f"{step} is damaged.*step 20 is used"):
+            assert checkpointer.restore(wanted, subset=True).step == 20
+        checkpointer.save(30, state(30), config=CONFIG, plan=PLAN, data_state={})
+        checkpointer.wait()
+        assert checkpointer.restore(wanted, 30, subset=True).step == 30
+        assert (run / "checkpoints" / f"{step}.damaged").is_dir()
+
+
+def test_steps_of_two_runs_alone_are_both_refused(tmp_path, capsys):
+    """Two folders cannot tell which of them was copied; without the other, each is read."""
+    save(tmp_path / "run", (10,))
+    save(tmp_path / "other", (20,))
+    shutil.copytree(tmp_path / "other" / "20", tmp_path / "run" / "20")
+    for step, other in (("10", "20"), ("20", "10")):
+        code, out, _ = call(capsys, "verify", tmp_path / "run", step)
+        assert code == 1
+        check_words(out, "another run", other, "folder of its own")
+    assert call(capsys, "verify", tmp_path / "other")[0] == 0
+    shutil.rmtree(tmp_path / "run" / "20")
+    assert call(capsys, "verify", tmp_path / "run")[0] == 0
+
+
+def test_a_name_with_zeros_is_no_step(run, tmp_path, capsys):
+    (run / "checkpoints" / "20").rename(run / "checkpoints" / "020")
+    _, out, _ = call(capsys, "list", run)
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["10", "30"]
+    code, _, error = call(capsys, "export", run / "checkpoints" / "020", tmp_path / "out")
+    assert code == 2
+    check_words(error, "020", "checkpoints")
 
 
 @pytest.mark.thorough

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -74,6 +78,26 @@ def test_another_slicing_is_refused(left):
     )
     with pytest.raises(StoreError, match=r"another model, .* or slicing.*delete"):
         resume(plan_of(config, data=2, zero=3, freeze=("down/bias",)))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("copied", "words"),
+    [("state-2.npz", "generation 2 delete checkpoint"), ("frozen.npz", "run delete checkpoint")],
+)
+def test_files_of_another_generation_or_run_are_refused(left, tmp_path, copied, words):
+    folder = Path(shutil.copytree(left[0], tmp_path / "durable"))
+    plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))
+    own = folder / "process_0" / "state-3.npz"
+    assert own.exists()
+    if copied == "frozen.npz":
+        arrays = dict(np.load(folder / "process_0" / copied))
+        about = json.loads(arrays["about"].tobytes())
+        text = json.dumps({**about, "filling": about["filling"] + 1}).encode()
+        np.savez(folder / "process_0" / copied, **arrays | {"about": np.frombuffer(text, np.uint8)})
+    else:
+        shutil.copy(folder / "process_0" / copied, own)
+    refused(lambda: (resume_step(plan), resume(plan)), words, str(folder), error=StoreError)
 
 
 @pytest.mark.thorough

@@ -18,6 +18,7 @@ from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.pruning import removals
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.training.evaluation import EarlyStopping, KeepBest
+from zerojax.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,6 +73,19 @@ def test_the_step_that_began_before_an_exception_is_reported(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     reports = [json.loads(line) for line in lines]
     assert [line["step"] for line in reports if "loss" in line] == [*range(1, saved + 1)]
+
+
+def test_a_step_is_reported_before_it_is_saved(tmp_path, monkeypatch):
+    """A kill after a save finds the step's line in the metrics."""
+    reported, save = {}, zerojax.Trainer.save
+
+    def see_and_save(self):
+        reported[self.num_steps] = [x["step"] for x in read_metrics(tmp_path).train]
+        save(self)
+
+    monkeypatch.setattr(zerojax.Trainer, "save", see_and_save)
+    train(tmp_path, callbacks=[], steps=3, eval_every=None, validation=None)
+    assert reported == {1: [1], 2: [1, 2], 3: [1, 2, 3]}
 
 
 @pytest.mark.thorough

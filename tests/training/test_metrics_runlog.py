@@ -201,6 +201,36 @@ def test_a_resumed_run_appends_and_says_so(tmp_path):
     assert "resuming after step 20 of 100" in second.lines()
 
 
+@pytest.mark.parametrize(
+    ("reported", "resumed", "every", "missing"),
+    [
+        ((), 1, 1, (1, 1)),
+        ((1, 2, 3), 5, 1, (4, 5)),
+        ((1, 2, 3), 3, 1, None),
+        ((1, 2, 3, 4, 5), 3, 1, None),  # steps after the checkpoint are repeated
+        ((1, 10), 25, 10, (20, 20)),
+        ((1, 10), 18, 10, None),
+    ],
+)
+def test_a_resumed_run_says_which_saved_steps_were_not_reported(
+    tmp_path, reported, resumed, every, missing
+):
+    killed = Run(tmp_path, config=LogConfig(every=every))
+    for step in reported:
+        killed.write(step, 1)
+    killed.log.close()
+    run = Run(tmp_path, start_step=resumed, config=LogConfig(every=1))
+    run.log.close()
+    events = [x for x in read_metrics(tmp_path).events if x["event"] == "not_reported"]
+    said = [line for line in run.lines() if "metrics were not written" in line]
+    assert [(x["first_missing"], x["last_missing"]) for x in events] == [missing] * bool(missing)
+    assert len(said) == bool(missing)
+    assert all(str(step) in said[0] for step in missing or ())
+    again = Run(tmp_path, start_step=resumed)
+    again.log.close()
+    assert not [line for line in again.lines() if "metrics were not written" in line]
+
+
 def test_a_new_run_leaves_the_metrics_of_another_aside(tmp_path):
     for steps in ((10, 20, 30), (), (10,)):  # the second failed before it reported
         run = Run(tmp_path, is_new=True)

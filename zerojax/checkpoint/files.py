@@ -204,10 +204,11 @@ def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Pat
       FileExistsError: `out` exists and is not empty, or the name of the temporary folder is taken.
       OSError: the disk reports an error.
     """
+    if os.path.ismount(out):
+        raise FileExistsError(f"{out} is the root of a disk; name a new folder in it")
     if out.exists() and (not out.is_dir() or os.listdir(out)):
         raise FileExistsError(f"{out} already exists; name a folder that does not exist yet")
     out.parent.mkdir(parents=True, exist_ok=True)
-    check_space(out.parent, num_bytes, remedy=remedy)
     draft = out.with_name(f"{out.name}.partial")
     mark = draft / _DRAFT_MARK
     if draft.is_dir() and (mark.exists() or not os.listdir(draft)):
@@ -217,9 +218,10 @@ def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Pat
             f"{draft} already exists, and the files are written there before they are moved to "
             f"{out}; remove or rename it, or name another folder"
         )
-    draft.mkdir()
+    draft.mkdir()  # first, since a file system that cannot be written has no space either
     try:
         mark.touch()
+        check_space(out.parent, num_bytes, remedy=remedy)
         yield draft
         mark.unlink()
         for name in os.listdir(draft):

@@ -19,7 +19,7 @@ import re
 import shutil
 from pathlib import Path
 
-from zerojax.checkpoint.errors import CheckpointError, reason
+from zerojax.checkpoint.errors import CheckpointError, DiskFullError, is_disk_full, reason
 from zerojax.checkpoint.files import to_disk
 from zerojax.checkpoint.retention import FILE_NAME
 from zerojax.runtime.folder_lock import NAME
@@ -38,8 +38,14 @@ def list_steps(path: Path) -> tuple[int, ...]:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    steps = [name for name in names if name.isascii() and name.isdigit()]
+    steps = [name for name in names if is_step(name)]
     return tuple(sorted(int(name) for name in steps if holds_checkpoint(path / name)))
+
+
+def is_step(name: str) -> bool:
+    """Returns True for the name of a step's folder, such as "24", not "024", which is no other
+    step."""
+    return name.isascii() and name.isdigit() and name == str(int(name))
 
 
 def holds_checkpoint(folder: Path, *, or_nothing: bool = False) -> bool:
@@ -153,7 +159,7 @@ def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
     except OSError as error:
         return unwritable(error)
     if free < state_bytes:
-        return CheckpointError(
+        return DiskFullError(
             f"checkpoints cannot be written to {path}: a checkpoint needs "
             f"{format_bytes(state_bytes)},"
             f" {free_text(path)}; free some space or use another folder"
@@ -163,6 +169,10 @@ def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
 
 def unwritable(error: OSError) -> CheckpointError:
     """Returns the error for a folder in which no file can be written."""
+    if is_disk_full(error):
+        return DiskFullError(
+            f"checkpoints cannot be written: {reason(error)}; free some space or use another folder"
+        )
     return CheckpointError(
         f"checkpoints cannot be written: {reason(error)}; use a folder with write permission"
     )

@@ -16,6 +16,7 @@ from zerojax.checkpoint import files, folders
 from zerojax.checkpoint.base_weights import BaseReader, at_another_place
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, reason
 from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_metadata
+from zerojax.checkpoint.restoring import check_files
 from zerojax.checkpoint.retention import kept_steps, named_step
 from zerojax.checkpoint.saving import ARRAYS, PIECES
 from zerojax.checkpoint.stored_arrays import StoredArrays, Unread
@@ -115,7 +116,7 @@ def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
         raise CheckpointError(
             f"{run} is not a folder; name the folder of a run, such as runs/tiny_shakespeare"
         )
-    if path.name.isdigit() and (path / FILE_NAME).exists():
+    if folders.is_step(path.name) and (path / FILE_NAME).exists():
         return path.parent, int(path.name)
     for candidate in (path, *_named_by_run(path), path / "checkpoints"):
         if candidate.is_dir() and (folders.list_steps(candidate) or leftovers(candidate)):
@@ -226,9 +227,15 @@ def leftovers(path: Path) -> list[Leftover]:
 def open_arrays(folder: Path, metadata: Metadata) -> Mapping[str, Unread]:
     """Returns {name: `Unread`} of every array of a step, so that the host can read parts later.
 
+    Readers compare the parts with the fingerprints. A step without them has its files compared with
+    their checksums here.
+
     Raises:
-      DamagedError: the tables of the arrays cannot be read.
+      DamagedError: the tables of the arrays cannot be read, or a file differs from what was saved.
+      MachineError: the step cannot be read now.
     """
+    if not metadata.fingerprints:
+        check_files(folder, metadata, metadata.checksums)
     wanted = {name: as_abstract(text) for name, text in metadata.arrays.items()}
     try:
         base = BaseReader(folder, metadata)

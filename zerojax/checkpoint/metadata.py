@@ -12,6 +12,7 @@ seal, checksums nor fingerprints. In format 2 the checkpoint contains all arrays
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import json
@@ -28,7 +29,9 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, is_damage, reason
+from zerojax.checkpoint.folders import list_steps, step_folder
 from zerojax.config.display import quoted
+from zerojax.config.regular_files import UnreadableError, open_regular
 from zerojax.runtime.bounded_json import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -57,6 +60,10 @@ _ARRAY = re.compile(rf"([a-z][a-z0-9_]{{0,31}})\[({_SIZE}(?:,{_SIZE})*)?\]")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 _MOST_DIMENSIONS = 32
+_FIRST_LINES = re.compile(rb'\{\s*"format": \d+,\s*"step": \d+,\s*"run": "([0-9a-f]{16})",')
+_FIRST_BYTES = 128
+_NEIGHBOURS = 4
+"""Number of the other saved steps, the nearest ones, whose runs are compared with a step's run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,10 @@ class Metadata:
 
     step: int
     """Number of batches consumed when the state was saved."""
+
+    run: str = dataclasses.field(default_factory=str)
+    """Number of the run that saved the step, drawn at its first save, 16 hexadecimal digits; "": it
+    was not recorded. Second, so that `run_of` finds it in the first bytes."""
 
     arrays: dict[str, str]
     """{array name: dtype and unpadded shape, such as "float32[64,64]"}, sorted by name."""
@@ -181,11 +192,33 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
     (folder / FILE_NAME).write_bytes(content)
 
 
+def run_of(folder: Path) -> str:
+    """Returns the number of the run that saved a step, "" if it is not known; reads only the first
+    bytes of its metadata.
+
+    Args:
+      folder: folder of the step.
+    """
+    try:
+        with open(open_regular(folder / FILE_NAME, follow=False), "rb") as file:
+            found = _FIRST_LINES.match(file.read(_FIRST_BYTES))
+    except (OSError, UnreadableError):
+        return ""
+    return "" if found is None else found[1].decode()
+
+
 def read_metadata(folder: Path) -> Metadata:
-    """Reads `metadata.json` of one saved step.
+    """Reads `metadata.json` of one saved step, and checks that it belongs into this folder.
+
+    All readers of checkpoints call this function first, so that no copied or renamed folder is
+    used as another step.
+
+    Args:
+      folder: folder of the step, whose name is the number of the step.
 
     Raises:
-      DamagedError: the file is missing, not written by zerojax, or changed after it was written.
+      DamagedError: the file is missing, not written by zerojax, changed after it was written, or
+        belongs to another step or another run.
       MachineError: the file cannot be read now.
       CheckpointError: the file has a newer format.
     """
@@ -227,7 +260,33 @@ def read_metadata(folder: Path) -> Metadata:
     problem = problem_with(body)
     if problem is not None:
         raise _damaged(folder, f"was edited: {problem}")
-    return Metadata(**{field.name: body[field.name] for field in known if field.name in body})
+    found = Metadata(**{field.name: body[field.name] for field in known if field.name in body})
+    _check_place(folder, found)
+    return found
+
+
+def _check_place(folder: Path, found: Metadata) -> None:
+    """Raises DamagedError if a step has the folder of another step, or is in another run's."""
+    if folder.name != str(found.step):
+        own = folder.with_name(str(found.step))
+        remedy = "remove it" if own.exists() else f"rename it to {found.step}, or remove it"
+        raise _damaged(
+            folder,
+            f"belongs to step {found.step}, not to step {folder.name}: the folder was copied or "
+            f"renamed; {remedy}",
+        )
+    others = (step_folder(folder.parent, step) for step in list_steps(folder.parent))
+    nearest = sorted(others, key=lambda other: abs(int(other.name) - found.step))[: _NEIGHBOURS + 1]
+    runs = {other.name: run for other in nearest if (run := run_of(other))}
+    votes = collections.Counter(runs.values()).most_common(2)
+    if len(votes) < 2 or (found.run == votes[0][0] and votes[0][1] > votes[1][1]):
+        return
+    steps = ", ".join(sorted((name for name, run in runs.items() if run != found.run), key=int))
+    raise _damaged(
+        folder,
+        f"belongs to another run than the neighbouring saved steps ({steps}): a folder of another "
+        "run was copied here; remove it, or move it into a folder of its own",
+    )
 
 
 def _damaged(folder: Path, what: str) -> DamagedError:
@@ -543,6 +602,7 @@ _FIELDS = (
     ("num_devices", _is_int(1), "a whole number of 1 or more"),
     ("num_processes", _is_int(1), "a whole number of 1 or more"),
     ("saved", _is_text, "a time"),
+    ("run", lambda value: value == "" or _matches(_FINGERPRINT)(value), "the number of a run"),
     ("data_state", _is_object, "an object"),
     ("config", _is_object, "an object"),
     ("plan", _is_object, "an object"),

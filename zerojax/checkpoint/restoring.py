@@ -27,7 +27,7 @@ from zerojax.checkpoint.errors import (
 )
 from zerojax.checkpoint.fingerprint_math import as_text
 from zerojax.checkpoint.fingerprints import Parts, PendingFingerprints, differing_copies, whole
-from zerojax.checkpoint.metadata import FILE_NAME, Metadata, check_same_arrays, read_metadata
+from zerojax.checkpoint.metadata import Metadata, check_same_arrays, read_metadata
 from zerojax.checkpoint.saving import ARRAYS, PIECES, is_first_process
 from zerojax.checkpoint.stored_arrays import StoredArrays
 from zerojax.config.checks import warn_user
@@ -48,8 +48,9 @@ def read_step(
 ) -> tuple[Metadata, dict[str, Any]]:
     """Reads metadata and arrays of a step. Every process must call it.
 
-    Small files are always compared with their checksums. If some arrays are not read now, all files
-    are. Arrays that are read are compared with their fingerprints on the devices that hold them.
+    Small files are always compared with their checksums. If some arrays are not read now, or the
+    step has no fingerprints, all files are. Arrays that are read are compared with their
+    fingerprints on the devices that hold them.
 
     Args:
       folder: folder of the step.
@@ -88,7 +89,8 @@ def read_step(
         saved = {name: x for name, x in metadata.arrays.items() if name not in more}
         check_same_arrays(saved, wanted, where=str(folder), subset=subset)
         subset = subset or bool(more)
-        _check_files(folder, metadata, all_files=bool(unread))
+        # Without fingerprints, only the files tell whether they are those of this step.
+        _check_files(folder, metadata, all_files=bool(unread) or not metadata.fingerprints)
         base = BaseReader(folder, metadata)
         if base.names & wanted.keys():
             base.check()
@@ -117,14 +119,27 @@ def check_quickly(folder: Path) -> Metadata:
       CheckpointError: the step has a newer format.
     """
     metadata = read_metadata(folder)
-    if folder.name != str(metadata.step):
-        raise _damaged(folder, f"{FILE_NAME} belongs to step {metadata.step}")
+    check_files(folder, metadata, _small(metadata))
+    return metadata
+
+
+def check_files(folder: Path, metadata: Metadata, checksums: Mapping[str, str]) -> None:
+    """Compares the sizes of all files of a step, and the bytes of some, with what was saved.
+
+    Args:
+      folder: folder of the step.
+      metadata: metadata of the step.
+      checksums: {file: checksum} of the files that are read.
+
+    Raises:
+      DamagedError: they differ.
+      MachineError: the step cannot be read now.
+    """
     try:
         _raise_first(folder, files.wrong_sizes(folder, metadata.files))
-        _raise_first(folder, files.wrong_checksums(folder, _small(metadata)))
+        _raise_first(folder, files.wrong_checksums(folder, checksums))
     except OSError as error:
         raise _unreadable(folder, error) from error
-    return metadata
 
 
 def _check_files(folder: Path, metadata: Metadata, *, all_files: bool) -> None:

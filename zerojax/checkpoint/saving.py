@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import secrets
 import shutil
 import sys
 import threading
@@ -45,7 +46,7 @@ from zerojax.checkpoint.errors import (
 )
 from zerojax.checkpoint.fingerprint_math import as_text
 from zerojax.checkpoint.fingerprints import PendingFingerprints, differing_copies, whole
-from zerojax.checkpoint.metadata import Metadata, write_metadata
+from zerojax.checkpoint.metadata import Metadata, run_of, write_metadata
 from zerojax.checkpoint.packs import FILE_NAME as TABLE
 from zerojax.checkpoint.retention import Retention, kept_steps
 from zerojax.checkpoint.store.pieces import PieceReader
@@ -276,6 +277,7 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
         files=sizes,
         checksums={name: checksums[name] for name in sizes},
         fingerprints=save.metadata.fingerprints | fingerprints,
+        run=_number_of_run(path),
     )
     write_metadata(save.partial, metadata)
     save.hold_folder()  # another process may have locked the folder and saved in it
@@ -294,6 +296,13 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
                 f" {reason(error)}; delete its folder yourself"
             )
     return texts
+
+
+def _number_of_run(path: Path) -> str:
+    """Returns the number of the run that saves in a folder: that of its newest step; at the first
+    save a new one, drawn at random."""
+    found = (run_of(folders.step_folder(path, step)) for step in reversed(folders.list_steps(path)))
+    return next((run for run in found if run), None) or secrets.token_hex(8)
 
 
 def _lost(save: Save, error: BaseException) -> CheckpointError:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _TOKENIZER = "tokenizer.json"
+_MOST_DAMAGES = 5
 
 _HELP = """\
 RUN is the folder of a run, its folder of checkpoints, or that of one step. No model and no
@@ -87,6 +88,9 @@ def _add_verify(actions) -> None:
     parser = _add(actions, "verify", "read a step completely and compare it with its checksums")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="default: the newest")
     parser.add_argument("--all", action="store_true", help="every saved step")
+    parser.add_argument(
+        "--full", action="store_true", help="list all damaged files and arrays, not only the first"
+    )
     add_pretrained(parser)
     _add_json(parser)
 
@@ -263,7 +267,7 @@ def _verify(args: argparse.Namespace) -> int:
             verification = checkpointer.verify(step, pretrained=args.pretrained)
             found.append(verification)
             if not args.json:
-                _tell(verification)
+                _tell(verification, most=None if args.full else _MOST_DAMAGES)
     if args.json:
         show(json.dumps([_verified(one) for one in found], indent=1))
     if not found:
@@ -273,7 +277,13 @@ def _verify(args: argparse.Namespace) -> int:
     return OK if all(one.is_good for one in found) else FAILED
 
 
-def _tell(found: Verification) -> None:
+def _tell(found: Verification, *, most: int | None) -> None:
+    """Prints the result of a step.
+
+    Args:
+      found: the result.
+      most: maximum number of damaged files, and of damaged arrays, that are listed; None: all.
+    """
     from zerojax.tracing.trees import format_bytes
 
     checked = f"{found.num_files} files ({format_bytes(found.num_bytes)})"
@@ -291,8 +301,15 @@ def _tell(found: Verification) -> None:
             f"step {found.step}: damaged; of {checked} {len(found.damages)} differ from what "
             "was saved"
         )
-    for damage in found.damages:
-        show(f"  {damage}")
+    rest = []
+    for what, is_file in (("files", True), ("arrays", False)):
+        damages = [damage for damage in found.damages if (damage.file is not None) == is_file]
+        for damage in damages[:most]:
+            show(f"  {damage}")
+        if more := len(damages) - len(damages[:most]):
+            rest.append(f"{more} more {what}")
+    if rest:
+        show(f"  and {' and '.join(rest)}; --full lists all")
 
 
 def _verified(found: Verification) -> dict[str, Any]:

@@ -11,7 +11,7 @@ PACKAGES = ("zerojax", "pallas_kernels")
 OUT_OF_MEMORY = "out of memory"
 """First words of the note that `zerojax.forecasting.out_of_memory` adds to an error."""
 _NOT_OF_INPUT = ("zerojax.hardware.compile_client",)
-_BAD_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
+_BAD_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EROFS)
 _BAD_PATHS = (
     FileNotFoundError,
     FileExistsError,
@@ -65,9 +65,12 @@ def _about_file(error: OSError) -> str:
         return reason
     where = f"{cut(str(error.filename), 300)}: " if error.filename else ""
     remedy = {
-        errno.ENOSPC: "; free some space or choose another run_dir",
+        errno.ENOSPC: "; free some space or choose another folder, such as run_dir=runs/mine",
         errno.EACCES: "; choose a folder that you may write to, such as run_dir=runs/mine",
+        errno.EPERM: "; choose a folder that you may write to, such as run_dir=runs/mine",
         errno.EROFS: "; choose a folder that you may write to, such as run_dir=runs/mine",
+        errno.ENOTDIR: "; a part of this path is a file, so choose another folder",
+        errno.EEXIST: "; choose another name",
     }
     return f"{where}{reason}{remedy.get(error.errno, '')}"
 

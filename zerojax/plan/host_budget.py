@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import all_file_bytes, buffer_bytes, slice_bytes
 from zerojax.plan.offload_tiers import plan_offload
 from zerojax.plan.state_layout import OffloadLayout, store_folder
-from zerojax.runtime.memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
+from zerojax.runtime.memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room, nearest_folder
 from zerojax.tracing.trees import format_bytes, num_bytes
 
 GIB = 2**30
@@ -219,12 +220,18 @@ def _pinned_limit(environ: Mapping[str, str]) -> int:
     return int(told) if told.isdigit() else DEFAULT_PINNED_GIB
 
 
+class NoSpaceError(ValueError):
+    """A disk has too little free space for the files of offloaded state."""
+
+    is_bad_input = False  # of a command: the same command works after space was freed
+
+
 def check_disk(plan: Plan) -> None:
     """Raises if the files of offloaded state do not fit on their disk; files of an earlier run
     count as free space.
 
     Raises:
-      ValueError: the message states the bytes needed, the bytes available and the remedy.
+      NoSpaceError: the message states the bytes needed, the bytes available and the remedy.
     """
     needed, config = disk_bytes(plan), plan.settings.offload
     if not needed:
@@ -244,7 +251,9 @@ def check_disk(plan: Plan) -> None:
         remedies += ["a larger share of opt_state in host memory or on the device"]
     twice = " in two generations" if config.durable else ""
     each = format_bytes(num_bytes(plan.abstract_portable))
-    raise ValueError(
+    has_disk = shutil.disk_usage(nearest_folder(place)).total > 0  # /proc has none
+    kind = NoSpaceError if has_disk else ValueError
+    raise kind(
         f"offload needs {format_bytes(needed)} of disk{twice} in {place}, but only "
         f"{format_bytes(there)} are free (not counting checkpoints, {each} each); "
         f"{_join(iter(remedies))}"

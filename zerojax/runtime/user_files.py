@@ -173,7 +173,7 @@ def replacing(
             partial.unlink(missing_ok=True)
             raise
     except OSError as error:
-        if error.filename == str(partial):
+        if error.filename in (None, str(partial)):
             error.filename, error.filename2 = str(path), None
         raise
 

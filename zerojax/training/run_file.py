@@ -221,9 +221,10 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise type(error)(
+        raise OSError(
+            error.errno,
             f"cannot create the run folder '{folder}' ({error.strerror}); choose another folder "
-            "with run_dir="
+            "with run_dir=",
         ) from None
 
 

@@ -18,15 +18,12 @@ import numpy as np
 from flax import nnx
 
 from zerojax.config import (
-    BitScheduleConfig,
     LoraConfig,
     MeshConfig,
     MixturePart,
-    MoEConfig,
     from_dict,
     to_dict,
 )
-from zerojax.config.attention_layouts import layout_of_mode, values_of_layout
 from zerojax.config.checks import MAX_SIZE, check_fraction, check_size, expand_folders
 from zerojax.config.display import quoted
 from zerojax.config.loader import ConfigError, coerce_fields
@@ -34,11 +31,10 @@ from zerojax.optim.precision import Precision
 from zerojax.plan.make import Plan
 from zerojax.runtime.user_files import replace_text
 from zerojax.tracing.trees import path_name
-from zerojax.zoo import MODELS, DecoderConfig, add_lora
-from zerojax.zoo.decoder_config import decoder_config_of
+from zerojax.zoo import MODELS, add_lora
+from zerojax.zoo.config_values import config_of, values_of
 from zerojax.zoo.layers import Projection
 from zerojax.zoo.lora import LowRank
-from zerojax.zoo.rope import RopeScaling
 
 RECORD_FILE = "run.json"
 _FREEZE_DTYPE = "freeze_dtype"
@@ -337,8 +333,7 @@ def _describe(template: Any) -> tuple[str, dict[str, Any], tuple[Adapters, ...]]
     name = next((name for name, (_, cls) in MODELS.items() if type(template) is cls), None)
     if name is None:
         return "", {}, ()
-    sizes, adapters = dataclasses.asdict(template.config), _adapters_of(template)
-    sizes["attention_layout"] = values_of_layout(template.config.attention_layout)
+    sizes, adapters = values_of(template.config), _adapters_of(template)
     made = nnx.eval_shape(lambda: _factory(name, sizes, adapters)(nnx.Rngs(0)))
     return (name, sizes, adapters) if _structure(made) == _structure(template) else ("", {}, ())
 
@@ -347,25 +342,11 @@ def _factory(
     architecture: str, sizes: Mapping[str, Any], adapters: tuple[Adapters, ...]
 ) -> Callable[[nnx.Rngs], nnx.Module]:
     config_class, model_class = MODELS[architecture]
-    values = dict(sizes)
-    if values.get("rope_scaling") is not None:
-        values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
-    if values.get("moe") is not None:
-        values["moe"] = MoEConfig(**values["moe"])
-    if values.get("bit_schedule") is not None:
-        values["bit_schedule"] = BitScheduleConfig(**values["bit_schedule"])
-    if values.get("attention_layout") is not None:
-        values["attention_layout"] = layout_of_mode(values["attention_layout"])
-    make_config = decoder_config_of if config_class is DecoderConfig else _called(config_class)
-    config = make_config(values)
+    config = config_of(config_class, sizes)
     make: Callable[[nnx.Rngs], nnx.Module] = lambda rngs: model_class(config, rngs=rngs)  # noqa: E731
     for each in adapters:
         make = _with_adapters(make, each)
     return make
-
-
-def _called(config_class: type) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda values: config_class(**values)
 
 
 def _structure(module: nnx.Module) -> dict[str, Any]:

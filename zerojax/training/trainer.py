@@ -306,6 +306,10 @@ class Trainer(StepRunner):
                 last = self.num_steps == steps
                 is_reported = self._is_due("log_every") or self.num_steps == 1 or last
                 done = self.follow(metrics, is_reported=is_reported)
+                if self._saves_each_step or (self._is_due("save_every") and not last):
+                    # A kill must not leave a saved step without its report. The save waits for the
+                    # step anyway.
+                    done = self._report() or done
                 if is_reported:
                     say_epochs(self._log, self.num_steps, self._epochs, feed.epochs(data_state))
                 done = self._evaluate_and_save_if_due(last) or done
@@ -338,6 +342,12 @@ class Trainer(StepRunner):
         if self._is_due("eval_every") and not done:  # at the end, the last save comes first
             self._log_samples()
         return done
+
+    @property
+    def _saves_each_step(self) -> bool:
+        """Whether each step writes files from which a killed run resumes."""
+        offload = self.plan.settings.offload
+        return offload.durable and offload.on_disk
 
     def _is_due(self, setting: str) -> bool:
         """Returns True if this step is a multiple of the interval in the loop setting `setting`."""

@@ -15,9 +15,10 @@ from zerojax.operators.attending import Implementation, check_implementation
 from zerojax.operators.sparse_layouts import layout_table
 from zerojax.tracing.stacking import check_remat
 from zerojax.zoo.bit_widths import check_bit_schedule
+from zerojax.zoo.config_values import config_of
 from zerojax.zoo.fp8 import check_matmul_dtype
 from zerojax.zoo.layers import ACTIVATIONS, NormConfig
-from zerojax.zoo.rope import Rope, RopeScaling
+from zerojax.zoo.rope import Rope
 
 MLP_MULTIPLE = 128  # the default width of a gated MLP is rounded up to tiles of a matrix unit
 NORM_PLACES = ("pre", "post", "pre_post", "parallel")
@@ -335,27 +336,7 @@ def decoder_config_of(values: Mapping[str, Any]) -> DecoderConfig:
     Raises:
       TypeError, ValueError: a field is unknown or a value is invalid.
     """
-
-    def rope_of(rope: Mapping[str, Any] | None) -> Rope | None:
-        if rope is None:
-            return None
-        rope_fields: dict[str, Any] = dict(rope)
-        if rope_fields.get("scaling") is not None:
-            rope_fields["scaling"] = RopeScaling(**rope_fields["scaling"])
-        return Rope(**rope_fields)
-
-    fields: dict[str, Any] = dict(values)
-    if "norm" in fields:
-        fields["norm"] = NormConfig(**fields["norm"])
-    if isinstance(fields.get("moe"), Mapping):
-        fields["moe"] = MoEConfig(**fields["moe"])
-    if isinstance(fields.get("bit_schedule"), Mapping):
-        fields["bit_schedule"] = BitScheduleConfig(**fields["bit_schedule"])
-    if "kinds" in fields:
-        fields["kinds"] = tuple(
-            LayerKind(window=kind["window"], rope=rope_of(kind["rope"])) for kind in fields["kinds"]
-        )
-    return DecoderConfig(**fields)
+    return config_of(DecoderConfig, values)
 
 
 def default_mlp_dim(embed_dim: int) -> int:

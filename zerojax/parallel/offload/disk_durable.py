@@ -32,6 +32,7 @@ from zerojax.checkpoint.store import BucketStore, StoreError
 from zerojax.checkpoint.store.direct_io import replace_file
 from zerojax.checkpoint.store.manifest import NAME as MANIFEST
 from zerojax.checkpoint.store.manifest import load_manifest
+from zerojax.config.display import quoted
 from zerojax.config.regular_files import open_regular
 from zerojax.parallel.offload.disk import (
     DiskState,
@@ -59,12 +60,14 @@ def write_rest(plan: Plan, disk: DiskState, state: TrainState) -> None:
     """
     folder, generation = disk.store.folder, disk.store.generation + 1
     if not disk.has_frozen:
-        replace_file(folder / _FROZEN, _packed(flatten_names(state["frozen"]), {}))
+        frozen = _packed(flatten_names(state["frozen"]), {"filling": disk.filling})
+        replace_file(folder / _FROZEN, frozen)
         disk.has_frozen = True
     about = {
         "data_state": disk.data_state,
         "signature": _signature(plan),
         "filling": disk.filling,
+        "generation": generation,
     }
     replace_file(folder / _name_of(generation), _packed(_rest(plan, state), about))
     for path in _rest_files(folder):
@@ -222,7 +225,13 @@ def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
             )
         with failing_together():
             disk = DiskState(store, disk_leaves(plan))
-            arrays |= {f"frozen/{n}": x for n, x in _unpacked(folder / _FROZEN)[0].items()}
+            frozen, of_frozen = _unpacked(folder / _FROZEN)
+            if of_frozen.get("filling", about.get("filling")) != about.get("filling"):
+                raise StoreError(
+                    f"{folder / _FROZEN} belongs to another run than {_name_of(store.generation)}: "
+                    "a file was copied here; delete the folder to continue from the last checkpoint"
+                )
+            arrays |= {f"frozen/{n}": x for n, x in frozen.items()}
             disk.has_frozen, disk.filling = True, about.get("filling", 0)
             state = _place(plan, arrays)
             disk.add_pages(plan)
@@ -317,7 +326,7 @@ def _unpacked(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Reads a file: returns (arrays, metadata).
 
     Raises:
-      StoreError: this version did not write the file.
+      StoreError: this version did not write the file, or it has the name of another generation.
       OSError: the system reports an error.
     """
     try:
@@ -332,6 +341,12 @@ def _unpacked(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             f"{path}: damaged ({type(error).__name__}); delete its folder to continue from the "
             "last checkpoint"
         ) from error
+    named = _OF_GENERATION.fullmatch(path.name)
+    if named and about.get("generation", int(named[1])) != int(named[1]):
+        raise StoreError(
+            f"{path} belongs to generation {quoted(about['generation'])}, not to {named[1]}: the "
+            "file was copied or renamed; delete its folder to continue from the last checkpoint"
+        )
     return arrays, about
 
 

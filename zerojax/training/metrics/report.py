@@ -46,6 +46,7 @@ ACTIVITY_NAMES = {
 EVENT_NAMES = {
     "loss_spike": "loss spike",
     "not_finite": "not finite",
+    "not_reported": "not reported",
     "slow_process": "slow process",
     "fast_again": "no longer slow",
     "failed": "run failed",

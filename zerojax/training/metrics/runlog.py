@@ -27,6 +27,7 @@ from zerojax.training.metrics.metric_files import (
     EventWriter,
     MetricsFile,
     first_loss,
+    read_metrics,
     set_aside,
 )
 from zerojax.training.metrics.stragglers import ProcessTimes, Stragglers, spread
@@ -154,7 +155,7 @@ class RunLog:
             return
         plan_line, plan_table = redact(plan_line), redact(plan_table)
         reasons, plan_dict, config_dict = redact([*reasons]), redact(plan_dict), redact(config_dict)
-        said = []
+        said, unreported = [], []
         if self.run_dir is not None:
             shown = (f"- {printable(reason)}" for reason in reasons)
             summary = printable("\n".join([plan_line, "", *shown, "", plan_table]), is_page=True)
@@ -162,6 +163,7 @@ class RunLog:
             texts |= {"plan.json": json.dumps(plan_dict, indent=2)}
             texts |= {"config.json": json.dumps(config_dict, indent=2)}
             said = self._fill_folder(self.run_dir, texts, is_new=is_new)
+            unreported = _unreported(self.run_dir, start_step)
             self._open_files(self.run_dir, start_step, config_dict)
         self._display = console.make_display(
             self._config.console,
@@ -172,6 +174,16 @@ class RunLog:
         self._announce(plan_line, reasons, start_step)
         for text in said:
             self._display.message(text)
+        if unreported:
+            steps = _listed(unreported)
+            self.event(
+                "not_reported",
+                start_step,
+                f"{steps}: their metrics were not written before the earlier process was ended, "
+                "although the state after them was saved; the metrics have no lines of them",
+                first_missing=unreported[0],
+                last_missing=unreported[-1],
+            )
         self._start_step = self._last_step = self._steady_step = start_step
         self._began = self._last_time = self._clock()
 
@@ -267,7 +279,7 @@ class RunLog:
         """Writes an event of a step to metrics.jsonl, and one line to the terminal.
 
         Args:
-          kind: "loss_spike", "not_finite", "slow_process", "fast_again", "epoch",
+          kind: "loss_spike", "not_finite", "not_reported", "slow_process", "fast_again", "epoch",
             "sequence_length", "sample", "failed" or "interrupted".
           step: number of the step.
           text: the line to print.
@@ -381,6 +393,7 @@ class RunLog:
             "loss_unit": self._loss_unit,
             "flops_per_step": self._flops_per_step,
             "peak_flops_per_device": self._peak,
+            "log_every": self._config.report_every,
         }
         self._record("start", start_step, start)
 
@@ -526,14 +539,37 @@ def _check_own(folder: Path, names: Iterable[str]) -> None:
             )
 
 
+def _unreported(folder: Path, start_step: int) -> list[int]:
+    """Returns the steps until `start_step` that a killed process has taken and not reported.
+
+    Args:
+      folder: folder of the run, before the resumed run has written its first record.
+      start_step: number of steps that were done before the run resumed.
+    """
+    if not start_step or not (folder / FILE_NAME).stat().st_size:
+        return []
+    found = read_metrics(folder)
+    every = found.starts[-1].get("log_every") if found.starts else None
+    if not every:
+        return []  # written by an older version
+    last = max(record["step"] for record in (*found.starts, *found.train))
+    return [step for step in range(last + 1, start_step + 1) if step == 1 or step % every == 0]
+
+
+def _listed(steps: Sequence[int]) -> str:
+    first, last = steps[0], steps[-1]
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         open_appending(folder / FILE_NAME).close()
     except OSError as error:
-        raise type(error)(
+        raise OSError(
+            error.errno,
             f"cannot write to the run folder '{folder}' ({error.strerror}); "
-            "choose another folder with run_dir="
+            "choose another folder with run_dir=",
         ) from None
 
 
