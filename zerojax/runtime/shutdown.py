@@ -186,7 +186,9 @@ def leave_when_one_is_lost(process: int, num_processes: int) -> None:
     os.dup2(sink, 2)
     for descriptor in (source, sink, saying):
         os.close(descriptor)
-    threading.Thread(target=_leave_when_said, args=(said,), name="zerojax-lost", daemon=True).start()
+    leaving = threading.Thread(target=_leave_when_said, args=(said,), name="zerojax-lost")
+    leaving.daemon = True
+    leaving.start()
     _delay_aborts()
 
 
