@@ -64,7 +64,7 @@ def run_two(folder, what: str, read: str) -> tuple[int, str]:
 def test_a_peer_that_is_killed_ends_the_other_with_a_sentence(tmp_path, read):
     code, said = run_two(tmp_path, "kill", read)
     assert code == shutdown.FAILED, said
-    assert "another process of this run has ended; this process (process 0 of 2) noticed it" in said
+    assert "process 1 of this run has ended; this process (process 0 of 2) noticed it" in said
     assert "the last checkpoint is step 3; run the same command again; load_checkpoint" in said
 
 

@@ -39,16 +39,17 @@ def finish(run: Run, undisturbed: dict[int, float]) -> None:
 
 
 def check_peer_lost(sentence: str, process: int, processes: int = 2) -> None:
-    assert sentence.startswith("zerojax: error: another process of this run has ended")
+    lost = f"process {1 - process}" if processes == 2 else "(process 0|another process)"
+    assert re.match(f"zerojax: error: {lost} of this run has ended", sentence)
     assert f"(process {process} of {processes})" in sentence
-    assert GO_ON in sentence
+    assert "resume" in sentence or GO_ON in sentence
 
 
 def check_other_ended(ended: Ended, process: int) -> None:
-    """With the sentence about a lost process, unless JAX aborted it: then with nothing of ours."""
-    assert ended.codes[process] in (shutdown.FAILED, -signal.SIGABRT), ended.outputs
-    if ended.codes[process] == shutdown.FAILED:
-        check_peer_lost(ended.sentence(process), process, len(ended.codes))
+    """With one sentence about a lost process, and without a C++ stack of JAX's runtime."""
+    assert ended.codes[process] == shutdown.FAILED, ended.outputs
+    check_peer_lost(ended.sentence(process), process, len(ended.codes))
+    assert not re.search(r"^\*\*\* |@ +0x", ended.outputs[process], re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -104,12 +105,11 @@ def test_an_exception_on_one_process_ends_the_others(tmp_path, undisturbed):
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize(("at", "count"), [("step", 1), ("step", 7), ("saved", 1), ("save", 2)])
 def test_kill_9(tmp_path, undisturbed, process, at, count):
-    """Process 0 is the coordinator: JAX aborts the others when it is lost."""
+    """Process 0 is the coordinator: JAX ends the others when it is lost."""
     run = Run(tmp_path)
     ended = run.run(fault={"process": process, "at": at, "count": count, "what": "kill"})
     other = 1 - process
     assert ended.codes[process] == -signal.SIGKILL
-    assert process == 0 or ended.codes[other] == shutdown.FAILED, ended.outputs
     check_other_ended(ended, other)
     finish(run, undisturbed)
 
@@ -148,7 +148,7 @@ def test_the_heartbeat_finds_a_stopped_process_where_the_watchdog_is_off(tmp_pat
     heartbeat = {"ZEROJAX_HEARTBEAT_SECONDS": "10"}
     run.start("watch.step_timeout=0", fault=fault, environment=heartbeat)
     ended = run.end(stopped=[1])
-    assert ended.codes[0] == -signal.SIGABRT, ended.outputs
+    check_other_ended(ended, 0)
     finish(run, undisturbed)
 
 

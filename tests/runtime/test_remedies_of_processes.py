@@ -108,6 +108,7 @@ class Joining:
             "_reach_directly": lambda group: None,
             "_initialize": lambda group, **options: self.options.update(options),
             "leave_on_uncaught_errors": lambda **_: None,
+            "leave_when_one_is_lost": lambda *_: None,
         }
         for name, function in replaced.items():
             monkeypatch.setattr(distributed, name, function)

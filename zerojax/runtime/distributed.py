@@ -22,6 +22,7 @@ from zerojax.runtime.plugin_errors import hide_plugin_errors
 from zerojax.runtime.process_group import (
     COORDINATOR,
     COORDINATOR_PORT,
+    SHOW_ALL,
     local_device_ids,
     number_of,
     split_address,
@@ -29,7 +30,7 @@ from zerojax.runtime.process_group import (
 )
 from zerojax.runtime.process_group import ProcessGroup as ProcessGroup
 from zerojax.runtime.schedulers import process_group_of
-from zerojax.runtime.shutdown import FAILED, leave_on_uncaught_errors
+from zerojax.runtime.shutdown import FAILED, leave_on_uncaught_errors, leave_when_one_is_lost
 
 HEARTBEAT_SECONDS, JOIN_SECONDS = "ZEROJAX_HEARTBEAT_SECONDS", "ZEROJAX_JOIN_SECONDS"
 DEFAULT_HEARTBEAT_SECONDS = 60
@@ -37,6 +38,7 @@ DEFAULT_HEARTBEAT_SECONDS = 60
 process: on GPUs the other processes wait in a collective for this time."""
 DEFAULT_JOIN_SECONDS = 300
 _OWN_NAME_SECONDS = 60.0
+_NAMING_SECONDS = 1.0
 
 _NUM_CPU_DEVICES, _PLATFORMS = "jax_num_cpu_devices", "jax_platforms"
 # gRPC reads only these two spellings; the first has priority.
@@ -103,6 +105,8 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
         seconds=max(1.0, limit - (time.monotonic() - began)),
     )
     leave_on_uncaught_errors(is_coordinator=group.process_id == 0)
+    if not os.environ.get(SHOW_ALL):
+        leave_when_one_is_lost(group.process_id, group.num_processes)
     print(_describe(group, devices, num_gpus), file=sys.stderr, flush=True)
     return group
 
@@ -316,17 +320,25 @@ class PeerLostError(RuntimeError):
 
     def __init__(self, step: int, saved: Sequence[int], resume_hint: str) -> None:
         last = f"the last checkpoint is step {saved[-1]}" if saved else "no step is saved"
+        process, of = jax.process_index(), jax.process_count()
         super().__init__(
-            f"another process of this run has ended; this process (process {jax.process_index()}"
-            f" of {jax.process_count()}) noticed it after step {step}; see the reason in the "
-            "output of that process or of "
+            f"{f'process {1 - process}' if of == 2 else 'another process'} of this run has ended; "
+            f"this process (process {process} of {of}) noticed it after step {step}; see the "
+            "reason in the output of that process or of "
             f"the launcher; {last}; {resume_hint}"
         )
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Returns True if an error, or its cause, comes from a lost connection to another process."""
-    return any(_SIGNS.search(str(each)) for each in _chain(error))
+    """Returns True if an error, or its cause, comes from a lost connection to another process.
+
+    The error does not say which one. So of more than two processes each, except process 0, waits
+    for a second: if process 0 was lost, `leave_when_one_is_lost` names it and ends this process.
+    """
+    is_loss = any(_SIGNS.search(str(each)) for each in _chain(error))
+    if is_loss and jax.process_count() > 2 and jax.process_index() != 0:
+        time.sleep(_NAMING_SECONDS)
+    return is_loss
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -13,6 +13,8 @@ NUM_PROCESSES = "ZEROJAX_NUM_PROCESSES"
 PROCESS_ID = "ZEROJAX_PROCESS_ID"
 LOCAL_PROCESS_ID = "ZEROJAX_LOCAL_PROCESS_ID"
 NUM_LOCAL_PROCESSES = "ZEROJAX_NUM_LOCAL_PROCESSES"
+SHOW_ALL = "ZEROJAX_SHOW_ALL"
+"""Environment variable; if set, the messages of JAX's runtime are shown as they are."""
 
 _LOOPBACK = "127.0.0.1"
 # Above the ports that Linux uses for outgoing connections (32768 to 60999).

@@ -9,6 +9,7 @@ import atexit
 import concurrent.futures
 import ctypes
 import functools
+import io
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ import time
 import traceback
 from types import TracebackType
 from typing import NoReturn
+
+from zerojax.runtime import fatal_messages
 
 OK = 0
 FAILED = 1
@@ -39,8 +42,8 @@ AGREED = (OK, SAVED_AND_STOPPED)
 """Exit codes with which all processes of a run end together."""
 
 COORDINATOR_WAITS = 1.0
-"""Seconds that process 0 waits before it ends. JAX's runtime aborts every other process when
-process 0 ends; before, each process should report a failure that all have in common."""
+"""Seconds that process 0 waits before it ends. JAX's runtime ends every other process when process
+0 ends; before, each process should report a failure that all have in common."""
 
 _LOOK_SECONDS = 0.5
 _is_coordinator = False
@@ -146,6 +149,91 @@ class _ExceptHook:
 
 
 _leave_after_saying = _ExceptHook()
+
+
+def leave_when_one_is_lost(process: int, num_processes: int) -> None:
+    """Makes the end of another process end this one with a sentence and code `FAILED`.
+
+    JAX's runtime would write a C++ stack and abort. From now on its standard error, descriptor 2,
+    passes through a small program (`fatal_messages`), which writes the sentence instead and then
+    informs a thread of this process. Python's own `sys.stderr` is not redirected.
+
+    Args:
+      process: index of this process.
+      num_processes: number of processes of the run.
+    """
+    try:
+        shown = os.dup(2)
+    except OSError:  # it is closed: nothing is shown anyway
+        return
+    (source, sink), (said, saying) = os.pipe(), os.pipe()
+    words = [sys.executable, "-I", "-S", fatal_messages.__file__, str(process), str(num_processes)]
+    files = [(os.POSIX_SPAWN_DUP2, source, 0), (os.POSIX_SPAWN_DUP2, saying, 1)]
+    try:
+        # In a session of its own: Ctrl-C in a terminal must not end it before this process.
+        os.posix_spawn(sys.executable, words, os.environ, file_actions=files, setsid=True)
+    except OSError as error:
+        print(
+            f"zerojax: {sys.executable!r} cannot be started ({error.strerror}); if another process "
+            "of this run ends, JAX's runtime aborts this one with a C++ stack",
+            file=sys.stderr,
+            flush=True,
+        )
+        for descriptor in (shown, source, sink, said, saying):
+            os.close(descriptor)
+        return
+    _show_python_at(shown)
+    os.dup2(sink, 2)
+    for descriptor in (source, sink, saying):
+        os.close(descriptor)
+    leaving = threading.Thread(target=_leave_when_said, args=(said,), name="zerojax-lost")
+    leaving.daemon = True
+    leaving.start()
+    _delay_aborts()
+
+
+def _show_python_at(descriptor: int) -> None:
+    """Makes Python's standard error write to `descriptor`, if it writes to descriptor 2."""
+    for name in ("stderr", "__stderr__"):
+        stream = getattr(sys, name)
+        if _descriptor(stream) == 2:
+            direct = io.TextIOWrapper(
+                os.fdopen(descriptor, "wb", closefd=False),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=True,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, direct)
+
+
+def _descriptor(stream: object) -> int | None:
+    try:
+        return stream.fileno()  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _leave_when_said(said: int) -> None:
+    if os.read(said, 1):
+        if _is_coordinator:
+            time.sleep(COORDINATOR_WAITS)
+        os._exit(FAILED)
+
+
+def _delay_aborts() -> None:
+    """Delays the end of a process that calls `abort`, so that `_leave_when_said` ends it.
+
+    The handler of SIGABRT is the C function `sleep`, which gets the signal's number, 6, as its
+    seconds. A Python function would need the interpreter's lock in the thread that aborts. An abort
+    for another reason ends the process as usual after that time. A handler that somebody else has
+    installed, such as that of `faulthandler`, stays.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    earlier = libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    if earlier is not None:  # None is SIG_DFL
+        libc.signal(signal.SIGABRT, earlier)
 
 
 def end_with_parent(parent: int) -> None:

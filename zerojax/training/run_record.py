@@ -364,6 +364,8 @@ def _is_plain(name: str, value: Any) -> bool:
     # eval mode.
     if name.startswith("_") or name in ("rngs", "deterministic", "use_running_average"):
         return False
+    if isinstance(value, np.generic):  # a number of a config; it has a shape, but is no array
+        return True
     return not isinstance(value, nnx.Module | nnx.Variable | nnx.RngStream) and not hasattr(
         value, "shape"
     )

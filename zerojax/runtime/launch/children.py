@@ -35,7 +35,8 @@ _RUNTIME = re.compile(
     rb":\d+\]"
 )
 _MORE_OF_IT = re.compile(
-    rb"\s*$|RPC: |Additional GRPC|:UNKNOWN:|\*\*\* Check failure|\s+@ |\*\*\* SIGABRT|PC: @"
+    rb"\s*$|RPC: |Additional GRPC|:UN[A-Z]+:|=== Source|external/"
+    rb"|\*\*\* Check failure|\s+@ |\*\*\* SIGABRT|PC: @"
 )
 RUNTIME_SUMMARY = b"(JAX's runtime has lost the other processes; --show-all prints what it says)"
 

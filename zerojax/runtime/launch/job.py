@@ -17,6 +17,7 @@ from zerojax.runtime.process_group import (
     NUM_LOCAL_PROCESSES,
     NUM_PROCESSES,
     PROCESS_ID,
+    SHOW_ALL,
     even_counts,
     split_address,
     visible_gpus,
@@ -171,6 +172,8 @@ def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> d
         # Makes processes print whole lines at once, also if they are killed later.
         "PYTHONUNBUFFERED": "1",
     }
+    if job.show_all:
+        told[SHOW_ALL] = "1"
     if job.cpu_devices is not None:
         told |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(job.cpu_devices)}
     return told
