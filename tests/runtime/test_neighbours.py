@@ -123,17 +123,16 @@ def test_files_beside_offloaded_state(tmp_path):
 
 def test_the_folder_of_offloaded_state_in_a_profile(tmp_path):
     """The profile's own state lies in a folder of its own, which it removes."""
-    mine = fill(tmp_path / "scratch", "x", "profile/x", "profile-1/x")
+    mine = fill(tmp_path / "scratch", "x", "profile/x")
     offload = OffloadConfig(opt_state="nvme", folder=str(tmp_path / "scratch"))
     config = RunConfig(mesh=MeshConfig(offload=offload), run_dir=str(tmp_path / "run"))
-    made = profile_command.measured(config, 2, tmp_path / "run" / "profile", save=False)
-    again = profile_command.measured(config, 2, tmp_path / "run" / "profile", save=False)
-    folder = Path(made.mesh.offload.folder)
-    assert folder.parent == tmp_path / "scratch"
-    assert not folder.exists()
-    assert made.mesh.offload.folder == again.mesh.offload.folder, "equal in all processes"
-    other = profile_command.measured(config, 2, tmp_path / "run2" / "profile", save=False)
-    assert other.mesh.offload.folder != made.mesh.offload.folder
+    folder = profile_command.free_folder(None, config)
+    assert folder == tmp_path / "run" / "profile-2"
+    made = profile_command.measured(config, 2, folder, save=False)
+    assert made.mesh.offload.folder is not None
+    assert not Path(made.mesh.offload.folder).exists()
+    out = str(tmp_path / "profile")
+    refused(lambda: profile_command.free_folder(out, config), out, "new")
     check_there(mine)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -105,15 +105,24 @@ def free_folder(out: str | None, config: RunConfig) -> Path:
     Raises:
       ValueError: the requested folder exists.
     """
+    scratch = config.mesh.offload.folder
+
+    def is_taken(path: Path) -> bool:
+        # State on the disk gets a folder of the same name, which is deleted afterwards.
+        others = [] if scratch is None else [user_path(scratch) / path.name]
+        return any(map(os.path.lexists, [path, *others]))
+
     if out is not None:
-        if user_path(out).exists():
-            raise ValueError(f"--out {out} exists already; name a new folder")
+        if is_taken(user_path(out)):
+            raise ValueError(
+                f"--out {out} exists already, there or in mesh.offload.folder; name a new folder"
+            )
         return user_path(out)
     first = Path(config.run_dir) / "profile"
     return next(
         path
         for number in range(1, NEVER)
-        if not (path := first if number == 1 else first.with_name(f"profile-{number}")).exists()
+        if not is_taken(path := first if number == 1 else first.with_name(f"profile-{number}"))
     )
 
 
@@ -124,9 +133,7 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
     warmup = config.optimizer.warmup_steps
     offload = config.mesh.offload
     if offload.on_disk:  # other state files on the same disk, so that the run's own are unchanged
-        # It is deleted afterwards, so nothing else may have the name; equal in all processes.
-        name = f"zerojax-profile-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]}"
-        own = None if offload.folder is None else str(Path(offload.folder) / name)
+        own = None if offload.folder is None else str(Path(offload.folder) / folder.name)
         offload = dataclasses.replace(offload, folder=own, durable=False)
     return dataclasses.replace(
         config,
