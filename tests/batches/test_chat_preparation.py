@@ -582,7 +582,7 @@ def test_other_faults_are_one_sentence(tmp_path, model):
     with pytest.raises(ValueError, match="has 1048577 bytes, .* at most 1048576"):
         prepared(tmp_path, model, GOOD, template=large)
     large.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="is not UTF-8 text; pass another with --template"):
+    with pytest.raises(ValueError, match="is not UTF-8 .*pass another template with --template"):
         prepared(tmp_path, model, GOOD, template=large)
 
 

@@ -8,6 +8,7 @@ tests/zoo/test_safetensors_files.py and tests/checkpoint/test_checkpoint_damage.
 from __future__ import annotations
 
 import ast
+import contextlib
 import errno
 import io
 import json
@@ -143,7 +144,8 @@ def test_a_link_in_the_place_of_a_file_is_not_written_through(case, tmp_path):
     mine.write_text("precious")
     for name in names:
         (folder / name).symlink_to(mine)
-    write(folder)
+    with contextlib.suppress(ValueError):  # a folder whose files would be replaced may be refused
+        write(folder)
     assert mine.read_text() == "precious"
 
 

@@ -200,7 +200,6 @@ FILES = {
     "mesh: 3\n": ("mesh 3", "data", "mesh:\n  data: 1\n"),
     "steps: 3\nsteps: 4\n": ("steps 1 run.yaml:2", "", "steps: 3\n"),
     "stpes: 3\n": ("stpes", "steps", "steps: 3\n"),
-    "run_dir: 2024-99-99\n": ("2024-99-99", "quotes", 'run_dir: "2024-99-99"\n'),
     "run_dir: 5\n": ("run_dir 5", "quotes", 'run_dir: "5"\n'),
     "freeze: &a [embed, *a]\n": ("*a", "", "freeze: [embed]\n"),
     "freeze: " + "[" * 200 + "]" * 200: ("64", "fewer", "freeze: []\n"),

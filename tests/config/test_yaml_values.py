@@ -43,7 +43,7 @@ ACCEPTED = {
         "on": "on", "y": "y", "=": "=",
         "1__0": "1__0", "0o8": "0o8", "'17'": "17", "1.2.3": "1.2.3",
     },
-    "choice": {"on": "on", "OFF": "off", "'on'": "on"},
+    "choice": {"on": "on", "true": "on", "false": "off", "OFF": "off", "'on'": "on"},
     "maybe": {"auto": "auto", "8": 8, "null": None, "~": None},
     "texts": {"[no, on, 017, 1:30]": ("no", "on", "017", "1:30")},
 }  # fmt: skip
@@ -69,7 +69,7 @@ REFUSED = {
         "!!timestamp 2024-01-01": "timestamp leave", "!!set {a, b}": "set leave",
         "!!python/name:os.system ''": "python leave", "!!omap [a: 1]": "omap leave",
     },
-    "choice": {"yes": "yes on off auto", "true": "on off auto"},
+    "choice": {"yes": "yes on off auto"},
     "maybe": {"yes": "yes", "010": "010 10"},
     "texts": {"no": "no list", "[5]": "5 quotes"},
 }  # fmt: skip

@@ -319,10 +319,11 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path, make: Callable[[Path], ob
 
 
 def test_rests_of_killed_processes_are_removed_when_they_are_old(tmp_path: Path) -> None:
-    for name, age in (("old", 100 * folder_lock.EXPIRES), ("new", 0)):
+    old, new = "0" * 16, "f" * 16
+    for name, age in ((old, 100 * folder_lock.EXPIRES), (new, 0), ("mine", 10**9)):
         path = tmp_path / f"{NAME}.{name}"
         path.write_text("")
         os.utime(path, (time.time() - age,) * 2)
     held = hold(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [NAME, f"{NAME}.new"]
+    assert sorted(os.listdir(tmp_path)) == [NAME, f"{NAME}.{new}", f"{NAME}.mine"]
     held.release()

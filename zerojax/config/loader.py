@@ -665,6 +665,9 @@ def _convert_text(value: Any) -> str:
 
 def _convert_literal(args: tuple[Any, ...], value: Any) -> Any:
     value = value.lower() if isinstance(value, YesNo) else value
+    if isinstance(value, bool) and value not in args:  # roll=False means off
+        word = "on" if value else "off"
+        value = word if word in args else value
     for choice in args:
         if type(choice) is type(value) and choice == value:
             return choice

@@ -59,9 +59,8 @@ def _as(hint: Any, value: Any) -> Any:
     if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
         item = typing.get_args(hint)[0]
         return tuple(_as(item, each) for each in value)
-    if isinstance(hint, type) and isinstance(value, Mapping):
-        if issubclass(hint, BlockLayout):
-            return layout_of_mode(value)
-        if dataclasses.is_dataclass(hint):
-            return config_of(hint, value)
-    return value
+    if not isinstance(hint, type) or not dataclasses.is_dataclass(hint):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected the fields of a {hint.__name__}, got {value!r:.60}")
+    return layout_of_mode(value) if issubclass(hint, BlockLayout) else config_of(hint, value)
