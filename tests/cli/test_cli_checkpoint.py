@@ -380,6 +380,19 @@ def test_a_run_resumes_before_a_folder_of_another_step(run, tmp_path, swap):
         assert (run / "checkpoints" / f"{step}.damaged").is_dir()
 
 
+def test_a_save_after_another_runs_newest_step_belongs_to_its_own_run(run, tmp_path):
+    """If it took the number of the copied step, the run's own steps would be the fewer."""
+    save(tmp_path / "other", (40,))
+    shutil.copytree(tmp_path / "other" / "40", run / "checkpoints" / "40")
+    wanted = {"step": state(0)["step"]}
+    with Checkpointer(run / "checkpoints") as checkpointer:
+        checkpointer.save(50, state(50), config=CONFIG, plan=PLAN, data_state={})
+        checkpointer.wait()
+        for step in (30, 50):
+            assert checkpointer.restore(wanted, step, subset=True).step == step
+        refused(lambda: checkpointer.metadata(40), "40", "another run", error=CheckpointError)
+
+
 def test_steps_of_two_runs_alone_are_both_refused(tmp_path, capsys):
     """Two folders cannot tell which of them was copied; without the other, each is read."""
     save(tmp_path / "run", (10,))

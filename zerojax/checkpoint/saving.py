@@ -9,6 +9,7 @@ group, and `runtime.shutdown.leave_group_when_over` ends the wait.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import ctypes
@@ -299,10 +300,11 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
 
 
 def _number_of_run(path: Path) -> str:
-    """Returns the number of the run that saves in a folder: that of its newest step; at the first
-    save a new one, drawn at random."""
-    found = (run_of(folders.step_folder(path, step)) for step in reversed(folders.list_steps(path)))
-    return next((run for run in found if run), None) or secrets.token_hex(8)
+    """Returns the number of the run that saves in a folder: that of most of its steps, since a step
+    may have been copied there; at the first save a new one, drawn at random."""
+    steps = (folders.step_folder(path, step) for step in reversed(folders.list_steps(path)))
+    known = collections.Counter(filter(None, map(run_of, steps)))
+    return known.most_common(1)[0][0] if known else secrets.token_hex(8)
 
 
 def _lost(save: Save, error: BaseException) -> CheckpointError:
