@@ -1,5 +1,6 @@
 """Files of a user in the folders that zerojax writes into: none is deleted or replaced."""
 
+import io
 import os
 import shutil
 from pathlib import Path
@@ -14,13 +15,13 @@ from zerojax.checkpoint.inspection import saved_steps
 from zerojax.checkpoint.store.direct_io import StoreError
 from zerojax.checkpoint.store.store import BucketStore
 from zerojax.cli import profile_command
-from zerojax.config import MeshConfig, OffloadConfig, RunConfig
+from zerojax.config import LogConfig, MeshConfig, OffloadConfig, RunConfig
 from zerojax.data.preparation import prepare
 from zerojax.deepspeed_engine import engine_tags
 from zerojax.parallel.offload.disk import SIDE_FILES
 from zerojax.runtime.folder_lock import EXPIRES, hold
 from zerojax.training.metrics.metric_files import FILE_NAME, set_aside
-from zerojax.training.metrics.runlog import _check_own
+from zerojax.training.metrics.runlog import RunLog
 
 
 def fill(folder: Path, *names: str) -> list[Path]:
@@ -94,15 +95,16 @@ def test_metrics_of_another_program(content, tmp_path):
 
 
 def test_a_folder_of_a_model_as_run_folder(tmp_path):
-    (mine,) = fill(tmp_path, "config.json")
-    refused(
-        lambda: _check_own(tmp_path, ["plan.txt", "config.json"]),
-        str(mine),
-        "run_dir",
-        error=FileExistsError,
-    )
-    fill(tmp_path, "plan.txt")
-    _check_own(tmp_path, ["plan.txt", "config.json"])
+    def start(folder: Path) -> None:
+        with RunLog(folder, LogConfig(), total_steps=1, stream=io.StringIO()) as log:
+            log.start("a line", [], "a table", {}, {})
+
+    (mine,) = fill(tmp_path / "model", "config.json")
+    for _ in range(2):  # the first leaves nothing that makes the folder a run's
+        refused(lambda: start(mine.parent), str(mine), "run_dir", error=FileExistsError)
+    check_there([mine])
+    for _ in range(2):
+        start(tmp_path / "run")
 
 
 def test_files_beside_offloaded_state(tmp_path):

@@ -366,8 +366,8 @@ class RunLog:
 
     def _fill_folder(self, folder: Path, texts: Mapping[str, str], *, is_new: bool) -> list[str]:
         """Writes `texts` as files into the folder; returns lines to print on the terminal."""
-        _make_folder(folder)
         _check_own(folder, texts)
+        _make_folder(folder)
         earlier = set_aside(folder / FILE_NAME) if is_new else None
         for name, text in texts.items():
             replace_text(folder / name, text + "\n")
@@ -524,12 +524,13 @@ def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
 
 def _check_own(folder: Path, names: Iterable[str]) -> None:
     """Raises if files of a folder that is no run's would be replaced, such as the config.json of a
-    model.
+    model. An empty `metrics.jsonl` does not make it a run's: `_make_folder` makes one first.
 
     Raises:
       FileExistsError: the message names the file.
     """
-    if any((folder / name).exists() for name in (SETTINGS[0], FILE_NAME)):
+    metrics = folder / FILE_NAME
+    if (folder / SETTINGS[0]).exists() or (metrics.exists() and metrics.stat().st_size):
         return
     for name in names:
         if os.path.lexists(folder / name):
