@@ -32,6 +32,7 @@ NAMES = (
     "mixture",
     "rounding",
     "plans",
+    "foresight",
     "search",
     "hand_made",
     "scaling",

@@ -315,6 +315,16 @@ def test_a_search_that_finds_nothing_goes_on_with_offload(monkeypatch, capsys):
     assert len(seen) == 1, "it was on the host already"
 
 
+def test_a_machine_and_a_share_of_memory_can_be_stated(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    words = ["--card", "node_devices=2", "--card", "network_gb_per_s=25", "--memory-fraction=0.9"]
+    assert main([*WORDS, *words, "--no-compile", "--json"]) == 3
+    values = json.loads(capsys.readouterr().out)
+    assert (values["gpu"]["node_devices"], values["gpu"]["network_bandwidth"]) == (2, 25e9)
+    assert values["verdict"]["limit"] == int(0.9 * values["gpu"]["memory_bytes"])
+    assert any("as given" in text for text in values["gpu"]["assumptions"])
+
+
 # Mistakes
 
 
@@ -337,6 +347,10 @@ def test_a_search_that_finds_nothing_goes_on_with_offload(monkeypatch, capsys):
             "none.csv: No such file or directory; pass",
         ),
         (["stage=3"], "does not divide the 8 devices"),
+        (["--card", "node_devices=-1"], "node_devices: -1 is not above 0"),
+        (["--card", "node_device=2"], "node_device: unknown key; did you mean 'node_devices'?"),
+        (["--card", "node_devices"], "expected KEY=VALUE"),
+        (["--memory-fraction", "1.2"], "--memory-fraction 1.2 is not above 0 and at most 1"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(words, part, capsys):

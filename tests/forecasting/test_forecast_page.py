@@ -19,7 +19,7 @@ from tests.support.forecast_samples import (
     sample_row,
 )
 from tests.support.pipelines import layout_of, plan_of
-from zerojax.forecasting.forecast_numbers import FORMULA
+from zerojax.forecasting.forecast_numbers import FORMULA, Expected, ExpectedItem
 from zerojax.forecasting.forecast_page import WIDTH, forecast_dict, forecast_page, round_to_sum
 
 WHY = "the compile-only CUDA client is not installed: pip install 'zerojax[plan]'"
@@ -172,16 +172,35 @@ def test_the_traffic_table_adds_up(page):
 
 @pytest.mark.sampled(4)
 def test_the_time_table_adds_up(page):
-    lines = section(page, "TIME")
-    times = {
-        line.strip().split("  ")[0]: column([line], 1)[0]
-        for line in lines[2:]
-        if "at best" not in line
-    }
+    lines = section(page, "AT BEST")
+    times = {line.strip().split("  ")[0]: column([line], 1)[0] for line in lines[2:]}
     longest = max(times["matrix products"], times.get("device memory", 0.0))
     assert times["step"] == pytest.approx(longest + times["wire not hidden"], abs=0.0101)
-    assert "an estimate" in lines[0]
-    assert "not measured" in lines[0]
+    assert "not measured" in section(page, "TIME")[0]
+
+
+def test_the_expected_time_adds_up_and_names_its_longest_parts():
+    parts = {"product": 0.0301, "attention": 0.0052, "memory": 0.0177, "wire": 0.0}
+    expected = Expected(
+        seconds=0.0646,
+        **{f"{name}_seconds": seconds for name, seconds in parts.items()},
+        host_seconds=0.0116,
+        disk_seconds=0.0,
+        items=(ExpectedItem(what="model.py:3: " + "x @ w + " * 20, seconds=0.0249),),
+        source="measured",
+        mfu=0.31,
+        tokens_per_second=2e5,
+    )
+    forecast = sample_forecast()
+    estimate = dataclasses.replace(forecast.estimate, expected=expected)
+    page = forecast_page(dataclasses.replace(forecast, estimate=estimate))
+    assert max(map(len, page.splitlines())) <= WIDTH
+    lines = section(page, "EXPECTED")
+    end = next(i for i, line in enumerate(lines) if line.startswith("  expected"))
+    assert sum(column(lines[1:end], 1)) == pytest.approx(column(lines[end : end + 1], 1)[0])
+    assert "  wire" not in [line[:6] for line in lines]  # nothing waits
+    assert lines[-1].startswith("  24.90  model.py:3: x @ w")
+    assert section(page, "TIME")[2].split()[:2] == ["expected", "64.60"]
 
 
 def test_the_verdict_comes_first_with_its_bar():

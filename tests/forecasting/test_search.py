@@ -42,6 +42,7 @@ from zerojax.forecasting.settings_search.search_result import (
     TOO_LARGE,
 )
 from zerojax.hardware.compile_client import CompileError
+from zerojax.hardware.gpus.achieved import WIRE_SHARE
 from zerojax.plan import pipeline_costs as costs
 from zerojax.plan.counts import role_bytes, shard_bytes
 from zerojax.plan.device_mesh import make_abstract_mesh
@@ -484,6 +485,35 @@ def test_the_budget_ends_the_search_and_is_said():
     assert result.elapsed == 100.0
 
 
+def test_no_compilation_begins_that_would_end_after_the_budget():
+    """The third would end at 120 seconds if it took as long as the first ones."""
+    world = World(activations=200, compile_seconds=40.0)
+    result = run(world, budget=110.0)
+    assert (len(world.compiled), result.elapsed) == (2, 80.0)
+
+
+@pytest.mark.parametrize("compilations", [1, 2])
+def test_an_interrupt_keeps_the_best_so_far(compilations):
+    """The compiler of the next candidate is interrupted, as Ctrl-C does."""
+    world, whole, said = World(activations=40), World(activations=40), []
+    compile_one = world.forecast
+
+    def forecast(candidate):
+        if len(world.compiled) == compilations:
+            raise KeyboardInterrupt
+        return compile_one(candidate)
+
+    world.forecast = forecast
+    result = run(world, improved=said.append)
+    assert len(run(whole).trials) == len(result.trials)  # each is listed
+    assert len(whole.compiled) > compilations
+    assert result.interrupted
+    assert not result.certain
+    assert "interrupted" in result.sentence
+    assert result.chosen.candidate == said[-1].candidate
+    assert [t.seconds for t in said] == sorted((t.seconds for t in said), reverse=True)
+
+
 def test_a_compilation_that_fails_does_not_end_the_search():
     first = run(World(activations=1)).chosen.candidate
     world = World(activations=1, broken=(first,))
@@ -618,7 +648,8 @@ def test_the_bound_counts_rows_at_the_speed_of_their_link(expert, speed):
     plan = mixture_plan(expert)
     found = bounds_of(plan, CARD, 1.0)
     weights = wire_bytes(plan) / 400e9  # a ring over two nodes, through 8 cards
-    assert found.wire_seconds == pytest.approx(weights + exchange_bytes(plan) / speed)
+    seconds = (weights + exchange_bytes(plan) / speed) / WIRE_SHARE
+    assert found.wire_seconds == pytest.approx(seconds)
     assert (exchange_bytes(plan) > 0) == (expert > 1)
 
 

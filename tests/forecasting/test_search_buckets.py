@@ -107,7 +107,7 @@ def test_the_size_that_leaves_least_is_taken_and_the_sentence_says_before_and_af
     assert (found.before, found.after) == (0.1, 0.06)
     assert found.own == {"reduce_bucket_size": OWN, "allgather_bucket_size": OWN}
     assert f"mesh.reduce_bucket_size={half} leaves 60 instead of 100 ms" in found.sentence
-    assert "a step from 1,100 to 1,060 ms at best" in found.sentence
+    assert "a step from 1,100 to 1,060 ms, as expected" in found.sentence
     assert compiler.seen[0] == (OWN, OWN), "what is there is compiled first"
     (chosen,) = [trial for trial in found.trials if trial.status == CHOSEN]
     assert chosen.exposed == 0.06

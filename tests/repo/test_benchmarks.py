@@ -19,6 +19,7 @@ from benchmarks.gpu.subjects import make_factory, make_source
 from benchmarks.gpu.workloads import choose_workload
 from benchmarks.measuring import Sample, interleave, ratio_of
 from benchmarks.recording import RESULTS, Goal, Record, format_table, save_so_far
+from tests.support.marks import needs_compiler
 from zerojax import make_mesh, make_plan
 from zerojax.config import RunConfig, load
 from zerojax.config.loader import ConfigError
@@ -117,6 +118,14 @@ def test_two_processes(tmp_path):
     assert column(record, "zero") == [1, 3]
     assert all(value > 0 for value in column(record, "T2_cpu_ms"))
     assert [goal["limit"] for goal in record["goals"]] == [1.05, 1.05, 1.10, 1.10]
+
+
+@pytest.mark.thorough
+@needs_compiler
+def test_foresight(tmp_path):
+    record = run_benchmark("foresight", tmp_path)
+    assert column(record, "program") == ["h100_gpt2"]
+    assert column(record, "predicted_ms")[0] > column(record, "at_best_ms")[0] > 0
 
 
 @pytest.mark.slow

@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerojax.cli.arguments import (
@@ -22,6 +23,7 @@ from zerojax.cli.jax_environment import use_the_cpu_alone
 from zerojax.cli.progress import Progress
 from zerojax.config import ExpectConfig, RunConfig, load
 from zerojax.config.display import show
+from zerojax.config.loader import read_yaml
 from zerojax.hardware.gpus import Gpu, find_gpu
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 PlanFor = Callable[..., Any]
 """Function (number of devices, gpu=None) that returns the plan of a run."""
 
+FRACTION_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
 EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED, EXIT_VIOLATED = 0, 1, 3, 4
 NO_COMPILE = "--no-compile was given"
 
@@ -81,6 +84,21 @@ def add(commands) -> None:
         "--gpu", metavar="NAME", help="GPU, such as h200, or a YAML file that describes one"
     )
     parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs")
+    parser.add_argument(
+        "--card",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another value of the GPU's card, such as the number of GPUs in a "
+        "machine or the rates of its links (docs/plan.md)",
+    )
+    parser.add_argument(
+        "--memory-fraction",
+        type=float,
+        metavar="X",
+        help="share of the GPU's memory that JAX may use in the run (its default is 0.75); "
+        "the run needs XLA_CLIENT_MEM_FRACTION=X",
+    )
     parser.add_argument(
         "--parameter",
         metavar="NAME",
@@ -172,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
         use_the_cpu_alone()
         show(_answer(args, plan_for(devices)))
         return EXIT_FITS
-    gpu = find_gpu(args.gpu)
+    gpu = find_gpu(args.gpu, _card_changes(args.card))
     _check_options(args)
     expected = config.expect if args.expect is None else load(ExpectConfig, args.expect)
     use_the_cpu_alone()
@@ -200,8 +218,30 @@ def _predict_or_check(
     return predict(plan_for, gpu, devices, **how)
 
 
+def _card_changes(words: Sequence[str]) -> dict[str, Any]:
+    """Parses KEY=VALUE words about a card.
+
+    Raises:
+      ValueError: a word has no =, or its value is no YAML.
+    """
+    found = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key or not text:
+            raise ValueError(f"--card {word!r}: expected KEY=VALUE, such as --card node_devices=2")
+        found[key] = read_yaml(text, "--card")[0]
+    return found
+
+
 def _check_options(args: argparse.Namespace) -> None:
     """Raises ValueError for options that cannot be combined, and for an invalid budget."""
+    if args.memory_fraction is not None:
+        if not 0 < args.memory_fraction <= 1:
+            raise ValueError(
+                f"--memory-fraction {args.memory_fraction:g} is not above 0 and at most 1; give "
+                "a share of the GPU's memory, such as 0.92"
+            )
+        os.environ[FRACTION_VARIABLE] = str(args.memory_fraction)
     if args.budget <= 0:
         raise ValueError(f"--budget {args.budget:g}: give seconds above 0, such as 300")
     readers = {name: getattr(args, name) for name in ("expect", "golden", "collectives")}
@@ -505,6 +545,9 @@ def _search(searched: SearchedRun, gpu: Gpu, *, as_json: bool, budget: float) ->
             forecast_of=lambda plan: forecast(plan, gpu=gpu, fast=True, progress=progress),
             budget=budget,
             report=progress,
+            improved=lambda trial: progress.line(
+                f"best so far: {trial.candidate.describe()}, {trial.seconds or 0.0:.3g} s expected"
+            ),
         )
     show(json.dumps(search_dict(result), indent=2) if as_json else search_page(result))
     return result

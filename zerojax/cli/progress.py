@@ -38,6 +38,11 @@ class Progress:
         elif first and not self._quiet:
             show(f"{text} ...", file=self._stream, flush=True)
 
+    def line(self, text: str) -> None:
+        """Prints a line that stays, in place of the present progress line."""
+        if not self._quiet:
+            show(("\r\x1b[K" if self._live else "") + text, file=self._stream, flush=True)
+
     def __enter__(self) -> Progress:
         if self._live:
             self._thread = threading.Thread(target=self._keep_drawing, daemon=True)

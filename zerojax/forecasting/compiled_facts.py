@@ -17,9 +17,10 @@ from zerojax.forecasting.hlo.costs import hbm_bytes
 from zerojax.forecasting.hlo.host_copies import HostCopy, find_host_copies
 from zerojax.forecasting.hlo.live_buffers import read_live
 from zerojax.forecasting.hlo.overlap import find_overlap
-from zerojax.forecasting.hlo.program import read_program
+from zerojax.forecasting.hlo.program import Instruction, Program, read_program
+from zerojax.forecasting.hlo.timeline import read_timeline
 from zerojax.forecasting.roles import bytes_by_role
-from zerojax.forecasting.step_contents import read_largest, read_sent
+from zerojax.forecasting.step_contents import line_of_instruction, read_largest, read_sent
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, target_text
 from zerojax.operators.context import SCOPE
@@ -27,7 +28,7 @@ from zerojax.operators.cudnn_attention import FORWARD as FUSED_ATTENTION
 from zerojax.optim.matrices import SCOPE as MATRICES
 from zerojax.plan.make import Plan
 
-FACTS_VERSION = 10
+FACTS_VERSION = 11
 """Version of `Facts` in cache keys. Increase it when the readers of programs change, so that
 cached results expire."""
 
@@ -79,9 +80,8 @@ def compile_facts(
     overlap = find_overlap(program, collectives)
     nodes = nodes_of(plan.mesh if devices is None else devices)
     axes = {one.name: axes_of(one.group, plan.mesh) for one in collectives}
-    rows = [
-        _collective_facts(one, overlap.get(one.name), axes[one.name], nodes) for one in collectives
-    ]
+    rows = [_collective_facts(one, axes[one.name], nodes) for one in collectives]
+    copies, names = find_host_copies(program), _Names(program)
     sent = {}
     if lines is not None:
         arrays = read_sent(program, collectives, axes, plan)
@@ -96,7 +96,9 @@ def compile_facts(
         "memory": dataclasses.asdict(compiled.memory),
         "roles": roles,
         "collectives": rows,
-        "host_copies": [_copy_facts(copy) for copy in find_host_copies(program)],
+        "host_copies": [_copy_facts(copy) for copy in copies],
+        "timeline": read_timeline(program, collectives, copies, overlap, name_of=names.number),
+        "places": names.known,
         "hbm_bytes": hbm_bytes(program),
         "unknown_loops": list(program.unknown_loops),
         "by_cublas": compiled.by_cublas,
@@ -104,7 +106,30 @@ def compile_facts(
     }
 
 
-def _collective_facts(one: Collective, overlap: Any, axes: str, nodes: Sequence[int]) -> Facts:
+class _Names:
+    """Names of kernels for people: the user's line, or what a kernel without one does."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def known(self) -> list[str]:
+        return list(self._numbers)
+
+    def number(self, instruction: Instruction) -> int:
+        """Returns the number of an instruction's name in `known`."""
+        return self._numbers.setdefault(self._name(instruction), len(self._numbers))
+
+    def _name(self, instruction: Instruction) -> str:
+        line = line_of_instruction(self._program, instruction)
+        if line is not None:
+            return line
+        in_passes = any(word in instruction.op_name for word in ("jvp(", "transpose("))
+        return "forward and backward pass, no line of a model" if in_passes else "the update"
+
+
+def _collective_facts(one: Collective, axes: str, nodes: Sequence[int]) -> Facts:
     return {
         "kind": one.kind,
         "dtype": one.dtype,
@@ -117,8 +142,6 @@ def _collective_facts(one: Collective, overlap: Any, axes: str, nodes: Sequence[
         "payload_bytes": one.payload_bytes,
         "wire_bytes": one.wire_bytes,
         "loop_depth": one.loop_depth,
-        "hidden_flops": 0 if overlap is None else overlap.matmul_flops,
-        "hidden_eight_bit_flops": 0 if overlap is None else overlap.eight_bit_flops,
     }
 
 
@@ -130,7 +153,6 @@ def _copy_facts(copy: HostCopy) -> Facts:
         "loop_depth": copy.loop_depth,
         "is_linear": copy.is_linear,
         "is_async": copy.is_async,
-        "hidden_flops": copy.overlap.matmul_flops,
         "opposite_bytes": copy.opposite_bytes,
     }
 

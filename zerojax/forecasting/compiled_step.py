@@ -21,14 +21,19 @@ from zerojax.forecasting.compiled_facts import (
     compile_facts,
     digest_of_lines,
 )
+from zerojax.forecasting.expected_time import expected_time, replay_at
 from zerojax.forecasting.forecast_numbers import (
     COMPILED,
     FORMULA,
+    Estimate,
+    Expected,
     ForecastNumbers,
     Memory,
+    Offload,
     RoleBytes,
 )
 from zerojax.forecasting.forecast_page import VERDICTS, forecast_dict, forecast_page
+from zerojax.forecasting.hlo.timeline import COLLECTIVE
 from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.forecasting.step_contents import (
     SentArray,
@@ -40,6 +45,7 @@ from zerojax.forecasting.step_contents import (
 from zerojax.forecasting.transfers import attention_wire_bytes, find_traffic, offload_numbers
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu
+from zerojax.hardware.gpus.achieved import published_rates
 from zerojax.optim.one_bit import one_bit_of
 from zerojax.parallel.one_bit_update import TwoPrograms
 from zerojax.parallel.step import build_step
@@ -140,14 +146,16 @@ def forecast(
 
 
 class ForecastStep(NamedTuple):
-    """A forecast, the plan on the forecast's mesh, and contents of the step for program rules.
+    """A forecast, the plan on the forecast's mesh, contents of the step for program rules, and the
+    facts of the compiled step.
 
-    `contents` is None if they were not asked for or nothing was compiled.
+    `contents` is None if they were not asked for, and both are if nothing was compiled.
     """
 
     forecast: Forecast
     plan: Plan
     contents: StepContents | None
+    facts: Facts | None = None
 
 
 def forecast_step(
@@ -292,7 +300,7 @@ def _of_program(
     work = _Work(flops, eight_bits, attention_bytes, sent)
     made = _assemble(plan, gpu, work, facts, why_formula, seconds, made_by)
     if facts is None or not with_contents:
-        return ForecastStep(made, counted, None)
+        return ForecastStep(made, counted, None, facts)
     contents = contents_of(
         counted,
         traced.jaxpr,
@@ -304,7 +312,7 @@ def _of_program(
         calls_cudnn=facts["calls_cudnn"],
         on_gpus=True,
     )
-    return ForecastStep(made, counted, contents)
+    return ForecastStep(made, counted, contents, facts)
 
 
 def _bytes_by_formula(plan: Plan, step: Any) -> int:
@@ -354,16 +362,39 @@ def _assemble(
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
     dtype = np.dtype(plan.precision.compute_dtype).name
     memory = _memory(plan, facts)
+    offload = offload_numbers(plan, gpu, facts)
+    folder = plan.settings.offload.folder
+    at_best = None
+    if facts is not None:
+        at_best = replay_at(facts, published_rates(gpu), mesh, dtype, folder=folder)
     traffic = find_traffic(
         plan,
         gpu,
         mesh,
-        dtype,
         facts,
+        waited={} if at_best is None else at_best.waited_for_each(COLLECTIVE),
         zero_bytes=work.zero_bytes,
         attention_bytes=work.attention_bytes,
     )
-    offload = offload_numbers(plan, gpu, facts)
+    least = estimate(
+        gpu,
+        mesh=mesh,
+        dtype=dtype,
+        flops=work.flops,
+        eight_bits=work.eight_bits,
+        model_eight_bits=eight_bit_share(plan.traced.forward),
+        model_flops=model_flops(plan) / plan.mesh.size,
+        hbm_bytes=None if facts is None else facts["hbm_bytes"],
+        rows=traffic.rows,
+        formula_bytes=traffic.formula_bytes,
+        level_bytes=bytes_by_level(plan),
+        message_bytes=traffic.message_formula_bytes,
+        attention_bytes=work.attention_bytes,
+        exchange_bytes=traffic.exchange_formula_bytes,
+        matrix_bytes=matrix_bytes(plan),
+        tokens=tokens_per_step(plan),
+        hiding=None if offload is None else offload.hiding,
+    )
     return Forecast(
         gpu=gpu,
         num_devices=plan.mesh.size,
@@ -377,25 +408,7 @@ def _assemble(
         memory=memory,
         traffic=traffic,
         offload=offload,
-        estimate=estimate(
-            gpu,
-            mesh=mesh,
-            dtype=dtype,
-            flops=work.flops,
-            eight_bits=work.eight_bits,
-            model_eight_bits=eight_bit_share(plan.traced.forward),
-            model_flops=model_flops(plan) / plan.mesh.size,
-            hbm_bytes=None if facts is None else facts["hbm_bytes"],
-            rows=traffic.rows,
-            formula_bytes=traffic.formula_bytes,
-            level_bytes=bytes_by_level(plan),
-            message_bytes=traffic.message_formula_bytes,
-            attention_bytes=work.attention_bytes,
-            exchange_bytes=traffic.exchange_formula_bytes,
-            matrix_bytes=matrix_bytes(plan),
-            tokens=tokens_per_step(plan),
-            hiding=None if offload is None else offload.hiding,
-        ),
+        estimate=dataclasses.replace(least, expected=_expected(plan, gpu, facts, least, offload)),
         verdict=verdict(plan, gpu, memory),
         remarks=(
             *_unmeasured(plan, gpu),
@@ -406,6 +419,27 @@ def _assemble(
             *describe_open_choices(plan),
             *_of_ladder(plan),
         ),
+    )
+
+
+def _expected(
+    plan: Plan, gpu: Gpu, facts: Facts | None, least: Estimate, offload: Offload | None
+) -> Expected | None:
+    """Returns the expected time of a step; None if nothing was compiled."""
+    if facts is None:
+        return None
+    dtype = np.dtype(plan.precision.compute_dtype).name
+    hidden = None if offload is None else offload.hiding
+    return expected_time(
+        facts,
+        gpu,
+        {str(name): size for name, size in plan.mesh.shape.items()},
+        dtype,
+        folder=plan.settings.offload.folder,
+        disk_seconds=0.0 if hidden is None else hidden.disk_seconds or 0.0,
+        model_flops=least.model_flops,
+        model_peak=gpu.peak_flops(dtype, eight_bit_share(plan.traced.forward)),
+        tokens=tokens_per_step(plan),
     )
 
 

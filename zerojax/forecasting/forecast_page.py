@@ -11,6 +11,7 @@ from typing import Any
 from zerojax.forecasting.forecast_numbers import (
     COMPILED,
     Estimate,
+    Expected,
     ForecastNumbers,
     Memory,
     Offload,
@@ -41,6 +42,8 @@ def forecast_page(forecast: ForecastNumbers) -> str:
         _experts(forecast.plan["experts"]),
         offload_section(forecast),
         _time(forecast),
+        _expected(forecast),
+        _at_best(forecast),
         _after_warm_up(forecast),
         _notes(forecast),
     ]
@@ -189,8 +192,15 @@ def _memory_remarks(memory: Memory) -> list[str]:
         f"  between steps: state {format_bytes(memory.state)}, batch {format_bytes(memory.batch)}; "
         f"host memory: {host}",
         "  formulas exclude activations and buffers of the compiler",
+        *_on_card(memory),
         *["  the compiled activations include the pipeline buffers"] * buffered,
     ]
+
+
+def _on_card(memory: Memory) -> list[str]:
+    if memory.on_card is None:
+        return []
+    return [f"  a GPU should count {format_bytes(memory.on_card)}, with gaps of its allocator"]
 
 
 def _traffic(traffic: Traffic, num_devices: int) -> list[str]:
@@ -288,10 +298,56 @@ def _experts(costs: dict[str, Any] | None) -> list[str]:
 
 
 def _time(forecast: ForecastNumbers) -> list[str]:
+    """Formats the expected and the shortest possible time of a step."""
+    estimate, expected = forecast.estimate, forecast.estimate.expected
+    unit, scale, digits = _unit(estimate.expected_seconds or 1e-6, TIME_UNITS)
+
+    def row(name: str, time: Estimate | Expected, seconds: float | None) -> list[str]:
+        return [name, "-" if seconds is None else f"{seconds / scale:,.{digits}f}", _rates(time)]
+
+    rows: Rows = [["", unit, ""]]
+    if expected is not None:
+        rows.append(row("expected", expected, expected.seconds))
+    rows.append(row("at best", estimate, estimate.step_seconds))
+    title = "TIME of a step; computed, not measured"
+    return [title, *align_columns(rows, left=1, last_left=True)]
+
+
+def _expected(forecast: ForecastNumbers) -> list[str]:
+    """Formats the sum of the expected time and its longest parts; [] if it is not known."""
+    expected = forecast.estimate.expected
+    if expected is None:
+        return []
+    unit, scale, digits = _unit(expected.seconds or 1e-6, TIME_UNITS)
+    parts = [
+        ("matrix products", expected.product_seconds, "kernels with products"),
+        ("attention", expected.attention_seconds, "by a library, forward and backward"),
+        ("device memory", expected.memory_seconds, "all other kernels, and copies on the device"),
+        ("wire", expected.wire_seconds, "waiting for collectives that nothing hides"),
+        ("host memory", expected.host_seconds, "waiting for copies that nothing hides"),
+        ("files", expected.disk_seconds, "as far as they take longer than the step"),
+    ]
+    shown = round_to_sum([seconds / scale for _, seconds, _ in parts], digits)
+    rows: Rows = [
+        [name, f"{number:,.{digits}f}", what]
+        for (name, seconds, what), number in zip(parts, shown, strict=True)
+        if seconds
+    ]
+    rows.append(["expected", f"{sum(shown):,.{digits}f}", "= their sum"])
+    title = f"EXPECTED, {unit}: the schedule replayed at rates {expected.source}"
+    lines = [title, *align_columns(rows, left=1, last_left=True)]
+    longest: Rows = [[f"{item.seconds / scale:,.{digits}f}", item.what] for item in expected.items]
+    if longest:
+        shown_parts = align_columns(longest, left=0, last_left=True)
+        lines += ["  longest parts:", *(line[:WIDTH].rstrip() for line in shown_parts)]
+    return lines
+
+
+def _at_best(forecast: ForecastNumbers) -> list[str]:
     estimate, gpu = forecast.estimate, forecast.gpu
-    title = "TIME, an estimate by the roofline of published peaks; not measured, and a lower bound"
     times = [estimate.compute_seconds, estimate.memory_seconds, estimate.wire_seconds]
     unit, scale, digits = _unit(max((t for t in times if t), default=1e-6), TIME_UNITS)
+    title = "AT BEST, by the roofline of published peaks: no step is faster"
 
     def cell(seconds: float | None) -> str:
         return "-" if seconds is None else f"{seconds / scale:,.{digits}f}"
@@ -306,7 +362,7 @@ def _time(forecast: ForecastNumbers) -> list[str]:
         rows.append(["device memory", cell(times[1]), f"{_si(estimate.hbm_bytes)}B {rate}"])
     rows.append(["wire", cell(times[2]), _links(forecast)])
     rows += _step_rows(estimate, scale, digits)
-    return [title, *align_columns(rows, left=1, last_left=True), *_rates(estimate)]
+    return [title, *align_columns(rows, left=1, last_left=True)]
 
 
 def _after_warm_up(forecast: ForecastNumbers) -> list[str]:
@@ -328,7 +384,7 @@ def _after_warm_up(forecast: ForecastNumbers) -> list[str]:
         rows.append(["of it between nodes", *map(format_bytes, network)])
     if all(peak is not None for peak in peaks):
         rows.append(["peak memory", *(format_bytes(peak or 0) for peak in peaks)])
-    steps = [one.estimate.step_seconds for one in programs]
+    steps = [one.estimate.expected_seconds for one in programs]
     if None not in steps:
         unit, scale, digits = _unit(max(step or 0.0 for step in steps), TIME_UNITS)
         rows.append([f"step, {unit}", *(f"{(step or 0.0) / scale:,.{digits}f}" for step in steps)])
@@ -398,15 +454,16 @@ def _links(forecast: ForecastNumbers) -> str:
     return text
 
 
-def _rates(estimate: Estimate) -> list[str]:
+def _rates(time: Estimate | Expected) -> str:
+    """Formats the rates that belong to a time of a step."""
     parts = []
-    if estimate.mfu is not None:
-        parts.append(f"MFU at best {estimate.mfu:.0%}")
-    if estimate.tokens_per_second is not None:
-        hours = 1e9 / estimate.tokens_per_second / 3600
-        rate = format_count(estimate.tokens_per_second)
-        parts.append(f"{rate} tokens/s at best, a billion in {hours:.3g} hours")
-    return [f"  {'; '.join(parts)}"] if parts else []
+    if time.mfu is not None:
+        parts.append(f"MFU {time.mfu:.0%}")
+    if time.tokens_per_second is not None:
+        hours = 1e9 / time.tokens_per_second / 3600
+        rate = format_count(time.tokens_per_second)
+        parts.append(f"{rate} tokens/s, a billion in {hours:.3g} hours")
+    return "; ".join(parts)
 
 
 def _notes(forecast: ForecastNumbers) -> list[str]:

@@ -282,6 +282,13 @@ class _Names:
         return tuple(name for place, name in enumerate(self._names) if marks >> place & 1)
 
 
+def line_of_instruction(program: Program, instruction: Instruction) -> str | None:
+    """Returns the user's line that traced an instruction, as "file:line: source"; None if the text
+    of the program has none. Frames around the step called zerojax, and are not looked at."""
+    frames = program.frames_of(instruction)
+    return innermost_line(itertools.takewhile(_is_in_step, frames))
+
+
 def _is_in_step(frame: Frame) -> bool:
     """Returns whether a frame was called by the step, and not the step by it."""
     return not frame[0].endswith(_STEP)
@@ -292,8 +299,7 @@ def _line(flow: Dataflow, instruction: Instruction) -> str | None:
     values = flow.values_of(instruction.name)
     seen = set(values)
     for value in values:
-        frames = flow.program.frames_of(flow.instructions[value[0]])
-        line = innermost_line(itertools.takewhile(_is_in_step, frames))
+        line = line_of_instruction(flow.program, flow.instructions[value[0]])
         if line is not None or len(seen) > _NEAR:
             return line
         for target, edge in [*flow.targets(value), *flow.sources(value)]:

@@ -48,9 +48,9 @@ def find_traffic(
     plan: Plan,
     gpu: Gpu,
     mesh: Mapping[str, int],
-    dtype: str,
     facts: Facts | None,
     *,
+    waited: Mapping[int, float],
     zero_bytes: int,
     attention_bytes: int = 0,
 ) -> Traffic:
@@ -60,8 +60,9 @@ def find_traffic(
       plan: plan of the step.
       gpu: specification of the GPU.
       mesh: {mesh axis: size}, outermost axis first.
-      dtype: dtype of the matrix products that overlap with collectives.
       facts: facts read from the compiled step; None if nothing was compiled.
+      waited: {number of a collective in the facts: seconds of a step in which the device waits for
+        it at published rates}.
       zero_bytes: bytes that ZeRO sends, by formula.
       attention_bytes: bytes that attention sends in the traced step, from `attention_wire_bytes`.
     """
@@ -79,7 +80,7 @@ def find_traffic(
     )
     if facts is None:
         return by_formula
-    rows = _rows(facts["collectives"], gpu, mesh, dtype)
+    rows = _rows(facts["collectives"], gpu, mesh, waited)
     messages = [row for row in rows if (row.kind, row.axis) == (PERMUTE, STAGE)]
     exchanges = [row for row in rows if (row.kind, row.axis) == ("all-to-all", EXPERT)]
     matrices = [row for row in rows if row.of_matrices]
@@ -130,40 +131,28 @@ def _sent_by(equation: Any, devices: int) -> float:
 
 
 def _rows(
-    collectives: Sequence[Facts], gpu: Gpu, mesh: Mapping[str, int], dtype: str
+    collectives: Sequence[Facts], gpu: Gpu, mesh: Mapping[str, int], waited: Mapping[int, float]
 ) -> tuple[TrafficRow, ...]:
     """Sums collectives into rows, one per kind, axis, dtype, loop depth and kind of group; the row
     with the most bytes comes first."""
-    grouped: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
-    for one in collectives:
+    grouped: dict[tuple[Any, ...], list[tuple[Facts, float]]] = defaultdict(list)
+    for index, one in enumerate(collectives):
         one = {**one, "group": tuple(one["group"])}  # a list, if facts come from JSON
-        grouped[tuple(one[key] for key in _ROW_KEYS)].append(one)
+        grouped[tuple(one[key] for key in _ROW_KEYS)].append((one, waited.get(index, 0.0)))
     rows = []
     for key, members in grouped.items():
         row = TrafficRow(
             **dict(zip(_ROW_KEYS, key, strict=True)),
-            count=sum(one["times"] for one in members),
-            payload_bytes=sum(one["times"] * one["payload_bytes"] for one in members),
-            wire_bytes=round(sum(one["times"] * one["wire_bytes"] for one in members)),
+            count=sum(one["times"] for one, _ in members),
+            payload_bytes=sum(one["times"] * one["payload_bytes"] for one, _ in members),
+            wire_bytes=round(sum(one["times"] * one["wire_bytes"] for one, _ in members)),
             hidden=0.0,
         )
-        hidden = _hidden(members, gpu, dtype, link_bandwidth(gpu, mesh, row))
+        seconds = row.wire_bytes / link_bandwidth(gpu, mesh, row)
+        shown = sum(of_one for _, of_one in members)
+        hidden = max(1 - shown / seconds, 0.0) if seconds else 0.0
         rows.append(with_network_bytes(gpu, mesh, dataclasses.replace(row, hidden=hidden)))
     return tuple(sorted(rows, key=lambda row: (-row.wire_bytes, row.kind, row.axis)))
-
-
-def _hidden(members: Sequence[Facts], gpu: Gpu, dtype: str, bandwidth: float) -> float:
-    """Returns the share of a collective's time that overlaps with products between its start and
-    end, at peak rates."""
-    wire = hidden = 0.0
-    for one in members:
-        seconds = one["wire_bytes"] / bandwidth
-        wire += one["times"] * seconds
-        flops = one["hidden_flops"]
-        peak = gpu.peak_flops(dtype, one["hidden_eight_bit_flops"] / flops if flops else 0.0)
-        if peak:
-            hidden += one["times"] * min(seconds, flops / peak)
-    return hidden / wire if wire else 0.0
 
 
 def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offload | None:

@@ -204,7 +204,8 @@ def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
         below, above = count - count % in_node, count + in_node - count % in_node
         raise ValueError(
             f"devices={count} is not a multiple of the node size {in_node} {gpu.title}; use "
-            f"{below} or {above}"
+            f"{below} or {above}, or state how many GPUs a machine has: node_devices in a card's "
+            "file, --card node_devices=N of zerojax plan"
         )
     try:
         description = topologies.get_topology_desc(

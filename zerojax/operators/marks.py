@@ -238,13 +238,20 @@ def cost_of_branches(costs: Sequence[int], shares: Sequence[float | None]) -> in
     >>> cost_of_branches([100, 20], [0.25, 0.75]), cost_of_branches([100, 20], [None, None])
     (40, 100)
     """
+    weights = weights_of_branches(costs, shares)
+    return round(sum(cost * weight for cost, weight in zip(costs, weights, strict=True)))
+
+
+def weights_of_branches(costs: Sequence[float], shares: Sequence[float | None]) -> list[float]:
+    """Returns how often each branch counts, as `cost_of_branches` does: its share of the layers, or
+    1 for the branch with the maximum cost and 0 for the others if shares are unknown."""
     known = sum(share for share in shares if share is not None)
     if list(shares).count(None) == 1:  # a branch without operations has no scope
         shares = [max(1 - known, 0.0) if share is None else share for share in shares]
         known = sum(filter(None, shares))
     if None in shares or abs(known - 1) > 1e-9:
-        return max(costs)
-    return round(sum(cost * (share or 0) for cost, share in zip(costs, shares, strict=True)))
+        return [float(index == costs.index(max(costs))) for index in range(len(costs))]
+    return [share or 0.0 for share in shares]
 
 
 def inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:

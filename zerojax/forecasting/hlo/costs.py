@@ -245,6 +245,13 @@ def _attention_flops(computation: Computation, call: Instruction, target: str) -
     return [call_flops(target, head_dim, call.backend_config)]
 
 
+def attention_keys(call: Instruction) -> int:
+    """Returns the number of keys with which a call of cuDNN's attention compares each query; 0 if
+    the call does not state it."""
+    shape = _find_setting(call.backend_config, "intermediate_tensor_shape")
+    return 0 if shape is None else int(shape["dimensions"][-1])
+
+
 def _find_setting(config: dict[str, Any], key: str) -> dict[str, Any] | None:
     """Finds the value of `key` at any depth of a nested configuration; None if it is missing."""
     if key in config:

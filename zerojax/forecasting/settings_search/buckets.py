@@ -93,14 +93,14 @@ def search_buckets(
     began, plan = clock(), make_plan_for({})
     before = before or forecast_of(plan)
     own: dict[str, int] = {option: getattr(plan.settings, option) for option in OPTIONS}
-    if before.source != COMPILED or before.estimate.step_seconds is None:
+    if before.source != COMPILED or before.estimate.expected_seconds is None:
         why = before.why_formula or f"{gpu.title} has no published peak, so overlap is unknown"
         return BucketSearch(
             trials=(), own=own, before=None, after=None, words=(), sentence=f"Buckets: {why}"
         )
-    exposed = before.estimate.exposed_wire_seconds
-    if exposed < LEAST_EXPOSED * before.estimate.step_seconds:
-        share = exposed / before.estimate.step_seconds
+    exposed = before.estimate.expected_wire_seconds
+    if exposed < LEAST_EXPOSED * before.estimate.expected_seconds:
+        share = exposed / before.estimate.expected_seconds
         return BucketSearch(
             trials=(), own=own, before=exposed, after=exposed, words=(),
             sentence=(
@@ -228,8 +228,8 @@ class _Search:
         fits = forecast.verdict.fits
         self.trials[place] = dataclasses.replace(
             trial,
-            exposed=forecast.estimate.exposed_wire_seconds,
-            seconds=forecast.estimate.step_seconds,
+            exposed=forecast.estimate.expected_wire_seconds,
+            seconds=forecast.estimate.expected_seconds,
             peak=forecast.memory.peak,
             status=BEATEN if fits else TOO_LARGE,
             reason="" if fits else forecast.verdict.reasons[0],
@@ -239,13 +239,13 @@ class _Search:
         """Returns whether a trial fits into memory and reduces both the exposed communication time
         and the step time."""
         own = self.before.estimate
-        assert own.step_seconds is not None
+        assert own.expected_seconds is not None
         return (
             trial.status == BEATEN
             and trial.exposed is not None
             and trial.seconds is not None
-            and trial.exposed < own.exposed_wire_seconds
-            and trial.seconds < own.step_seconds * (1 - MARGIN)
+            and trial.exposed < own.expected_wire_seconds
+            and trial.seconds < own.expected_seconds * (1 - MARGIN)
         )
 
     def best_of_each_option(self) -> dict[str, int]:
@@ -260,7 +260,7 @@ class _Search:
         before = self.before.estimate
         best = min(filter(self.gains, self.trials), key=_cost, default=None)
         tried = sum(trial.exposed is not None for trial in self.trials)
-        now = f"{before.exposed_wire_seconds * 1e3:.3g} ms of communication time not hidden"
+        now = f"{before.expected_wire_seconds * 1e3:.3g} ms of communication time not hidden"
         if best is None:
             sizes = f"{tried} other size{'s were' if tried != 1 else ' was'} compiled"
             kept = (
@@ -270,24 +270,24 @@ class _Search:
             return BucketSearch(
                 trials=self._explained(None),
                 own=own,
-                before=before.exposed_wire_seconds,
-                after=before.exposed_wire_seconds,
+                before=before.expected_wire_seconds,
+                after=before.expected_wire_seconds,
                 words=(),
                 sentence=kept,
             )
         assert best.exposed is not None
         assert best.seconds is not None
-        assert before.step_seconds is not None
-        from_to = f"{before.step_seconds * 1e3:,.4g} to {best.seconds * 1e3:,.4g} ms"
+        assert before.expected_seconds is not None
+        from_to = f"{before.expected_seconds * 1e3:,.4g} to {best.seconds * 1e3:,.4g} ms"
         return BucketSearch(
             trials=self._explained(best),
             own=own,
-            before=before.exposed_wire_seconds,
+            before=before.expected_wire_seconds,
             after=best.exposed,
             words=best.words(),
             sentence=(
                 f"Buckets: {', '.join(best.words())} leaves {best.exposed * 1e3:.3g} instead of "
-                f"{now}; a step from {from_to} at best."
+                f"{now}; a step from {from_to}, as expected."
             ),
         )
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from zerojax.forecasting.roofline import estimate, memory_limit
 from zerojax.hardware.gpus import Gpu
+from zerojax.hardware.gpus.achieved import achieved_rates
 from zerojax.parallel.step import build_step
 from zerojax.plan import counts
 from zerojax.plan.counts import role_bytes, state_bytes
@@ -298,7 +299,7 @@ def bounds_on(gpu: Gpu, make_plan_for: MakePlan) -> FindBounds:
 
 
 def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
-    """Computes the lower bounds of a plan.
+    """Computes the lower bounds of a plan's memory and expected time, at rates that programs reach.
 
     A pipeline also computes in idle slots, and waits for its slowest stage.
 
@@ -312,8 +313,9 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
     if plan.pipeline is not None:
         executed = flops * executed_flops(plan.pipeline) / useful_flops(plan.pipeline)
     eight_bits = eight_bit_share(plan.traced.forward)
+    reached = achieved_rates(gpu).card
     time = estimate(
-        gpu,
+        reached,
         mesh={str(name): size for name, size in plan.mesh.shape.items()},
         dtype=plan.precision.compute_dtype.name,
         flops=executed * repeat,
@@ -330,7 +332,7 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
         hiding=hiding(plan, gpu),
     )
     # Each microbatch reads the weights of all layers in the forward and in the backward pass.
-    memory_seconds = 2 * plan.num_microbatches * layer_bytes(plan) / gpu.memory_bandwidth
+    memory_seconds = 2 * plan.num_microbatches * layer_bytes(plan) / reached.memory_bandwidth
     return Bounds(
         seconds=max(time.step_seconds or 0.0, memory_seconds),
         wire_seconds=time.wire_seconds,

@@ -67,6 +67,7 @@ def find_settings(
     budget: float = 300.0,
     clock: Callable[[], float] = time.monotonic,
     report: Callable[[str], None] = lambda text: None,
+    improved: Callable[[Trial], None] = lambda trial: None,
 ) -> SearchResult:
     """Finds the candidate that fits into memory with the shortest step; uses offload only if
     nothing fits without it.
@@ -75,11 +76,12 @@ def find_settings(
       run: the run whose settings are searched.
       gpu: specification of the GPU.
       forecast_of: function from a plan to its `ForecastNumbers`; it compiles the plan.
-      budget: time limit in seconds; a compilation that has begun still finishes.
+      budget: time limit in seconds, as in `search`.
       clock: function that returns a monotonic time in seconds.
       report: function that is called with a short text at each stage of the search.
+      improved: function that is called with the best trial so far, whenever there is a better one.
     """
-    return _Rounds(run, gpu, forecast_of, budget, clock, report).run_all()
+    return _Rounds(run, gpu, forecast_of, budget, clock, report, improved).run_all()
 
 
 class _Rounds:
@@ -93,21 +95,38 @@ class _Rounds:
         budget: float,
         clock: Callable[[], float],
         report: Callable[[str], None],
+        improved: Callable[[Trial], None],
     ) -> None:
-        self.run, self.gpu, self.forecast_of, self.report = run, gpu, forecast_of, report
+        self.run, self.gpu, self.report, self.improved = run, gpu, report, improved
         self.budget, self.clock, self.began = budget, clock, clock()
+        self.longest = 0.0  # seconds of the longest compilation
+
+        def timed(plan: Plan) -> ForecastNumbers:
+            began = clock()
+            try:
+                return forecast_of(plan)
+            finally:
+                self.longest = max(self.longest, clock() - began)
+
+        self.forecast_of = timed
 
     def left(self) -> float:
-        """Returns the remaining seconds of the search's time budget."""
-        return max(self.budget - (self.clock() - self.began), 0.0)
+        """Returns the remaining seconds of the search's time budget; 0 if one more compilation
+        could exceed it."""
+        left = self.budget - (self.clock() - self.began)
+        return left if left > self.longest else 0.0
 
     def run_all(self) -> SearchResult:
         options: dict[str, Any] = {}
         result = self.round(self.run.candidates, options, "")
-        if result.chosen is None and result.certain and self.run.offload.is_off:
-            result, options = self.with_offload(result)
-        result = self.with_mixes(result, options)
-        result = self.with_buckets(result, options)
+        try:
+            if result.chosen is None and result.certain and self.run.offload.is_off:
+                result, options = self.with_offload(result)
+            for refine in (self.with_mixes, self.with_buckets):
+                if not result.interrupted:
+                    result = refine(result, options)
+        except KeyboardInterrupt:  # the result so far counts
+            result = dataclasses.replace(result, interrupted=True)
         if result.chosen is not None:
             chosen = _chosen_sizes(result)
             result = dataclasses.replace(result, options={**options, **chosen})
@@ -127,14 +146,15 @@ class _Rounds:
             budget=self.left(),
             clock=self.clock,
             report=self.report,
+            improved=self.improved,
         )
 
     def with_offload(self, without: SearchResult) -> tuple[SearchResult, dict[str, Any]]:
         """Runs rounds with increasing offload until a candidate fits; returns the result and the
         offload settings of the last round."""
-        sentences, result = [without.sentence], without
+        sentences, result = [f"Without offload: {without.sentence}"], without
         for fields in OFFLOADS:
-            if not self.left() and result is not without:
+            if result is not without and (result.interrupted or not self.left()):
                 break
             options = {"offload": self.run.offload.chosen(**fields)}
             candidates = self.run.candidates
@@ -174,7 +194,7 @@ class _Rounds:
             found = self.forecast_of(self.run.plan_for(chosen.candidate, {"offload": offload}))
         except (CompileError, ValueError):
             return result, options, []
-        seconds = found.estimate.step_seconds
+        seconds = found.estimate.expected_seconds
         if not found.verdict.fits or (seconds or 0.0) >= (chosen.seconds or math.inf):
             return result, options, []
         trial = dataclasses.replace(

@@ -32,8 +32,8 @@ class Trial:
       status: one of the status constants of this module, such as `CHOSEN`.
       reason: reason of the status.
       number: position in the order of compilation, from 1; None if the candidate was not compiled.
-      bound: lower bound of the seconds per step, by formula; None if it was not planned.
-      seconds: seconds per step by the roofline of the compiled program; None if not compiled.
+      bound: lower bound of the expected seconds per step, by formula; None if it was not planned.
+      seconds: expected seconds per step of the compiled program; None if not compiled.
       peak: bytes per device of the compiled program; None if not compiled.
       formula_peak: bytes per device by formula, without activations; None if it was not planned.
     """
@@ -114,6 +114,7 @@ class SearchResult:
       options: fields of `MeshConfig` that the search sets in addition to the candidate's, for
         offload and bucket sizes; None without a choice.
       buckets: result of the search for bucket sizes; None if there was none.
+      interrupted: whether the user ended the search.
     """
 
     trials: tuple[Trial, ...]
@@ -125,6 +126,7 @@ class SearchResult:
     settings: tuple[str, ...] = ()
     options: Mapping[str, Any] | None = None
     buckets: BucketSearch | None = None
+    interrupted: bool = False
 
 
 def search_page(result: SearchResult) -> str:

@@ -42,6 +42,8 @@ preferred."""
 
 MakeForecast = Callable[[Plan], ForecastNumbers]
 
+INTERRUPTED = "the search was interrupted"
+"""Why a search ended."""
 TOLERANCE = 0.05
 """Accuracy of the time estimate, as a share of the time."""
 CAUTION = 0.9
@@ -63,8 +65,9 @@ def search(
     budget: float = 300.0,
     clock: Callable[[], float] = time.monotonic,
     report: Callable[[str], None] = lambda text: None,
+    improved: Callable[[Trial], None] = lambda trial: None,
 ) -> SearchResult:
-    """Finds the candidate with the shortest estimated step among the candidates that fit into
+    """Finds the candidate with the shortest expected step among the candidates that fit into
     memory.
 
     1. Formulas reject candidates that cannot fit, drop a ZeRO stage that another stage beats in
@@ -87,33 +90,42 @@ def search(
       own: candidate with the run's own settings; None if there is no such candidate.
       find_bounds: function that computes the bounds of a candidate by formula; None:
         `bounds_on(gpu, make_plan_for)`.
-      budget: time limit in seconds. It applies after the first compilation, and a compilation that
-        has begun still finishes.
+      budget: time limit in seconds. It applies after the first compilation; no other one begins
+        that would end later if it took as long as the longest so far.
       clock: function that returns a monotonic time in seconds.
       report: function that is called with a short text at each stage of the search.
+      improved: function that is called with the best trial so far, whenever there is a better one.
+
+    An interrupt (Ctrl-C) ends the search, and the result is the best so far.
     """
     began = clock()
     state = _Search(gpu, make_plan_for, find_bounds or bounds_on(gpu, make_plan_for))
+    state.clock, state.improved = clock, improved
     listed = sorted(set(candidates), key=lambda c: c.simplicity)
-    considered = state.compile_smallest(listed, forecast_of, report)
-    if own is not None and own not in considered and state.no_compiler is None:
-        state.compile_first(own, forecast_of, report)
-        considered.add(own)
-    for candidate in listed:
-        if candidate in considered:
-            continue
-        if state.no_compiler is not None or (state.compiled and clock() - began >= budget):
+    left = set(listed)
+    try:
+        left -= state.compile_smallest(listed, forecast_of, report)
+        if own in left and state.no_compiler is None:
+            state.compile_first(own, forecast_of, report)
+            left.remove(own)
+        for candidate in [one for one in listed if one in left]:
+            left.remove(candidate)
+            if state.no_compiler is not None or (state.compiled and clock() - began >= budget):
+                state.leave(candidate)
+                continue
+            report(f"planning {candidate.describe()}")
+            state.consider(candidate)
+        state.drop_beaten_stages()
+        while state.no_compiler is None and (following := state.take_next()) is not None:
+            if state.compiled and clock() - began + state.longest > budget:
+                break
+            report(f"compiling #{len(state.compiled) + 1}: {following.candidate.describe()}")
+            if not state.compile(following, forecast_of):
+                break
+    except KeyboardInterrupt:
+        state.why_ended = INTERRUPTED
+        for candidate in left:
             state.leave(candidate)
-            continue
-        report(f"planning {candidate.describe()}")
-        state.consider(candidate)
-    state.drop_beaten_stages()
-    while state.no_compiler is None and (following := state.take_next()) is not None:
-        if state.compiled and clock() - began >= budget:
-            break
-        report(f"compiling #{len(state.compiled) + 1}: {following.candidate.describe()}")
-        if not state.compile(following, forecast_of):
-            break
     return state.finish(clock() - began)
 
 
@@ -131,6 +143,10 @@ class _Search:
         self.products: dict[tuple[str, int], float] = {}
         self.no_compiler: str | None = None
         self.is_complete = True
+        self.why_ended = "the time budget was used up"
+        self.longest = 0.0  # seconds of the longest compilation
+        self.clock: Callable[[], float] = time.monotonic
+        self.improved: Callable[[Trial], None] = lambda trial: None
 
     def compile_smallest(
         self,
@@ -169,7 +185,7 @@ class _Search:
     def leave(self, candidate: Candidate) -> None:
         """Closes a candidate without planning it, because the time budget is used up or there is no
         compiler."""
-        why = self.no_compiler or "the time budget was used up"
+        why = self.no_compiler or self.why_ended
         self.closed.append(Trial(candidate=candidate, status=NOT_TRIED, reason=why))
         self.is_complete = False
 
@@ -314,7 +330,7 @@ class _Search:
             bound=entry.bounds.seconds,
             formula_peak=entry.bounds.peak,
         )
-        forecast = None
+        forecast, began, before = None, self.clock(), self.best()
         try:
             forecast = forecast_of(self.make_plan_for(entry.candidate))
         except CompileError as error:
@@ -329,11 +345,15 @@ class _Search:
                 trial,
                 status=FITS if verdict.fits else TOO_LARGE,
                 reason=spare + ("to spare" if verdict.fits else "too much"),
-                seconds=forecast.estimate.step_seconds,
+                seconds=forecast.estimate.expected_seconds,
                 peak=forecast.memory.peak,
             )
         self.open.remove(entry)
         self.compiled.append(CompiledCandidate(entry=entry, trial=trial, forecast=forecast))
+        self.longest = max(self.longest, self.clock() - began)
+        best = self.best()
+        if best is not None and best is not before:
+            self.improved(best)
         return True
 
     def best(self) -> Trial | None:
@@ -347,7 +367,7 @@ class _Search:
     def finish(self, elapsed: float) -> SearchResult:
         certain = not self.open and self.is_complete
         for entry in list(self.open):
-            self.close(entry, NOT_TRIED, self.no_compiler or "the time budget was used up")
+            self.close(entry, NOT_TRIED, self.no_compiler or self.why_ended)
         best = self.best()
         sentence = " ".join(self.sentences(best, certain))
         trials = [c.trial for c in self.compiled]
@@ -369,6 +389,7 @@ class _Search:
             certain=certain,
             sentence=sentence,
             elapsed=elapsed,
+            interrupted=self.why_ended == INTERRUPTED,
         )
 
     def sentences(self, best: Trial | None, certain: bool) -> Iterator[str]:
@@ -376,10 +397,10 @@ class _Search:
             yield f"Nothing was chosen: {self.no_compiler}"
             return
         if best is None:
-            found = "fits" if certain else "was found to fit within the time budget"
+            found = "fits" if certain else f"was found to fit before {self.why_ended}"
             yield f"None of the candidates {found} on {self.gpu.title}."
             return
-        time_of = "" if best.seconds is None else f", {best.seconds:.3g} s per step at best"
+        time_of = "" if best.seconds is None else f", {best.seconds:.3g} s per step expected"
         yield f"{best.candidate.describe()}{time_of}: the fastest candidate found to fit."
         if best.candidate.expert > 1 and _spans_nodes(best.candidate, self.gpu):
             yield (
@@ -397,7 +418,8 @@ class _Search:
             yield f"No other candidate should be more than {TOLERANCE:.0%} faster."
         else:
             left = sum(t.status == NOT_TRIED for t in self.closed)
-            yield f"The time budget was used up; {left} of the other candidates might be faster."
+            ended = self.why_ended[0].upper() + self.why_ended[1:]
+            yield f"{ended}; {left} of the other candidates might be faster."
 
 
 def _size(candidate: Candidate) -> tuple[int, ...]:
@@ -523,7 +545,7 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
 
 
 def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float:
-    """Returns a lower bound of a candidate's time per step, by formula or from compiled plans.
+    """Returns a lower bound of a candidate's expected time, by formula or from compiled plans.
 
     A compiled plan counts if it has the same remat and number of pipeline stages, and fits; in a
     plan that does not fit, the compiler adds its own recomputation. It must also split experts at
@@ -547,8 +569,13 @@ def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
         time, mine = other.forecast.estimate, entry.candidate
         pieces = min(1.0, mine.num_microbatches / theirs.num_microbatches)
         repeats = min(1.0, mine.model / theirs.model)
-        memory = (time.memory_seconds or 0.0) * pieces * repeats
-        least = max(least, max(time.compute_seconds or 0.0, memory) * (1 - TOLERANCE))
+        if time.expected is None:
+            memory = (time.memory_seconds or 0.0) * pieces * repeats
+            busy = max(time.compute_seconds or 0.0, memory)
+        else:  # kernels follow one another, so their times add
+            memory = time.expected.memory_seconds * pieces * repeats
+            busy = time.expected.product_seconds + time.expected.attention_seconds + memory
+        least = max(least, busy * (1 - TOLERANCE))
     return least
 
 

@@ -41,6 +41,26 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Rates that programs reached on a card; None: not measured.
+
+    Attributes:
+      product_flops: FLOP per second of a large product of 16-bit floats.
+      copy_bandwidth: bytes per second, read and written, of a large copy in device memory.
+      host_bandwidth: bytes per second of a large copy between the device and host memory in one
+        direction.
+      host_both: the same of both directions at once, summed.
+      node_bandwidth: bytes per second and direction between the GPUs of a node.
+    """
+
+    product_flops: float | None = None
+    copy_bandwidth: float | None = None
+    host_bandwidth: float | None = None
+    host_both: float | None = None
+    node_bandwidth: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
     """The published specification of one kind of GPU, also called its card.
 
@@ -62,6 +82,7 @@ class Gpu:
         second, as the sum of reading and writing at the same time; None: unknown.
       device_kinds: regular expressions for the upper-case device name that the driver reports.
       aliases: other names on the command line.
+      measured: rates that programs reached on this card; None if it was not measured.
       target: description of the GPU for the compiler; None if too little is published.
       sources: texts "KEYS: where the values of these keys are published".
       assumptions: texts "KEYS: what was assumed about these keys".
@@ -86,6 +107,7 @@ class Gpu:
     target: Target | None
     sources: tuple[str, ...]
     assumptions: tuple[str, ...]
+    measured: Measured | None = None
 
     def peak_flops(self, dtype: str, eight_bits: float = 0.0) -> float | None:
         """Returns the FLOP per second of one GPU's matrix units; None if it has no units for
@@ -138,6 +160,16 @@ def build_card(values: Mapping[str, Any]) -> Gpu:
         except CardError as error:
             raise CardError(error.message, "compiler", *error.key) from None
 
+    measured = None
+    if "measured" in checked:
+        try:
+            keys = dict.fromkeys(MEASURED, _number)
+            rates = _checked(checked["measured"], keys, frozenset(keys))
+        except CardError as error:
+            raise CardError(error.message, "measured", *error.key) from None
+        known = [(MEASURED[key], value) for key, value in rates.items()]
+        measured = Measured(**{field: value * unit for (field, unit), value in known})
+
     def scaled(key: str, unit: float) -> Any:
         return checked[key] * unit if key in checked else None
 
@@ -161,6 +193,7 @@ def build_card(values: Mapping[str, Any]) -> Gpu:
         target=target,
         sources=grouped(checked.get("sources", {})),
         assumptions=grouped(checked.get("assumptions", {})),
+        measured=measured,
     )
 
 
@@ -285,12 +318,14 @@ CARD_KEYS: dict[str, Callable[[Any], Any]] = {
     "network_gb_per_s": _number,
     "host_gb_per_s": _number,
     "disk_gb_per_s": _number,
+    "measured": lambda section: section,
     "compiler": lambda section: section,
     "sources": split_notes,
     "assumptions": split_notes,
 }
 CARD_OPTIONAL = frozenset(
-    {"title", "aliases", "device_kinds", "memory_gb", "compiler", "sources", "assumptions"}
+    {"title", "aliases", "device_kinds", "memory_gb", "measured", "compiler"}
+    | {"sources", "assumptions"}
     | {"bf16_tflops", "fp16_tflops", "fp8_tflops", "fp32_tflops", "disk_gb_per_s"}
 )
 COMPILER_KEYS: dict[str, Callable[[Any], Any]] = {
@@ -305,4 +340,12 @@ COMPILER_KEYS: dict[str, Callable[[Any], Any]] = {
     "runtime_version": _version,
     "dnn_version": _version,
 }
+MEASURED = {
+    "product_tflops": ("product_flops", 1e12),
+    "copy_gb_per_s": ("copy_bandwidth", 1e9),
+    "host_gb_per_s": ("host_bandwidth", 1e9),
+    "host_both_gb_per_s": ("host_both", 1e9),
+    "node_gb_per_s": ("node_bandwidth", 1e9),
+}
+"""{key in a card's file: (field of `Measured`, value of one unit)}."""
 COMPILER_OPTIONAL = frozenset({"memory_bytes", "nvlinks", "runtime_version", "dnn_version"})

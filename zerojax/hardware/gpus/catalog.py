@@ -20,7 +20,7 @@ def gpu_names() -> list[str]:
     return sorted(_cards())
 
 
-def find_gpu(name_or_file: str) -> Gpu:
+def find_gpu(name_or_file: str, changes: Mapping[str, Any] | None = None) -> Gpu:
     """Finds the specification (card) of a GPU by name, device kind or file.
 
     Args:
@@ -28,6 +28,7 @@ def find_gpu(name_or_file: str) -> Gpu:
         do not matter), a device kind as the driver reports it ("NVIDIA H100 80GB HBM3"), or the
         path of a YAML file in the format of this package's cards, which may begin with `base: NAME`
         to start from a known card.
+      changes: {key of a card: value} that replaces the card's own, such as {"node_devices": 2}.
 
     Raises:
       ValueError: there is no such card or file, or the file has a mistake; the message states its
@@ -36,9 +37,9 @@ def find_gpu(name_or_file: str) -> Gpu:
     text = str(name_or_file).strip()
     named = named_gpu(text) or gpu_of_device(text)
     if named:
-        return named
+        return _changed(_with_base(_own_values()[named.name]), changes) if changes else named
     if user_path(text).suffix in (".yaml", ".yml") or user_path(text).is_file():
-        return _read_card(text)
+        return _read_card(text, changes or {})
     names = gpu_names()
     nearest = difflib.get_close_matches(_spelled(text), [*_aliases()], 1)
     hint = f"did you mean '{nearest[0]}'? " if nearest else ""
@@ -96,7 +97,18 @@ def _own_values() -> Mapping[str, dict[str, Any]]:
     return {values["name"]: values for values in loaded}
 
 
-def _read_card(path: str) -> Gpu:
+def _changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Gpu:
+    """Builds a card with other values of some keys."""
+    sources = split_notes(values.get("sources", {}))
+    assumptions = split_notes(values.get("assumptions", {}))
+    notes = {
+        "sources": {key: text for key, text in sources.items() if key not in changes},
+        "assumptions": {**assumptions, **dict.fromkeys(changes, "as given")},
+    }
+    return build_card({**values, **changes, **notes})
+
+
+def _read_card(path: str, changes: Mapping[str, Any]) -> Gpu:
     try:
         text = read_text(user_path(path))
     except (OSError, UnicodeDecodeError, UnreadableError) as error:
@@ -106,7 +118,8 @@ def _read_card(path: str) -> Gpu:
         ) from None
     values, where = _load(text, path)
     try:
-        return build_card(_with_base(values))
+        whole = _with_base(values)
+        return _changed(whole, changes) if changes else build_card(whole)
     except CardError as error:
         keys = [error.key[:length] for length in range(len(error.key), 0, -1)]
         place = next((where[key] for key in keys if key in where), path)
@@ -135,7 +148,7 @@ def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
         message = f"{values['base']!r} is not a known card; {hint}The cards are {', '.join(known)}"
         raise CardError(message, "base")
     inherited = _with_base(base)
-    for key in ("name", "title", "aliases", "device_kinds"):
+    for key in ("name", "title", "aliases", "device_kinds", "measured"):  # of that card alone
         inherited.pop(key, None)
     merged = {**inherited, **own}
     if "compiler" in inherited and isinstance(own.get("compiler", {}), dict):
@@ -143,7 +156,7 @@ def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
         if "memory_bytes" in own:
             section.pop("memory_bytes", None)
         merged["compiler"] = {**section, **own.get("compiler", {})}
-    explained = {*own, *_keys_of(own.get("sources")), *_keys_of(own.get("assumptions"))}
+    explained = {"measured", *own, *_keys_of(own.get("sources")), *_keys_of(own.get("assumptions"))}
     for notes in ("sources", "assumptions"):
         kept = split_notes(inherited.get(notes, {}))
         kept = {key: text for key, text in kept.items() if key not in explained}

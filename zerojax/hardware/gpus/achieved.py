@@ -1,0 +1,109 @@
+"""Rates that programs reach on a card, as measured; published peaks are never reached.
+
+Two cards were measured by `benchmarks/gpu/run.sh` (`benchmarks/results/gpu_h100.md`,
+`gpu_h200.md`). For any other card the published peaks are multiplied by the shares that these two
+reached.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.hardware.gpus.card import Gpu, Measured
+
+PRODUCT_SHARE = 0.757
+"""Of the published rate of 16-bit products, a product of 8192 x 8192 x 8192: 0.778 on an H100,
+0.735 on an H200."""
+COPY_SHARE = 0.890
+"""Of the published bandwidth, a copy of 4 GiB in device memory: 0.896 on an H100, 0.884 on an
+H200."""
+HOST_SHARE = 0.825
+"""Of the published rate of the link to host memory, `device_put` of 1 GiB on both cards."""
+WIRE_SHARE = 0.8
+"""Of the published rate of links between GPUs: assumed, no two cards were measured."""
+FUSION_SHARE = 0.79
+"""Of the rate of a copy, fusions of a training step: the 704 fusions of GPT-2 on an H200 took
+11.8 ms without their launches, for bytes that a copy moves in 9.3 ms (the trace of the unrolled
+step in `gpu_h200.json`)."""
+LAUNCH_SECONDS = 2.2e-6
+"""Seconds that each kernel takes in addition: an AdamW update of 148 arrays in 150 launches takes
+0.33 ms longer than the same bytes in one array, on an H100 and on an H200."""
+ATTENTION_SHARES: Mapping[int, float] = {1024: 0.32, 4096: 0.59, 32768: 0.63}
+"""{keys: share of the rate of products} of cuDNN's attention, forward and backward pass, causal, 32
+heads of 128 features on an H100."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Achieved:
+    """Rates that a program can expect on one card.
+
+    Attributes:
+      card: the card with its measured or expected rates in place of the published ones.
+      fusion_bandwidth: bytes per second of kernels that compute while they read and write memory.
+      host_both: bytes per second between device and host in both directions at once, summed.
+      launch_seconds: seconds that each kernel takes in addition.
+      attention: {keys: share of the rate of products that attention reaches}.
+      source: where the rates are from, as a part of a sentence.
+    """
+
+    card: Gpu
+    fusion_bandwidth: float
+    host_both: float
+    launch_seconds: float
+    attention: Mapping[int, float]
+    source: str
+
+    def attention_share(self, keys: int) -> float:
+        """Returns the share of the rate of products that attention over `keys` keys reaches,
+        between the measured lengths by the logarithm of the length."""
+        known = sorted(self.attention)
+        keys = min(max(keys, known[0]), known[-1])
+        above = max(bisect.bisect_left(known, keys), 1)
+        low, high = known[above - 1], known[above]
+        part = math.log(keys / low) / math.log(high / low)
+        return self.attention[low] + part * (self.attention[high] - self.attention[low])
+
+
+def achieved_rates(gpu: Gpu) -> Achieved:
+    """Returns the rates that a program can expect on a card.
+
+    Args:
+      gpu: the card; its `measured` rates count first, then shares of the published ones.
+    """
+    known = gpu.measured or Measured()
+    share = PRODUCT_SHARE
+    if known.product_flops and gpu.bf16_flops:
+        share = known.product_flops / gpu.bf16_flops
+    peaks = ("bf16_flops", "fp16_flops", "fp8_flops", "fp32_flops")
+    rates: dict[str, Any] = {name: (getattr(gpu, name) or 0.0) * share or None for name in peaks}
+    copy = known.copy_bandwidth or gpu.memory_bandwidth * COPY_SHARE
+    host = known.host_bandwidth or gpu.host_bandwidth * HOST_SHARE
+    inside = known.node_bandwidth or gpu.node_bandwidth * WIRE_SHARE
+    rates |= {"node_bandwidth": inside, "network_bandwidth": gpu.network_bandwidth * WIRE_SHARE}
+    whole = known.product_flops and known.copy_bandwidth
+    return Achieved(
+        card=dataclasses.replace(gpu, memory_bandwidth=copy, host_bandwidth=host, **rates),
+        fusion_bandwidth=copy * FUSION_SHARE,
+        host_both=known.host_both or 2 * host,
+        launch_seconds=LAUNCH_SECONDS,
+        attention=ATTENTION_SHARES,
+        source=f"measured on {gpu.title}"
+        if whole
+        else "published rates times the shares that an H100 and an H200 reached",
+    )
+
+
+def published_rates(gpu: Gpu) -> Achieved:
+    """Returns the published peaks of a card, with which no time is longer than on the card."""
+    return Achieved(
+        card=gpu,
+        fusion_bandwidth=gpu.memory_bandwidth,
+        host_both=2 * gpu.host_bandwidth,
+        launch_seconds=0.0,
+        attention={1: 1.0, 2: 1.0},
+        source="published peaks",
+    )
