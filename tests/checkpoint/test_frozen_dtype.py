@@ -148,7 +148,7 @@ def test_a_narrow_range_is_refused():
         Precision(compute_dtype=jnp.bfloat16, freeze_dtype=jnp.float16)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_plan_counts_half_and_no_second_copy(zero):
     model = add_lora(reference_model("gpt2"), LORA)

@@ -63,7 +63,7 @@ def test_a_mean_over_rows_has_no_fault(loss):
     assert experiments(cases.PAIR, loss).forward(train=True).reason is None
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", cases.WRONG, ids=lambda loss: loss.__name__)
 def test_a_loss_that_is_no_mean_over_rows_is_told_with_its_line(loss):
     kind, line = cases.WRONG[loss]

@@ -211,6 +211,7 @@ def one_bit_plan(devices: int, zero: int):
     )
 
 
+@pytest.mark.thorough
 def test_formulas_count_signs_after_the_warm_up(monkeypatch):
     monkeypatch.setattr(compile_client, "_PLUGINS", ("no_such_plugin",))
     plan = one_bit_plan(64, 0)

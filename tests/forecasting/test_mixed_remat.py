@@ -117,6 +117,7 @@ def cheapest(limit: float) -> float:
     return min(cost.flops for cost in costs().values() if BASE + cost.kept <= limit)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spare", sorted({cost.kept for cost in costs().values()})[::3])
 def test_the_mix_with_the_fewest_flops_that_fits_is_chosen(spare: int) -> None:
     world = World(BASE + spare)
@@ -133,6 +134,7 @@ def test_the_mix_with_the_fewest_flops_that_fits_is_chosen(spare: int) -> None:
     assert len(numbers) <= 1 + MOST
 
 
+@pytest.mark.thorough
 def test_a_mix_beats_every_single_value_and_its_words_set_it() -> None:
     spare = costs()["dots", "elementwise"].kept
     assert costs()["dots", "dots"].kept < spare < costs()["elementwise", "elementwise"].kept
@@ -148,6 +150,7 @@ def test_a_mix_beats_every_single_value_and_its_words_set_it() -> None:
     assert result.trials[0].status == FITS
 
 
+@pytest.mark.thorough
 def test_memory_beyond_the_formula_leads_to_a_smaller_mix() -> None:
     """The first mix is too large; the room of the next is what the compiler found."""
     spare = costs()["elementwise", "elementwise"].kept
@@ -160,6 +163,7 @@ def test_memory_beyond_the_formula_leads_to_a_smaller_mix() -> None:
     assert result.chosen.candidate.mix
 
 
+@pytest.mark.thorough
 def test_a_rejected_mix_and_a_spent_budget_keep_what_was_found() -> None:
     world = World(BASE + max(cost.kept for cost in costs().values()))
     first = mix_of(world.search("full"))
@@ -169,6 +173,7 @@ def test_a_rejected_mix_and_a_spent_budget_keep_what_was_found() -> None:
     assert len(world.search("full", most=1).trials) == 1
 
 
+@pytest.mark.thorough
 def test_nothing_is_compiled_if_no_flops_can_be_saved() -> None:
     world = World(10 * BASE)
     assert len(world.search("elementwise").trials) == 1

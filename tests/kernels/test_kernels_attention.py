@@ -150,6 +150,7 @@ def quick(names, *chosen):
     return [pytest.param(name, marks=marks[name in chosen]) for name in names]
 
 
+@pytest.mark.thorough
 @interpreted
 @pytest.mark.parametrize("name", quick(CASES, "random, causal"))
 def test_values_and_gradients_are_those_written_out(name):

@@ -53,6 +53,7 @@ def test_keys_of_another_kind_are_refused_with_the_setting(tmp_path, first, seco
         train(tmp_path, 4, second)
 
 
+@pytest.mark.thorough
 def test_a_state_with_a_key_of_another_kind_than_its_plans_is_not_saved(tmp_path):
     trainer = train(tmp_path, 1, "threefry2x32")
     with jax.default_prng_impl("rbg"):

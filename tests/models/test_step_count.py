@@ -64,7 +64,7 @@ def on_one_device():
     return extras_of(run(devices=1).state)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

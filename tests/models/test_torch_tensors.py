@@ -145,6 +145,7 @@ def test_each_door_takes_tensors(tensor):
     np.testing.assert_array_equal(request.batches[0]["x"], batch["x"])
 
 
+@pytest.mark.thorough
 def test_an_engine_takes_tensors_of_16_bits(tensor):
     adam = {"type": "Adam", "params": {"lr": 0.1}}
     config = {"train_batch_size": 16, "gradient_clipping": 1.0, "optimizer": adam}

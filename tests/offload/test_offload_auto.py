@@ -40,15 +40,21 @@ def plan_with(offload: OffloadConfig) -> Plan:
     )
 
 
-def chosen(fits: Callable[[OffloadConfig], bool], **options: Any) -> OffloadChoice:
-    """The choice if the compiler said that the step fits with the offload for which `fits`."""
+def chosen(
+    fits: Callable[[OffloadConfig], bool],
+    seconds: Callable[[OffloadConfig], float] = lambda offload: 1.0,
+    **options: Any,
+) -> OffloadChoice:
+    """The choice if the compiler said that the step fits with the offload for which `fits`, and
+    takes these seconds."""
 
     def compile_plan(plan: Plan) -> Any:
         found = forecast(plan, gpu=H100, why_formula="a test")
         verdict = dataclasses.replace(
             found.verdict, fits=fits(plan.settings.offload), headroom=2**14
         )
-        return dataclasses.replace(found, verdict=verdict)
+        time = dataclasses.replace(found.estimate, step_seconds=seconds(plan.settings.offload))
+        return dataclasses.replace(found, verdict=verdict, estimate=time)
 
     asked = OffloadConfig(**AUTO)
     return choose_offload(
@@ -56,7 +62,7 @@ def chosen(fits: Callable[[OffloadConfig], bool], **options: Any) -> OffloadChoi
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fits", "places"),
     [
@@ -75,6 +81,17 @@ def test_the_first_offload_that_fits_is_chosen(
     assert (offload.opt_state, offload.params, offload.activations) == places
     assert found.sentence in found.plan.reasons
     assert found.plan.remake(make_abstract_mesh({}, 4)).reasons.count(found.sentence) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("slow", ["activations", "params"])
+def test_of_two_that_fit_the_faster_one_is_chosen(slow: str) -> None:
+    found = chosen(
+        lambda offload: offload.on_host and (offload.activations, offload.params).count("host"),
+        lambda offload: 2.0 if getattr(offload, slow) == "host" else 1.0,
+    )
+    assert getattr(found.plan.settings.offload, slow) == "device"
+    assert f"mesh.offload.{slow}" in found.sentence
 
 
 @pytest.mark.thorough
@@ -99,6 +116,7 @@ def test_what_the_host_cannot_hold_goes_to_files() -> None:
         chosen(fits, check=check)
 
 
+@pytest.mark.thorough
 def test_formulas_rule_out_without_a_compilation() -> None:
     tiny = dataclasses.replace(H100, memory_bytes=2**10, memory_gb=1e-6)
 

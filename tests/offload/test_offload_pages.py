@@ -359,6 +359,7 @@ def test_files_that_were_deleted_end_a_durable_run(tmp_path):
     close(state)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_after_the_end_says_what_to_do(tmp_path):
     plan = one_device(tmp_path)
     state = init_state(plan)

@@ -279,6 +279,7 @@ def test_files_are_read_and_written_while_other_layers_are_computed(tmp_path, mo
     close(state)
 
 
+@pytest.mark.thorough
 def test_what_an_update_of_files_in_backward_needs(tmp_path):
     with pytest.raises(ConfigError, match=r"update_in_backward.*durable: true"):
         OffloadConfig(params="nvme", update_in_backward=True)

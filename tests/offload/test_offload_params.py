@@ -317,7 +317,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(in_backward):
             assert old.tobytes() == new.tobytes()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_layers_without_a_large_array_stay_on_the_device(in_backward):
     offload = {**STREAMED, "min_elements": 10_000, "update_in_backward": in_backward}

@@ -347,6 +347,7 @@ def test_the_forecast_shows_it_and_counts_its_time(monkeypatch):
     assert values["hiding"]["tokens"] == offload.hiding.tokens
 
 
+@pytest.mark.thorough
 def test_a_machine_needs_host_memory_for_what_lies_in_files_too(monkeypatch):
     monkeypatch.setenv("ZEROJAX_CACHE", "off")
     plan = offload_plan("nvme")
@@ -395,6 +396,7 @@ def test_offload_is_proposed_and_what_it_frees():
     assert "mesh.offload.opt_state=host" not in params
 
 
+@pytest.mark.thorough
 def test_a_remedy_takes_the_rate_that_was_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
     plan, card = offload_plan(zero=3), find_gpu("h200")

@@ -121,7 +121,7 @@ def test_values_are_those_written_out(implementation, case, kv_heads):
     np.testing.assert_allclose(found, written_out(*arrays[:3], **CASES[case]), **CLOSE)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_stored_scores(case, kv_heads):
@@ -211,7 +211,7 @@ def largest_array(program):
     return max(int(np.prod([int(n) for n in dims.split(",")])) for dims in found)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", REMAT_NAMES)
 def test_no_array_holds_the_scores(remat):
     """Nothing is larger than the inputs; also where a checkpoint keeps matrix products."""
@@ -223,7 +223,7 @@ def test_no_array_holds_the_scores(remat):
     assert 16 * bytes_of[0] < bytes_of[1]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("remat", "loops"), [("none", 2), ("full", 3), ("attention", 2)])
 def test_scores_are_computed_again_once_where_the_result_is_kept(remat, loops):
     """Forward, backward, and under a checkpoint that keeps nothing forward once more.

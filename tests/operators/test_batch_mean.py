@@ -167,7 +167,7 @@ def assert_equal(found, expected, tolerance=TOLERANCE):
     np.testing.assert_allclose(found, expected[: len(found)], rtol=0, atol=tolerance)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_losses_are_those_of_one_device(zero):
     expected = plain_losses()

@@ -153,7 +153,7 @@ def assert_equal_in_float64(way, devices, arrays, options):
 # --- one function ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 @pytest.mark.parametrize("case", ["causal", "packed", "window"])
 @pytest.mark.parametrize("devices", [2, 4, 8])

@@ -163,7 +163,7 @@ def test_a_buffer_full_of_nan_gives_nothing_of_itself():
     np.testing.assert_array_equal(pull(filled)[0], np.full((TOKENS, WIDTH), K, np.float32))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("fullest", "rounds"), [(20, 1), (21, 2), (25, 2), (26, 3), (128, 23)])
 def test_only_as_many_rounds_run_as_the_fullest_expert_needs(fullest, rounds):
     """Of 20 slots in the first and 5 in each further one."""

@@ -97,7 +97,7 @@ def written_out(query, key, value, table, *, causal=False, segments=None, positi
     return out
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
@@ -379,6 +379,7 @@ def test_a_model_generates_by_its_layout():
     assert np.max(np.abs(dense - whole)) > 1e-3
 
 
+@pytest.mark.thorough
 def test_a_short_row_has_a_part_of_the_layout_of_the_longest():
     layout = VariableLayout(block=2, num_random_blocks=2, local_window_blocks=(1,), seed=5)
     found = decoder(layout)(nnx.Rngs(0)).blocks.attention

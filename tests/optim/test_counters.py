@@ -130,6 +130,7 @@ QUICK = "1-bit Adam's freeze_step"
 CASES = [n if n == QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in UPDATES]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_skipped_batch_is_no_update(name, tmp_path):
     """The first batches overflow in float16; a later one holds a NaN."""

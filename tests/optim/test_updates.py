@@ -185,7 +185,7 @@ ONLY_A_RATE = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("own", "optaxs", "rate"), ONLY_A_RATE.values(), ids=ONLY_A_RATE)
 def test_with_a_learning_rate_alone_a_step_is_that_of_optax(own, optaxs, rate):
     """In place on shards that no parameter divides into: other programs, so sums round apart."""

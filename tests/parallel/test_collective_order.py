@@ -140,6 +140,7 @@ STEPS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -162,6 +163,7 @@ def test_a_step_is_also_in_order_when_jax_looks_for_nans():
     assert not unordered(step.compile().as_text())
 
 
+@pytest.mark.thorough
 @gathers_twice
 def test_without_order_a_step_has_collectives_that_start_too_early(monkeypatch):
     monkeypatch.setattr(microbatch, "in_program_order", lambda function, mesh: function)

@@ -87,7 +87,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("way", "precision"), list(itertools.product(WAYS, PRECISIONS)))
 def test_floats_train_as_integers(way, precision):
     mesh, settings = WAYS[way]
@@ -98,7 +98,7 @@ def test_floats_train_as_integers(way, precision):
     assert set(floats[2].traced.exact_leaves) == {"ids", "labels", "far"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("mesh", [{"zero": 1}, {"zero": 3}, {"stage": 2}])
 def test_float_targets_of_a_decoder(mesh, precision):

@@ -234,6 +234,7 @@ def test_a_step_is_that_of_a_plain_model_with_the_kept_layers(mesh, at_stage_0):
 THOROUGH = pytest.mark.thorough
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "model"),
     [

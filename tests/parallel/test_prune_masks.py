@@ -162,6 +162,7 @@ def stacked(params):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "mesh"), MESHES)
 def test_steps_are_those_of_one_device_with_numpys_masks(model, mesh, plain):
     """To sums in another order; pruned weights are exactly 0, and no others."""

@@ -34,7 +34,7 @@ def plan_of(mesh, *, moe=None, **options):
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis", MESHES)
 def test_sums_over_an_axis_are_in_reduce_dtype(axis):
     mesh, options = MESHES[axis]

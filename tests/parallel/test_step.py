@@ -232,6 +232,7 @@ def test_a_loss_that_is_not_finite_is_skipped_where_the_gradients_are():
     np.testing.assert_array_equal(state["params"]["w"], np.ones(8))
 
 
+@pytest.mark.thorough
 def test_the_gradient_norm_is_that_of_the_mean_loss_before_clipping():
     plan = make(3, optimizer=sgd(1.0, clip_norm=1e-3))  # the update in place
     state = init_state(plan)

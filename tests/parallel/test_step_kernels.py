@@ -90,6 +90,7 @@ def assert_close(ours: Result, theirs: Result, tolerance: float = TOLERANCE) -> 
         np.testing.assert_allclose(mine, other, rtol=0, atol=limit, err_msg=str(path))
 
 
+@pytest.mark.thorough
 @needs_kernels
 @pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_adamw_at_each_stage(stage: int) -> None:

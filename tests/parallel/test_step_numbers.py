@@ -58,6 +58,7 @@ def text_of(plan):
     return build_step(plan).lower(plan.abstract_state, plan.abstract_batch).as_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

@@ -124,6 +124,7 @@ def at_stage_0():
     return trained(plan_for(Alternating, zero=0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "zero",
     [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 3],

@@ -86,7 +86,7 @@ def test_losses_are_near_those_of_whole_gradients(zero):
     assert (coded.norms != whole.norms).any()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_leaf(wire, value):

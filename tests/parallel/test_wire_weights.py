@@ -108,7 +108,7 @@ def test_losses_are_near_those_of_exact_weights(zero):
     assert (coded.losses != exact.losses).any()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_weight_that_is_not_finite_reaches_the_loss(value):
     plan = plan_for(WIDE, zero=3, wire=CODED, **OPTIONS)

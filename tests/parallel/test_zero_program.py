@@ -275,6 +275,7 @@ def test_sequence_sharding_splits_what_lies_between_the_matrices():
     assert split[True] == [(8, 16, 32)] * 6
 
 
+@pytest.mark.thorough
 def test_the_same_search_finds_what_is_kept_without_gathering_again():
     kept = named_shapes(without_regather(gpt2(3)))
     assert {"blocks/mlp/up/kernel", "blocks/mlp/down/kernel"} <= kept

@@ -87,6 +87,7 @@ def test_the_first_state_holds_one_program_for_each_shape(monkeypatch: Any) -> N
     assert count_threefry(initialiser_of(1, 0).as_text()) > 4 * LAYERS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("devices", "zero"), [pytest.param(1, 0, marks=pytest.mark.thorough), (8, 3)]
 )
@@ -137,6 +138,7 @@ def of_other_keys(key: jax.Array) -> list[jax.Array]:
     return [jax.random.normal(k, (9,)) for k in keys]
 
 
+@pytest.mark.thorough
 def test_draws_of_one_shape_are_one_loop_with_the_same_bits() -> None:
     assert loops_of(of_pairs) == loops_of(jax.jit(of_pairs)) == [LAYERS, LAYERS]
     equal_trees.assert_same(jax.jit(loop_draws(of_pairs))(KEY), jax.jit(of_pairs)(KEY))

@@ -64,6 +64,7 @@ MIXES = [mix for mix in itertools.product(VALUES, repeat=2) if mix[0] != mix[1]]
 OFTEN = [("full", "dots")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "encoder", "decoder"),
     [
@@ -92,6 +93,7 @@ def _reason(plan: zerojax.Plan, title: str) -> str:
     return next(line for line in plan.reasons if line.startswith(f"layers: {title}"))
 
 
+@pytest.mark.thorough
 def test_the_rest_is_auto_and_an_exact_name_comes_first() -> None:
     auto = remats(plan_of(3, "auto"))
     assert remats(plan_of(3, {"decoder/.*/up": "full"})) == {**auto, DECODER: "full"}
@@ -99,6 +101,7 @@ def test_the_rest_is_auto_and_an_exact_name_comes_first() -> None:
     assert remats(plan_of(3, setting)) == {DECODER: "dots", ENCODER: "full"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "setting", "options", "words"),
     [
@@ -132,6 +135,7 @@ def test_run_files_and_overrides_take_a_mapping(tmp_path: Any) -> None:
         zerojax.MeshConfig(roll_remat=(("decoder", "dots"), ("decoder", "full")))
 
 
+@pytest.mark.thorough
 def test_bytes_and_flops_of_a_policy_are_those_of_the_program() -> None:
     """Of one layer: products of the forward pass, and two of each for gradients."""
     plan = plan_of(0, "full")

@@ -202,7 +202,7 @@ def test_finds_the_longest_equal_run_of_layers(style):
     assert places == STYLES[style][1]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("style", STYLES)
 def test_gives_the_loss_and_gradients_of_the_model(style):
     model, loss, params, extras, _, found = traced(style)

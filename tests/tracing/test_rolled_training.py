@@ -136,6 +136,7 @@ def assert_all_rolled(plan: zerojax.Plan) -> None:
     assert "layers: layers/0..5 as one loop of 6 iterations" in plan.reasons
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -181,7 +181,7 @@ def test_finds_the_layers_of_every_style(style):
     assert found.left == ()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("style", LOOPS)
 def test_a_rolled_model_gives_the_same_loss_gradients_and_state(style):
     case = case_of(style, FEW_LAYERS)
@@ -303,6 +303,7 @@ def test_stacks_name_every_layer_in_order():
     assert covered == {name for name in case_of("period").params if name.startswith("layers/")}
 
 
+@pytest.mark.thorough
 def test_rows_are_in_the_order_of_numbers_and_not_of_letters():
     [loop] = case_of("linen_block", 2 * LAYERS).find().loops
     stacks = [names for names in loop.stacks.values() if names[0].endswith("Dense_0/kernel")]
@@ -342,6 +343,7 @@ def test_a_loop_knows_whether_its_layers_are_checkpointed(style, expected):
     assert loop.is_checkpointed is expected
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_stays_around_a_rolled_layer():
     """What the forward pass keeps of a turn is its input, as where each layer was checkpointed."""
 

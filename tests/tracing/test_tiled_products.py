@@ -123,6 +123,7 @@ def test_tiles_give_the_values_and_gradients_of_the_whole_weight(name):
         np.testing.assert_allclose(mine, whole, rtol=0, atol=tolerance * np.abs(whole).max())
 
 
+@pytest.mark.thorough
 def test_a_weight_on_the_left_is_cast_and_turned():
     x, w = (
         jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(2, 3, 8), (8, 6)])
@@ -151,6 +152,7 @@ def test_a_weight_on_the_left_is_cast_and_turned():
             )
 
 
+@pytest.mark.thorough
 def test_memory_falls_with_the_tiles():
     """Of a matrix of 4 MiB; whole, it and its gradient are in memory."""
     case = Case(layer=checkpointed, weight=(1024, 1024), width=1024, sharded=1, tiled=1)

@@ -85,7 +85,7 @@ def test_a_layer_is_what_has_one_number(name, layer):
     assert layer_of(name) == layer
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("full_enough", [1, collectives.FULL_ENOUGH])
 @pytest.mark.parametrize("num_layers", [4, 8])
 def test_a_layer_is_gathered_twice_and_scattered_once_at_stage_3(
@@ -195,6 +195,7 @@ def test_losses_are_those_of_one_device(zero, options):
     assert alone.losses[-1] < alone.losses[0]
 
 
+@pytest.mark.thorough
 def test_planning_calls_loss_and_constructor_as_often_for_any_depth():
     calls = []
     for num_layers in (4, 12):

@@ -54,6 +54,7 @@ def test_it_trains_as_the_loop_does(zero, pieces):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), one[1], other[1])
 
 
+@pytest.mark.thorough
 def test_no_loop_over_layers_is_left():
     plan = plan_of(True)
     found = {

@@ -105,7 +105,7 @@ def products_of_a_step(model: Any, batch: Any) -> tuple[set[str], list[str]]:
     return set(re.findall(r"x(f32|bf16)>[,)]", " ".join(lines))), plan.reasons
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint8])
 @pytest.mark.parametrize(("model", "used"), [(Looker, "bf16"), (Caster, "f32")])
 def test_the_plan_says_of_images_what_the_step_computes(model, used, dtype):

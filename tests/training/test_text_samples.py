@@ -58,6 +58,7 @@ def test_samples_change_no_bit_of_a_run(tmp_path):
     assert runs[0].history[-1]["loss"] == runs[1].history[-1]["loss"]
 
 
+@pytest.mark.thorough
 def test_a_run_that_dies_while_it_writes_texts_loses_no_checkpoint(tmp_path, monkeypatch):
     """Each save is complete on disk before the texts of its step are drawn, the last one too."""
     on_disk: dict[int, Any] = {}
@@ -73,6 +74,7 @@ def test_a_run_that_dies_while_it_writes_texts_loses_no_checkpoint(tmp_path, mon
     assert on_disk == {0: None, 2: 2, 3: 3}
 
 
+@pytest.mark.thorough
 def test_a_run_that_writes_no_text_is_refused_before_its_first_step(tmp_path):
     def without_tokenizer():
         batches = [text_batch(step) for step in range(4)]

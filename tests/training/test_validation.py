@@ -145,6 +145,7 @@ def test_a_first_batch_without_weight_is_no_failure():
     assert trainer.evaluations[-1]["loss"] == trainer.evaluate([rows(ROWS, 1)])["loss"]
 
 
+@pytest.mark.thorough
 def test_validation_takes_what_batches_take():
     kinds = [[rows(ROWS, 1)] * 2, lambda number: rows(ROWS, 1), rows(ROWS, 1)]
     found = [train(kind, eval_batches=2).evaluations[-1] for kind in kinds]

@@ -133,6 +133,7 @@ def run(name: str, model, steps: int, **options):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

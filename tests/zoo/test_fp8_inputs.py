@@ -68,7 +68,7 @@ def kept_bytes(plan):
     return sum(found)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SHARED)
 def test_a_layer_keeps_one_copy_of_one_input(name, monkeypatch):
     plan = plan_for(reference_model(name, matmul_dtype="fp8"), devices=1)

@@ -106,7 +106,7 @@ def assert_as_alone(model: Decoder) -> None:
         assert expected.std() > 0.05
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_each_row_are_those_of_the_row_alone(case):
     assert_as_alone(decoder(CASES[case]))
@@ -128,7 +128,7 @@ def prompts() -> list[np.ndarray]:
     return [row[:-NEW] for row in texts(SIZES["vocab_size"])]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [GPT2_TINY, LLAMA_TINY])
 def test_rows_are_continued_as_if_alone(config, prompts):
     model = build(config)
@@ -181,6 +181,7 @@ def test_rows_end_at_any_end_token_and_the_loop_ends_with_the_last(gpt2, prompts
         assert (added[stop:] == 12).all()
 
 
+@pytest.mark.thorough
 def test_rows_that_end_get_the_next_prompts(gpt2, prompts, monkeypatch):
     """Static batches of two would decode 19 positions for each of three pairs."""
     every = [prompts[i % 3] for i in (0, 1, 2, 1, 0, 2, 1)]

@@ -116,6 +116,7 @@ def test_of_codes_only_those_of_a_box_are_read(folders):
         np.testing.assert_array_equal(part, whole[tuple(slice(*bounds) for bounds in box)])
 
 
+@pytest.mark.thorough
 def test_what_was_codes_is_written_as_weights(folders, tmp_path):
     """No config.json says of them that they are codes."""
     with_codes, _, wanted = folders

@@ -94,7 +94,7 @@ def decoded(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(values, np.float32) for name, values in result.items()}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("case", "kind"), PAIRS)
 def test_logits_are_those_of_transformers_on_the_same_folder(case, kind, tmp_path):
     """float32 on both sides, sums in another order; the tolerance of unquantized folders."""

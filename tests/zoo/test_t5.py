@@ -315,6 +315,7 @@ def test_what_cannot_be_is_refused(call, kind, words):
         call()
 
 
+@pytest.mark.thorough
 def test_the_number_of_parameters_is_known():
     for changes in ({}, {"tie_embeddings": False, "gated_gelu": True}):
         state = nnx.state(t5(**changes), nnx.Param)

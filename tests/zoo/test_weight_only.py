@@ -60,6 +60,7 @@ def test_logits_are_those_of_the_rounded_weights(name):
     np.testing.assert_array_equal(logits_of(trained_for_it), found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "with experts"])
 def test_layers_apart_give_the_same_logits(name):
     """In the parameters' dtype bit for bit, and in another one as the cast model."""
@@ -190,6 +191,7 @@ def decoded_floats(num_inputs, kernel):
     return wide * jnp.broadcast_to(scales, wide.shape)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sinks": np.ones(4, np.float32)}])
 def test_attention_to_codes_is_that_to_the_decoded_keys_and_values(options):
     draw = np.random.default_rng(2).normal

@@ -1,7 +1,9 @@
-"""Chooses the least offload with which a run fits its GPUs (`offload.auto`), by compiling its step.
+"""Chooses the offload with which a run fits its GPUs and its step should take the least time
+(`offload.auto`), by compiling its step.
 
 Choices are tried in order of the bytes that they move per step: no offload, parts of the state in
-host memory, and last files. A choice is compiled only if the formulas do not rule it out.
+host memory, and last files. A choice that fits rules out all that move the same and more. The
+others are compiled unless formulas show that they do not fit or are not faster.
 
 Several processes try the choices together. Each compares a choice with the host memory and the disk
 of its own machine, and one that fits not everywhere is ruled out; process 0 alone compiles.
@@ -10,6 +12,7 @@ of its own machine, and one that fits not everywhere is ruled out; process 0 alo
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +20,7 @@ from zerojax.checkpoint.agreement import computed_by_process_0, first_text
 from zerojax.config.mesh import DEVICE, HOST, NVME, OffloadConfig
 from zerojax.forecasting.compiled_step import forecast
 from zerojax.forecasting.forecast_numbers import ForecastNumbers, Verdict
+from zerojax.forecasting.settings_search.candidates import bounds_of
 from zerojax.forecasting.settings_search.rounds import (
     LEAST_SHARE,
     OFFLOADS,
@@ -45,7 +49,7 @@ class OffloadChoice:
 
     Attributes:
       plan: with the chosen offload; its reasons contain `sentence`.
-      sentence: the choice, and why each choice with less offload was ruled out.
+      sentence: the choice, and why other choices were ruled out.
     """
 
     plan: Plan
@@ -62,7 +66,7 @@ def choose_offload(
     compile_plan: Compile | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> OffloadChoice:
-    """Returns the plan of a run with the least offload that fits.
+    """Returns the plan of a run with the offload that fits and has the shortest expected step.
 
     Collective, if the job has several processes.
 
@@ -83,9 +87,10 @@ def choose_offload(
     files = computed_by_process_0(lambda: files)
     search = _Choice(plan_with, asked, gpu, check, compile_plan, report)
     for fields in ({}, *OFFLOADS, *(FILES if files else ())):
-        plan = search.plan_if_fits(fields)
-        if plan is not None:
-            return search.found(plan)
+        if search.best is None or not _moves_as_much(fields, search.best.fields):
+            search.consider(fields)
+    if search.best is not None:
+        return search.found(search.best)
     more = "" if files else ", or set offload.folder, which permits files"
     raise ValueError(
         f"offload.auto: the step does not fit {gpu.title} with any offload; {search.why()}; use "
@@ -135,9 +140,19 @@ def _with_reason(plan: Plan, reason: str) -> Plan:
     return dataclasses.replace(plan, reasons=(*plan.reasons, reason), remake=remake)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Fitting:
+    """An offload that fits: its fields of `OffloadConfig`, its plan, and the expected seconds of a
+    step, infinite if unknown."""
+
+    fields: Mapping[str, Any]
+    plan: Plan
+    seconds: float
+
+
 @dataclasses.dataclass
 class _Choice:
-    """State of one choice; `ruled_out` has a clause for each offload that was ruled out."""
+    """State of one choice: the best offload so far, and a clause for each that was ruled out."""
 
     plan_with: Callable[[OffloadConfig], Plan]
     asked: OffloadConfig
@@ -145,11 +160,13 @@ class _Choice:
     check: Callable[[Plan], None]
     compile_plan: Compile
     report: Callable[[str], None]
+    best: _Fitting | None = None
     ruled_out: list[str] = dataclasses.field(default_factory=list)
 
-    def plan_if_fits(self, fields: Mapping[str, Any]) -> Plan | None:
-        """Returns the plan with these fields of `OffloadConfig`; None if it does not fit."""
-        error, share = None, 0.0
+    def consider(self, fields: Mapping[str, Any]) -> None:
+        """Makes these fields of `OffloadConfig` the best so far if they fit and are faster, or
+        notes why not."""
+        error, found = None, {}
         try:
             plan = self.plan_with(self.asked.chosen(**fields))
             self.check(plan)
@@ -159,53 +176,76 @@ class _Choice:
         if why is not None and not fields:  # not a question of offload
             raise error or ValueError(why)
         if why is None:
-            why, share = computed_by_process_0(lambda: self.judge(plan, fields))
+            found = computed_by_process_0(lambda: self.judge(plan, fields))
+            why = found.get("why")
         if why is not None:
             self.ruled_out.append(f"{_name(fields)}: {why}")
-            return None
-        return self.with_share(plan, share) if fields == _STATE_ON_HOST else plan
+            return
+        if self.best is not None:
+            self.ruled_out.append(f"{_name(self.best.fields)}: a longer step")
+        self.best = _Fitting(fields, plan, _or_infinite(found["seconds"]))
+        if fields == _STATE_ON_HOST:
+            self.try_share(self.best, found["share"])
 
-    def judge(self, plan: Plan, fields: Mapping[str, Any]) -> tuple[str | None, float]:
-        """Returns (reason why the step does not fit, or None; share of the optimizer's state that
-        would fit on the device)."""
+    def judge(self, plan: Plan, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns {"why": reason against a plan}, or {"seconds": expected seconds of a step,
+        "share": share of the optimizer's state that would fit on the device}."""
+        most = math.inf if self.best is None else self.best.seconds
+        if self.best is not None and bounds_of(plan, self.gpu, 1.0).seconds >= most:
+            return {"why": self.slower()}
         bound = forecast(plan, gpu=self.gpu, why_formula="a bound rules out what cannot fit")
         if bound.verdict.fits is False:
-            return _needs(bound.verdict), 0.0
+            return {"why": _needs(bound.verdict)}
         self.report(f"compiling with {_name(fields)}")
         try:
             found = self.compile_plan(plan)
         except CompileError as error:
-            return str(error), 0.0
+            return {"why": str(error)}
         if not found.verdict.fits:
-            return _needs(found.verdict), 0.0
-        return None, share_that_fits(plan, found) if fields == _STATE_ON_HOST else 0.0
+            return {"why": _needs(found.verdict)}
+        seconds = found.estimate.expected_seconds
+        if self.best is not None and _or_infinite(seconds) >= most:
+            return {"why": self.slower()}
+        share = share_that_fits(plan, found) if fields == _STATE_ON_HOST else 0.0
+        return {"seconds": seconds, "share": share}
 
-    def with_share(self, plan: Plan, share: float) -> Plan:
-        """Returns the plan with a share of the optimizer's state on the device, if that fits.
+    def slower(self) -> str:
+        """Says that an offload should not be faster than the best one."""
+        assert self.best is not None
+        return f"should not be faster than {_name(self.best.fields)}"
+
+    def try_share(self, whole: _Fitting, share: float) -> None:
+        """Makes a share of the optimizer's state on the device the best choice, if that fits and is
+        faster.
 
         Args:
-          plan: with the whole state in host memory.
+          whole: the choice with the whole state in host memory.
           share: on the device, from `judge`.
         """
         if share < LEAST_SHARE:
-            return plan
+            return
         fields = {"opt_state": ((DEVICE, share), (HOST, round(1 - share, 2)))}
         try:
-            shared = self.plan_with(self.asked.chosen(**fields))
+            plan = self.plan_with(self.asked.chosen(**fields))
         except ValueError:
-            return plan
-        return shared if computed_by_process_0(lambda: self.compiles(shared, fields)) else plan
+            return
+        fits, seconds = computed_by_process_0(lambda: self.fits(plan, fields))
+        if fits and (seconds is None or seconds < whole.seconds):
+            self.best = dataclasses.replace(whole, plan=plan, seconds=_or_infinite(seconds))
 
-    def compiles(self, plan: Plan, fields: Mapping[str, Any]) -> bool:
-        """Returns whether the compiled step of a plan fits."""
+    def fits(self, plan: Plan, fields: Mapping[str, Any]) -> tuple[bool, float | None]:
+        """Returns whether the compiled step of a plan fits, and its expected seconds; None if
+        unknown."""
         self.report(f"compiling with {_name(fields)}")
         try:
-            return bool(self.compile_plan(plan).verdict.fits)
+            found = self.compile_plan(plan)
         except (CompileError, ValueError):
-            return False
+            return False, None
+        return bool(found.verdict.fits), found.estimate.expected_seconds
 
-    def found(self, plan: Plan) -> OffloadChoice:
+    def found(self, best: _Fitting) -> OffloadChoice:
         """Returns the choice with its sentence."""
+        plan = best.plan
         offload = plan.settings.offload
         fields = {
             name: value
@@ -218,8 +258,19 @@ class _Choice:
         return OffloadChoice(_with_reason(plan, sentence), sentence)
 
     def why(self) -> str:
-        """Returns why each offload was ruled out."""
+        """Returns why each offload that was considered was ruled out."""
         return "; ".join(self.ruled_out)
+
+
+def _or_infinite(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds
+
+
+def _moves_as_much(fields: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Returns whether fields of `OffloadConfig` put each part of the state at least as far away as
+    others do."""
+    far = [DEVICE, HOST, NVME]
+    return all(far.index(fields.get(name, DEVICE)) >= far.index(to) for name, to in others.items())
 
 
 def _name(fields: Mapping[str, Any]) -> str:
