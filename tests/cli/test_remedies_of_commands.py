@@ -69,7 +69,7 @@ CARDS = {
         "bf16_tflops",
         MINE + "bf16_tflops: 3",
     ),
-    "text": (MINE + "fp8_tflops: '1e9'", "fp8_tflops 1e9", "quotes", MINE + "fp8_tflops: 1e9"),
+    "text": (MINE + "fp8_tflops: '1e3'", "fp8_tflops 1e3", "quotes", MINE + "fp8_tflops: 1e3"),
     "a number of 0": (MINE + "fp8_tflops: 0", "fp8_tflops 0", "", MINE),
     "a name as a number": ("name: 5\nbase: h100", "name 5", "quotes", "name: '5'\nbase: h100"),
     "a list": (MINE + "aliases: me", "aliases me", "['me']", MINE + "aliases: ['me']"),

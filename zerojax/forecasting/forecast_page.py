@@ -334,8 +334,8 @@ def _expected(forecast: ForecastNumbers) -> list[str]:
         if seconds
     ]
     rows.append(["expected", f"{sum(shown):,.{digits}f}", "= their sum"])
-    title = f"EXPECTED, {unit}: the schedule replayed at rates {expected.source}"
-    lines = [title, *align_columns(rows, left=1, last_left=True)]
+    title = _wrap(f"EXPECTED, {unit}: the schedule replayed at {expected.source}")
+    lines = [*title, *align_columns(rows, left=1, last_left=True)]
     longest: Rows = [[f"{item.seconds / scale:,.{digits}f}", item.what] for item in expected.items]
     if longest:
         shown_parts = align_columns(longest, left=0, last_left=True)
