@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import zerojax
+from benchmarks import foresight
 from benchmarks.foresight import FOLDER, MEMORY_WITHIN, WITHIN, memory_rows, programs
+from benchmarks.gpu.prediction import predict_step
 from benchmarks.recording import RESULTS
-from tests.support.forecast_samples import sample_forecast
+from tests.support.forecast_samples import sample_forecast, sample_plan
 from zerojax.forecasting.expected_time import expected_time
-from zerojax.forecasting.forecast_numbers import Expected
+from zerojax.forecasting.forecast_numbers import ALLOCATOR_BYTES, Expected
 from zerojax.forecasting.forecast_page import forecast_page
 from zerojax.forecasting.hlo import find_collectives, find_overlap, read_program
 from zerojax.forecasting.hlo.timeline import read_timeline
@@ -148,6 +153,49 @@ def test_a_program_that_a_card_ran_takes_the_expected_time(program):
     found = expected(facts, program.card)
     ratio = 1e3 * found.seconds / program.row["step_ms"]
     assert abs(ratio - 1) <= abs(RECORDED[program.name] - 1) + NO_WORSE
+
+
+def test_a_prediction_is_of_the_program_that_runs():
+    """On CPUs: what a GPU compiles is read in the same way."""
+    plan = zerojax.make_plan(
+        (lambda key: {"w": jnp.ones((64, 64))}, lambda params, x: x @ params["w"]),
+        zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1]),
+        example_batch={"x": jnp.ones((32, 64)), "y": jnp.ones((32, 64))},
+        loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+        precision="bf16",
+    )
+    step = zerojax.build_step(plan)
+    assert predict_step(plan, step) is None, "no card describes a CPU"
+    found = predict_step(plan, step, find_gpu("h200"))
+    assert found["expected_ms"] > found["at_best_ms"] > 0
+    assert (found["card"], found["jax"]) == ("h200", jax.__version__)
+    assert found["memory_MB"] > ALLOCATOR_BYTES / 1e6
+    json.dumps(found)
+
+
+def test_a_prediction_that_fails_loses_no_measurement():
+    class Step:
+        def trace(self, *_):
+            raise NotImplementedError("no such program")
+
+    assert "no such program" in predict_step(sample_plan(), Step(), find_gpu("h200"))["note"]
+
+
+def test_what_a_run_foresaw_is_shown_beside_the_prediction_of_today(tmp_path, monkeypatch):
+    foreseen = {"expected_ms": 45.0, "commit": None, "jax": "0.11.2", "source": "rates of mine"}
+    part = {
+        "rows": [{"way": "one", "step_ms": 50.0}, {"way": "other", "step_ms": 40.0}],
+        "predictions": {"one": foreseen, "other": {"note": "it failed"}},
+    }
+    (tmp_path / "gpu_h200.json").write_text(json.dumps({"parts": {"gpt2": part}}))
+    monkeypatch.setattr(foresight, "RESULTS", tmp_path)
+    one, other = (
+        foresight.row_of(foresight.Measured("h200", "gpt2", way, "gpt2"), 0.04, 0.02)
+        for way in ("one", "other")
+    )
+    assert (one["predicted / measured"], one["foreseen / measured"]) == (0.8, 0.9)
+    assert "0.11.2" in one["foreseen by"]
+    assert set(one) - set(other) == {"foreseen_ms", "foreseen / measured", "foreseen by"}
 
 
 def test_the_recorded_times_are_near_the_measured_ones():
