@@ -323,20 +323,20 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        hint = f"; write {value} without quotes" if _is_quoted_number(value) else ""
-        raise CardError(f"expected a number, got {value!r} ({type(value).__name__}){hint}")
+        remedy = f"write {value} without quotes" if _is_quoted_number(value) else GIVE_ONE
+        raise CardError(f"expected a number, got {value!r:.60} ({type(value).__name__}); {remedy}")
     if not 0 < value < math.inf:
-        raise CardError(f"{value!r} is not {LEFT_OUT}")
+        raise CardError(f"{value!r} is not a number above 0; {GIVE_ONE}")
     if value > LARGEST:
-        raise CardError(f"{value!r:.30} is above {LARGEST:g}; give a smaller number")
+        raise CardError(f"{value!r:.30} is above {LARGEST:,}; give a smaller number")
     return float(value)
 
 
 def _rate(value: Any) -> float:
     if _number(value) > LARGEST_RATE:
         raise CardError(
-            f"{value!r:.30} is above {LARGEST_RATE:g}: rates are in TFLOP/s or GB/s, 10^12 FLOP or "
-            f"10^9 bytes per second; give at most {LARGEST_RATE:g}"
+            f"{value!r:.30} is above {LARGEST_RATE}: a rate is in TFLOP/s or GB/s, 10^12 FLOP or "
+            f"10^9 bytes per second; give at most {LARGEST_RATE}"
         )
     return float(value)
 
@@ -347,7 +347,8 @@ def _is_quoted_number(value: Any) -> bool:
 
 def _count(value: Any) -> int:
     if _number(value) != int(value):
-        raise CardError(f"expected a whole number, got {value!r}")
+        near = f"use {max(int(value), 1)} or {int(value) + 1}"
+        raise CardError(f"expected a whole number, got {value!r}; {near}")
     return int(value)
 
 
@@ -364,11 +365,11 @@ def _version(value: Any) -> str:
     return str(value)
 
 
-LEFT_OUT = (
-    "a number above 0; give one, or leave the key out if the value is unknown (a key that a card "
-    "needs is then read from `base: CARD`)"
+GIVE_ONE = (
+    "give one, or leave the key out if the value is unknown (a key that a card needs is then read "
+    "from `base: CARD`)"
 )
-LARGEST, LARGEST_RATE = 1e18, 1e6
+LARGEST, LARGEST_RATE = 10**18, 10**6
 CARD_KEYS: dict[str, Callable[[Any], Any]] = {
     "name": _text,
     "title": _text,

@@ -116,12 +116,12 @@ def _changed(
         if not kept["measured"]:
             del kept["measured"]
             replaced.add("measured")
-    sources = split_notes(values.get("sources", {}))
-    assumptions = split_notes(values.get("assumptions", {}))
+    sources = split_notes(kept.get("sources", {}))
+    assumptions = split_notes(kept.get("assumptions", {}))
     kept["sources"] = {key: text for key, text in sources.items() if key not in replaced}
     kept["assumptions"] = {
         **{key: text for key, text in assumptions.items() if key not in replaced},
-        **dict.fromkeys(changes, "as given"),
+        **dict.fromkeys(changes.keys() - {"sources", "assumptions"}, "as given"),
     }
     return build_card(kept, {*changes, *stated})
 
@@ -141,6 +141,8 @@ def _read_card(path: str, changes: Mapping[str, Any]) -> Gpu:
     except CardError as error:
         keys = [error.key[:length] for length in range(len(error.key), 0, -1)]
         place = next((where[key] for key in keys if key in where), path)
+        if error.key and error.key[0] in changes:  # the file is right
+            raise
         raise ValueError(f"{error} ({place})") from None
 
 
