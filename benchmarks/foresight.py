@@ -3,7 +3,8 @@
 Each program is compiled for its card without a GPU. The facts of the compiled program are kept in
 `foresight/`, so that a test can compute the prediction again whenever the code changes, without a
 compiler. Measurements are read from the results of `benchmarks/gpu/run.sh`; they are of another
-version of JAX than the prediction where the notes say so.
+version of JAX than the prediction where the notes say so. Where a run wrote a prediction before it
+timed the program, this prediction is shown beside that of today.
 """
 
 from __future__ import annotations
@@ -58,9 +59,19 @@ class Measured:
     @functools.cached_property
     def row(self) -> dict[str, Any] | None:
         """Measured row; None if this way was left out on this card."""
-        parts = json.loads((RESULTS / f"gpu_{self.card}.json").read_text())["parts"]
-        rows = [one for one in parts[self.part]["rows"] if one.get("way") == self.way]
+        rows = [one for one in self._record["rows"] if one.get("way") == self.way]
         return next((one for one in rows if one.get("step_ms")), None)
+
+    @property
+    def foreseen(self) -> dict[str, Any] | None:
+        """Prediction that the run wrote before it timed the program; None if it wrote none."""
+        found = self._record.get("predictions", {}).get(self.way)
+        return found if found and "expected_ms" in found else None
+
+    @functools.cached_property
+    def _record(self) -> dict[str, Any]:
+        path = RESULTS / f"gpu_{self.card}.json"
+        return json.loads(path.read_text())["parts"][self.part]
 
 
 def programs() -> list[Measured]:
@@ -141,10 +152,20 @@ def predict(one: Measured, smoke: bool) -> dict[str, Any]:
     if found.facts is not None and not smoke:
         keep(one.name, found.facts)
     estimate = found.forecast.estimate
-    expected, least = estimate.expected_seconds or 0.0, estimate.step_seconds or 0.0
+    return row_of(one, estimate.expected_seconds or 0.0, estimate.step_seconds or 0.0)
+
+
+def row_of(one: Measured, expected: float, least: float) -> dict[str, Any]:
+    """Returns the row of a program.
+
+    Args:
+      one: the program.
+      expected: predicted seconds of a step.
+      least: seconds of a step by the roofline.
+    """
     assert one.row is not None
     measured = one.row["step_ms"]
-    return {
+    row = {
         "program": one.name,
         "measured_ms": measured,
         "predicted_ms": 1e3 * expected,
@@ -152,6 +173,14 @@ def predict(one: Measured, smoke: bool) -> dict[str, Any]:
         "predicted / measured": 1e3 * expected / measured,
         "at best / measured": 1e3 * least / measured,
     }
+    if one.foreseen is not None:
+        row |= {
+            "foreseen_ms": one.foreseen["expected_ms"],
+            "foreseen / measured": one.foreseen["expected_ms"] / measured,
+            "foreseen by": f"{one.foreseen['commit'] or 'unknown commit'}, jax "
+            f"{one.foreseen['jax']}, {one.foreseen['source']}",
+        }
+    return row
 
 
 def keep(name: str, facts: dict[str, Any]) -> Path:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import zerojax
 from benchmarks import plain_jax
+from benchmarks.gpu.prediction import predict_step, shown
 from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source, peak_device_bytes
 from benchmarks.gpu.traced import busy_ms, device_events, longest_kernels
 from benchmarks.gpu.workloads import Workload, choose_workload, model_rates
@@ -27,6 +28,7 @@ from zerojax.config import LogConfig
 LIMIT = 1.01
 LOSS_TOLERANCE = 0.02  # bfloat16 has 8 bits, and differences grow over a few dozen steps
 WARM_UP = 3
+TRAIN, UNROLLED = "zerojax.train", "zerojax.train, unroll"
 TRACED_STEPS = 4
 
 
@@ -39,36 +41,45 @@ def main(argv: list[str] | None = None) -> None:
     load_before = load_average()
     workload = choose_workload(arguments.model, arguments.smoke)
     traces: dict[str, Any] = {}
+    predictions: dict[str, Any] = {}
     more = {"flops_per_token": workload.flops_per_token, "traces": traces}
-    for record in measure(arguments.model, workload, traces):
+    more |= {"predictions": predictions}
+    for record in measure(arguments.model, workload, traces, predictions):
         save_so_far(record, arguments, load_before, **more)
     write_record(record, arguments, load_before, **more)
 
 
-def measure(name: str, workload: Workload, traces: dict[str, Any]) -> Iterator[Record]:
+def measure(
+    name: str, workload: Workload, traces: dict[str, Any], predictions: dict[str, Any]
+) -> Iterator[Record]:
     """Times both sides in alternation; then, on a GPU, the plain step with stored scores.
 
-    Yields the record after each of the two.
+    Yields the record after each prediction, before the predicted step is timed, and after each
+    measurement.
 
     Args:
       name: name of the workload.
       workload: model and batch sizes.
       traces: dict to which the kernels and copies of some steps of each way are added.
+      predictions: dict to which the expected time of each way of zerojax is added.
     """
     with tempfile.TemporaryDirectory() as folder:
         train = _TrainSide(workload, folder)
+        predictions[TRAIN] = train.predicted()
+        yield Record(name=name, rows=[])
         bare = _BareSide(workload, train.trainer)
-        sides = {"bare jit": bare.run, "zerojax.train": train.run}
+        sides = {"bare jit": bare.run, TRAIN: train.run}
         samples = interleave(sides, warm_up=WARM_UP, steps=workload.steps, rounds=workload.rounds)
         _check_losses(train.losses, bare.losses)
         peak = peak_device_bytes()
         memory = bare.memory()
         params, opt_state = bare.params, bare.opt_state
-        traces["zerojax.train"] = train.traced()
+        traces[TRAIN] = train.traced()
         train.trainer.close()
         train.trainer.state = {}
     rows = [_row(side, samples[side], workload) for side in sides]
-    ratio = ratio_of(samples["zerojax.train"], samples["bare jit"], "wall")
+    rows[-1] |= shown(predictions[TRAIN])
+    ratio = ratio_of(samples[TRAIN], samples["bare jit"], "wall")
     goal = Goal(name=f"{name}, step time, zerojax.train / bare jit", value=ratio, limit=LIMIT)
     notes = [
         f"{workload.batch_size} x {workload.seq_len} tokens, bf16, float32 masters, remat "
@@ -82,9 +93,17 @@ def measure(name: str, workload: Workload, traces: dict[str, Any]) -> Iterator[R
     yield record
     del bare, train
     if workload.remat == "none":
-        row, trace = _unrolled_row(workload)
-        traces[row["way"]] = trace
-        rows.append(row)
+        with tempfile.TemporaryDirectory() as folder:
+            train = _TrainSide(workload, folder, unroll=True)
+            predictions[UNROLLED] = train.predicted()
+            yield record
+            samples = interleave(
+                {UNROLLED: train.run}, warm_up=WARM_UP, steps=workload.steps, rounds=2
+            )
+            traces[UNROLLED] = train.traced()
+            train.trainer.close()
+        rows.append(_row(UNROLLED, samples[UNROLLED], workload) | shown(predictions[UNROLLED]))
+        del train
         yield record
     rows.append(_stored_scores_row(workload, params, opt_state))
     yield record
@@ -140,6 +159,10 @@ class _TrainSide:
         times = {step: (wall, cpu) for step, wall, cpu in self._times}
         (wall_a, cpu_a), (wall_b, cpu_b) = times[first], times[last]
         return Sample((wall_b - wall_a) / (last - first), (cpu_b - cpu_a) / (last - first))
+
+    def predicted(self) -> dict[str, Any] | None:
+        """Returns the prediction for the program that `run` times; None without a GPU."""
+        return predict_step(self.trainer.step_plan, self.trainer.jitted_step)
 
     def traced(self) -> dict[str, Any]:
         """Returns `busy_ms` and the longest kernels of some more steps."""
@@ -211,17 +234,6 @@ def _stored_scores_row(workload: Workload, params: Any, opt_state: Any) -> dict[
     except Exception as error:  # out of memory must not lose the two main rows
         return {"way": side, "note": f"{type(error).__name__}: {error}"[:200]}
     return _row(side, samples[side], workload)
-
-
-def _unrolled_row(workload: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns row and trace of `zerojax.train` with the loop over layers unrolled."""
-    side = "zerojax.train, unroll"
-    with tempfile.TemporaryDirectory() as folder:
-        train = _TrainSide(workload, folder, unroll=True)
-        samples = interleave({side: train.run}, warm_up=WARM_UP, steps=workload.steps, rounds=2)
-        trace = train.traced()
-        train.trainer.close()
-    return _row(side, samples[side], workload), trace
 
 
 def _check_losses(train: dict[int, float], bare: dict[int, Any]) -> None:

@@ -6,18 +6,23 @@ MFU is given relative to the measured rate of the product and to the published p
 from __future__ import annotations
 
 import shutil
-import statistics
 import subprocess
-import time
-from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks.machine import installed_versions, load_average
 from benchmarks.recording import Record, parse_arguments, write_record
+from zerojax.hardware.device_rates import (
+    COPY_BYTES,
+    PRODUCT_SIZE,
+    REPEATS,
+    SMALL_BYTES,
+    SMALL_SIZE,
+    measure_copy,
+    measure_product,
+)
 from zerojax.training.metrics.runlog import find_peak
 
 QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
@@ -47,36 +52,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _matmul_row(smoke: bool) -> dict[str, Any]:
-    """Times a bf16 product of random matrices; zeros need less power and would be faster."""
-    size = 256 if smoke else 8192
-    keys = jax.random.split(jax.random.key(0), 2)
-    left, right = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
-    product = jax.jit(lambda a, b: a @ b)
-    seconds = _seconds_of(lambda: product(left, right), 2 if smoke else 20)
-    return {"what": f"bf16 product of {size}", "TFLOP/s": 2 * size**3 / seconds / 1e12}
+    size = SMALL_SIZE if smoke else PRODUCT_SIZE
+    rate = measure_product(size, repeats=2 if smoke else REPEATS)
+    return {"what": f"bf16 product of {size}", "TFLOP/s": rate / 1e12}
 
 
 def _copy_row(smoke: bool) -> dict[str, Any]:
-    """Times a copy of a float32 array, which reads and writes it once."""
-    count = (1 << 16) if smoke else (1 << 30)
-    x = jnp.arange(count, dtype=jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    seconds = _seconds_of(lambda: copy(x), 2 if smoke else 20)
-    return {"what": f"read and write {4 * count} bytes", "TB/s": 8 * count / seconds / 1e12}
-
-
-def _seconds_of(run: Callable[[], Any], repeats: int) -> float:
-    """Returns seconds per call: median of three series of `repeats` calls that wait at the end."""
-    for _ in range(3):
-        jax.block_until_ready(run())
-    stretches = []
-    for _ in range(3):
-        began = time.perf_counter()
-        for _ in range(repeats):
-            result = run()
-        jax.block_until_ready(result)
-        stretches.append((time.perf_counter() - began) / repeats)
-    return statistics.median(stretches)
+    size = SMALL_BYTES if smoke else COPY_BYTES
+    rate = measure_copy(size, repeats=2 if smoke else REPEATS)
+    return {"what": f"read and write {size} bytes", "TB/s": rate / 1e12}
 
 
 def _libraries() -> dict[str, str]:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 import zerojax
 from benchmarks.gpu.offload_torch import torch_link_row
+from benchmarks.gpu.prediction import predict_step, shown
 from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
 from benchmarks.gpu.traced import busy_ms, device_events
 from benchmarks.gpu.workloads import Workload, choose_workload
@@ -69,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     began = time.perf_counter()
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
+    predictions: dict[str, Any] = {}
 
     def is_over() -> bool:
         return time.perf_counter() - began > arguments.seconds
@@ -76,11 +78,19 @@ def main(argv: list[str] | None = None) -> None:
     def keep(row: dict[str, Any], more: list[Goal]) -> None:
         rows.append(row | {"at_s": time.perf_counter() - began})
         goals.extend(more)
+        save()
+
+    def foresee(name: str, prediction: dict[str, Any] | None) -> None:
+        predictions[name] = prediction
+        save()
+
+    def save() -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # the record is shown once, at the end
             record()
 
     def record() -> None:
-        write_record(Record(name="offload", rows=rows, goals=goals), arguments, load_before)
+        found = Record(name="offload", rows=rows, goals=goals)
+        write_record(found, arguments, load_before, predictions=predictions)
 
     keep(torch_link_row(arguments.smoke), [])  # before JAX allocates memory that it does not return
     rates = _measure_links(arguments.smoke, keep)
@@ -94,7 +104,8 @@ def main(argv: list[str] | None = None) -> None:
             if is_over():
                 keep({"what": "step", "way": name, "note": "left out: time is over"}, [])
                 continue
-            run = _Step(name, offload, Path(folder) / name.replace(" ", "_"), rates, disk, bare)
+            files = Path(folder) / name.replace(" ", "_")
+            run = _Step(name, offload, files, rates, disk, bare, foresee)
             keep(*_guarded("step", name, run, arguments))
             bare = bare or run.seconds
             gc.collect()
@@ -178,7 +189,9 @@ def _update(
     )
     assert plan.offload is not None
     assert plan.offload.leaves, plan.offload.kept
-    seconds, least, busy = _time_steps(plan, lambda _: batch, warm_up=2, steps=3, rounds=3)
+    seconds, least, busy = _time_steps(
+        plan, zerojax.build_step(plan), lambda _: batch, warm_up=2, steps=3, rounds=3
+    )
     moved = UPDATE_BYTES * shape[0] * shape[1]
     used = moved / seconds / rates.both
     # A slice is loaded, updated and stored, one direction of the link after the other.
@@ -205,8 +218,10 @@ class _Step:
         rates: LinkRates,
         disk: float | None,
         bare: float | None,
+        foresee: Callable[[str, dict[str, Any] | None], None],
     ) -> None:
         self._name, self._offload, self._folder = name, dict(offload), folder
+        self._foresee = foresee
         self._rates, self._disk, self._bare = rates, disk, bare
         self.seconds: float | None = None
 
@@ -214,10 +229,15 @@ class _Step:
         workload = choose_workload("offload", arguments.smoke)
         plan = self._plan(workload, arguments.smoke)
         source = make_source(workload, 4)
+        step = zerojax.build_step(plan)
+        predicted = None
+        if "nvme" not in self._offload.values():  # files are no part of a program
+            predicted = predict_step(plan, step)
+            self._foresee(self._name, predicted)
         self.seconds, least, busy = _time_steps(
-            plan, source.batch, warm_up=2, steps=workload.steps, rounds=workload.rounds
+            plan, step, source.batch, warm_up=2, steps=workload.steps, rounds=workload.rounds
         )
-        row = {"step_ms": 1e3 * self.seconds, "least_ms": 1e3 * least}
+        row = {"step_ms": 1e3 * self.seconds, "least_ms": 1e3 * least, **shown(predicted)}
         row["tokens_per_s"] = workload.tokens_per_step / self.seconds
         row |= busy
         if self._bare is None or not self._offload:
@@ -258,11 +278,16 @@ class _Step:
 
 
 def _time_steps(
-    plan: zerojax.Plan, batch: Callable[[int], Any], *, warm_up: int, steps: int, rounds: int
+    plan: zerojax.Plan,
+    step: Any,
+    batch: Callable[[int], Any],
+    *,
+    warm_up: int,
+    steps: int,
+    rounds: int,
 ) -> tuple[float, float, dict[str, float]]:
     """Returns (median, minimum) seconds of a step, and `busy_ms` of one more step."""
     state = [zerojax.init_state(plan)]
-    step = zerojax.build_step(plan)
     batches = [zerojax.shard_batch(plan, batch(index)) for index in range(2)]
 
     def run(steps: int) -> Any:

@@ -70,7 +70,8 @@ def speed_rows(parts: dict[str, dict[str, Any]], product: float | None) -> list[
             if speed is None:
                 shown["note"] = row.get("note", "")[:60]
             else:
-                shown |= {key: row[key] for key in ("step_ms", "tokens_per_s", "MFU")}
+                keys = ("step_ms", "expected_ms", "tokens_per_s", "MFU")
+                shown |= {key: row[key] for key in keys if key in row}
                 shown["/product"] = row["TFLOP/s"] / product if product else None
                 shown["zerojax.train/this"] = ours / speed if ours else None
             rows.append(shown)

@@ -22,7 +22,7 @@ from zerojax.config import ConfigError, RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["train", "plan", "generate", "eval", "report", "keys", "env", "data", "data prepare"]
-COMMANDS += ["schedule", "bench", "bench io", "bench link", "finetune"]
+COMMANDS += ["schedule", "bench", "bench io", "bench link", "bench device", "finetune"]
 
 
 def run_cli(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -11,19 +11,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.support.cli_complaints import fails
 from zerojax.checkpoint.store.rates import THREADS, DiskRates, measure_rates
-from zerojax.cli import machine_commands, main
-from zerojax.hardware import local_devices
+from zerojax.cli import bench_commands, main
+from zerojax.hardware import device_rates, gpus, local_devices
 from zerojax.hardware.machine_rates import (
+    MeasuredDevice,
     MeasuredDisk,
     MeasuredLink,
+    MeasuredNode,
     disk_name,
     keep_rates,
+    kept_rates,
     measured_disk,
-    measured_links,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,8 +146,8 @@ def test_on_a_cpu_the_link_is_said_to_be_none(capsys):
     assert head.split()[:3] == ["MiB", "to", "device"]
     assert row.split()[0] == "1"
     assert min(map(float, row.split()[1:])) > 0
-    assert remark == machine_commands.REMARK
-    assert measured_links() == []
+    assert remark == bench_commands.REMARK
+    assert kept_rates(MeasuredLink) == []
 
 
 @pytest.mark.usefixtures("thousandths")
@@ -152,7 +155,7 @@ def test_a_link_is_kept_for_plans(capsys, monkeypatch):
     monkeypatch.setattr(local_devices, "shares_host_memory", lambda device: False)
     assert main(["bench", "link", "--size", "1", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    (link,) = measured_links()
+    (link,) = kept_rates(MeasuredLink)
     assert (link.device_kind, link.both) == ("cpu", values["best"]["both"])
     assert values["is_one_memory"] is False
 
@@ -177,6 +180,80 @@ def test_a_device_without_pinned_memory_is_refused():
         local_devices.measure_link(num_bytes=4, device=Device())
 
 
+# Devices
+
+
+def test_rates_of_a_cpu_are_measured_and_not_kept(capsys):
+    assert main(["bench", "device", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert set(values["rates"]) == {"product_tflops", "copy_gb_per_s", "node_gb_per_s"}
+    assert min(values["rates"].values()) > 0
+    assert (values["num_devices"], values["kept"]) == (8, None)
+    assert "cpu" in values["why_not_kept"]
+    assert kept_rates(MeasuredDevice) == []
+
+
+def test_device_rates_are_work_over_the_median_time(monkeypatch):
+    """By this clock the three series take 6, 2 and 4 seconds, of two calls each."""
+    ends = iter([0, 6, 0, 2, 0, 4] * 3)
+    monkeypatch.setattr(device_rates.time, "perf_counter", lambda: float(next(ends)))
+    assert device_rates.measure_product(16, repeats=2) == 2 * 16**3 / 2
+    assert device_rates.measure_copy(4096, repeats=2) == 2 * 4096 / 2
+    # Of four parts each device sends three.
+    assert device_rates.measure_gather(4096, jax.devices()[:4], repeats=2) == 3 * 1024 / 2
+    assert device_rates.measure_gather(4096, jax.devices()[:1]) is None
+
+
+@pytest.mark.parametrize(("gib", "product", "copied"), [(75, 8192, 2**32), (1, 8192, 2**27)])
+def test_what_is_measured_fits_into_memory(gib, product, copied):
+    class Device:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return {"bytes_limit": gib * 2**30 + 100, "bytes_in_use": 100}
+
+    found = device_rates.sizes_for(Device())
+    assert (found.product, found.copied) == (product, copied)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A device of the H200's card with these rates: TFLOP/s, and TB/s of memory and of links."""
+
+    def use(product: float, copied: float, between: float | None) -> None:
+        rates = {
+            "measure_product": 1e12 * product,
+            "measure_copy": 1e12 * copied,
+            "measure_gather": None if between is None else 1e12 * between,
+        }
+        for name, rate in rates.items():
+            monkeypatch.setattr(device_rates, name, lambda *_, rate=rate: rate)
+
+    monkeypatch.setattr(gpus, "gpu_of_device", lambda kind: gpus.find_gpu("h200"))
+    return use
+
+
+def test_rates_of_a_card_are_kept_for_plans(measured, capsys):
+    measured(700.0, 4.2, 0.3)
+    assert main(["bench", "device"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["700", "4200", "300"]
+    assert lines[1].endswith("0.71 of the published rate")
+    (device,), (node,) = kept_rates(MeasuredDevice), kept_rates(MeasuredNode)
+    assert (device.product_flops, device.copy_bandwidth) == (700e12, 4.2e12)
+    assert (device.device_kind, node.bandwidth) == ("cpu", 300e9)
+
+
+@pytest.mark.parametrize(
+    ("rates", "word"), [((990.0, 4.2, None), "bf16_tflops"), ((700.0, 5.1, 0.3), "memory_gb")]
+)
+def test_rates_above_the_published_ones_are_not_kept(rates, word, measured, capsys):
+    measured(*rates)
+    assert main(["bench", "device"]) == 0
+    assert word in capsys.readouterr().out.splitlines()[-1]
+    assert kept_rates(MeasuredDevice) == kept_rates(MeasuredNode) == []
+
+
 # What is kept
 
 
@@ -186,7 +263,7 @@ def test_what_is_kept_comes_back_newest_last(tmp_path, cache):
     disk = MeasuredDisk(disk=disk_name(tmp_path), write=1.0, read=2.0, both=3.0)
     for rates in (old, disk, new):
         assert keep_rates(rates) == cache / "rates.json"
-    (link,) = measured_links()
+    (link,) = kept_rates(MeasuredLink)
     assert link.to_host == 6.0
     found = measured_disk(tmp_path / "not" / "there")
     assert found is not None
@@ -197,7 +274,7 @@ def test_what_is_kept_comes_back_newest_last(tmp_path, cache):
 def test_a_damaged_file_is_no_measurement(text, cache):
     file = cache / "rates.json"
     file.write_text(text.replace("NODE", os.uname().nodename))
-    assert measured_links() == []
+    assert kept_rates(MeasuredLink) == []
     assert measured_disk("/") is None
 
 

@@ -325,6 +325,13 @@ def test_a_machine_and_a_share_of_memory_can_be_stated(monkeypatch, capsys):
     assert any("as given" in text for text in values["gpu"]["assumptions"])
 
 
+@pytest.mark.parametrize("words", [["--memory-fraction=1e-12"], ["--card", "memory_bytes=1"]])
+def test_a_card_with_no_room_at_all_is_a_verdict(words, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    assert main([*WORDS, *words, "--no-compile"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
 # Mistakes
 
 
@@ -347,10 +354,16 @@ def test_a_machine_and_a_share_of_memory_can_be_stated(monkeypatch, capsys):
             "none.csv: No such file or directory; pass",
         ),
         (["stage=3"], "does not divide the 8 devices"),
-        (["--card", "node_devices=-1"], "node_devices: -1 is not above 0"),
+        (["--card", "node_devices=-1"], "node_devices: -1 is not a number above 0"),
+        (["--card", "node_devices=2.5"], "node_devices: expected a whole number, got 2.5"),
+        (["--card", "memory_gb_per_s=.nan"], "memory_gb_per_s: nan is not a number above 0"),
+        (["--card", "memory_gb_per_s=3.35e12"], "give at most 1000000"),
+        (["--card", "measured={product_tflops: 990}"], "give at most 989.5"),
+        (["--card", "node_devices=2", "--card", "node_devices=4"], "node_devices is there twice"),
         (["--card", "node_device=2"], "node_device: unknown key; did you mean 'node_devices'?"),
         (["--card", "node_devices"], "expected KEY=VALUE"),
         (["--memory-fraction", "1.2"], "--memory-fraction 1.2 is not above 0 and at most 1"),
+        (["--memory-fraction", "nan"], "--memory-fraction nan is not above 0 and at most 1"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(words, part, capsys):

@@ -61,6 +61,10 @@ def card(folder: Path, text: str) -> Any:
 
 
 MINE = "name: mine\nbase: h100\n"
+PLAIN = (
+    "name: mine\nmemory_bytes: 1000\nmemory_gb_per_s: 100\nnode_devices: 1\nnode_gb_per_s: 16\n"
+    "network_gb_per_s: 12\nhost_gb_per_s: 16\nmeasured: {product_tflops: 60}\n"
+)
 CAPABILITY = MINE + "compiler:\n  capability: "
 CARDS = {
     "a misspelt key": (
@@ -69,8 +73,54 @@ CARDS = {
         "bf16_tflops",
         MINE + "bf16_tflops: 3",
     ),
-    "text": (MINE + "fp8_tflops: '1e9'", "fp8_tflops 1e9", "quotes", MINE + "fp8_tflops: 1e9"),
+    "text": (MINE + "fp8_tflops: '1e3'", "fp8_tflops 1e3", "quotes", MINE + "fp8_tflops: 1e3"),
     "a number of 0": (MINE + "fp8_tflops: 0", "fp8_tflops 0", "", MINE),
+    "not a number": (MINE + "memory_gb_per_s: .nan", "memory_gb_per_s nan", ["base: CARD"], MINE),
+    "an infinite rate": (MINE + "host_gb_per_s: .inf", "host_gb_per_s inf", ["base: CARD"], MINE),
+    "a rate of text": (MINE + "node_gb_per_s: fast", "node_gb_per_s fast", ["base: CARD"], MINE),
+    "a rate below 0": (
+        MINE + "measured:\n  copy_gb_per_s: -5",
+        "measured.copy_gb_per_s -5",
+        ["leave the key out"],
+        MINE + "measured: {}",
+    ),
+    "bytes where 10^9 bytes are asked for": (
+        MINE + "network_gb_per_s: 5.0e10",
+        "network_gb_per_s",
+        "GB/s 1000000",
+        MINE + "network_gb_per_s: 50",
+    ),
+    "a copy faster than the memory": (
+        MINE + "measured: {copy_gb_per_s: 3600}",
+        "measured.copy_gb_per_s 3600 memory_gb_per_s",
+        "3517.5",
+        MINE + "measured: {copy_gb_per_s: 3517.5}",
+    ),
+    "a product faster than the peak": (
+        MINE + "measured: {product_tflops: 989.6}",
+        "measured.product_tflops 989.6 bf16_tflops",
+        "989.5",
+        MINE + "measured: {product_tflops: 989.5}",
+    ),
+    "both ways faster than twice one way": (
+        MINE + "measured: {host_both_gb_per_s: 135}",
+        "measured.host_both_gb_per_s 135 host_gb_per_s",
+        "134.4",
+        MINE + "host_gb_per_s: 65\nmeasured: {host_both_gb_per_s: 135}",
+    ),
+    "a product of no published peak": (
+        PLAIN,
+        "measured.product_tflops",
+        "bf16_tflops fp16_tflops",
+        PLAIN + "fp16_tflops: 65",
+    ),
+    "a part of a GPU": (
+        MINE + "node_devices: 2.5",
+        "node_devices 2.5",
+        "2 3",
+        MINE + "node_devices: 3",
+    ),
+    "a base that is the card itself": ("name: mine\nbase: mine", "base mine", "h100", MINE),
     "a name as a number": ("name: 5\nbase: h100", "name 5", "quotes", "name: '5'\nbase: h100"),
     "a list": (MINE + "aliases: me", "aliases me", "['me']", MINE + "aliases: ['me']"),
     "half a card": ("name: mine", "memory_bytes", '"base: h100"', MINE),
@@ -317,6 +367,11 @@ eval runs/a --batches 0 | --batches 0 | 1 | eval runs/a --batches $
 profile steps=3 --steps 1 | --steps 1 | 2 | profile steps=3 --steps $
 profile steps=3 --out . | --out . | name | profile steps=3 --out new
 {TABLE} --costs 1,2 | --costs 1,2 | "--costs 1,1,1" | {TABLE} $
+{PLAN} --memory-fraction 1.5 | 1.5 | 0.92 | {PLAN} --memory-fraction $
+{PLAN} --card node_devices | node_devices | node_devices=2 | {PLAN} --card $
+{PLAN} --card node_devices=0 | 0 | "give one" | {PLAN} --card node_devices=1
+{PLAN} --card host_gb_per_s=x | host_gb_per_s x | "leave the key out" | {PLAN}
+{PLAN} --card name=a --card name=b | --card name | "leave out" | {PLAN} --card name=b
 bench io . --size 0 | --size 0 | 1 | bench io . --size $
 bench link --size 0 | --size 0 | 1 | bench link --size $
 deepspeed explain ds.json --devices 0 | --devices 0 | 1 | deepspeed explain ds.json --devices $
@@ -339,6 +394,7 @@ def commands(tmp_path, monkeypatch):
     Path("ds.json").write_text('{"train_batch_size": 8, "gradient_clipping": 1.0}')
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+    monkeypatch.setenv(plan_command.FRACTION_VARIABLE, "")  # so that it is as before afterwards
     done = lambda *_, **__: 0  # noqa: E731
     for module, name in (
         (plan_command, "predict"),

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import zerojax
+from benchmarks import foresight
 from benchmarks.foresight import FOLDER, MEMORY_WITHIN, WITHIN, memory_rows, programs
+from benchmarks.gpu.prediction import predict_step
 from benchmarks.recording import RESULTS
+from tests.support.forecast_samples import sample_forecast, sample_plan
 from zerojax.forecasting.expected_time import expected_time
+from zerojax.forecasting.forecast_numbers import ALLOCATOR_BYTES, Expected
+from zerojax.forecasting.forecast_page import forecast_page
 from zerojax.forecasting.hlo import find_collectives, find_overlap, read_program
 from zerojax.forecasting.hlo.timeline import read_timeline
 from zerojax.forecasting.replay import replay
 from zerojax.hardware.gpus import find_gpu, gpu_names
-from zerojax.hardware.gpus.achieved import achieved_rates
+from zerojax.hardware.gpus.achieved import HOST_SHARE, achieved_rates
+from zerojax.hardware.machine_rates import MeasuredDevice, MeasuredLink, MeasuredNode, keep_rates
 
 RECORDED = {
     row["program"]: row["predicted / measured"]
@@ -120,13 +130,10 @@ def test_a_program_becomes_kernels_and_transfers_in_the_order_of_its_schedule():
     ]
 
 
-@pytest.mark.parametrize("program", programs(), ids=lambda one: one.name)
-def test_a_program_that_a_card_ran_takes_the_expected_time(program):
-    """Facts of the compiled programs are kept, so a change of rates or of the replay shows here."""
-    facts = json.loads((FOLDER / f"{program.name}.json").read_text())
-    found = expected_time(
+def expected(facts: dict, card: str) -> Expected | None:
+    return expected_time(
         facts,
-        find_gpu(program.card),
+        find_gpu(card),
         {"data": 1},
         "bfloat16",
         folder=None,
@@ -135,9 +142,64 @@ def test_a_program_that_a_card_ran_takes_the_expected_time(program):
         model_peak=1.0,
         tokens=None,
     )
+
+
+def test_a_program_without_costs_has_no_expected_time():
+    facts = {"timeline": [], "places": [], "collectives": [], "host_copies": []}
+    assert expected(facts, "h200") is None
+
+
+@pytest.mark.parametrize("program", programs(), ids=lambda one: one.name)
+def test_a_program_that_a_card_ran_takes_the_expected_time(program):
+    """Facts of the compiled programs are kept, so a change of rates or of the replay shows here."""
+    facts = json.loads((FOLDER / f"{program.name}.json").read_text())
+    found = expected(facts, program.card)
     assert found is not None
     ratio = 1e3 * found.seconds / program.row["step_ms"]
     assert abs(ratio - 1) <= abs(RECORDED[program.name] - 1) + NO_WORSE
+
+
+def test_a_prediction_is_of_the_program_that_runs():
+    """On CPUs: what a GPU compiles is read in the same way."""
+    plan = zerojax.make_plan(
+        (lambda key: {"w": jnp.ones((64, 64))}, lambda params, x: x @ params["w"]),
+        zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1]),
+        example_batch={"x": jnp.ones((32, 64)), "y": jnp.ones((32, 64))},
+        loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+        precision="bf16",
+    )
+    step = zerojax.build_step(plan)
+    assert predict_step(plan, step) is None, "no card describes a CPU"
+    found = predict_step(plan, step, find_gpu("h200"))
+    assert found["expected_ms"] > found["at_best_ms"] > 0
+    assert (found["card"], found["jax"]) == ("h200", jax.__version__)
+    assert found["memory_MB"] > ALLOCATOR_BYTES / 1e6
+    json.dumps(found)
+
+
+def test_a_prediction_that_fails_loses_no_measurement():
+    class Step:
+        def trace(self, *_):
+            raise NotImplementedError("no such program")
+
+    assert "no such program" in predict_step(sample_plan(), Step(), find_gpu("h200"))["note"]
+
+
+def test_what_a_run_foresaw_is_shown_beside_the_prediction_of_today(tmp_path, monkeypatch):
+    foreseen = {"expected_ms": 45.0, "commit": None, "jax": "0.11.2", "source": "rates of mine"}
+    part = {
+        "rows": [{"way": "one", "step_ms": 50.0}, {"way": "other", "step_ms": 40.0}],
+        "predictions": {"one": foreseen, "other": {"note": "it failed"}},
+    }
+    (tmp_path / "gpu_h200.json").write_text(json.dumps({"parts": {"gpt2": part}}))
+    monkeypatch.setattr(foresight, "RESULTS", tmp_path)
+    one, other = (
+        foresight.row_of(foresight.Measured("h200", "gpt2", way, "gpt2"), 0.04, 0.02)
+        for way in ("one", "other")
+    )
+    assert (one["predicted / measured"], one["foreseen / measured"]) == (0.8, 0.9)
+    assert "0.11.2" in one["foreseen by"]
+    assert set(one) - set(other) == {"foreseen_ms", "foreseen / measured", "foreseen by"}
 
 
 def test_the_recorded_times_are_near_the_measured_ones():
@@ -149,6 +211,66 @@ def test_the_recorded_times_are_near_the_measured_ones():
 @pytest.mark.parametrize("row", memory_rows(), ids=lambda row: row["program"])
 def test_a_program_that_a_card_ran_takes_the_expected_memory(row):
     assert row["predicted / measured"] == pytest.approx(1, abs=MEMORY_WITHIN)
+
+
+def keep_rates_of_an_h200() -> None:
+    kind = "NVIDIA H200"
+    keep_rates(MeasuredDevice(device_kind=kind, product_flops=600e12, copy_bandwidth=4e12))
+    keep_rates(MeasuredNode(device_kind=kind, bandwidth=300e9))
+    keep_rates(MeasuredLink(device_kind=kind, to_device=50e9, to_host=40e9, both=110e9))
+
+
+@pytest.mark.parametrize(
+    ("card", "changes", "rates"),
+    [
+        # Products, device memory, between GPUs, host memory both ways; of the H200 as measured
+        # here, of other cards not.
+        ("h200", {}, (600e12, 4e12, 300e9, 110e9)),
+        ("h100", {}, (769.9e12, 3001e9, 0.8 * 450e9, 85.5e9)),
+        ("l40s", {}, None),
+        # What the user states counts before what was measured here.
+        ("h200", {"node_gb_per_s": 100}, (600e12, 4e12, 80e9, 110e9)),
+        ("h200", {"host_gb_per_s": 20}, (600e12, 4e12, 300e9, 2 * HOST_SHARE * 20e9)),
+        (
+            "h200",
+            {"measured": {"product_tflops": 500, "copy_gb_per_s": 3000}},
+            (500e12, 3e12, 0.8 * 450e9, 2 * HOST_SHARE * 64e9),
+        ),
+    ],
+)
+def test_rates_of_this_machine_come_first(card, changes, rates, tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
+    before = achieved_rates(find_gpu(card, changes))
+    keep_rates_of_an_h200()
+    found = achieved_rates(find_gpu(card, changes))
+    if rates is None:
+        assert found == before
+        return
+    reached = found.card
+    assert (
+        reached.bf16_flops,
+        reached.memory_bandwidth,
+        reached.node_bandwidth,
+        found.host_both,
+    ) == pytest.approx(rates)
+    assert ("this machine" in found.source) == (rates[0] == 600e12)
+
+
+def test_the_page_says_whose_rates_they_are(tmp_path, monkeypatch):
+    facts = json.loads((FOLDER / "h200_gpt2.json").read_text())
+    before = expected(facts, "h200")
+    monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
+    keep_rates_of_an_h200()
+    found = expected(facts, "h200")
+    assert before is not None
+    assert found is not None
+    assert found.product_seconds > 1.1 * before.product_seconds
+    made = sample_forecast()
+    estimate = dataclasses.replace(made.estimate, expected=found)
+    page = forecast_page(dataclasses.replace(made, estimate=estimate)).splitlines()
+    [title] = [line for line in page if line.startswith("EXPECTED")]
+    assert "this machine" in title
+    assert max(map(len, page)) <= 100
 
 
 @pytest.mark.parametrize("name", gpu_names())

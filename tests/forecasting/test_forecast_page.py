@@ -214,6 +214,22 @@ def test_the_verdict_comes_first_with_its_bar():
     assert refused.index("DOES NOT FIT") < refused.index("MEMORY")
 
 
+@pytest.mark.parametrize(
+    ("made", "word"),
+    [
+        (formula_forecast(), "nothing was compiled"),
+        (sample_forecast(), "no work"),
+        (sample_forecast(gpu=dataclasses.replace(sample_card(), bf16_flops=None)), "dtype"),
+    ],
+)
+def test_a_time_that_cannot_be_expected_is_one_line_with_the_reason(made, word):
+    page = forecast_page(made).splitlines()
+    [line] = [line for line in page if line.startswith("  expected ")]
+    assert line.split()[1] == "-"
+    assert word in line
+    assert not [line for line in page if line.startswith("EXPECTED")]
+
+
 def test_a_formula_says_so_and_how_to_compile():
     page = forecast_page(formula_forecast())
     assert f"formulas only: {WHY}" in page

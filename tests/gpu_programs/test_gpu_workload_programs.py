@@ -16,7 +16,8 @@ from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
 from benchmarks.gpu.workloads import choose_workload
 from pallas_kernels import choice
 from tests.support.marks import needs_kernels
-from zerojax.forecasting import hlo
+from zerojax.forecasting import forecast, hlo
+from zerojax.forecasting.compiled_step import forecast_attached
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.parallel.step import build_step
@@ -64,6 +65,20 @@ def test_both_sides_fit_even_where_neither_gets_the_others_place(name, devices, 
     ).memory
     assert ours.arguments == pytest.approx(bare.arguments, rel=0.01)
     assert ours.peak + bare.peak < ROOM
+
+
+def test_a_run_predicts_from_its_own_program_what_a_plan_predicts(devices):
+    workload = choose_workload("gpt2", smoke=True)
+    plan = make_plan(
+        make_factory(workload),
+        make_mesh({"data": 1}, devices),
+        example_batch=make_source(workload, 1).batch(0),
+        optimizer=make_optimizer(),
+        precision="bf16",
+    )
+    with compile_client.without_cache():
+        mine = forecast_attached(plan, build_step(plan), find_gpu("h100"))
+    assert mine.estimate == forecast(plan, gpu="h100").estimate
 
 
 KERNEL = "kernel, a table of leaves"

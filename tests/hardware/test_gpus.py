@@ -153,6 +153,25 @@ def test_a_file_can_start_from_a_card(tmp_path):
     assert "core_count: 99" in target_text(mine)
 
 
+@pytest.mark.parametrize("spelling", ["rtx4090", "RTX 4090", "rtx-4090"])
+def test_a_file_can_start_from_a_card_by_any_of_its_names(spelling, tmp_path):
+    mine = find_gpu(write(tmp_path, f"name: mine\nbase: {spelling}\n"))
+    assert mine.memory_bytes == find_gpu("rtx-4090").memory_bytes
+
+
+def test_a_stated_rate_takes_the_place_of_what_was_measured_at_the_published_one(tmp_path):
+    own = "name: mine\nbase: h100\nmeasured: {product_tflops: 700, copy_gb_per_s: 3000}\n"
+    changes = {"bf16_tflops": 500, "node_devices": 2}
+    for gpu in (find_gpu("h100", changes), find_gpu(write(tmp_path, own), changes)):
+        assert gpu.bf16_flops == 500e12
+        assert gpu.measured.product_flops is None
+        assert gpu.measured.copy_bandwidth in (3000e9, 3001e9)
+        assert {*changes} <= {*gpu.stated}
+    alone = find_gpu("rtx-4090", {"node_gb_per_s": 10})
+    assert alone.measured is None
+    assert not [note for note in alone.assumptions if note.startswith("measured")]
+
+
 def test_a_file_can_correct_the_memory_that_the_compiler_is_told_of(tmp_path):
     assert "device_memory_size: 151397597184" in target_text(find_gpu("h200"))
     mine = find_gpu(write(tmp_path, "name: mine\nbase: h200\nmemory_bytes: 1000\n"))

@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,13 @@ from zerojax.data import best_fit
 from zerojax.data.best_fit import best_fit_decreasing, packing_of
 from zerojax.forecasting import forecast_cache
 from zerojax.hardware import machine_rates
-from zerojax.hardware.machine_rates import MeasuredLink, keep_rates, measured_links
+from zerojax.hardware.machine_rates import (
+    MeasuredDevice,
+    MeasuredLink,
+    MeasuredNode,
+    keep_rates,
+    kept_rates,
+)
 from zerojax.runtime.launch.handshake import Token
 from zerojax.training.tuning.kept_choices import Kept, KeptChoices
 
@@ -42,16 +48,25 @@ class Kind(NamedTuple):
     has_file_each: bool = True
 
 
-def store_rates(number: int) -> None:
-    keep_rates(
-        MeasuredLink(device_kind=f"card {number}", to_device=1.0 + number, to_host=2.0, both=3.0)
-    )
+def kind_of_rates(kind: Any, field: str, **others: float) -> Kind:
+    """Measurements of cards 0 and 1, told apart by one rate."""
+
+    def store(number: int) -> None:
+        keep_rates(kind(device_kind=f"card {number}", **{field: 1.0 + number}, **others))
+
+    def load(number: int) -> bool:
+        found = [one for one in kept_rates(kind) if one.device_kind == f"card {number}"]
+        assert all(getattr(one, field) == 1.0 + number for one in found)
+        return bool(found)
+
+    return Kind(store, load, "rates.json", has_file_each=False)
 
 
-def load_rates(number: int) -> bool:
-    found = [link for link in measured_links() if link.device_kind == f"card {number}"]
-    assert all(link.to_device == 1.0 + number for link in found)
-    return bool(found)
+RATES = {
+    "link rates": kind_of_rates(MeasuredLink, "to_device", to_host=2.0, both=3.0),
+    "device rates": kind_of_rates(MeasuredDevice, "product_flops", copy_bandwidth=2.0),
+    "node rates": kind_of_rates(MeasuredNode, "bandwidth"),
+}
 
 
 def store_choice(number: int) -> None:
@@ -100,7 +115,7 @@ KINDS = {
         load_forecast,
         "forecasts/*",
     ),
-    "rates": Kind(store_rates, load_rates, "rates.json", has_file_each=False),
+    **RATES,
     "choices": Kind(store_choice, load_choice, "tuned.json", has_file_each=False),
     "marker": Kind(store_mark, load_mark, "trying-*"),
     "packing": Kind(lambda number: packing_of(LENGTHS, 32 + number), load_packing, "packings/*"),
@@ -264,7 +279,10 @@ def test_an_entry_under_the_name_of_another_is_not_used(kind, copy, cache):
     assert len(used_again(kind)) <= 1
 
 
-@pytest.mark.parametrize(("file", "kind"), [("rates.json", "rates"), ("tuned.json", "choices")])
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [*(("rates.json", kind) for kind in RATES), ("tuned.json", "choices")],
+)
 def test_entries_of_one_file_that_are_swapped_are_not_used(file, kind, cache):
     KINDS[kind].store(0)
     KINDS[kind].store(1)
@@ -277,11 +295,12 @@ def test_entries_of_one_file_that_are_swapped_are_not_used(file, kind, cache):
 
 
 def test_rates_of_another_machine_are_not_used(cache, monkeypatch):
-    store_rates(0)
+    for kind in RATES.values():
+        kind.store(0)
     text = (cache / "rates.json").read_text()
     monkeypatch.setattr(machine_rates.platform, "node", lambda: "another")
     (cache / "rates.json").write_text(text.replace(os.uname().nodename, "another"))
-    assert measured_links() == []
+    assert not any(kind.load(0) for kind in RATES.values())
 
 
 def test_files_are_for_this_user_alone(cache):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import zerojax
 from zerojax.cli import (
+    bench_commands,
     check_command,
     checkpoint_command,
     data_command,
@@ -114,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     keys_command.add(commands)
     machine_commands.add_env(commands)
     data_command.add(commands)
-    machine_commands.add_bench(commands)
+    bench_commands.add_bench(commands)
     return parser
 
 

@@ -1,31 +1,23 @@
-"""`zerojax env` and `zerojax bench`: show packages and devices, and measure bandwidths."""
+"""`zerojax env`: shows versions, devices, memory and missing packages."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
 import shutil
 import sys
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zerojax
 from zerojax.cli.arguments import add_command
 from zerojax.config.display import printable, show
-from zerojax.config.loader import user_path
 from zerojax.runtime.memory import PINNED_LIMIT, least_room
 from zerojax.runtime.plugin_errors import hidden_plugin_errors
 from zerojax.runtime.redaction import redact
-
-if TYPE_CHECKING:
-    from zerojax.checkpoint.store.rates import DiskRates
-    from zerojax.hardware.local_devices import LinkRates
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {
@@ -46,28 +38,6 @@ VARIABLES = (
     PINNED_LIMIT,
 )
 GIB = 2**30
-_GB = 1e9
-_MIB = 2**20
-REMARK = "device memory is host memory here: this is the rate of a memory copy, not of a bus"
-
-_BENCH_IO = """\
-Writes and reads a file below PATH without the page cache, with 1 to 8 concurrent transfers, by the
-code that also offloads state to a disk; then removes the file.
-
-`zerojax plan` uses the best rate for offload to this disk.
-
-examples:
-  zerojax bench io runs
-  zerojax bench io /mnt/nvme --size 8192"""
-
-_BENCH_LINK = """\
-Copies arrays between the first accelerator and pinned host memory: one
-direction, the other, and both at once.
-`zerojax plan` uses the best rate for offload on such a card.
-
-examples:
-  zerojax bench link
-  zerojax bench link --size 2048 --json"""
 
 
 def add_env(commands) -> None:
@@ -76,30 +46,6 @@ def add_env(commands) -> None:
         commands, "env", show_environment, "show versions, devices, memory and missing packages"
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
-
-
-def add_bench(commands) -> None:
-    """Adds the command `zerojax bench` to the parser, with its two sub-commands."""
-    bench = commands.add_parser(
-        "bench", help="measure this machine", description="Measure this machine."
-    )
-    inner = bench.add_subparsers(metavar="COMMAND", required=True)
-    parser = add_command(inner, "io", bench_io, "measure the bandwidth of a disk", _BENCH_IO)
-    parser.add_argument("path", metavar="PATH", help="folder on the disk to measure")
-    parser.add_argument(
-        "--size", type=int, default=1024, metavar="MIB", help="bytes to write (%(default)s MiB)"
-    )
-    parser.add_argument("--json", action="store_true", help="print every number as JSON")
-    parser = add_command(
-        inner, "link", bench_link, "measure the bandwidth between host and device", _BENCH_LINK
-    )
-    parser.add_argument(
-        "--size", type=int, metavar="MIB", help="size of an array (16, 128 and 1024)"
-    )
-    parser.add_argument("--json", action="store_true", help="print every number as JSON")
-
-
-# --- env ------------------------------------------------------------------------------------------
 
 
 def show_environment(args: argparse.Namespace) -> int:
@@ -290,125 +236,3 @@ def _format_device(device: dict[str, Any]) -> str:
     each = f", {memory / GIB:.0f} GiB each" if memory else ""
     pinned = ", pinned host memory" if device["pinned_host"] else ", no pinned host memory"
     return f"{device['number']} x {device['kind']} ({device['platform']}{each}{pinned})"
-
-
-# --- bench ----------------------------------------------------------------------------------------
-
-
-def bench_io(args: argparse.Namespace) -> int:
-    """Runs `zerojax bench io`: prints the rates for each number of threads and the best, or all as
-    JSON."""
-    from zerojax.checkpoint.store.rates import measure_rates
-    from zerojax.hardware.machine_rates import MeasuredDisk, disk_name, keep_rates
-
-    folder = user_path(args.path)
-    if not folder.exists():
-        raise FileNotFoundError(f"{folder}: no such folder; name one on the disk to be measured")
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{folder}: not a folder; name one on the disk to be measured")
-    if args.size < 1:
-        raise ValueError(f"--size {args.size} is below 1 MiB; use 1 or more")
-    found = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*O_DIRECT")  # reported once, after the passes
-        for rates in measure_rates(folder, num_bytes=args.size * _MIB):
-            if not args.json:
-                _print_disk(rates, folder, args.size, is_first=not found)
-            found.append(rates)
-    best = max(found, key=lambda rates: rates.both)
-    disk = MeasuredDisk(disk=disk_name(folder), write=best.write, read=best.read, both=best.both)
-    kept = keep_rates(disk) if best.is_direct else None
-    if args.json:
-        show(json.dumps(_disk_dict(folder, found, best, disk.disk, kept), indent=2))
-        return 0
-    if not best.is_direct:
-        show(
-            "this file system refuses O_DIRECT: the rates include the page cache; measure another "
-            "disk for its own rates"
-        )
-    plural = "" if best.num_threads == 1 else "s"
-    show(f"best: {best.both / _GB:.2f} GB/s read + write, with {best.num_threads} thread{plural}")
-    if kept is not None:
-        show(f"stored for `zerojax plan`: {disk.disk}, in {kept}")
-    return 0
-
-
-def _print_disk(rates: DiskRates, folder: Path, size: int, *, is_first: bool) -> None:
-    if is_first:
-        show(f"{folder}: GB/s (10^9 bytes), best of three passes over {size} MiB")
-        show(f"{'threads':>7}  {'write':>7}  {'read':>7}  {'read + write':>12}")
-    show(
-        f"{rates.num_threads:>7}  {rates.write / _GB:>7.2f}  {rates.read / _GB:>7.2f}  "
-        f"{rates.both / _GB:>12.2f}",
-        flush=True,
-    )
-
-
-def _disk_dict(
-    folder: Path, found: Sequence[DiskRates], best: DiskRates, disk: str, kept: Path | None
-) -> dict[str, object]:
-    """Returns the measured rates of a disk, in bytes per second, as a JSON-compatible
-    dictionary."""
-    return {
-        "folder": str(folder),
-        "disk": disk,
-        "is_direct": best.is_direct,
-        "rates": [dataclasses.asdict(rates) for rates in found],
-        "best": dataclasses.asdict(best),
-        "kept": None if kept is None else str(kept),
-    }
-
-
-def bench_link(args: argparse.Namespace) -> int:
-    """Runs `zerojax bench link`: prints the rates for each size and the stored result, or all as
-    JSON."""
-    import jax
-
-    from zerojax.hardware.local_devices import SIZES, measure_link, shares_host_memory
-    from zerojax.hardware.machine_rates import MeasuredLink, keep_rates
-
-    if args.size is not None and args.size < 1:
-        raise ValueError(f"--size {args.size} is below 1 MiB; use 1 or more")
-    device = jax.local_devices()[0]
-    is_one_memory = shares_host_memory(device)
-    sizes = SIZES if args.size is None else (args.size * _MIB,)
-    found = []
-    for num_bytes in sizes:
-        rates = measure_link(num_bytes=num_bytes, device=device)
-        if not args.json:
-            _print_link(rates, device.device_kind, is_first=not found)
-        found.append(rates)
-    best = max(found, key=lambda rates: rates.both)
-    measured = MeasuredLink(
-        device_kind=device.device_kind,
-        to_device=best.to_device,
-        to_host=best.to_host,
-        both=best.both,
-    )
-    kept = None if is_one_memory else keep_rates(measured)
-    if args.json:
-        values = {
-            "device_kind": device.device_kind,
-            "is_one_memory": is_one_memory,
-            "rates": [dataclasses.asdict(rates) for rates in found],
-            "best": dataclasses.asdict(best),
-            "kept": None if kept is None else str(kept),
-        }
-        show(json.dumps(values, indent=2))
-        return 0
-    if is_one_memory:
-        show(REMARK)
-    if kept is not None:
-        show(f"stored for `zerojax plan`: {device.device_kind}, in {kept}")
-    return 0
-
-
-def _print_link(rates: LinkRates, device_kind: str, *, is_first: bool) -> None:
-    if is_first:
-        show(f"{device_kind} and pinned host memory: GB/s (10^9 bytes), best of five passes")
-        show(f"{'MiB':>7}  {'to device':>9}  {'to host':>9}  {'both at once':>12}")
-    show(
-        f"{rates.num_bytes / _MIB:>7.0f}  {rates.to_device / _GB:>9.2f}  "
-        f"{rates.to_host / _GB:>9.2f}  {rates.both / _GB:>12.2f}",
-        flush=True,
-    )

@@ -222,13 +222,15 @@ def _card_changes(words: Sequence[str]) -> dict[str, Any]:
     """Parses KEY=VALUE words about a card.
 
     Raises:
-      ValueError: a word has no =, or its value is no YAML.
+      ValueError: a word has no =, its value is no YAML, or a key is there twice.
     """
     found = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key or not text:
             raise ValueError(f"--card {word!r}: expected KEY=VALUE, such as --card node_devices=2")
+        if key in found:
+            raise ValueError(f"--card {key} is there twice; leave out one of them")
         found[key] = read_yaml(text, "--card")[0]
     return found
 

@@ -15,7 +15,7 @@ from zerojax.forecasting import forecast_cache
 from zerojax.forecasting.hlo.communication import Collective, find_collectives
 from zerojax.forecasting.hlo.costs import hbm_bytes
 from zerojax.forecasting.hlo.host_copies import HostCopy, find_host_copies
-from zerojax.forecasting.hlo.live_buffers import read_live
+from zerojax.forecasting.hlo.live_buffers import LiveAtPeak, read_live
 from zerojax.forecasting.hlo.overlap import find_overlap
 from zerojax.forecasting.hlo.program import Instruction, Program, read_program
 from zerojax.forecasting.hlo.timeline import read_timeline
@@ -74,7 +74,27 @@ def compile_facts(
             dump=Path(folder),
         )
         live = read_live(Path(folder))
-        roles = None if live is None else bytes_by_role(live, plan)
+    return read_facts(compiled, plan, devices=devices, live=live, lines=lines)
+
+
+def read_facts(
+    compiled: compile_client.CompiledProgram,
+    plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+    live: LiveAtPeak | None = None,
+    lines: str | None = None,
+) -> Facts:
+    """Reads a compiled step.
+
+    Args:
+      compiled: the compiled step.
+      plan: its plan.
+      devices: devices of the plan in the order of an abstract mesh; None: those of the plan's mesh.
+      live: the compiler's report of live buffers; None: there is none, and the roles are unknown.
+      lines: as in `compile_facts`.
+    """
+    roles = None if live is None else bytes_by_role(live, plan)
     program = read_program(compiled.text)
     collectives = find_collectives(program, plan.mesh.size)
     overlap = find_overlap(program, collectives)

@@ -20,6 +20,7 @@ from zerojax.forecasting.compiled_facts import (
     cache_key,
     compile_facts,
     digest_of_lines,
+    read_facts,
 )
 from zerojax.forecasting.expected_time import expected_time, replay_at
 from zerojax.forecasting.forecast_numbers import (
@@ -143,6 +144,27 @@ def forecast(
     require_plan(plan, "forecast")
     options = {"fast": fast, "why_formula": why_formula, "progress": progress}
     return forecast_step(plan, gpu=gpu, devices=devices, **options).forecast
+
+
+def forecast_attached(plan: Plan, step: Any, gpu: Gpu) -> Forecast:
+    """Forecasts a step from the program that this process runs on the devices of the plan.
+
+    The step is not compiled again if it was called before, because JAX caches it. Roles of
+    temporary memory are unknown.
+
+    Args:
+      plan: plan on devices of this process; its step must be one program.
+      step: result of `build_step(plan)`.
+      gpu: card of the devices.
+    """
+    arguments = (plan.abstract_state, plan.abstract_batch)
+    work = _work_of(plan, step, step.trace(*arguments).jaxpr)
+    compiled = step.lower(*arguments).compile()
+    program = compile_client.CompiledProgram(
+        text=compiled.as_text(), memory=compile_client.memory_of(compiled)
+    )
+    made_by = compile_client.compiler_version()
+    return _assemble(plan, gpu, work, read_facts(program, plan), None, 0.0, made_by)
 
 
 class ForecastStep(NamedTuple):
@@ -277,9 +299,6 @@ def _of_program(
     seconds = 0.0
     say("tracing the step")
     traced = step.trace(counted.abstract_state, counted.abstract_batch)
-    flops = count_program_flops(traced.jaxpr) / plan.mesh.size
-    eight_bits = eight_bit_share(traced.jaxpr)
-    attention_bytes = attention_wire_bytes(traced.jaxpr, plan.mesh.shape)
     if why_formula is None:
         say("lowering")
         with lines_in_programs() if with_contents else contextlib.nullcontext():
@@ -296,8 +315,7 @@ def _of_program(
             seconds = time.perf_counter() - began
             forecast_cache.store(key, facts)
     made_by = compile_client.compiler_version(fast=fast)
-    sent = _bytes_by_formula(plan, step)
-    work = _Work(flops, eight_bits, attention_bytes, sent)
+    work = _work_of(plan, step, traced.jaxpr)
     made = _assemble(plan, gpu, work, facts, why_formula, seconds, made_by)
     if facts is None or not with_contents:
         return ForecastStep(made, counted, None, facts)
@@ -313,6 +331,15 @@ def _of_program(
         on_gpus=True,
     )
     return ForecastStep(made, counted, contents, facts)
+
+
+def _work_of(plan: Plan, step: Any, jaxpr: Any) -> _Work:
+    return _Work(
+        flops=count_program_flops(jaxpr) / plan.mesh.size,
+        eight_bits=eight_bit_share(jaxpr),
+        attention_bytes=attention_wire_bytes(jaxpr, plan.mesh.shape),
+        zero_bytes=_bytes_by_formula(plan, step),
+    )
 
 
 def _bytes_by_formula(plan: Plan, step: Any) -> int:

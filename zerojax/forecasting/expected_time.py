@@ -60,11 +60,12 @@ def expected_time(
       tokens: tokens of one global batch.
 
     Returns:
-      The time; None if the card has no rate for the dtype.
+      The time; None if the card has no rate for the dtype, or the program states nothing that
+      takes time.
     """
     reached = achieved_rates(gpu)
     found = replay_at(facts, reached, mesh, dtype, folder=folder)
-    if found is None:
+    if found is None or not found.seconds:
         return None
     seconds = max(found.seconds, disk_seconds)
     kinds: dict[str, float] = collections.defaultdict(float)

@@ -207,7 +207,7 @@ class Expected:
         to host memory.
       disk_seconds: by which files take longer than the rest of the step.
       items: longest parts, the longest first; a part of the sum.
-      source: where the rates are from, as a part of a sentence.
+      source: what the rates are and where they are from, as a part of a sentence.
       mfu: model FLOPs divided by `seconds` and by the published peak.
       tokens_per_second: tokens per second of the whole mesh; None if the batch has no tokens.
     """

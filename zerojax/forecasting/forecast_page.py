@@ -308,9 +308,19 @@ def _time(forecast: ForecastNumbers) -> list[str]:
     rows: Rows = [["", unit, ""]]
     if expected is not None:
         rows.append(row("expected", expected, expected.seconds))
+    else:
+        rows.append(["expected", "-", _why_no_time(forecast)])
     rows.append(row("at best", estimate, estimate.step_seconds))
     title = "TIME of a step; computed, not measured"
     return [title, *align_columns(rows, left=1, last_left=True)]
+
+
+def _why_no_time(forecast: ForecastNumbers) -> str:
+    if forecast.source != COMPILED:
+        return "not known: it is computed from the compiled program, and nothing was compiled"
+    if forecast.estimate.compute_seconds is None:
+        return "not known: the GPU has no published peak for this dtype"
+    return "not known: the compiled program states no work that takes time"
 
 
 def _expected(forecast: ForecastNumbers) -> list[str]:
@@ -334,8 +344,8 @@ def _expected(forecast: ForecastNumbers) -> list[str]:
         if seconds
     ]
     rows.append(["expected", f"{sum(shown):,.{digits}f}", "= their sum"])
-    title = f"EXPECTED, {unit}: the schedule replayed at rates {expected.source}"
-    lines = [title, *align_columns(rows, left=1, last_left=True)]
+    title = _wrap(f"EXPECTED, {unit}: the schedule replayed at {expected.source}")
+    lines = [*title, *align_columns(rows, left=1, last_left=True)]
     longest: Rows = [[f"{item.seconds / scale:,.{digits}f}", item.what] for item in expected.items]
     if longest:
         shown_parts = align_columns(longest, left=0, last_left=True)

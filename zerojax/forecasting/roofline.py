@@ -297,7 +297,7 @@ def memory_limit(gpu: Gpu) -> tuple[int, str]:
     """Returns the number of bytes of a GPU's memory that JAX may use, and a line of text that
     explains the number."""
     fraction, source = memory_fraction()
-    limit = int(gpu.memory_bytes * fraction)
+    limit = max(int(gpu.memory_bytes * fraction), 1)
     return limit, (
         f"JAX may use {format_bytes(limit)}: {fraction:g} of the card's "
         f"{format_bytes(gpu.memory_bytes)} ({source})"

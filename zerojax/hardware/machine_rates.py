@@ -1,4 +1,4 @@
-"""Stores the measured bandwidths of this machine's links and disks in the user's cache folder.
+"""Stores the measured rates of this machine's devices, links and disks in the user's cache folder.
 
 This module imports no JAX. If the file cannot be read or written, nothing fails; the measurement is
 only repeated.
@@ -12,9 +12,9 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zerojax.config.checks import warn_user
 from zerojax.config.regular_files import UnreadableError
@@ -49,9 +49,41 @@ class MeasuredDisk:
     date: str = ""
 
 
-def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
-    """Stores a measurement in the user's cache, in place of an earlier measurement of the same link
-    or disk.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredDevice:
+    """Measured rates of one kind of device: FLOP per second of a large product of 16-bit floats,
+    and bytes per second, read and written, of a large copy in device memory."""
+
+    device_kind: str
+    product_flops: float
+    copy_bandwidth: float
+    date: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredNode:
+    """Measured bandwidth between the devices of this machine in bytes per second and direction of
+    one device."""
+
+    device_kind: str
+    bandwidth: float
+    date: str = ""
+
+
+Measurement = MeasuredLink | MeasuredDisk | MeasuredDevice | MeasuredNode
+Rates = TypeVar("Rates", bound=Measurement)
+_PARTS = {
+    MeasuredLink: ("links", "device_kind"),
+    MeasuredDisk: ("disks", "disk"),
+    MeasuredDevice: ("devices", "device_kind"),
+    MeasuredNode: ("nodes", "device_kind"),
+}
+"""{kind of measurement: (section of the file, field that tells entries apart)}."""
+
+
+def keep_rates(rates: Measurement) -> Path | None:
+    """Stores a measurement in the user's cache, in place of an earlier measurement of the same
+    kind of device, or of the same disk.
 
     Returns:
       The path of the file; None if the cache is switched off or cannot be written.
@@ -59,8 +91,8 @@ def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
     path = _path()
     if path is None:
         return None
-    is_link = isinstance(rates, MeasuredLink)
-    part, name = ("links", rates.device_kind) if is_link else ("disks", rates.disk)
+    part, field = _PARTS[type(rates)]
+    name = getattr(rates, field)
     today = datetime.datetime.now().strftime("%Y-%m-%d")
     known = _read(path)
     machine = known.get(platform.node())
@@ -77,9 +109,16 @@ def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
     return path
 
 
-def measured_links() -> list[MeasuredLink]:
-    """Returns all stored bandwidths between this machine's devices and host memory."""
-    return [MeasuredLink(**entry) for entry in _entries("links", MeasuredLink)]
+def kept_rates(*kinds: type[Rates]) -> list[Rates]:
+    """Returns all stored measurements of some kinds, such as `MeasuredLink`, of this machine."""
+    path = _path()
+    machine = {} if path is None else _read(path).get(platform.node(), {})
+    found = []
+    for kind in kinds:
+        part = _PARTS[kind][0]
+        entries = machine.get(part, {}) if isinstance(machine, Mapping) else {}
+        found += [kind(**fields) for fields in _whole_entries(part, entries, kind)]
+    return found
 
 
 def measured_disk(folder: str | os.PathLike[str]) -> MeasuredDisk | None:
@@ -89,8 +128,7 @@ def measured_disk(folder: str | os.PathLike[str]) -> MeasuredDisk | None:
     The folder need not exist yet.
     """
     name = disk_name(folder)
-    found = [MeasuredDisk(**entry) for entry in _entries("disks", MeasuredDisk)]
-    return next((disk for disk in found if disk.disk == name), None)
+    return next((disk for disk in kept_rates(MeasuredDisk) if disk.disk == name), None)
 
 
 def disk_name(folder: str | os.PathLike[str]) -> str:
@@ -111,19 +149,13 @@ def disk_name(folder: str | os.PathLike[str]) -> str:
     return device
 
 
-def _entries(part: str, kind: type) -> list[dict[str, Any]]:
-    """Returns the stored entries in section `part` that have the fields of `kind`."""
-    path = _path()
-    if path is None:
-        return []
-    machine = _read(path).get(platform.node(), {})
-    entries = machine.get(part, {}) if isinstance(machine, Mapping) else {}
-    found = []
+def _whole_entries(part: str, entries: Any, kind: type) -> Iterator[dict[str, Any]]:
+    """Yields the undamaged entries in section `part` that have the fields of `kind`."""
     for name, entry in entries.items() if isinstance(entries, Mapping) else ():
         if isinstance(entry, Mapping) and entry.get("digest") == _digest(part, name, entry):
             fields = {key: value for key, value in entry.items() if key != "digest"}
-            found += [fields] if _has_form(fields, kind) else []
-    return found
+            if _has_form(fields, kind):
+                yield fields
 
 
 def _digest(part: str, name: str, entry: Mapping[str, Any]) -> str:

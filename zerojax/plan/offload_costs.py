@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from zerojax.checkpoint.store.sweep import FEWEST_BUFFERS
 from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.hardware.gpus import Gpu, gpu_of_device
-from zerojax.hardware.machine_rates import measured_disk, measured_links
+from zerojax.hardware.gpus.achieved import rates_here
+from zerojax.hardware.machine_rates import MeasuredLink, measured_disk
 from zerojax.plan.counts import (
     ACTIVATIONS,
     GRADIENTS,
@@ -300,7 +301,7 @@ def rates_of(gpu: Gpu, folder: str | None = None) -> TierRates:
 
     Args:
       gpu: specification of the GPU. A measurement on this machine counts only if it is of the same
-        GPU.
+        GPU, and if the rate of the link is not stated for this plan.
       folder: folder of the files; None: the working folder, in which run folders are created.
     """
     disk = measured_disk(folder or ".")
@@ -315,16 +316,15 @@ def rates_of(gpu: Gpu, folder: str | None = None) -> TierRates:
         if gpu.disk_bandwidth is not None:
             source = f"assumed for machines with {gpu.title} ({source})"
         known = {"disk": gpu.disk_bandwidth, "disk_source": source}
-    for link in measured_links():
-        card = gpu_of_device(link.device_kind)
-        if card is not None and card.name == gpu.name:
-            return TierRates(
-                to_device=link.to_device,
-                to_host=link.to_host,
-                both=link.both,
-                link=f"measured here on {link.date}",
-                **known,
-            )
+    link = next((one for one in rates_here(gpu) if isinstance(one, MeasuredLink)), None)
+    if link is not None and "host_gb_per_s" not in gpu.stated:
+        return TierRates(
+            to_device=link.to_device,
+            to_host=link.to_host,
+            both=link.both,
+            link=f"measured here on {link.date}",
+            **known,
+        )
     each = gpu.host_bandwidth
     return TierRates(
         to_device=each,

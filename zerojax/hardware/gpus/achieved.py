@@ -2,7 +2,7 @@
 
 Two cards were measured by `benchmarks/gpu/run.sh` (`benchmarks/results/gpu_h100.md`,
 `gpu_h200.md`). For any other card the published peaks are multiplied by the shares that these two
-reached.
+reached. What `zerojax bench` measured on this machine comes first, for its own card.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.hardware.gpus.card import Gpu, Measured
+from zerojax.hardware.gpus.card import MEASURED, Gpu, Measured
+from zerojax.hardware.gpus.catalog import gpu_of_device
+from zerojax.hardware.machine_rates import (
+    MeasuredDevice,
+    MeasuredLink,
+    MeasuredNode,
+    kept_rates,
+)
 
 PRODUCT_SHARE = 0.757
 """Of the published rate of 16-bit products, a product of 8192 x 8192 x 8192: 0.778 on an H100,
@@ -47,7 +54,7 @@ class Achieved:
       host_both: bytes per second between device and host in both directions at once, summed.
       launch_seconds: seconds that each kernel takes in addition.
       attention: {keys: share of the rate of products that attention reaches}.
-      source: where the rates are from, as a part of a sentence.
+      source: what the rates are and where they are from, as a part of a sentence.
     """
 
     card: Gpu
@@ -72,29 +79,58 @@ def achieved_rates(gpu: Gpu) -> Achieved:
     """Returns the rates that a program can expect on a card.
 
     Args:
-      gpu: the card; its `measured` rates count first, then shares of the published ones.
+      gpu: the card. Rates that were measured on this machine count first, if they are of the same
+        card; then the card's `measured` rates; then shares of the published ones.
     """
-    known = gpu.measured or Measured()
-    share = PRODUCT_SHARE
-    if known.product_flops and gpu.bf16_flops:
-        share = known.product_flops / gpu.bf16_flops
+    known, source = _with_rates_here(gpu)
+    share, published = PRODUCT_SHARE, gpu.bf16_flops or gpu.fp16_flops
+    if known.product_flops and published:
+        share = known.product_flops / published
     peaks = ("bf16_flops", "fp16_flops", "fp8_flops", "fp32_flops")
     rates: dict[str, Any] = {name: (getattr(gpu, name) or 0.0) * share or None for name in peaks}
     copy = known.copy_bandwidth or gpu.memory_bandwidth * COPY_SHARE
     host = known.host_bandwidth or gpu.host_bandwidth * HOST_SHARE
     inside = known.node_bandwidth or gpu.node_bandwidth * WIRE_SHARE
     rates |= {"node_bandwidth": inside, "network_bandwidth": gpu.network_bandwidth * WIRE_SHARE}
-    whole = known.product_flops and known.copy_bandwidth
     return Achieved(
         card=dataclasses.replace(gpu, memory_bandwidth=copy, host_bandwidth=host, **rates),
         fusion_bandwidth=copy * FUSION_SHARE,
         host_both=known.host_both or 2 * host,
         launch_seconds=LAUNCH_SECONDS,
         attention=ATTENTION_SHARES,
-        source=f"measured on {gpu.title}"
-        if whole
-        else "published rates times the shares that an H100 and an H200 reached",
+        source=source,
     )
+
+
+def _with_rates_here(gpu: Gpu) -> tuple[Measured, str]:
+    """Returns measured rates of a card, those of this machine first, and what they are."""
+    known = gpu.measured or Measured()
+    source = "published rates times the shares that an H100 and an H200 reached"
+    if known.product_flops and known.copy_bandwidth:
+        source = f"rates measured on {gpu.title}"
+    found, dates = {}, {}
+    for rates in rates_here(gpu):
+        if isinstance(rates, MeasuredDevice):
+            one = {"product_flops": rates.product_flops, "copy_bandwidth": rates.copy_bandwidth}
+        elif isinstance(rates, MeasuredLink):
+            one = {"host_bandwidth": min(rates.to_device, rates.to_host), "host_both": rates.both}
+        else:
+            one = {"node_bandwidth": rates.bandwidth}
+        one = {name: rate for name, rate in one.items() if not _is_stated(gpu, name)}
+        found |= one
+        dates |= dict.fromkeys(one, rates.date)
+    kernels = dates.get("product_flops") or dates.get("copy_bandwidth")
+    if kernels:
+        source = f"rates measured on this machine on {kernels}"
+    if "node_bandwidth" in dates:
+        source += f", between its GPUs on {dates['node_bandwidth']}"
+    return dataclasses.replace(known, **found), source
+
+
+def _is_stated(gpu: Gpu, name: str) -> bool:
+    """Returns whether the user stated a rate (a field of `Measured`) or the published one."""
+    keys = next(one.published for one in MEASURED.values() if one.field == name)
+    return bool({"measured", *keys}.intersection(gpu.stated))
 
 
 def published_rates(gpu: Gpu) -> Achieved:
@@ -107,3 +143,14 @@ def published_rates(gpu: Gpu) -> Achieved:
         attention={1: 1.0, 2: 1.0},
         source="published peaks",
     )
+
+
+def rates_here(gpu: Gpu) -> list[MeasuredDevice | MeasuredLink | MeasuredNode]:
+    """Returns the rates that were measured on this machine with the same card."""
+    found = kept_rates(MeasuredDevice, MeasuredLink, MeasuredNode)
+    cards = [gpu_of_device(rates.device_kind) for rates in found]
+    return [
+        rates
+        for rates, card in zip(found, cards, strict=True)
+        if card is not None and card.name == gpu.name
+    ]

@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,7 @@ class Gpu:
       device_kinds: regular expressions for the upper-case device name that the driver reports.
       aliases: other names on the command line.
       measured: rates that programs reached on this card; None if it was not measured.
+      stated: keys whose values the user stated, which measurements on this machine do not replace.
       target: description of the GPU for the compiler; None if too little is published.
       sources: texts "KEYS: where the values of these keys are published".
       assumptions: texts "KEYS: what was assumed about these keys".
@@ -108,6 +109,7 @@ class Gpu:
     sources: tuple[str, ...]
     assumptions: tuple[str, ...]
     measured: Measured | None = None
+    stated: tuple[str, ...] = ()
 
     def peak_flops(self, dtype: str, eight_bits: float = 0.0) -> float | None:
         """Returns the FLOP per second of one GPU's matrix units; None if it has no units for
@@ -146,8 +148,12 @@ class CardError(ValueError):
         return ".".join(self.key) + ": " * bool(self.key) + self.message
 
 
-def build_card(values: Mapping[str, Any]) -> Gpu:
+def build_card(values: Mapping[str, Any], stated: Iterable[str] = ()) -> Gpu:
     """Builds a GPU card from the keys and values of its file.
+
+    Args:
+      values: keys and values.
+      stated: keys that the user stated.
 
     Raises:
       CardError: an unknown key, a missing key, or an invalid value.
@@ -163,17 +169,17 @@ def build_card(values: Mapping[str, Any]) -> Gpu:
     measured = None
     if "measured" in checked:
         try:
-            keys = dict.fromkeys(MEASURED, _number)
+            keys = dict.fromkeys(MEASURED, _rate)
             rates = _checked(checked["measured"], keys, frozenset(keys))
         except CardError as error:
             raise CardError(error.message, "measured", *error.key) from None
         known = [(MEASURED[key], value) for key, value in rates.items()]
-        measured = Measured(**{field: value * unit for (field, unit), value in known})
+        measured = Measured(**{one.field: value * one.unit for one, value in known})
 
     def scaled(key: str, unit: float) -> Any:
         return checked[key] * unit if key in checked else None
 
-    return Gpu(
+    card = Gpu(
         name=checked["name"],
         title=checked.get("title", checked["name"]),
         memory_bytes=checked["memory_bytes"],
@@ -194,7 +200,53 @@ def build_card(values: Mapping[str, Any]) -> Gpu:
         sources=grouped(checked.get("sources", {})),
         assumptions=grouped(checked.get("assumptions", {})),
         measured=measured,
+        stated=tuple(sorted(stated)),
     )
+    for key, rate in checked.get("measured", {}).items():
+        check_measured(card, key, rate)
+    return card
+
+
+def published_rate(gpu: Gpu, key: str) -> tuple[str, float] | None:
+    """Returns the key of a card that a measured rate is compared with, and its published rate in
+    the same unit; None if nothing is published.
+
+    Args:
+      gpu: the card.
+      key: key of the section `measured`.
+    """
+    for name in MEASURED[key].published:
+        rate = getattr(gpu, name.replace("tflops", "flops").replace("gb_per_s", "bandwidth"))
+        if rate:
+            return name, rate / MEASURED[key].unit
+    return None
+
+
+def check_measured(gpu: Gpu, key: str, rate: float) -> None:
+    """Checks that a measured rate is not above the published one.
+
+    Args:
+      gpu: the card.
+      key: key of the section `measured`.
+      rate: measured rate, in the unit of the key.
+
+    Raises:
+      CardError: the rate is above the published one, or nothing is published.
+    """
+    published, of = published_rate(gpu, key), MEASURED[key]
+    if published is None:
+        needed = " or ".join(of.published)
+        raise CardError(f"{gpu.name} has no published rate of it; add {needed}", "measured", key)
+    name, peak = published
+    limit = of.most * peak
+    if rate > limit * (1 + 1e-6):  # the unit of the published rate was changed twice
+        times = f"{of.most:g} x " * (of.most != 1)
+        raise CardError(
+            f"{rate:g} is above {limit:g}, which is {times}{name}; give at most {limit:g}, or "
+            f"correct {name}",
+            "measured",
+            key,
+        )
 
 
 def grouped(notes: Mapping[str, str]) -> tuple[str, ...]:
@@ -271,10 +323,21 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        hint = f"; write {value} without quotes" if _is_quoted_number(value) else ""
-        raise CardError(f"expected a number, got {value!r} ({type(value).__name__}){hint}")
-    if not (math.isfinite(value) and value > 0):
-        raise CardError(f"{value!r} is not above 0; leave the key out if the value is unknown")
+        remedy = f"write {value} without quotes" if _is_quoted_number(value) else GIVE_ONE
+        raise CardError(f"expected a number, got {value!r:.60} ({type(value).__name__}); {remedy}")
+    if not 0 < value < math.inf:
+        raise CardError(f"{value!r} is not a number above 0; {GIVE_ONE}")
+    if value > LARGEST:
+        raise CardError(f"{value!r:.30} is above {LARGEST:,}; give a smaller number")
+    return float(value)
+
+
+def _rate(value: Any) -> float:
+    if _number(value) > LARGEST_RATE:
+        raise CardError(
+            f"{value!r:.30} is above {LARGEST_RATE}: a rate is in TFLOP/s or GB/s, 10^12 FLOP or "
+            f"10^9 bytes per second; give at most {LARGEST_RATE}"
+        )
     return float(value)
 
 
@@ -284,7 +347,8 @@ def _is_quoted_number(value: Any) -> bool:
 
 def _count(value: Any) -> int:
     if _number(value) != int(value):
-        raise CardError(f"expected a whole number, got {value!r}")
+        near = f"use {max(int(value), 1)} or {int(value) + 1}"
+        raise CardError(f"expected a whole number, got {value!r}; {near}")
     return int(value)
 
 
@@ -301,6 +365,11 @@ def _version(value: Any) -> str:
     return str(value)
 
 
+GIVE_ONE = (
+    "give one, or leave the key out if the value is unknown (a key that a card needs is then read "
+    "from `base: CARD`)"
+)
+LARGEST, LARGEST_RATE = 10**18, 10**6
 CARD_KEYS: dict[str, Callable[[Any], Any]] = {
     "name": _text,
     "title": _text,
@@ -308,16 +377,16 @@ CARD_KEYS: dict[str, Callable[[Any], Any]] = {
     "device_kinds": _patterns,
     "memory_gb": _number,
     "memory_bytes": _count,
-    "bf16_tflops": _number,
-    "fp16_tflops": _number,
-    "fp8_tflops": _number,
-    "fp32_tflops": _number,
-    "memory_gb_per_s": _number,
+    "bf16_tflops": _rate,
+    "fp16_tflops": _rate,
+    "fp8_tflops": _rate,
+    "fp32_tflops": _rate,
+    "memory_gb_per_s": _rate,
     "node_devices": _count,
-    "node_gb_per_s": _number,
-    "network_gb_per_s": _number,
-    "host_gb_per_s": _number,
-    "disk_gb_per_s": _number,
+    "node_gb_per_s": _rate,
+    "network_gb_per_s": _rate,
+    "host_gb_per_s": _rate,
+    "disk_gb_per_s": _rate,
     "measured": lambda section: section,
     "compiler": lambda section: section,
     "sources": split_notes,
@@ -340,12 +409,29 @@ COMPILER_KEYS: dict[str, Callable[[Any], Any]] = {
     "runtime_version": _version,
     "dnn_version": _version,
 }
+
+
+class MeasuredKey(NamedTuple):
+    """Meaning of a key of a card's section `measured`.
+
+    Attributes:
+      field: field of `Measured`.
+      unit: value of one unit.
+      published: keys of the card with the published rate; the first that the card has counts.
+      most: largest measured rate, as a multiple of the published one.
+    """
+
+    field: str
+    unit: float
+    published: tuple[str, ...]
+    most: float
+
+
 MEASURED = {
-    "product_tflops": ("product_flops", 1e12),
-    "copy_gb_per_s": ("copy_bandwidth", 1e9),
-    "host_gb_per_s": ("host_bandwidth", 1e9),
-    "host_both_gb_per_s": ("host_both", 1e9),
-    "node_gb_per_s": ("node_bandwidth", 1e9),
+    "product_tflops": MeasuredKey("product_flops", 1e12, ("bf16_tflops", "fp16_tflops"), 1.0),
+    "copy_gb_per_s": MeasuredKey("copy_bandwidth", 1e9, ("memory_gb_per_s",), 1.05),
+    "host_gb_per_s": MeasuredKey("host_bandwidth", 1e9, ("host_gb_per_s",), 1.05),
+    "host_both_gb_per_s": MeasuredKey("host_both", 1e9, ("host_gb_per_s",), 2.1),
+    "node_gb_per_s": MeasuredKey("node_bandwidth", 1e9, ("node_gb_per_s",), 1.05),
 }
-"""{key in a card's file: (field of `Measured`, value of one unit)}."""
 COMPILER_OPTIONAL = frozenset({"memory_bytes", "nvlinks", "runtime_version", "dnn_version"})

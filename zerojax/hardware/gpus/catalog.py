@@ -6,13 +6,13 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
 from zerojax.config.loader import read_text, read_yaml, user_path
 from zerojax.config.regular_files import UnreadableError
-from zerojax.hardware.gpus.card import CardError, Gpu, build_card, split_notes
+from zerojax.hardware.gpus.card import MEASURED, CardError, Gpu, build_card, split_notes
 
 
 def gpu_names() -> list[str]:
@@ -77,9 +77,9 @@ def named_gpu(name: str) -> Gpu | None:
 @functools.cache
 def _aliases() -> dict[str, str]:
     return {
-        _spelled(spelling): gpu.name
-        for gpu in _cards().values()
-        for spelling in (gpu.name, *gpu.aliases)
+        _spelled(spelling): name
+        for name, values in _own_values().items()
+        for spelling in (name, *values.get("aliases", ()))
     }
 
 
@@ -97,15 +97,33 @@ def _own_values() -> Mapping[str, dict[str, Any]]:
     return {values["name"]: values for values in loaded}
 
 
-def _changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Gpu:
-    """Builds a card with other values of some keys."""
-    sources = split_notes(values.get("sources", {}))
-    assumptions = split_notes(values.get("assumptions", {}))
-    notes = {
-        "sources": {key: text for key, text in sources.items() if key not in changes},
-        "assumptions": {**assumptions, **dict.fromkeys(changes, "as given")},
+def _changed(
+    values: Mapping[str, Any], changes: Mapping[str, Any], stated: Iterable[str] = ()
+) -> Gpu:
+    """Builds a card with other values of some keys. What was measured at the former value of such a
+    key is left out.
+
+    Args:
+      stated: other keys that the user stated.
+    """
+    kept, replaced = {**values, **changes}, {*changes}
+    if isinstance(kept.get("measured"), Mapping) and "measured" not in changes:
+        kept["measured"] = {
+            key: rate
+            for key, rate in kept["measured"].items()
+            if key not in MEASURED or not replaced.intersection(MEASURED[key].published)
+        }
+        if not kept["measured"]:
+            del kept["measured"]
+            replaced.add("measured")
+    sources = split_notes(kept.get("sources", {}))
+    assumptions = split_notes(kept.get("assumptions", {}))
+    kept["sources"] = {key: text for key, text in sources.items() if key not in replaced}
+    kept["assumptions"] = {
+        **{key: text for key, text in assumptions.items() if key not in replaced},
+        **dict.fromkeys(changes.keys() - {"sources", "assumptions"}, "as given"),
     }
-    return build_card({**values, **changes, **notes})
+    return build_card(kept, {*changes, *stated})
 
 
 def _read_card(path: str, changes: Mapping[str, Any]) -> Gpu:
@@ -119,10 +137,12 @@ def _read_card(path: str, changes: Mapping[str, Any]) -> Gpu:
     values, where = _load(text, path)
     try:
         whole = _with_base(values)
-        return _changed(whole, changes) if changes else build_card(whole)
+        return _changed(whole, changes, values) if changes else build_card(whole, values)
     except CardError as error:
         keys = [error.key[:length] for length in range(len(error.key), 0, -1)]
         place = next((where[key] for key in keys if key in where), path)
+        if error.key and error.key[0] in changes:  # the file is right
+            raise
         raise ValueError(f"{error} ({place})") from None
 
 
@@ -141,9 +161,9 @@ def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
     if "base" not in values:
         return own
     known = _own_values()
-    base = known.get(str(values["base"]))
+    base = known.get(_aliases().get(_spelled(str(values["base"])), ""))
     if base is None:
-        nearest = difflib.get_close_matches(str(values["base"]), known, 1)
+        nearest = difflib.get_close_matches(_spelled(str(values["base"])), known, 1)
         hint = f"did you mean '{nearest[0]}'? " if nearest else ""
         message = f"{values['base']!r} is not a known card; {hint}The cards are {', '.join(known)}"
         raise CardError(message, "base")
