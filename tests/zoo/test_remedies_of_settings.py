@@ -163,15 +163,6 @@ def continued(*prompts: Any, numbers: Any = None) -> Any:
     return continue_rows(SMALL, rows, 2, Sampling(), row_numbers=numbers)
 
 
-@functools.cache
-def t5() -> zoo.T5:
-    return zoo.T5(zoo.T5Config(**T5), rngs=nnx.Rngs(0))
-
-
-def to_target(kind: str = "T5", **options: Any) -> Any:
-    return generate_from_source(t5() if kind == "T5" else SMALL, TOKENS, 1, **options)
-
-
 def written_on(prompt: str) -> str:
     model = abstract("GPT2", **LETTERS)
     letters = zerojax.data.ByteTokenizer()
@@ -207,8 +198,8 @@ continued([1], []) | 2 | one | continued([1], [1])
 continued([1], numbers=[0, 1]) | 1 2 | 1 integers | continued([1], numbers=[0])
 continued([1], numbers=[MAX_SIZE + 1]) | 2147483648 | 2147483647
   | continued([1], numbers=[MAX_SIZE])
-to_target("GPT2") | GPT2 | "generate(model, prompts, ...)" | zoo.generate(SMALL, TOKENS, 2)
-to_target(end_token=64) | end_token=64 64 | 1 | to_target(end_token=$)
+generate_from_source(SMALL, TOKENS, 2) | GPT2 | "generate(model, prompts, ...)"
+  | zoo.generate(SMALL, TOKENS, 2)
 written_on("a\\ud800") | surrogate 1 | remove | written_on("a")
 coded("int4") | 'int4' | 'int8' 'fp8' None | coded($)
 coded("int8", moe=EXPERTS) | 'int8' 4 | leave | coded(None, moe=EXPERTS)
@@ -218,7 +209,7 @@ of_bert(True, PACKED) | batch['segments'] | zerojax.data.as_masked_source | of_b
 """,
     (ValueError, TypeError),
 )
-NAMES |= {"MAX_SIZE": MAX_SIZE, "T5": T5, "zoo": zoo}
+NAMES |= {"MAX_SIZE": MAX_SIZE, "generate_from_source": generate_from_source}
 
 
 @pytest.mark.parametrize("row", GENERATED)
@@ -226,6 +217,13 @@ def test_generation(row, monkeypatch):
     """Nothing is drawn: programs are not run."""
     monkeypatch.setattr("zerojax.zoo.generation._continue", without_drawing)
     GENERATED[row].check(take)
+
+
+@pytest.mark.thorough
+def test_an_end_of_targets():
+    model = zoo.T5(zoo.T5Config(**T5), rngs=nnx.Rngs(0))
+    end = lambda token: generate_from_source(model, TOKENS, 1, end_token=token)  # noqa: E731
+    Refusal(64, "end_token=64 64", "1", [1]).check(end)
 
 
 # --- what is written ------------------------------------------------------------------------------
