@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -390,3 +391,123 @@ line({"stage": 16}) | 16 8 | 16 divides | line(make_abstract_mesh({"data": 8}))
 @pytest.mark.parametrize("row", CALLS)
 def test_losses_and_meshes(row):
     CALLS[row].check(take)
+
+
+# --- rows that grow, and pieces of pipelines ------------------------------------------------------
+
+SHORT = zerojax.CurriculumConfig(type="seqlen", total_steps=9, min_length=4, length_step=4)
+LONG = zerojax.CurriculumConfig(type="seqlen", total_steps=99, min_length=1, length_step=1)
+
+
+class Causal(nnx.Module):
+    """A language model of one product, with state of one kind or another."""
+
+    def __init__(self, rngs: nnx.Rngs, way: str = "") -> None:
+        self.way, self.embed = way, nnx.Embed(64, 8, rngs=rngs)
+        self.count = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        if self.way == "state":
+            self.count[...] += jnp.mean(tokens.astype(jnp.float32))
+        return self.embed.attend(self.embed(tokens))
+
+
+def growing(
+    curriculum: Any = SHORT, batch: Any = None, loss: Any = None, way: str = "", keys: Any = ()
+) -> zerojax.Plan:
+    """Plans every length of a curriculum over 24 tokens."""
+    tokens = np.ones((8, 24), np.int32)
+    given = dict.fromkeys(("tokens", "targets"), tokens) | (batch or {})
+    inputs = PlanInputs(
+        model=Causal(nnx.Rngs(0), way),
+        loss=zerojax.losses.next_token_of_call if loss is None else loss,
+        example_batch=given if not isinstance(batch, tuple) else tuple(given.values()),
+        curriculum=dataclasses.replace(curriculum, keys=keys),
+        optimizer=zerojax.adamw(1e-3),
+    )
+    return with_rungs(plan_of(inputs, {}))
+
+
+def own_loss(model: Any, batch: Any) -> Any:
+    return zerojax.losses.next_token(model(batch["tokens"]), batch["targets"])
+
+
+def own_mean(model: Any, batch: Any) -> Any:
+    total, weight = own_loss(model, batch)
+    return total / weight
+
+
+def weighed(model: Any, batch: Any) -> Any:
+    return zerojax.losses.next_token(model(batch["tokens"]), batch["targets"], batch["weights"])
+
+
+ONES = np.ones((8, 24), np.float32)
+KEYS = ("tokens", "targets")
+PACKED = {"segments": np.zeros((8, 24), int)}
+GROWING = table(
+    """
+growing(batch=PACKED, loss=own_loss, keys=KEYS) | batch['segments'] | leave
+  | growing(loss=own_loss, keys=KEYS) ; growing(zerojax.CurriculumConfig(), PACKED, own_loss)
+growing(loss=own_loss) | next-token | curriculum.keys=[...] | growing(loss=own_loss, keys=KEYS)
+growing(batch={"more": ONES}) | 'more' | curriculum.keys=[...]
+  | growing(batch={"more": ONES}, keys=(*KEYS, "more"))
+growing(keys=("tokens", "target")) | 'target' | 'targets' | growing(keys=("tokens", "targets"))
+growing(batch={"more": ONES[:, :6]}, keys=(*KEYS, "more")) | 6 24 | one
+  | growing(batch={"more": ONES}, keys=(*KEYS, "more"))
+growing(LONG, loss=own_loss, keys=KEYS) | 'weights' | length_step add
+  | growing(SHORT, loss=own_loss, keys=KEYS) ;
+    growing(LONG, batch={"weights": ONES}, loss=weighed, keys=(*KEYS, "weights"))
+growing(LONG, batch={"weights": ONES}, loss=own_mean, keys=(*KEYS, "weights")) | mean | length_step
+  | growing(SHORT, batch={"weights": ONES}, loss=own_mean, keys=(*KEYS, "weights"))
+growing(LONG, way="state") | count | length_step | growing(SHORT, way="state")
+"""
+)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("row", GROWING)
+def test_rows_that_grow(row):
+    GROWING[row].check(take)
+
+
+class Empty(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.seen = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+def test_models_without_parameters():
+    plan = lambda model: zerojax.make_plan(model, {}, example_batch=BATCH, loss=mean)  # noqa: E731
+    Refusal(Empty, "no", "nnx.Param", [Plain]).check(plan)
+
+
+def test_codes_of_functions():
+    """Weights of a pair of functions cannot be decoded where they are used."""
+    kernel = jnp.ones((64, 64))
+    pair = (lambda key: {"out": {"kernel": kernel}}, lambda p, x: x @ p["out"]["kernel"])
+    batch = {"x": np.ones((8, 64), np.float32)}
+
+    def plan(given: tuple[Any, str]) -> None:
+        model, codes = given
+        coded = codes in ("nf4", "int8")
+        precision = zerojax.Precision(
+            freeze_codes=codes if coded else None, freeze_dtype=None if coded else jnp.bfloat16
+        )
+        options = {"example_batch": batch, "loss": mean, "freeze": "out/kernel"}
+        zerojax.make_plan(model, {}, precision=precision, **options)
+
+    class Wide(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.out = nnx.Linear(64, 64, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.out(x)
+
+    with_scale = (
+        lambda key: {**pair[0](key), "scale": jnp.ones(())},
+        lambda p, x: pair[1](p, x) * p["scale"],
+    )
+    good = [(Wide, "nf4"), (with_scale, "bf16")]
+    Refusal((with_scale, "nf4"), "nf4 init apply", "nnx linen bf16", good).check(plan)

@@ -23,6 +23,7 @@ DROP = "layer_drop.theta=0.5"
 RAMP = "batch_ramp.start=8 batch_ramp.increment=8 batch_ramp.ramp_rows=64"
 SHORT = "curriculum.type=seqlen curriculum.total_steps=9"
 MIXED = "model.name=llama moe.num_experts=4 moe.expert_dim=16"
+FILES = "mesh.offload.params=nvme opt_state=nvme mesh.offload.folder=files zero=3"
 CODES = "freeze=[attention] freeze_dtype=nf4"
 BLOCKS = "model.attention_layout.mode=fixed model.attention_layout.block=8"
 BLOCKS += " model.attention_layout.num_local_blocks=2"
@@ -98,6 +99,25 @@ zero=3 wire.weights=delta_int8 | zero=3 wire.weights=delta_int8 | zero=1 2 wire.
   | zero=1 wire.weights=delta_int8 ; zero=3 wire.weights=int8
 zero=2 wire.weights=delta_int8 stage=2 | stage=2 | leave | zero=2 wire.weights=delta_int8 ; stage=2
 'roll_remat={{blocks: full}}' | blocks | leave | roll_remat=auto
+num_microbatches=8 | global_batch_size=32 num_microbatches=8
+  | num_microbatches=4 global_batch_size=64 | num_microbatches=4 ;
+    num_microbatches=8 global_batch_size=64
+global_batch_size=36 | global_batch_size=36 8 | global_batch_size=40 | global_batch_size=40
+zero=3 wire.secondary=true node=8 | wire.secondary | wire.secondary=false mesh.node
+  | zero=3 wire.secondary=false node=8 ; zero=3 wire.secondary=true node=4
+{FILES} mesh.model=2 | model=2 | model=1 host | {FILES} mesh.model=1 ;
+    {FILES.replace("nvme", "host")} mesh.model=2
+{FILES} optimizer.ema_decay=0.9 | nvme | host | {FILES} ; {FILES.replace("nvme", "host")}
+    optimizer.ema_decay=0.9
+zero=3 mesh.offload.tile_bytes=1000 stage=2 | tile_bytes=1000 stage=2 | stage=1 leave
+  | zero=3 mesh.offload.tile_bytes=1000 stage=1 ; zero=3 stage=2
+zero=1 mesh.offload.tile_bytes=1000 | tile_bytes=1000 zero=1 | zero=3 leave
+  | zero=3 mesh.offload.tile_bytes=1000 ; zero=1
+optimizer.warmup_tokens=1000000 | warmup_tokens 1000000 | lower longer
+  | optimizer.warmup_tokens=1000 ; optimizer.warmup_tokens=1000000 steps=1000
+{MIXED} expert=2 'mesh.rules=[[experts/up, [model, null, null]]]' mesh.model=2
+  | experts/up expert | null expert=1
+  | {MIXED} expert=2 'mesh.rules=[[experts/up, [null, null, model]]]' mesh.model=2
 roll_remat=full | roll_remat=full | model.remat roll_remat=auto | model.remat=full roll_remat=auto
 mesh.offload.activations=host stage=2 | activations=host stage=2 | stage=1 device
   | mesh.offload.activations=host stage=1 ; mesh.offload.activations=device stage=2
