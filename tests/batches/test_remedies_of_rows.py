@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from zerojax.data import (
     preparation,
     shard_batch,
 )
+from zerojax.data.batch_sharding import _check_same_ids
 from zerojax.data.best_fit import best_fit_decreasing
 from zerojax.data.dataset_source import DatasetSource, as_dataset_source
 from zerojax.data.feed import REGROUPED
@@ -37,6 +39,7 @@ from zerojax.data.packing import boundary_of
 from zerojax.data.ramped_feed import RampedFeed
 from zerojax.data.record_files import read_records, saved_files
 from zerojax.data.row_lengths import shorten
+from zerojax.data.subwords import HuggingFaceTokenizer
 from zerojax.data.text_set import TextSet, check_targets, open_text_set, verify_text_set
 from zerojax.data.tokenizer import as_tokenizer, load_tokenizer
 from zerojax.data.tokens import check_unused
@@ -397,6 +400,47 @@ def test_numbers_that_a_dtype_cannot_hold():
     tokens = np.zeros((8, 4), np.int64)
     place = lambda tokens: shard_batch(plan, {"tokens": tokens, "targets": tokens})  # noqa: E731
     Refusal(tokens + 2**40, [2**40, "int32", 2**31 - 1], "check", [tokens]).check(place)
+
+
+def test_numbers_that_only_integers_hold():
+    """Whole numbers of floats that the dtype of the plan rounds."""
+    kept = np.array([[1.0, 2.0]], np.float32)
+    check = lambda given: _check_same_ids("ids", given, given.astype(np.float16))  # noqa: E731
+    value = ["batch['ids']", "2049", "2048", "float16"]
+    Refusal(kept + 2048, value, ".astype('int64')", [kept]).check(check)
+    plan = plan_of(tokens="int32", targets="int32")
+    tokens = np.full((8, 4), 2049.0).astype("int64")
+    shard_batch(plan, {"tokens": tokens, "targets": tokens})
+
+
+def test_names_of_ends_of_texts():
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, "[UNK]"))
+    backend.add_special_tokens(["<|endoftext|>"])
+    content = json.loads(backend.to_str())
+    make = lambda end: HuggingFaceTokenizer(content, end=end)  # noqa: E731
+    Refusal(3, "3", "<|endoftext|> leave", ["<|endoftext|>", None]).check(make)
+    build = lambda content: HuggingFaceTokenizer(content)  # noqa: E731
+    remedy = '"pip install --upgrade tokenizers"'
+    Refusal({"model": {"type": "New"}}, "tokenizer.json", remedy, [content]).check(build)
+
+
+def test_tables_without_the_package_that_reads_them(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a"]}), file)
+    read = lambda: [*read_records(file)]  # noqa: E731
+    with monkeypatch.context() as absent:
+        absent.setitem(sys.modules, "pyarrow", None)
+        absent.setitem(sys.modules, "pyarrow.parquet", None)
+        refused(read, ".parquet", "pyarrow .jsonl", error=ImportError)
+    assert len(read()) == 1
+    whole = file.read_bytes()
+    file.write_bytes(whole[:20])
+    refused(read, [file], "copy again")
+    file.write_bytes(whole)
+    assert len(read()) == 1
 
 
 def test_a_run_that_had_a_ramp():

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import zerojax
 from tests.cli.test_remedies_of_commands import PLAN, command, commands
 from tests.support.refusals import Refusal, refused, table
+from zerojax.checkpoint import Checkpointer
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.cli import (
     check_targets,
@@ -216,3 +218,29 @@ def test_a_search_for_an_unknown_card():
     device = lambda kind: types.SimpleNamespace(device_kind=kind)  # noqa: E731
     card = lambda name: tune_search._card(name, device("cpu"))  # noqa: E731
     Refusal(None, "'cpu'", '"--gpu h100" YAML', ["h100"]).check(card)
+
+
+def test_commands_in_several_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    search = lambda: tune_search.tune_by_search(argparse.Namespace(), None)  # noqa: E731
+    refused(search, "--search 2", '"zerojax plan --search" "zerojax tune"')
+
+
+def test_folders_that_a_command_looks_into(tmp_path, capsys):
+    for name in ("runs", "empty"):
+        (tmp_path / name).mkdir()
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        state = {"params": {"w": jnp.ones(2)}}
+        checkpointer.save(1, state, data_state={}, config={}, plan={})
+
+    def where(folder: Path) -> None:
+        assert command(f"where {folder}") == 0
+
+    good = [tmp_path / "runs"]
+    Refusal(tmp_path / "run.txt", "run.txt", "folder", good, FileNotFoundError).check(where)
+
+    def verify(folder: Path) -> None:
+        assert command(f"checkpoint verify {folder}") == 0
+
+    bad, good = tmp_path / "empty", [tmp_path / "run"]
+    Refusal(bad, [bad], "saved", good, CheckpointError).check(verify)
