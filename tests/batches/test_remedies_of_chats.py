@@ -16,6 +16,7 @@ from zerojax.cli import main
 from zerojax.data.chats import prepare_chats, template_files
 from zerojax.data.chats.chat_encoding import EncodedChat, check_asked
 from zerojax.data.chats.conversations import MAX_MESSAGES, RecordError, chat_of, check_size
+from zerojax.data.opening import open_texts
 
 __all__ = ["model"]
 
@@ -145,3 +146,18 @@ def test_a_tokenizer_of_another_model(tmp_path, model):
     refused(make, "config.json 300", "tokenizer")
     (model / "config.json").write_text('{"vocab_size": 1000}')
     make()
+
+
+def test_a_folder_of_chats_whose_tokenizer_was_changed(tmp_path, model):
+    pytest.importorskip("jinja2")
+    folder = prepared(tmp_path, model, GOOD, GOOD).folder
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole + b" ")
+        remedy = 'restore "zerojax data prepare"'
+        refused(lambda: open_texts(folder), [folder / name], remedy)
+        (folder / name).write_bytes(whole)
+        open_texts(folder)
+    (folder / name).unlink()
+    refused(lambda: open_texts(folder), [folder / name], "prepare")
+    open_texts(prepared(tmp_path, model, GOOD, GOOD).folder)

@@ -591,6 +591,17 @@ def test_tags_of_checkpoints(engine, tmp_path):
     check_words(str(caught[0].message), "load_checkpoint tag")
 
 
+def test_folders_of_tags_that_hold_other_files(engine, tmp_path):
+    engine.save_checkpoint(tmp_path, "mine")
+    file = next(path for path in tmp_path.iterdir() if path.is_dir()) / "notes.txt"
+    file.touch()
+    save = lambda tag: engine.save_checkpoint(tmp_path, tag)  # noqa: E731
+    error = zerojax.errors.CheckpointError
+    Refusal("mine", [file.parent, "notes.txt"], "another move", ["other"], error).check(save)
+    file.rename(tmp_path / "notes.txt")
+    save("mine")
+
+
 @pytest.mark.thorough
 def test_the_state_in_durable_files_stays_on_its_mesh(tmp_path):
     offload = {"device": "nvme", "nvme_path": str(tmp_path / "files")}

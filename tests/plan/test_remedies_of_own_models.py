@@ -511,3 +511,58 @@ def test_codes_of_functions():
     )
     good = [(Wide, "nf4"), (with_scale, "bf16")]
     Refusal((with_scale, "nf4"), "nf4 init apply", "nnx linen bf16", good).check(plan)
+
+
+class Piped(nnx.Module):
+    """Layers in one loop, and state that is written and read by several parts of the loss."""
+
+    def __init__(self, rngs: nnx.Rngs, way: str) -> None:
+        self.way = way
+        self.layers = nnx.Param(jnp.ones((4, 8, 8)))
+        self.first, self.last = nnx.Variable(jnp.zeros(())), nnx.Variable(jnp.zeros(()))
+        self.rows = nnx.Variable(jnp.zeros(4))
+
+    def loss(self, batch: Any) -> Any:
+        x, before = batch["x"], self.first[...]
+        if self.way in ("across", "separate"):
+            self.first[...] = before + jnp.mean(x)
+
+        def step(carry: Any, kernel: jax.Array) -> Any:
+            x, total = carry
+            x = layer(x, kernel)
+            return (x, total + jnp.mean(x)), jnp.mean(x)
+
+        (x, total), sums = lax.scan(step, (x, jnp.zeros(())), self.layers[...])
+        loss = jnp.mean(x**2)
+        if self.way == "summed":
+            self.last[...] = jnp.sum(sums)
+        elif self.way == "carried":
+            self.last[...] = total
+        elif self.way == "rows":
+            self.rows[...] = sums
+        if self.way == "across":
+            loss = loss + before
+        elif self.way == "separate":
+            loss = loss + self.last[...]
+        numbers = {"metric of rows": jnp.sum(sums), "metric of carry": total}
+        return (loss, {"mine": numbers[self.way]}) if self.way in numbers else loss
+
+
+def in_stages(way: str, stage: int = 2) -> None:
+    model = lambda rngs: Piped(rngs, way)  # noqa: E731
+    options = {"example_batch": BATCH, "num_microbatches": 2}
+    plan = zerojax.make_plan(model, {"stage": stage}, **options)
+    zerojax.build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
+
+
+PIECES = {
+    "read by another part": ("across", "first before after", "separate", ["separate"]),
+    "computed from rows": ("summed", "last 4", "rows carried", ["rows", "carried"]),
+    "a metric of rows": ("metric of rows", "mine 4", "carried", ["metric of carry"]),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("row", PIECES)
+def test_state_of_pipelines(row):
+    Refusal(*PIECES[row]).check(in_stages)

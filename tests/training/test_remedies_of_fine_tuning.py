@@ -21,6 +21,7 @@ from tests.training.test_finetune import chat_file
 from zerojax import zoo
 from zerojax.config import RunConfig, load
 from zerojax.training.fine_tuning import FineTuning, write_run
+from zerojax.training.resume_check import _check_run
 from zerojax.training.run_file import make_folder, vocab_size_of
 from zerojax.training.run_generation import check_request
 from zerojax.training.run_spec import CHECKPOINT_FOLDER
@@ -173,3 +174,14 @@ def test_runs_without_checkpoints_validation_or_averages(tmp_path, monkeypatch):
     value = [inside, CHECKPOINT_FOLDER]
     Refusal(inside, value, "run_dir omit", [inside / CHECKPOINT_FOLDER]).check(again)
     train(run_dir=str(inside), validation=[BATCH], optimizer=ema).close()
+
+
+def test_folders_that_no_run_file_made(tmp_path):
+    def check(folder: Path) -> None:
+        _check_run(folder, folder / "config.json")
+
+    bare, good = tmp_path / "bare", tmp_path / "good"
+    for folder, content in ((bare, "{}"), (good, '{"run_dir": "good"}')):
+        folder.mkdir()
+        (folder / "config.json").write_text(content)
+    Refusal(bare, [bare, "config.json"], "zerojax train", [good]).check(check)
