@@ -60,6 +60,7 @@ def test_keys_of_another_size():
     Refusal("rbg", "4 2", "jax_default_prng_impl before", ["threefry2x32"]).check(move)
 
 
+@pytest.mark.thorough
 def test_evaluations_of_split_sequences():
     plan = text({"context": 2})
     loss = lambda model, batch: jnp.mean(model(batch["tokens"]))  # noqa: E731

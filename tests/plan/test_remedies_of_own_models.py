@@ -112,6 +112,8 @@ def looping(apply: Callable[..., jax.Array], mesh: Any = None, **options: Any) -
 
 ACTIVATIONS = {"offload": {"activations": "host"}}
 DROP = {"layer_drop": zerojax.LayerDropConfig(theta=0.5)}
+GROUP = zerojax.config.PruningGroup(pattern="layers", dense_ratio=0.5)
+PRUNED = zerojax.config.PruningConfig(groups=(GROUP,))
 LOOPS = table(
     """
 looping(unlooped, ACTIVATIONS) | activations=host | jax.lax.scan activations=device
@@ -131,6 +133,8 @@ looping(counted, **DROP) | 4 int32[] | floating-point leave
   | looping(functools.partial(counted, kind=float), **DROP) ; looping(counted)
 looping(looped, **DROP, optimizer=ONE_BIT) | layer_drop.theta 1-bit | adamw
   | looping(looped, **DROP, optimizer=zerojax.adamw(1e-3))
+looping(looped, pruning=PRUNED, optimizer=ONE_BIT) | pruning 1-bit | adamw
+  | looping(looped, pruning=PRUNED, optimizer=zerojax.adamw(1e-3))
 looping(unlooped, {"unroll": True}) | unroll=True | unroll=False
   | looping(unlooped, {"unroll": False})
 looping(printing, {"stage": 2}) | debug_print | remove stage=1
@@ -220,7 +224,7 @@ experts(kernels("plain"), deterministic="mesh") | expert=2 deterministic='mesh' 
 )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", EXPERTS)
 def test_experts(row):
     EXPERTS[row].check(take)
@@ -413,7 +417,12 @@ class Causal(nnx.Module):
 
 
 def growing(
-    curriculum: Any = SHORT, batch: Any = None, loss: Any = None, way: str = "", keys: Any = ()
+    curriculum: Any = SHORT,
+    batch: Any = None,
+    loss: Any = None,
+    way: str = "",
+    keys: Any = (),
+    optimizer: Any = None,
 ) -> zerojax.Plan:
     """Plans every length of a curriculum over 24 tokens."""
     tokens = np.ones((8, 24), np.int32)
@@ -423,13 +432,17 @@ def growing(
         loss=zerojax.losses.next_token_of_call if loss is None else loss,
         example_batch=given if not isinstance(batch, tuple) else tuple(given.values()),
         curriculum=dataclasses.replace(curriculum, keys=keys),
-        optimizer=zerojax.adamw(1e-3),
+        optimizer=optimizer or zerojax.adamw(1e-3),
     )
     return with_rungs(plan_of(inputs, {}))
 
 
 def own_loss(model: Any, batch: Any) -> Any:
     return zerojax.losses.next_token(model(batch["tokens"]), batch["targets"])
+
+
+def of_pair(model: Any, batch: Any) -> Any:
+    return zerojax.losses.next_token(model(batch[0]), batch[1])
 
 
 def own_mean(model: Any, batch: Any) -> Any:
@@ -459,6 +472,11 @@ growing(LONG, loss=own_loss, keys=KEYS) | 'weights' | length_step add
     growing(LONG, batch={"weights": ONES}, loss=weighed, keys=(*KEYS, "weights"))
 growing(LONG, batch={"weights": ONES}, loss=own_mean, keys=(*KEYS, "weights")) | mean | length_step
   | growing(SHORT, batch={"weights": ONES}, loss=own_mean, keys=(*KEYS, "weights"))
+growing(batch=(), loss=of_pair) | tuple | dict curriculum.keys=[...]
+  | growing(loss=own_loss, keys=KEYS)
+growing(optimizer=ONE_BIT) | 1-bit | adamw leave
+  | growing(optimizer=zerojax.adamw(1e-3)) ;
+    growing(zerojax.CurriculumConfig(), optimizer=ONE_BIT)
 growing(LONG, way="state") | count | length_step | growing(SHORT, way="state")
 """
 )

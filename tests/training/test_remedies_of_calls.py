@@ -39,6 +39,13 @@ def train(**options: Any) -> None:
 take = lambda options: train(**options)  # noqa: E731
 
 
+class Nothing:
+    """Batches that can be read again and again, and are none."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
 @pytest.mark.thorough
 def test_batches_of_a_run():
     both, rows = {"data": "book.txt"}, {"global_batch_size": 16}
@@ -48,6 +55,8 @@ def test_batches_of_a_run():
     remedy = "leave 16 zerojax.data.DatasetSource"
     Refusal(rows, "global_batch_size=16 8", remedy, good).check(take)
     Refusal({"batches": iter(())}, "empty", "one", [{}]).check(take)
+    good = [{"validation": None}, {"validation": [BATCH]}]
+    Refusal({"validation": Nothing()}, "validation", "one None", good).check(take)
 
 
 @pytest.mark.thorough

@@ -130,6 +130,10 @@ adapted("experts", moe=EXPERTS) | 'experts' | targets=('attention/',)
   | adapted("attention/", moe=EXPERTS)
 adapted("attention/", matmul_dtype="fake_int8") | 'fake_int8' | matmul_dtype=None no
   | adapted("attention/", matmul_dtype=None) ; llama(matmul_dtype="fake_int8")
+run(adapted("mlp", mlp_chunk=1), "__call__", TOKENS) | mlp_chunk=1
+  | mlp_chunk=None targets=('attention/',)
+  | run(adapted("mlp", mlp_chunk=None), "__call__", TOKENS) ;
+    run(adapted("attention/", mlp_chunk=1), "__call__", TOKENS)
 mixture(expert_dim=None) | expert_dim=None | both | mixture(expert_dim=8)
 mixture(True, products="loop") | 'loop' | products='batched' | mixture(True, products='batched')
 staged(True) | Linear | attribute | staged(False)
@@ -262,6 +266,8 @@ described(of_family("qwen3", clip_qkv=8.0)) | clip_qkv=8.0 None | DecoderConfig.
 described(gpt2(**SCHEDULE)).check_width("int8", 3) | int8 3 9 | 9 without
   | described(gpt2(**SCHEDULE)).check_width("int8", 9) ;
     described(gpt2(**SCHEDULE)).check_width(None, 3)
+described(llama(moe=dataclasses.replace(EXPERTS, bias_rate=0.01))) | moe.bias_rate=0.01
+  | zerojax.load_run names | described(llama(moe=EXPERTS))
 codes("int3") | 'int3' | int8 int4 | codes("$")
 codes("int8", "BertModel") | BertModel | without | describe_model(as_model(bert()))
 """
@@ -301,6 +307,16 @@ def test_folders_of_other_kinds(tmp_path):
         absent(lambda folder=folder: from_hugging_face(folder), [folder], remedy)
     assert (Path(__file__).parents[2] / "examples/conversion/gguf_to_hugging_face.py").is_file()
     absent(lambda: from_hugging_face(tmp_path), [tmp_path], [good.name])
+
+
+def test_an_index_that_leaves_its_folder(tmp_path):
+    folder = write_folder(tmp_path / "model", "llama_tied", shards=2)
+    path = folder / "model.safetensors.index.json"
+    whole = path.read_text()
+    path.write_text(whole.replace("model-00001", "../model-00001"))
+    refused(lambda: from_hugging_face(folder), [path, "../model-00001-of-00002"], "fetch")
+    path.write_text(whole)
+    from_hugging_face(folder)
 
 
 def test_configs_of_other_models(tmp_path):
