@@ -22,13 +22,19 @@ from flax import nnx
 import zerojax
 from tests.support.refusals import Refusal, check_words, refused, stands_in, table
 from zerojax import deepspeed_config as deepspeed
+from zerojax import zoo
 from zerojax.config import ConfigError, LogConfig, OptimizerConfig
 from zerojax.config.recognition import is_deepspeed
 from zerojax.deepspeed_config import CallerValues
+from zerojax.deepspeed_config.attention_keys import with_layout
+from zerojax.deepspeed_config.compression_keys import check_rounding
+from zerojax.deepspeed_config.ds_config import MAX_DIGITS, MAX_NODES
+from zerojax.deepspeed_config.expert_keys import check_router
 from zerojax.deepspeed_config.key_schema import AbsentFeature, Key, paths
 from zerojax.deepspeed_config.keys_table import TABLE
 from zerojax.deepspeed_config.optimizer_keys import OPTIMIZERS
 from zerojax.deepspeed_engine.engine_absent import ABSENT
+from zerojax.models.adapt import as_loss, as_model
 from zerojax.tracing.trees import match_names
 
 
@@ -132,6 +138,9 @@ Z, ELASTIC, ADAM = "zero_optimization", "elasticity.enabled=true", "optimizer.ty
 MASTERS = "bf16.enabled=true bf16.bf16_master_weights_and_grads=true"
 AUTOCAST = "torch_autocast.enabled=true torch_autocast.dtype="
 OFFLOAD = f"{Z}.offload_optimizer.device=cpu"
+CYCLE = (
+    "scheduler.type=OneCycle scheduler.params.cycle_min_lr=1e-3 scheduler.params.cycle_max_lr=1e-2"
+)
 SPECS = "tensor_parallel.partition_config.layer_specs"
 
 FILES = table(
@@ -193,6 +202,12 @@ train_batch_size=12345678901234567890x | train_batch_size 12345678901234567890x 
   | {Z}.stage=1 {Z}.reduce_bucket_size=$
 hybrid_engine.enabled=false hybrid_engine.max_out_token=3 | max_out_token | max_out_tokens
   | hybrid_engine.enabled=false hybrid_engine.$=3
+optimizer.type=Muon optimizer.params.lr=0.01 {CYCLE} | betas | cycle_momentum false
+  | optimizer.type=Muon optimizer.params.lr=0.01 {CYCLE} scheduler.params.cycle_momentum=false
+optimizer.params.lr=1e-3 scheduler.type=WarmupLR optimizer.type=Adam
+    'scheduler.params.warmup_max_lr=[1, 2]'
+  | "[1, 2]" | one groups | optimizer.params.lr=1e-3 optimizer.type=Adam scheduler.type=WarmupLR
+    scheduler.params.warmup_max_lr=0.1
 scheduler.params.warmup_num_steps=3 | scheduler.params | scheduler.type
   | $=WarmupLR scheduler.params.warmup_num_steps=3
 """,
@@ -334,8 +349,20 @@ def test_what_is_no_file(tmp_path):
             '{"train_batch_size": 8}',
         ),
         ('{"a": ' * 500 + "1" + "}" * 500, "64", "fewer", '{"train_batch_size": 8}'),
+        (
+            f'{{"train_batch_size": {"8" * 5000}}}',
+            "5,000",
+            str(MAX_DIGITS),
+            '{"train_batch_size": 8}',
+        ),
+        (
+            f'{{"a": [{", ".join("1" * MAX_NODES)}]}}',
+            f"{MAX_NODES:,}",
+            "remove",
+            '{"train_batch_size": 8}',
+        ),
     ],
-    ids=["list", "nan", "twice", "deep"],
+    ids=["list", "nan", "twice", "deep", "digits", "many"],
 )
 def test_text_of_a_file(text, value, remedy, good, tmp_path):
     path = tmp_path / "ds_config.json"
@@ -363,6 +390,96 @@ def test_keys_of_a_mesh_and_of_a_file():
     del given["zero"]
     assert is_deepspeed(given)
     translated({**given, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}})
+
+
+# --- sections that describe the model -------------------------------------------------------------
+
+SIZES_OF_A_MODEL = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "embed_dim": 16}
+
+
+def built(given: tuple[str, dict[str, Any]]) -> None:
+    """A file with these words, and a reference model with these settings."""
+    words, options = given
+    says = translated(file(f"train_batch_size=16 {words}"))
+    config = zoo.LlamaConfig(**SIZES_OF_A_MODEL, max_seq_len=16, **options)
+    model = as_model(lambda rngs: zoo.Llama(config, rngs=rngs))
+    tokens = np.zeros((16, 8), np.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    check_router(model, says.router)
+    init_of = functools.partial(model.init, jax.random.key(0), batch)
+    jax.eval_shape(lambda: jax.tree.leaves(init_of(as_loss(None, model))))
+    check_rounding(model, says.rounding)
+    with_layout(model, None, says.attention_layout)
+
+
+ROUTED = "expert_parallel.enabled=true expert_parallel.autoep_size=1 expert_parallel.top_k="
+MOE = zerojax.config.MoEConfig(num_experts=4, experts_per_token=2, expert_dim=8)
+SPARSE = "sparse_attention.mode=fixed sparse_attention.block=16"
+FIXED = zerojax.config.FixedLayout(block=16)
+GROUPS = "compression_training.weight_quantization"
+ROUNDED = (
+    f"{GROUPS}.shared_parameters.enabled=true {GROUPS}.different_groups.g.params.start_bits=10"
+    f" {GROUPS}.different_groups.g.params.target_bits=8"
+    f" {GROUPS}.different_groups.g.params.quantization_period=2"
+    f" {GROUPS}.different_groups.g.modules="
+)
+LAYERS = f"""{ROUNDED}'["blocks/"]'"""
+INT8 = {
+    "matmul_dtype": "fake_int8",
+    "bit_schedule": zerojax.config.BitScheduleConfig(start_bits=10, period=2),
+}
+DESCRIBED = {
+    "a router of another model": Refusal(
+        (f"{ROUTED}4", {"moe": MOE}),
+        "4 moe.experts_per_token=2",
+        "remove build",
+        [("", {"moe": MOE}), (f"{ROUTED}2", {"moe": MOE})],
+    ),
+    "rounding of another model": Refusal(
+        (LAYERS, {}),
+        "matmul_dtype=fake_int8 matmul_dtype=None",
+        "zerojax.zoo remove",
+        [(LAYERS, INT8), ("", {})],
+    ),
+    "rounding of other kernels": Refusal(
+        (f"""{ROUNDED}'["mlp"]'""", INT8), "mlp", "['blocks/']", [(LAYERS, INT8)]
+    ),
+    "another layout": Refusal(
+        (SPARSE, {}),
+        "fixed attention_layout=None",
+        "zerojax.config.FixedLayout remove",
+        [(SPARSE, {"attention_layout": FIXED}), ("", {})],
+    ),
+}
+
+
+@pytest.mark.parametrize("row", DESCRIBED)
+def test_sections_that_describe_the_model(row):
+    DESCRIBED[row].check(built)
+
+
+def test_a_router_of_a_model_without_one():
+    check = lambda says: check_router(as_model(Line), says)  # noqa: E731
+    Refusal({"top_k": 2}, "2 zerojax.config.MoEConfig", "remove", [{}], ConfigError).check(check)
+
+
+def test_a_layout_of_attention_that_nothing_calls():
+    layout = translated(file(f"train_batch_size=16 {SPARSE}")).attention_layout
+
+    def plan(given: tuple[bool, Any]) -> None:
+        calls, layout = given
+
+        def loss(model: Any, batch: Any) -> jax.Array:
+            x = model(batch["x"])
+            heads = x[:, :, None, None] * jnp.ones((1, 1, 2, 4))
+            return jnp.mean(zerojax.attention(heads, heads, heads) if calls else x)
+
+        own = with_layout(as_model(Line), loss, layout)
+        batch = {"x": np.ones((16, 8), np.float32)}
+        zerojax.make_plan(Line, {}, example_batch=batch, loss=own)
+
+    good = [(True, layout), (False, None)]
+    Refusal((False, layout), "fixed", "zerojax.attention remove", good).check(plan)
 
 
 # --- the engine -----------------------------------------------------------------------------------
@@ -472,6 +589,17 @@ def test_tags_of_checkpoints(engine, tmp_path):
     with pytest.warns(RuntimeWarning, match="latest") as caught:
         assert load() == (None, {})
     check_words(str(caught[0].message), "load_checkpoint tag")
+
+
+def test_folders_of_tags_that_hold_other_files(engine, tmp_path):
+    engine.save_checkpoint(tmp_path, "mine")
+    file = next(path for path in tmp_path.iterdir() if path.is_dir()) / "notes.txt"
+    file.touch()
+    save = lambda tag: engine.save_checkpoint(tmp_path, tag)  # noqa: E731
+    error = zerojax.errors.CheckpointError
+    Refusal("mine", [file.parent, "notes.txt"], "another move", ["other"], error).check(save)
+    file.rename(tmp_path / "notes.txt")
+    save("mine")
 
 
 @pytest.mark.thorough

@@ -216,6 +216,22 @@ def test_files_of_schedules(row, tmp_path):
     take("# placement: loop\n" + FILE)
 
 
+def test_a_schedule_that_is_no_text(tmp_path):
+    (tmp_path / "mine.csv").write_bytes(b"\xff" + FILE.encode())
+    read = lambda: read_csv(tmp_path / "mine.csv")  # noqa: E731
+    refused(read, "mine.csv 0", "table")
+    (tmp_path / "mine.csv").write_text(FILE)
+    assert read().num_stages == 2
+
+
+def test_tables_with_gaps_and_operations_that_run_twice():
+    table = list(scheduled("1f1b", 2, 2).table)
+    make = lambda table: check_schedule(Schedule("mine", tuple(table)))  # noqa: E731
+    Refusal([], "'mine' empty", "row", [table]).check(make)
+    Refusal([*table[:-1], table[-1][:1]], [len(table) - 1, 1, 2], ".", [table]).check(make)
+    Refusal([*table, table[0]], [len(table), 0], "remove", [table]).check(make)
+
+
 @pytest.mark.parametrize("heading", [None, "", "tick,stage 0,stage 1\n"])
 def test_a_table_to_begin_with(heading, tmp_path, monkeypatch):
     """A command writes one; or a file has a line for each tick."""

@@ -99,7 +99,7 @@ class Refusal(NamedTuple):
     remedy: Words
     good: Iterable[Any] = ()
     """What the remedy makes of it, one or more ways, each of which has to be taken."""
-    error: type[Exception] = ValueError
+    error: type[Exception] | tuple[type[Exception], ...] = ValueError
 
     def check(self, take: Callable[[Any], object]) -> None:
         """Checks that `take` refuses what is bad and takes what is good."""
@@ -108,7 +108,9 @@ class Refusal(NamedTuple):
             take(good)
 
 
-def table(text: str, error: type[Exception] = ValueError) -> dict[str, Refusal]:
+def table(
+    text: str, error: type[Exception] | tuple[type[Exception], ...] = ValueError
+) -> dict[str, Refusal]:
     """Reads rows `bad | value | remedy | good ; good`; indented lines go on with the row above.
 
     A `$` in what is good stands for each word of the remedy in turn.

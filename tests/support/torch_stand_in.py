@@ -60,6 +60,12 @@ class Tensor:
     def clone(self) -> Tensor:
         return Tensor(self._array.copy(), place=str(self.device), layout=self.layout[6:])
 
+    def cpu(self) -> Tensor:
+        return Tensor(self._array, layout=self.layout[6:])
+
+    def to_dense(self) -> Tensor:
+        return Tensor(self._array, place=str(self.device))
+
     def view(self, dtype: DType) -> Tensor:
         return Tensor(self._array.view(dtype.name))
 

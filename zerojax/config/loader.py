@@ -388,6 +388,8 @@ def _section_hint(cls: type, key: Key, value: str) -> str:
 def user_path(value: str | os.PathLike[str]) -> Path:
     """Makes a path from user input, with `~` or `~name` at its start replaced by the home folder.
 
+    `./~name` is the folder of that name; its path is absolute, because `Path` drops the `./`.
+
     Raises:
       ConfigError: the home folder does not exist, or the text contains a zero byte.
     """
@@ -395,10 +397,13 @@ def user_path(value: str | os.PathLike[str]) -> Path:
         raise ConfigError(
             f"{quoted(str(value))} contains a zero byte, which paths cannot contain; remove it"
         )
+    path = Path(value)
+    if str(path).startswith("~") and not os.fspath(value).startswith("~"):
+        return path.absolute()
     try:
-        return Path(value).expanduser()
+        return path.expanduser()
     except RuntimeError:
-        first = Path(value).parts[0]
+        first = path.parts[0]
         raise ConfigError(
             f"{quoted(str(value))}: there is no home folder for {first}; write ./{first} for a "
             "folder of that name"

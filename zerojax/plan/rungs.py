@@ -149,7 +149,11 @@ def _keys(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) 
     ...] and one length."""
     batch = plan.abstract_batch
     if not isinstance(batch, Mapping):
-        raise _refusal(f"batches are a {type(batch).__name__}, not a dict; {_KEYS}", "keys")
+        raise _refusal(
+            f"batches are a {type(batch).__name__}; make each a dict of arrays by name, and "
+            f"{_KEYS}",
+            "keys",
+        )
     if SEGMENTS in batch:
         raise _refusal(
             "rows are packed (batch['segments']), so a shorter row would split texts; leave the "
