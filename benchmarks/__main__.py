@@ -34,6 +34,7 @@ NAMES = (
     "plans",
     "foresight",
     "search",
+    "questions",
     "hand_made",
     "scaling",
     "attention",

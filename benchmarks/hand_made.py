@@ -3,7 +3,7 @@
 `hand_made_settings.yaml` lists what a user of other frameworks would try. A hand-made setting is
 compiled unless formulas show that it does not fit, or that the choice meets the goal against it.
 Forecasts are cached, so an interrupted benchmark continues where it was. Every time of a step is
-the roofline of the compiled program; nothing here is a measurement of a GPU. Needs the extra
+the expected time of the compiled program; nothing here is a measurement of a GPU. Needs the extra
 `plan`.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 import yaml
 
 from benchmarks.machine import load_average
-from benchmarks.plans import CONFIGS, GIB
+from benchmarks.plans import GIB, run_file
 from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
-from benchmarks.search import search_row
+from benchmarks.search import search_run
 from zerojax.config import RunConfig, load
 from zerojax.forecasting import forecast
 from zerojax.forecasting.settings_search.candidates import Bounds, bounds_of, repeated
@@ -83,15 +83,15 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     searches: dict[str, Any] = {}
     for case in read_cases(smoke=arguments.smoke):
-        found = search_row(case.config, case.gpu, case.devices, is_cached=True)
+        found = search_run(case.config, case.gpu, case.devices, is_cached=True)
         searches[case.config] = found
-        for row in _compare(case, found["chosen_step_s"], until):
+        for row in compare(case, found["chosen_step_s"], until):
             rows.append(row)
             save_so_far(_record(rows, searches), arguments, load_before, searches=searches)
     write_record(_record(rows, searches), arguments, load_before, searches=searches)
 
 
-def _compare(case: HandMadeCase, chosen: float, until: float) -> Iterator[dict[str, Any]]:
+def compare(case: HandMadeCase, chosen: float, until: float) -> Iterator[dict[str, Any]]:
     """Yields one row per hand-made setting: those that need no compilation, then the others in the
     order of their bounds.
 
@@ -137,7 +137,7 @@ def _row(config: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _plan(case: HandMadeCase, words: Sequence[str]) -> Plan:
-    config = load(RunConfig, CONFIGS / f"{case.config}.yaml", list(words))
+    config = load(RunConfig, run_file(case.config), list(words))
     return plan_from_config(config, case.devices, gpu=find_gpu(case.gpu))
 
 
@@ -158,7 +158,7 @@ def _compiled(case: HandMadeCase, words: Sequence[str]) -> dict[str, Any]:
         "status": FITS if found.verdict.fits else TOO_LARGE,
         "why": "compiled",
         "peak_GiB": found.memory.peak / GIB,
-        "step_s": found.estimate.step_seconds,
+        "step_s": found.estimate.expected_seconds,
     }
 
 

@@ -22,6 +22,7 @@ from zerojax.plan.make import Plan
 from zerojax.training.run_file import plan_from_config
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+RUN_FILES = Path(__file__).resolve().parent / "run_files"
 CASES = (
     ("gpt2_124m_zero1_1xh200", "h200", 1),
     ("llama_1b_zero1_8xh100", "h100", 8),
@@ -54,6 +55,12 @@ STORED_SCORES = {
 them."""
 WIRE_LIMIT, EXPERT_WIRE_LIMIT = 1.03, 1.01
 GIB = 2**30
+
+
+def run_file(name: str) -> Path:
+    """Returns the path of a run file of the project or of the benchmarks."""
+    path = CONFIGS / f"{name}.yaml"
+    return path if path.exists() else RUN_FILES / path.name
 
 
 def main(argv: list[str] | None = None) -> None:

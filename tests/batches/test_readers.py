@@ -639,6 +639,7 @@ def test_a_name_that_is_too_long_is_bad_input():
     assert len(sentence) < 500
 
 
+@pytest.mark.thorough
 def test_a_script_that_is_not_python_is_named(tmp_path, capfd):
     (tmp_path / "a.py").write_text("x = 1\nif\n")
     assert main(["check", str(tmp_path / "a.py")]) == 2

@@ -75,6 +75,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_told_with_its_line(loss):
     assert reason.remedy
 
 
+@pytest.mark.thorough
 def test_a_product_of_means_is_mended_with_batch_mean():
     reason = experiments(cases.PAIR, cases.balanced).forward(train=True).reason
     assert "zerojax.batch_mean(jnp.mean(x, axis=0))" in reason.remedy
@@ -350,6 +351,7 @@ def test_a_refused_plan_is_shown_with_its_sentence(monkeypatch):
     assert "REFUSED: 1 of 1 runs are refused (" in result.table()
 
 
+@pytest.mark.thorough
 def test_a_sentence_is_told_once_whatever_its_numbers(monkeypatch):
     only = [Configuration(DEVICES), Configuration(2), LAST]
     result = found_here(cases.PAIR, cases.plain_sum, monkeypatch, only=only)

@@ -47,6 +47,7 @@ def cache(folder, monkeypatch):
     monkeypatch.setattr(compile_client, "FAST_OPTIONS", compile_client.SKETCH_OPTIONS)
 
 
+@pytest.mark.thorough
 def test_without_the_compiler_formulas_are_given_and_labelled(monkeypatch):
     monkeypatch.setattr(compile_client, "_PLUGINS", ("no_such_plugin",))
     forecast = zerojax.forecast(plan_of(), gpu="h100")

@@ -55,6 +55,7 @@ def test_bytes_are_those_counted_by_hand():
     assert bounds_of(zero=2).keys() == {key for key in found if key[0].startswith("model")}
 
 
+@pytest.mark.thorough
 def test_what_is_not_counted_is_refused():
     experts = reference_model("llama", moe=MoEConfig(num_experts=4, experts_per_token=2))
     refused(lambda: generation_bounds(plan_for(experts), H200), "4 --generation", "leave out")

@@ -206,6 +206,7 @@ def test_gradients_that_are_summed_in_16_bits():
     assert not violations(dataclasses.replace(step, plan=wide), gradients_in="fp32")
 
 
+@pytest.mark.thorough
 def test_a_rule_that_leaves_activations_whole_between_two_products():
     """The second matrix is split like the first: the hidden units are gathered on every device.
 

@@ -125,7 +125,7 @@ def test_a_skipped_step_changes_nothing_whatever_the_gradient_holds(rule):
             np.testing.assert_array_equal(np.asarray(before), np.asarray(after))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @needs_kernels
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 def test_statistics_count_every_non_finite_value(bad):

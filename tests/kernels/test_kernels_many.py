@@ -61,7 +61,7 @@ def one_by_one(rule, updated, read, scalars, *, out_dtypes=(), seeds=None):
     return arrays + [jnp.stack(column) for column in zip(*[r.sums for r in results], strict=True)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @needs_kernels
 @by_name
 def test_every_leaf_is_updated_as_it_would_be_alone(rule):

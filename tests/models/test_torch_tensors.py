@@ -110,6 +110,7 @@ def test_tensors_that_cannot_be_read_are_refused(options, words, monkeypatch):
             take()
 
 
+@pytest.mark.thorough
 def test_training_takes_tensors_everywhere(tensor):
     """From a loader, as validation with a short batch, and in a step of one's own."""
     batches = [rows(step) for step in range(3)]

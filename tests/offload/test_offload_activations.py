@@ -194,6 +194,7 @@ def test_a_step_lowered_for_gpus_holds_the_transfers(zero, microbatches, model):
 # --- what is refused, and what is said --------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_plan_says_what_waits():
     plan = plan_for(reference_model("gpt2"), offload=HOST)
     (line,) = [line for line in plan.reasons if "offloaded to the host" in line]

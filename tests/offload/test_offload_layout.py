@@ -155,6 +155,7 @@ def test_an_optimizer_that_may_need_whole_parameters_is_refused(optimizer, named
         plan_of({"opt_state": "host"}, optimizer=optimizer())
 
 
+@pytest.mark.thorough
 def test_arrays_of_a_slice_are_in_the_order_of_the_rule():
     arrays = lambda tx: plan_of({"opt_state": "host", **SMALL}, optimizer=tx).offload.arrays  # noqa: E731
     assert arrays(zerojax.adamw(1e-3)) == ("master", "mu", "nu")

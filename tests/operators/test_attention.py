@@ -110,7 +110,7 @@ def all_of(implementation, arrays, **options):
     return both(operands, slope)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_stored_scores(case, kv_heads):
             np.testing.assert_allclose(found, expected, **CLOSE)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (16, 16), (17, 16), (5, 70), (70, 5)])
 def test_any_numbers_of_queries_and_keys(queries, keys):
     arrays = inputs(queries=queries, keys=keys)
@@ -159,6 +159,7 @@ def test_a_packed_text_is_computed_as_if_it_were_alone(implementation):
     assert np.max(np.abs(crossed[0][:1, part] - alone[0])) > 0.1, "texts that see each other"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 def test_a_row_of_padding_gives_zeros(implementation):
     arrays = inputs()
@@ -291,6 +292,7 @@ def test_auto_depends_on_the_number_of_keys():
     )
 
 
+@pytest.mark.thorough
 def test_the_plan_says_which_one_and_why():
     model = zerojax.zoo.build_model(
         zerojax.config.ModelConfig(num_layers=1, num_heads=2, embed_dim=8, attention="chunked"), 64

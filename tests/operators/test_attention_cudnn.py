@@ -151,6 +151,7 @@ def test_auto_takes_it_on_a_gpu_where_it_can():
     assert taken(make_abstract_mesh({"data": 8}, 8)).startswith("attention xla (auto: no more")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "activations", ["device", pytest.param("host", marks=pytest.mark.thorough)]
 )

@@ -187,6 +187,7 @@ def test_only_as_many_rounds_run_as_the_fullest_expert_needs(fullest, rounds):
     assert rounds_needed(ids, EXPERTS) == rounds
 
 
+@pytest.mark.thorough
 def test_rounds_are_summed_in_float32():
     """1024 ones, two at a time: in bfloat16 the sum would stay at 512, since 512 + 2 is 512."""
     rows, ids = jnp.ones((1024, 1), jnp.bfloat16), jnp.zeros((1024, 1), jnp.int32)

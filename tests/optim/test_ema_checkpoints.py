@@ -155,6 +155,7 @@ def test_rolled_layers_are_saved_under_their_names_and_begin_as_their_weights(pl
     assert differing(average_of(unrolled, found), run.expected) == []
 
 
+@pytest.mark.thorough
 def test_an_average_that_is_half_there_is_another_models(tmp_path):
     run = Followed(planned(PLACES["one device"], ADAMW, tmp_path / "a"))
     portable = zerojax.to_portable_state(run.plan, run.state)

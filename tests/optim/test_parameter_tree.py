@@ -180,7 +180,7 @@ def by_plain_optax(model, optimizer, params, tree):
     return own.by_name(nested, [*params])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_a_path_freezes_stays_and_the_rest_is_plain_optax(kind, zero):

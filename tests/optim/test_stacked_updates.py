@@ -72,7 +72,7 @@ def assert_close(found: Any, wanted: Any) -> None:
     equal_trees.assert_near(found, wanted, tolerance=ROUNDING)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_are_updated_as_arrays_of_their_own(name: str) -> None:
     plain = optax.with_extra_args_support(OPTIMIZERS[name])

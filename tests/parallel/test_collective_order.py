@@ -141,6 +141,7 @@ STEPS = {
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -311,7 +311,7 @@ def assert_same_gradients(many, one):
         )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["balanced", "all to one", "random"])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_a_call_on_several_devices_in_float64(devices, kind):
@@ -336,6 +336,7 @@ def test_a_call_on_several_devices_in_float64(devices, kind):
             np.testing.assert_allclose(other, one, rtol=0, atol=OF_A_LEAF["float64"] * largest)
 
 
+@pytest.mark.thorough
 def test_every_row_goes_to_its_experts_and_comes_back_for_100_random_routings():
     """Rows and experts are whole numbers, so that values and slopes are exact."""
     tokens, number, k = 64, 8, 2

@@ -177,6 +177,7 @@ def _collectives(plan):
     return hlo.find_collectives(hlo.read_program(text), plan.mesh.size)
 
 
+@pytest.mark.thorough
 def test_between_nodes_weights_and_gradients_go_once_per_step():
     """Neighbours for each of 8 layers and 4 microbatches; one of each node outside of all loops."""
     plan = plan_for(

@@ -216,6 +216,7 @@ def at_stage_0():
     return trained(plan_for(mesh={"zero": 0}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_is_that_of_a_plain_model_with_the_kept_layers(mesh, at_stage_0):
     losses, params, scales = trained(plan_for(mesh=mesh))
@@ -234,6 +235,7 @@ def test_a_step_is_that_of_a_plain_model_with_the_kept_layers(mesh, at_stage_0):
 THOROUGH = pytest.mark.thorough
 
 
+@pytest.mark.thorough
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "model"),

@@ -88,6 +88,7 @@ QUICK = ("mlp",)
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
 )

@@ -248,6 +248,7 @@ def test_the_gradient_norm_is_that_of_the_mean_loss_before_clipping():
     np.testing.assert_allclose(metrics["grad_norm"], other["grad_norm"], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_changes_nothing_and_is_traced_once():
     loss = Counted()
     plan = make(3)

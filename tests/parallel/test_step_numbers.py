@@ -59,6 +59,7 @@ def text_of(plan):
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

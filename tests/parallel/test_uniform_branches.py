@@ -125,6 +125,7 @@ def at_stage_0():
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "zero",
     [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 3],

@@ -41,7 +41,7 @@ def values_of(shape, seed=0):
     return np.float32(values)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("elements", [1, 5, 63, 64, 65, 256, 1000])
 def test_no_value_is_off_by_more_than_half_a_step(bits, elements):

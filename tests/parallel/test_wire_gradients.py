@@ -140,7 +140,7 @@ def by_formula(plan, kind):
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("node", "groups"), [(8, {8}), (2, {2, 4})])
 def test_the_program_sends_codes_in_one_level_or_two(node, groups):
     plan = plan_for(MODEL, zero=1, wire={"gradients": "int8"}, node=node, **REGRESSION)

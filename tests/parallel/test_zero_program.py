@@ -350,7 +350,7 @@ def test_stage_2_scatters_inside_the_backward_loop():
     assert found.outside["reduce_scatter"] == rest
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_stage_3_gathers_inside_both_loops_and_scatters_inside_the_second(remat):
     found = count_collectives(lower(gpt2(3, remat=remat)))

@@ -59,6 +59,7 @@ def test_inputs_that_are_kept_are_one_for_each_distinct_input(name, widths):
     assert kept_inputs(plan_of(name, matmul_dtype=None).traced.forward) == (0, 0)
 
 
+@pytest.mark.thorough
 def test_the_plan_says_what_waits_in_8_bits():
     said = " ".join(plan_of().reasons)
     kept = LAYERS * TOKENS * WIDTH * 7

@@ -349,6 +349,7 @@ def test_layers_of_a_python_loop_are_counted_as_the_program_holds_them():
     assert counted == pytest.approx(compiled.memory_analysis().temp_size_in_bytes, rel=0.2)
 
 
+@pytest.mark.thorough
 def test_gradients_of_a_python_loop_are_counted_as_the_program_holds_them():
     """At stage 2, with microbatches, whose loop keeps the weights as well."""
     plan = list_plan(width=256, zero=2, num_microbatches=4)

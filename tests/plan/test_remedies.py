@@ -97,6 +97,7 @@ def test_a_missing_loss(kind):
     assert np.isfinite(train(model, [batch], loss=loss).metrics["loss"])
 
 
+@pytest.mark.thorough
 def test_a_factory_without_random_streams():
     message = wrong_type(lambda: as_model(lambda: Line(nnx.Rngs(0))), "<lambda>", "rngs")
     written = code_in(message.replace("...", "width=8"), "lambda rngs: MyModel")

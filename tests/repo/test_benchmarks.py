@@ -18,6 +18,7 @@ from benchmarks.gpu import collect, largest, offload, summary
 from benchmarks.gpu.subjects import make_factory, make_source
 from benchmarks.gpu.workloads import choose_workload
 from benchmarks.measuring import Sample, interleave, ratio_of
+from benchmarks.plans import run_file
 from benchmarks.recording import RESULTS, Goal, Record, format_table, save_so_far
 from tests.support.marks import needs_compiler
 from zerojax import make_mesh, make_plan
@@ -195,6 +196,13 @@ def test_search(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(compile_client.missing() is not None, reason="compiles for GPUs")
+def test_questions(tmp_path):
+    row = run_benchmark("questions", tmp_path)["rows"][0]
+    assert row["chosen_step_s"] > row["at_best_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compile_client.missing() is not None, reason="compiles for GPUs")
 def test_hand_made(tmp_path):
     record = run_benchmark("hand_made", tmp_path)
     found = {row["setting"]: row["status"] for row in record["rows"]}
@@ -209,7 +217,7 @@ def test_hand_made(tmp_path):
 def test_hand_made_settings_are_many_different_ones_of_run_files_with_keys_that_exist():
     for case in hand_made.read_cases(smoke=False):
         assert len(set(case.settings)) == len(case.settings) >= 50
-        path, errors = ROOT / "configs" / f"{case.config}.yaml", []
+        path, errors = run_file(case.config), []
         for words in case.settings:
             try:
                 load(RunConfig, path, list(words))

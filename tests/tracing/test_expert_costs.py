@@ -87,7 +87,7 @@ def plan_of(name, **options):
 CASES = [(name, {}) for name in MODELS] + [("full", {"num_microbatches": 2, "zero": 3})]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_bytes_of_rows_are_those_of_the_traced_step(name, options):
     plan = plan_of(name, **options)

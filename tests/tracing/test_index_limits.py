@@ -85,6 +85,7 @@ def test_what_the_model_does_about_them_itself_is_its_own_affair(inside):
     zerojax.shard_batch(plan, batch_of(99))
 
 
+@pytest.mark.thorough
 def test_train_says_it_before_there_is_a_nan():
     with pytest.raises(ValueError, match=r"batch\['ids'\] holds 99 .* table/embedding"):
         zerojax.train(Own, {"zero": 3}, [batch_of(99)], loss=own_loss, run_dir=None)

@@ -682,6 +682,7 @@ def test_refused_state_that_is_computed_from_all_layers() -> None:
         cut(program, (layer_values(), extras, KEY, regression()))
 
 
+@pytest.mark.thorough
 def test_refused_layers_in_a_list() -> None:
     class Listed(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

@@ -80,6 +80,7 @@ def count_threefry(program: str) -> int:
     return count("main")
 
 
+@pytest.mark.thorough
 def test_the_first_state_holds_one_program_for_each_shape(monkeypatch: Any) -> None:
     keys, shapes = 1, 2
     assert count_threefry(initialiser_of(1, 0).as_text()) == keys + shapes
@@ -87,6 +88,7 @@ def test_the_first_state_holds_one_program_for_each_shape(monkeypatch: Any) -> N
     assert count_threefry(initialiser_of(1, 0).as_text()) > 4 * LAYERS
 
 
+@pytest.mark.thorough
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("devices", "zero"), [pytest.param(1, 0, marks=pytest.mark.thorough), (8, 3)]

@@ -128,7 +128,7 @@ ALIKE = [scaled, by_own_norm, unchanged]
 MIXED = [new_zeros, by_global_norm, by_layer, with_first, to_neighbours, one_otherwise]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("update", [*ALIKE, *MIXED])
 def test_rows_of_a_stack_are_updated_like_arrays(update):
     assert_mapped(update)

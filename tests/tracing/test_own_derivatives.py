@@ -157,6 +157,7 @@ def test_where_the_weight_is_not_known_before_it_is_said(loss, options, why):
     assert any("gradients of the summed loss" in r and why in r for r in plan.reasons)
 
 
+@pytest.mark.thorough
 def test_models_without_rules_of_their_own_are_computed_as_before():
     plan = plan_for(reference_model("gpt2"))
     assert not has_own_rules(plan.traced.forward.jaxpr)

@@ -65,6 +65,7 @@ OFTEN = [("full", "dots")]
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "encoder", "decoder"),
     [

@@ -137,6 +137,7 @@ def assert_all_rolled(plan: zerojax.Plan) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -266,7 +267,7 @@ TOLD_APART = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TOLD_APART)
 def test_layers_that_are_told_apart_are_not_of_the_loop(name: str) -> None:
     """And fewer than four are no loop."""
@@ -380,6 +381,7 @@ def _kinds(tree: Any) -> set[str]:
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
 
 
+@pytest.mark.thorough
 def test_rows_are_saved_and_read_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the device never holds the state twice, where pinned memory has room for it."""
     plan = plan_of(ZERO_3)

@@ -98,6 +98,7 @@ def test_a_layer_is_gathered_twice_and_scattered_once_at_stage_3(
     assert found.outside["reduce_scatter"] == num_layers + SINGLE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_layers", [4, 8])
 def test_a_layer_is_scattered_once_at_stage_2(num_layers):
     found = count_collectives(lower(listed_plan(num_layers, zero=2)))

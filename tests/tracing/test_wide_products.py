@@ -57,6 +57,7 @@ def lines_of(model: Any, batch: Any, *, precision: str = "bf16") -> list[str]:
     return [line for line in plan.reasons if line.startswith("products:")]
 
 
+@pytest.mark.thorough
 def test_a_forecast_says_so_and_that_its_time_does_not_know():
     plan = zerojax.make_plan(
         Listener, zerojax.make_abstract_mesh({"data": 2}), example_batch=tokens(), precision="bf16"

@@ -202,7 +202,7 @@ def test_logits_and_gradients_equal_the_written_out_equations(config, batch):
             assert jnp.abs(grad).max() > 1e-4, f"{name} has no influence"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2-untied", "llama-tied"])
 def test_logits_of_the_other_output_equal_the_written_out_equations(name, batch):
     graphdef, values = lively(CONFIGS[name])

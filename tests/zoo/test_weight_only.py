@@ -134,6 +134,7 @@ def test_a_product_with_codes_is_that_with_the_rounded_kernel():
         assert np.isfinite(found[:, 1:]).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_8_bit_floats_are_the_nearest_to_the_weights(dtype):
     """To the rounding of a float32 product; compiled and in NumPy, as in an export, the same."""
@@ -219,6 +220,7 @@ def test_logits_change_little_with_a_cache_of_codes(name):
         assert 1e-5 < change < 0.01 * abs(logits_of(each)).max()
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     def model(**changes):
         return reference_model("llama", **changes)(nnx.Rngs(0))

@@ -57,24 +57,6 @@ def _further_flops(jaxpr: core.Jaxpr) -> int:
     return total
 
 
-def computed_bytes(jaxpr: core.Jaxpr) -> int:
-    """Returns the bytes of all values that a program computes, counting every iteration of
-    loops.
-    """
-    total = 0
-    for equation in jaxpr.eqns:
-        inner = list(_inner_jaxprs(equation.params))
-        if inner:
-            total += times_run(equation) * max(map(computed_bytes, inner))
-        else:
-            total += sum(_bytes(variable.aval) for variable in equation.outvars)
-    return total
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(getattr(aval, "shape", ())) * getattr(aval.dtype, "itemsize", 0)
-
-
 def eight_bit_flops(program: core.ClosedJaxpr) -> float:
     """Returns the FLOPs of the products in a program whose two operands are 8-bit floats."""
     return float(

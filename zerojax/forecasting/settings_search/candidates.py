@@ -22,7 +22,7 @@ from zerojax.plan.offload_costs import hiding
 from zerojax.plan.pipeline_costs import executed_flops, message_bytes, useful_flops
 from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level, wire_bytes
-from zerojax.tracing.flops import computed_bytes, count_program_flops
+from zerojax.tracing.flops import count_program_flops
 
 Remat = Literal["none", "elementwise", "dots", "attention", "full"]
 RematOption = Literal["model.remat", "mesh.roll_remat"]
@@ -255,8 +255,7 @@ class Bounds:
       state: bytes per device of the training state between steps.
       peak: bytes per device of state, weights and gradients, without activations.
       limit: bytes per device that JAX may use.
-      activations: bytes that the forward pass of a microbatch computes, which no plan exceeds;
-        infinite if unknown.
+      layer_inputs: bytes per device of all layers' inputs in a microbatch; 0 if unknown.
     """
 
     seconds: float
@@ -264,7 +263,7 @@ class Bounds:
     state: int
     peak: int
     limit: int
-    activations: float = math.inf
+    layer_inputs: int = 0
     products_seconds: float = 0.0
 
 
@@ -340,7 +339,7 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
         state=state_bytes(plan),
         peak=sum(role_bytes(plan).values()),
         limit=memory_limit(gpu)[0],
-        activations=computed_bytes(plan.traced.forward.jaxpr),
+        layer_inputs=counts.kept_activation_bytes(plan) or 0,
     )
 
 
