@@ -492,6 +492,38 @@ def test_no_compilation_begins_that_would_end_after_the_budget():
     assert (len(world.compiled), result.elapsed) == (2, 80.0)
 
 
+@pytest.mark.parametrize(("budget", "second"), [(60.0, "full"), (300.0, "none")])
+def test_with_time_for_few_the_second_one_is_larger_beside_the_first(budget, second):
+    """Each takes 10 seconds. At zero 3 with full remat activations are 20 GiB / microbatches."""
+    world = World(activations=80, wire=0.01)
+    run(world, budget=budget)
+    first, then = world.compiled[:2]
+    assert then.remat == second
+    assert (first.zero, first.remat) == (3, "full")
+    if budget == 60.0:
+        fitting = [c for c in (1, 2, 4, 8) if world.forecast(at(first, c)).verdict.fits]
+        assert then == at(first, min(fitting))
+
+
+def at(candidate, number):
+    return dataclasses.replace(candidate, num_microbatches=number)
+
+
+@pytest.mark.parametrize("inputs", [1.0, 0.1])
+def test_own_settings_that_need_far_too_much_are_not_compiled_before_others(inputs):
+    """Without remat activations are guessed as 28 times the layers' inputs."""
+    world, own = World(activations=40 * inputs), own_settings()
+    bounds = world.bounds
+    world.bounds = lambda c: dataclasses.replace(bounds(c), layer_inputs=int(20 * inputs * GIB))
+    run(world, own=own)
+    assert (own in world.compiled[:2]) == (inputs == 0.1)
+
+
+def own_settings():
+    listed = list_candidates(8, 64, node_devices=8)
+    return next(c for c in listed if (c.zero, c.remat, c.num_microbatches) == (1, "none", 1))
+
+
 @pytest.mark.parametrize("compilations", [1, 2])
 def test_an_interrupt_keeps_the_best_so_far(compilations):
     """The compiler of the next candidate is interrupted, as Ctrl-C does."""

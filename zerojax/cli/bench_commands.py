@@ -54,7 +54,7 @@ examples:
 
 
 def add_bench(commands) -> None:
-    """Adds the command `zerojax bench` to the parser, with its two sub-commands."""
+    """Adds the command `zerojax bench` to the parser, with its sub-commands."""
     bench = commands.add_parser(
         "bench", help="measure this machine", description="Measure this machine."
     )
