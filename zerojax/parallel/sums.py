@@ -279,7 +279,7 @@ def cut_columns(rows: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
         starts = [end - size for end, size in zip(ends, sizes, strict=True)]
     else:  # unsigned: JAX adds nothing for negative numbers
         starts = lax.optimization_barrier(
-            [jnp.uint32(e - n) for e, n in zip(ends, sizes, strict=True)]
+            [np.uint32(e - n) for e, n in zip(ends, sizes, strict=True)]
         )
     return [
         lax.dynamic_slice_in_dim(rows, start, size, axis=-1)
