@@ -599,17 +599,21 @@ def test_no_compilation_begins_that_would_end_after_the_budget():
     assert (len(world.compiled), result.elapsed) == (2, 80.0)
 
 
-@pytest.mark.parametrize(("budget", "second"), [(60.0, "full"), (300.0, "none")])
-def test_with_time_for_few_the_second_one_is_larger_beside_the_first(budget, second):
-    """Each takes 10 seconds. At zero 3 with full remat activations are 20 GiB / microbatches."""
-    world = World(activations=80, wire=0.01)
-    run(world, budget=budget)
-    first, then = world.compiled[:2]
-    assert then.remat == second
-    assert (first.zero, first.remat) == (3, "full")
-    if budget == 60.0:
-        fitting = [c for c in (1, 2, 4, 8) if world.forecast(at(first, c)).verdict.fits]
-        assert then == at(first, min(fitting))
+@pytest.mark.parametrize(
+    ("activations", "inputs", "numbers"),
+    [(80, 5.0, [1]), (80, 40.0, [2]), (1500, 5.0, [1, 8]), (80, 0.0, [8])],
+)
+def test_the_first_one_has_as_few_microbatches_as_leave_room(activations, inputs, numbers):
+    """With full remat activations are guessed as 1.7 times the layers' inputs. If the first one
+    does not fit, the smallest one is next."""
+    world = World(activations=activations, wire=0.01)
+    bounds = world.bounds
+    world.bounds = lambda c: dataclasses.replace(
+        bounds(c), layer_inputs=int(inputs * GIB / c.num_microbatches)
+    )
+    run(world)
+    tried = [(c.zero, c.remat, c.num_microbatches) for c in world.compiled]
+    assert tried[: len(numbers)] == [(3, "full", number) for number in numbers]
 
 
 def at(candidate, number):

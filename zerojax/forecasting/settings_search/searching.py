@@ -54,9 +54,9 @@ preferred."""
 
 ACCURACY = 0.05
 """Accuracy of a guessed peak, as a share of it."""
-FEW = 8
-"""Number of compilations for which there is time, below which the second one is to show a plan that
-is not only small."""
+ROOMY = 0.75
+"""Guessed peak, as a multiple of the limit, up to which a candidate is compiled before the smallest
+one."""
 HOPELESS = 2.0
 """Guessed peak, as a multiple of the limit, above which the run's own settings are not compiled
 before others."""
@@ -85,12 +85,11 @@ def search(
 
     1. Formulas reject candidates that cannot fit, drop a ZeRO stage that another stage beats in
       both memory and communication time, and give each other candidate a lower bound of its time.
-    2. The candidate that should need the least memory is compiled first, which shows at once a plan
-      that fits, or that none with the same axes does. The run's own settings are compiled second
-      unless they need far more memory than there is, so that the choice is never slower than these.
-    3. If the first one is then the only one and there is time for few, the next has its settings
-      with the fewest microbatches that should fit.
-    4. The others are compiled in the order of their guessed times, or else of their bounds, until
+    2. The candidate that should need the least memory is compiled first, with as few microbatches
+      as leave room by a guess, which shows at once a plan that fits, or that none with the same
+      axes does. The run's own settings are compiled second unless they need far more memory than
+      there is, so that the choice is never slower than these.
+    3. The others are compiled in the order of their guessed times, or else of their bounds, until
       none is left that could be faster than the best by more than `TOLERANCE`, and should not be
       slower by more. Among candidates with the same time, the candidate with the most microbatches
       comes first, because it is the most likely to fit. Its memory then shows the fewest
@@ -119,12 +118,10 @@ def search(
     listed = sorted(set(candidates), key=lambda c: c.simplicity)
     left = set(listed)
     try:
-        state.compile_smallest(left, forecast_of, report)
+        state.compile_roomy(left, forecast_of, report)
         if own in left and state.no_compiler is None:
             left.remove(own)
             state.compile_first(own, forecast_of, report, most=HOPELESS)
-        if len(state.compiled) == 1 and state.has_time_for_few(budget - clock() + began):
-            state.compile_larger(left, forecast_of, report)
         for candidate in [one for one in listed if one in left]:
             left.remove(candidate)
             if state.no_compiler is not None or (state.compiled and clock() - began >= budget):
@@ -165,13 +162,14 @@ class _Search:
         self.clock: Callable[[], float] = time.monotonic
         self.improved: Callable[[Trial], None] = lambda trial: None
 
-    def compile_smallest(
+    def compile_roomy(
         self,
         left: set[Candidate],
         forecast_of: MakeForecast,
         report: Callable[[str], None],
     ) -> None:
-        """Compiles the candidate that should need the least memory among those that can be planned.
+        """Compiles the candidate that should need the least memory among those that can be planned;
+        before it, the same with the fewest microbatches that leave room.
 
         This shows at once a plan that fits, or that none with the same axes does.
 
@@ -179,36 +177,26 @@ class _Search:
           left: candidates that were not considered yet; those that are considered leave it.
           forecast_of, report: as in `search`.
         """
-        for candidate in sorted(left, key=_size):
-            left.remove(candidate)
-            if self.compile_first(candidate, forecast_of, report):
-                break
-
-    def has_time_for_few(self, seconds: float) -> bool:
-        """Returns whether so many seconds are enough for one more compilation, but for few."""
-        return self.longest <= seconds < FEW * self.longest
-
-    def compile_larger(
-        self,
-        left: set[Candidate],
-        forecast_of: MakeForecast,
-        report: Callable[[str], None],
-    ) -> None:
-        """Compiles the candidate with the fewest microbatches that should fit, and the other
-        settings of the only compiled plan. Its time rules out many candidates before they are
-        planned.
-
-        Args:
-          left: candidates that were not considered yet; those that are considered leave it.
-          forecast_of, report: as in `search`.
-        """
-        smallest = self.compiled[0].entry.candidate
-        for candidate in sorted(left, key=lambda c: c.simplicity):
-            if self.best() is None or not _has_fewer_microbatches(candidate, smallest):
+        for smallest in sorted(left, key=_size):
+            left.remove(smallest)
+            entry = self.plan(smallest, report)
+            if entry is None:
                 continue
-            left.remove(candidate)
-            if self.compile_first(candidate, forecast_of, report, most=1 + ACCURACY):
-                break
+            for candidate in sorted(left, key=lambda c: c.simplicity):
+                if _has_fewer_microbatches(candidate, smallest) and entry.bounds.layer_inputs:
+                    left.remove(candidate)
+                    if self.compile_first(candidate, forecast_of, report, most=ROOMY):
+                        break
+            if self.no_compiler is None and self.best() is None:
+                report(f"compiling #{len(self.compiled) + 1}: {smallest.describe()}")
+                self.compile(entry, forecast_of)
+            break
+
+    def plan(self, candidate: Candidate, report: Callable[[str], None]) -> OpenCandidate | None:
+        """Plans a candidate; returns None if formulas rule it out."""
+        report(f"planning {candidate.describe()}")
+        self.consider(candidate)
+        return next((entry for entry in self.open if entry.candidate == candidate), None)
 
     def compile_first(
         self,
@@ -220,9 +208,7 @@ class _Search:
     ) -> bool:
         """Plans a candidate, and compiles it unless formulas rule it out or its guessed peak is
         above `most` times the limit; returns whether it was compiled."""
-        report(f"planning {candidate.describe()}")
-        self.consider(candidate)
-        entry = next((entry for entry in self.open if entry.candidate == candidate), None)
+        entry = self.plan(candidate, report)
         if entry is None:
             return False
         if (guessed_peak(entry, self.compiled) or 0.0) > most * entry.bounds.limit:
