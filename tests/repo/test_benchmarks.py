@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -243,6 +244,20 @@ def test_the_page_of_plans_has_the_comparison_with_hand_made_settings():
             f"{goals[name]:.3f}",
         ]
         assert f"| `{name}` | {' | '.join(cells)} |" in page
+
+
+def test_the_page_of_plans_has_the_answers_to_the_questions():
+    record = json.loads((RESULTS / "questions.json").read_text())
+    page = (ROOT / "docs/plan.md").read_text().splitlines()
+    for row in record["rows"]:
+        words = [
+            w for w in row["chosen"] if not re.fullmatch(r"mesh\.(data=-1|(model|stage)=1)", w)
+        ]
+        seconds = f"{row['chosen_step_s']:.3g} s | {row['at_best_s']:.3g} s | {row['wall_s']:.0f} s"
+        assert f"| {row['question']} | `{' '.join(words)}` | {seconds} |" in page
+    fitting = [row["step_s"] for row in record["by_hand"] if row["status"] == "fits"]
+    assert (len(record["by_hand"]), len(fitting)) == (20, 7)
+    assert record["rows"][0]["chosen_step_s"] == min(fitting)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ class Trial:
       reason: reason of the status.
       number: position in the order of compilation, from 1; None if the candidate was not compiled.
       bound: lower bound of the expected seconds per step, by formula; None if it was not planned.
+      guess: guessed seconds per step that ruled the candidate out; None if something else did.
       seconds: expected seconds per step of the compiled program; None if not compiled.
       peak: bytes per device of the compiled program; None if not compiled.
       formula_peak: bytes per device by formula, without activations; None if it was not planned.
@@ -43,6 +44,7 @@ class Trial:
     reason: str
     number: int | None = None
     bound: float | None = None
+    guess: float | None = None
     seconds: float | None = None
     peak: int | None = None
     formula_peak: int | None = None

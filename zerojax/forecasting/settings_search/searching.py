@@ -1,7 +1,7 @@
 """Decides which candidates a search compiles, and in which order.
 
 A candidate is skipped if its bounds, or candidates that were already compiled, show that it cannot
-be the best. The result is deterministic except for the time limit.
+be the best, or that it should be slower. The result is deterministic except for the time limit.
 """
 
 from __future__ import annotations
@@ -14,11 +14,23 @@ from collections.abc import Callable, Iterator, Sequence
 from zerojax.forecasting.forecast_numbers import COMPILED, ForecastNumbers
 from zerojax.forecasting.settings_search.candidates import (
     LIST_REMATS,
-    Bounds,
     Candidate,
     FindBounds,
     MakePlan,
     bounds_on,
+)
+from zerojax.forecasting.settings_search.evidence import (
+    TOLERANCE,
+    CompiledCandidate,
+    OpenCandidate,
+    expected_peak,
+    guessed_peak,
+    guessed_seconds,
+    is_no_larger,
+    least_busy_seconds,
+    least_seconds,
+    only_adds_work,
+    why_too_large,
 )
 from zerojax.forecasting.settings_search.search_result import (
     BEATEN,
@@ -40,15 +52,11 @@ SAME = 0.01
 """Relative difference below which two times count as equal; then the simpler candidate is
 preferred."""
 
-STORED = {"none": 28.0, "elementwise": 10.0, "dots": 9.0, "attention": 2.6, "full": 1.7}
-"""Activations of a step by remat, as a multiple of the inputs of all layers: those of a Llama of 3
-billion parameters with 8,192 tokens, compiled for an RTX 4090. They decide nothing but the order of
-compilations."""
 ACCURACY = 0.05
 """Accuracy of a guessed peak, as a share of it."""
-FEW = 8
-"""Number of compilations for which there is time, below which the second one is to show a plan that
-is not only small."""
+ROOMY = 0.75
+"""Guessed peak, as a multiple of the limit, up to which a candidate is compiled before the smallest
+one."""
 HOPELESS = 2.0
 """Guessed peak, as a multiple of the limit, above which the run's own settings are not compiled
 before others."""
@@ -57,14 +65,6 @@ MakeForecast = Callable[[Plan], ForecastNumbers]
 
 INTERRUPTED = "the search was interrupted"
 """Why a search ended."""
-TOLERANCE = 0.05
-"""Accuracy of the time estimate, as a share of the time."""
-CAUTION = 0.9
-"""Factor of caution for a candidate with fewer rows than a compiled plan: its activations are
-assumed to be this factor times the activations in proportion to the rows."""
-GROWTH = 0.5
-"""Growth of activations that is assumed for a candidate with more rows than a compiled plan, as a
-share of the growth in proportion to the rows."""
 
 
 def search(
@@ -85,16 +85,15 @@ def search(
 
     1. Formulas reject candidates that cannot fit, drop a ZeRO stage that another stage beats in
       both memory and communication time, and give each other candidate a lower bound of its time.
-    2. The candidate that should need the least memory is compiled first, which shows at once a plan
-      that fits, or that none with the same axes does. The run's own settings are compiled second
-      unless they need far more memory than there is, so that the choice is never slower than these.
-    3. If the first one is then the only one and there is time for few, the next has its settings
-      with the fewest microbatches that should fit.
-    4. The others are compiled in the order of their bounds, until none is left that could be faster
-      than the best by more than `TOLERANCE`. Among candidates with the same bound, the candidate
-      with the most microbatches comes first, because it is the most likely to fit. Its memory then
-      shows the fewest microbatches that should fit, and rules out candidates that need more memory
-      or, with the same remat, as much time.
+    2. The candidate that should need the least memory is compiled first, with as few microbatches
+      as leave room by a guess, which shows at once a plan that fits, or that none with the same
+      axes does. The run's own settings are compiled second unless they need far more memory than
+      there is, so that the choice is never slower than these.
+    3. The others are compiled in the order of their guessed times, or else of their bounds, until
+      none is left that could be faster than the best by more than `TOLERANCE`, and should not be
+      slower by more. Among candidates with the same time, the candidate with the most microbatches
+      comes first, because it is the most likely to fit. Its memory then shows the fewest
+      microbatches that should fit, and rules out candidates that need more memory or time.
 
     Args:
       make_plan_for: function from a candidate to its plan; raises ValueError if the settings are
@@ -119,12 +118,10 @@ def search(
     listed = sorted(set(candidates), key=lambda c: c.simplicity)
     left = set(listed)
     try:
-        state.compile_smallest(left, forecast_of, report)
+        state.compile_roomy(left, forecast_of, report)
         if own in left and state.no_compiler is None:
             left.remove(own)
             state.compile_first(own, forecast_of, report, most=HOPELESS)
-        if len(state.compiled) == 1 and state.has_time_for_few(budget - clock() + began):
-            state.compile_larger(left, forecast_of, report)
         for candidate in [one for one in listed if one in left]:
             left.remove(candidate)
             if state.no_compiler is not None or (state.compiled and clock() - began >= budget):
@@ -165,13 +162,14 @@ class _Search:
         self.clock: Callable[[], float] = time.monotonic
         self.improved: Callable[[Trial], None] = lambda trial: None
 
-    def compile_smallest(
+    def compile_roomy(
         self,
         left: set[Candidate],
         forecast_of: MakeForecast,
         report: Callable[[str], None],
     ) -> None:
-        """Compiles the candidate that should need the least memory among those that can be planned.
+        """Compiles the candidate that should need the least memory among those that can be planned;
+        before it, the same with the fewest microbatches that leave room.
 
         This shows at once a plan that fits, or that none with the same axes does.
 
@@ -179,36 +177,26 @@ class _Search:
           left: candidates that were not considered yet; those that are considered leave it.
           forecast_of, report: as in `search`.
         """
-        for candidate in sorted(left, key=_size):
-            left.remove(candidate)
-            if self.compile_first(candidate, forecast_of, report):
-                break
-
-    def has_time_for_few(self, seconds: float) -> bool:
-        """Returns whether so many seconds are enough for one more compilation, but for few."""
-        return self.longest <= seconds < FEW * self.longest
-
-    def compile_larger(
-        self,
-        left: set[Candidate],
-        forecast_of: MakeForecast,
-        report: Callable[[str], None],
-    ) -> None:
-        """Compiles the candidate with the fewest microbatches that should fit, and the other
-        settings of the only compiled plan. Its time rules out many candidates before they are
-        planned.
-
-        Args:
-          left: candidates that were not considered yet; those that are considered leave it.
-          forecast_of, report: as in `search`.
-        """
-        smallest = self.compiled[0].entry.candidate
-        for candidate in sorted(left, key=lambda c: c.simplicity):
-            if self.best() is None or not _has_fewer_microbatches(candidate, smallest):
+        for smallest in sorted(left, key=_size):
+            left.remove(smallest)
+            entry = self.plan(smallest, report)
+            if entry is None:
                 continue
-            left.remove(candidate)
-            if self.compile_first(candidate, forecast_of, report, most=1 + ACCURACY):
-                break
+            for candidate in sorted(left, key=lambda c: c.simplicity):
+                if _has_fewer_microbatches(candidate, smallest) and entry.bounds.layer_inputs:
+                    left.remove(candidate)
+                    if self.compile_first(candidate, forecast_of, report, most=ROOMY):
+                        break
+            if self.no_compiler is None and self.best() is None:
+                report(f"compiling #{len(self.compiled) + 1}: {smallest.describe()}")
+                self.compile(entry, forecast_of)
+            break
+
+    def plan(self, candidate: Candidate, report: Callable[[str], None]) -> OpenCandidate | None:
+        """Plans a candidate; returns None if formulas rule it out."""
+        report(f"planning {candidate.describe()}")
+        self.consider(candidate)
+        return next((entry for entry in self.open if entry.candidate == candidate), None)
 
     def compile_first(
         self,
@@ -220,9 +208,7 @@ class _Search:
     ) -> bool:
         """Plans a candidate, and compiles it unless formulas rule it out or its guessed peak is
         above `most` times the limit; returns whether it was compiled."""
-        report(f"planning {candidate.describe()}")
-        self.consider(candidate)
-        entry = next((entry for entry in self.open if entry.candidate == candidate), None)
+        entry = self.plan(candidate, report)
         if entry is None:
             return False
         if (guessed_peak(entry, self.compiled) or 0.0) > most * entry.bounds.limit:
@@ -244,12 +230,12 @@ class _Search:
         Formulas leave out activations. So if a candidate is already too large by formula, the same
         candidate with more microbatches or more remat is too large as well, and is not even
         planned. In a pipeline, whose buffers formulas include and more microbatches reduce, this
-        does not hold. A candidate that the best beats by the time of its matrix products, which
-        planned candidates show, is not planned either.
+        does not hold. A candidate that the best beats by the time of its kernels, which planned and
+        compiled candidates show, is not planned either.
         """
         mesh = candidate.zero, candidate.model, candidate.stage, candidate.expert
         refused = self.refused.get(mesh) if candidate.stage == 1 else None
-        larger = next((c for c in self.compiled if _is_no_larger(c, candidate)), None)
+        larger = next((c for c in self.compiled if is_no_larger(c, candidate)), None)
         if larger is not None:
             reason = f"needs no less than #{larger.trial.number}, which does not fit"
             self.closed.append(Trial(candidate=candidate, status=TOO_LARGE, reason=reason))
@@ -257,7 +243,7 @@ class _Search:
         if refused is not None:
             self.closed.append(dataclasses.replace(refused, candidate=candidate, bound=None))
             return
-        beaten = self.why_products_too_slow(candidate)
+        beaten = self.why_kernels_too_slow(candidate)
         if beaten is not None:
             self.closed.append(beaten)
             return
@@ -276,7 +262,9 @@ class _Search:
             self.close(entry, TOO_LARGE, f"{sizes} needed even without activations")
             self.refused[mesh] = self.closed[-1]
 
-    def close(self, entry: OpenCandidate, status: str, reason: str) -> None:
+    def close(
+        self, entry: OpenCandidate, status: str, reason: str, guess: float | None = None
+    ) -> None:
         self.open.remove(entry)
         self.closed.append(
             Trial(
@@ -284,6 +272,7 @@ class _Search:
                 status=status,
                 reason=reason,
                 bound=entry.bounds.seconds,
+                guess=guess,
                 formula_peak=entry.bounds.peak,
             )
         )
@@ -303,11 +292,13 @@ class _Search:
         for entry in list(self.open):
             reasons = (why_too_large(entry, other) for other in self.compiled)
             too_large = next(filter(None, reasons), None)
-            beaten = self.why_beaten(entry)
+            beaten, guess = self.why_beaten(entry), guessed_seconds(entry, self.compiled)
             if too_large is not None:
                 self.close(entry, TOO_LARGE, too_large)
             elif beaten is not None:
                 self.close(entry, BEATEN, beaten)
+            elif guess is not None and self.is_guessed_slower(entry, guess):
+                self.close(entry, BEATEN, f"should take {guess:.3g} s, which is a guess", guess)
         return min(self.open, key=self.promise, default=None)
 
     def promise(self, entry: OpenCandidate) -> tuple:
@@ -318,9 +309,10 @@ class _Search:
         """
         candidate, peak = entry.candidate, guessed_peak(entry, self.compiled)
         number = candidate.num_microbatches
+        seconds = guessed_seconds(entry, self.compiled) or least_seconds(entry, self.compiled)
         return (
-            peak is not None and peak > entry.bounds.limit * (1 + ACCURACY),
-            _rounded(least_seconds(entry, self.compiled)),
+            not self.should_fit(entry),
+            _rounded(seconds),
             candidate.stage,
             candidate.model,
             candidate.expert,
@@ -344,13 +336,27 @@ class _Search:
             return None
         return _why_slow(least_seconds(entry, self.compiled), best)
 
-    def why_products_too_slow(self, candidate: Candidate) -> Trial | None:
-        """Returns the trial of a candidate whose matrix products alone take too long to beat the
-        best; None if the candidate must be planned."""
+    def is_guessed_slower(self, entry: OpenCandidate, guess: float) -> bool:
+        """Returns whether a candidate of `guess` seconds per step should be slower than the best by
+        more than `TOLERANCE`; or, if it should not even fit, not be faster by more."""
         best = self.best()
-        least = self.products.get((candidate.remat, candidate.expert), 0.0)
+        if best is None or self.is_simpler_twin(entry, best):
+            return False
+        margin = TOLERANCE if self.should_fit(entry) else -TOLERANCE
+        return guess > (best.seconds or 0.0) * (1 + margin)
+
+    def should_fit(self, entry: OpenCandidate) -> bool:
+        peak = guessed_peak(entry, self.compiled)
+        return peak is None or peak <= entry.bounds.limit * (1 + ACCURACY)
+
+    def why_kernels_too_slow(self, candidate: Candidate) -> Trial | None:
+        """Returns the trial of a candidate whose kernels alone take too long to beat the best, by
+        what is known without its plan; None if the candidate must be planned."""
+        best = self.best()
         if best is None or _has_fewer_microbatches(candidate, best.candidate):
             return None
+        products = self.products.get((candidate.remat, candidate.expert), 0.0)
+        least = max(products, least_busy_seconds(candidate, products, self.compiled))
         reason = _why_slow(least, best)
         if reason is None:
             return None
@@ -461,7 +467,9 @@ class _Search:
         if number:
             yield f"{number} that might be faster {'do' if number > 1 else 'does'} not fit."
         if certain:
-            yield f"No other candidate should be more than {TOLERANCE:.0%} faster."
+            guessed = sum(t.guess is not None for t in self.closed)
+            by_guess = f" ({guessed} were ruled out by guesses)" if guessed else ""
+            yield f"No other candidate should be more than {TOLERANCE:.0%} faster{by_guess}."
         else:
             left = sum(t.status == NOT_TRIED for t in self.closed)
             ended = self.why_ended[0].upper() + self.why_ended[1:]
@@ -500,25 +508,6 @@ def _spans_nodes(candidate: Candidate, gpu: Gpu) -> bool:
     return candidate.expert * candidate.stage * candidate.model > gpu.node_devices
 
 
-def _is_no_larger(compiled: CompiledCandidate, candidate: Candidate) -> bool:
-    """Returns whether `candidate` needs at least as much memory as a compiled plan that does not
-    fit.
-
-    This holds if it has the same mesh axes, and no higher ZeRO stage, no more remat and no more
-    microbatches than the compiled plan.
-    """
-    mine, theirs = candidate, compiled.entry.candidate
-    return (
-        compiled.trial.status == TOO_LARGE
-        and (mine.model, mine.stage, mine.expert) == (theirs.model, theirs.stage, theirs.expert)
-        and mine.stage == 1
-        and mine.unroll == theirs.unroll
-        and mine.zero <= theirs.zero
-        and LIST_REMATS.index(mine.remat) <= LIST_REMATS.index(theirs.remat)
-        and mine.num_microbatches <= theirs.num_microbatches
-    )
-
-
 def _beats(one: OpenCandidate, other: OpenCandidate) -> bool:
     """Returns whether `one` differs from `other` only in its ZeRO stage and is not worse in memory
     and communication time."""
@@ -539,158 +528,3 @@ def _rounded(value: float) -> float:
     """Rounds to three digits, because estimates that differ only in the fourth digit count as
     equal."""
     return float(f"{value:.3g}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class OpenCandidate:
-    """A candidate that may still be the best, with its bounds."""
-
-    candidate: Candidate
-    bounds: Bounds
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class CompiledCandidate:
-    """A candidate that was compiled; `forecast` is None if the compiler failed."""
-
-    entry: OpenCandidate
-    trial: Trial
-    forecast: ForecastNumbers | None
-
-
-def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float | None:
-    """Estimates the peak memory of a candidate from the activations of a compiled plan; returns
-    None if there is no suitable plan.
-
-    At the same number of microbatches activations do not depend on `model`, because a device with a
-    smaller part of each layer has as many more rows, nor on `expert`, because a device's experts
-    receive as many rows as it sends. The memory of a pipeline says nothing about another number of
-    stages.
-    """
-    mine = entry.candidate
-    alike = [
-        other
-        for other in compiled
-        if other.forecast is not None
-        and (other.entry.candidate.remat, other.entry.candidate.stage) == (mine.remat, mine.stage)
-        and other.entry.candidate.unroll == mine.unroll
-    ]
-    if not alike:
-        return None
-
-    def distance(other: CompiledCandidate) -> tuple[int, int, int, float]:
-        theirs = other.entry.candidate
-        far = abs(math.log2(theirs.num_microbatches / mine.num_microbatches))
-        expert = theirs.expert != mine.expert
-        return (theirs.model != mine.model, expert, theirs.zero != mine.zero, far)
-
-    nearest = min(alike, key=distance)
-    beyond, activations = _beyond_formula(nearest)
-    rows = nearest.entry.candidate.num_microbatches / mine.num_microbatches
-    return entry.bounds.peak + beyond + activations * (rows - 1)
-
-
-def guessed_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float | None:
-    """Guesses the peak memory of a candidate from a compiled plan, or else from the inputs of its
-    layers; returns None without such inputs."""
-    peak = expected_peak(entry, compiled)
-    if peak is None and entry.bounds.layer_inputs:
-        peak = entry.bounds.peak + STORED[entry.candidate.remat] * entry.bounds.layer_inputs
-    return peak
-
-
-def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float:
-    """Returns a lower bound of a candidate's expected time, by formula or from compiled plans.
-
-    A compiled plan counts if it has the same remat and number of pipeline stages, and fits; in a
-    plan that does not fit, the compiler adds its own recomputation. It must also split experts at
-    least as far, because a device with fewer experts reads fewer weights.
-
-    The time of products depends neither on microbatches nor on tensor parallelism. Bytes of device
-    memory may fall in proportion to both, because each microbatch reads all weights, and devices
-    that split tensors repeat activations.
-    """
-    least = entry.bounds.seconds
-    for other in compiled:
-        theirs = other.entry.candidate
-        if (
-            other.trial.status != FITS
-            or other.forecast is None
-            or (theirs.remat, theirs.stage) != (entry.candidate.remat, entry.candidate.stage)
-            or theirs.expert < entry.candidate.expert
-            or entry.candidate.unroll > theirs.unroll
-        ):
-            continue
-        time, mine = other.forecast.estimate, entry.candidate
-        pieces = min(1.0, mine.num_microbatches / theirs.num_microbatches)
-        repeats = min(1.0, mine.model / theirs.model)
-        if time.expected is None:
-            memory = (time.memory_seconds or 0.0) * pieces * repeats
-            busy = max(time.compute_seconds or 0.0, memory)
-        else:  # kernels follow one another, so their times add
-            memory = time.expected.memory_seconds * pieces * repeats
-            busy = time.expected.product_seconds + time.expected.attention_seconds + memory
-        least = max(least, busy * (1 - TOLERANCE))
-    return least
-
-
-def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
-    """Returns the reason why `entry` cannot fit, derived from a compiled plan with at least as much
-    remat; None if it may fit.
-
-    With less remat activations do not shrink. They shrink at most as much as the rows in flight,
-    and at most as much as tensor parallelism splits them; because that also gives each device more
-    rows, a larger `model` saves nothing at the same number of microbatches. All of this holds for
-    plans with the same number of pipeline stages.
-    """
-    mine, theirs = entry.candidate, other.entry.candidate
-    if other.forecast is None or LIST_REMATS.index(mine.remat) > LIST_REMATS.index(theirs.remat):
-        return None
-    if mine.stage != theirs.stage or mine.unroll > theirs.unroll:
-        return None
-    number = other.trial.number
-    same_mesh = (mine.model, mine.expert) == (theirs.model, theirs.expert)
-    as_many_rows = mine.num_microbatches <= theirs.num_microbatches
-    as_much_state = mine.zero <= theirs.zero and entry.bounds.peak >= other.entry.bounds.peak
-    if other.trial.status == TOO_LARGE and as_many_rows and as_much_state and same_mesh:
-        return f"needs no less than #{number}, which does not fit"
-    rows = theirs.num_microbatches / mine.num_microbatches
-    share = CAUTION * rows if rows <= 1 else 1 + GROWTH * (rows - 1)
-    share *= min(1.0, mine.model / theirs.model)
-    least = entry.bounds.state + share * _activations(other.forecast)
-    if mine.zero == theirs.zero and same_mesh:
-        least = max(least, entry.bounds.peak + share * _beyond_formula(other)[1])
-    limit = entry.bounds.limit
-    if least <= limit:
-        return None
-    sizes = f"{format_bytes(least)} of {format_bytes(limit)}"
-    return f"needs at least {sizes}, by the activations of #{number}"
-
-
-def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
-    """Returns whether `entry` differs from a fitting plan only by more microbatches or more
-    remat."""
-    mine, theirs = entry.candidate, other.entry.candidate
-    return (
-        other.trial.status == FITS
-        and (mine.zero, mine.model, mine.stage) == (theirs.zero, theirs.model, theirs.stage)
-        and mine.expert == theirs.expert
-        and mine.num_microbatches >= theirs.num_microbatches
-        and LIST_REMATS.index(mine.remat) >= LIST_REMATS.index(theirs.remat)
-    )
-
-
-def _beyond_formula(compiled: CompiledCandidate) -> tuple[int, int]:
-    """Returns (bytes of a compiled plan beyond its formula, the part of these bytes that is
-    activations).
-
-    The other part, such as gathered weights that wait for use, does not grow with the number of
-    rows.
-    """
-    beyond = max((compiled.trial.peak or 0) - compiled.entry.bounds.peak, 0)
-    forecast = compiled.forecast
-    return beyond, beyond if forecast is None else min(beyond, _activations(forecast))
-
-
-def _activations(forecast: ForecastNumbers) -> int:
-    return sum(row.bytes or 0 for row in forecast.memory.roles if row.role == "activations")
