@@ -32,6 +32,7 @@ from zerojax.parallel.sums import (
     BarrierKind,
     Groups,
     TreeOrder,
+    cut_columns,
     cut_flat,
     groups_of_nodes,
     is_one_device,
@@ -591,11 +592,11 @@ def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives], scaled
             return first.keep_apart(wholes)
         flat = jnp.concatenate([*parts.values()])
         rows = lax.all_gather(flat, first.over, axis_index_groups=first.groups)
-        whole, start = {}, 0
-        for name, shard in shards.items():
-            end = start + parts[name].size
-            columns = lax.slice_in_dim(rows, start, end, axis=1)
-            whole[name], start = leaves[name].from_sent(columns, shard.shape), end
+        pieces = cut_columns(rows, [part.size for part in parts.values()])
+        whole = {
+            name: leaves[name].from_sent(piece, shards[name].shape)
+            for name, piece in zip(shards, pieces, strict=True)
+        }
         return first.keep_apart(whole)
 
     specs = {name: leaves[name].spec(shard.ndim) for name, shard in shards.items()}

@@ -19,12 +19,14 @@ part suffices, with no predicate to wait for.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.extend.core import Literal as Constant
@@ -261,12 +263,28 @@ def _scatter_by_all_to_all(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
 
 def cut_flat(flat: jax.Array, shapes: Mapping[str, Sequence[int]]) -> Arrays:
     """Cuts a flat array into arrays of these shapes, one after the other."""
-    result, start = {}, 0
-    for name, shape in shapes.items():
-        size = math.prod(shape)
-        result[name] = lax.slice_in_dim(flat, start, start + size).reshape(shape)
-        start += size
-    return result
+    pieces = cut_columns(flat, [math.prod(shape) for shape in shapes.values()])
+    return {n: x.reshape(shape) for (n, shape), x in zip(shapes.items(), pieces, strict=True)}
+
+
+def cut_columns(rows: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Cuts an array along its last dimension into pieces of these sizes, one after the other.
+
+    The pieces begin at numbers that the compiler does not know. It compiles equal operations on
+    pieces of equal shape once, and would compile them for each piece if their beginnings were a
+    part of the program: for 80 arrays on 8 CPU devices 140 kernels for 60, in 4 times the time.
+    """
+    ends = list(itertools.accumulate(sizes))
+    if len(sizes) == 1 or ends[-1] > np.iinfo(np.int32).max:
+        starts = [end - size for end, size in zip(ends, sizes, strict=True)]
+    else:  # unsigned: JAX adds nothing for negative numbers
+        starts = lax.optimization_barrier(
+            [np.uint32(e - n) for e, n in zip(ends, sizes, strict=True)]
+        )
+    return [
+        lax.dynamic_slice_in_dim(rows, start, size, axis=-1)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 def scatter_in_tree(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
@@ -112,12 +113,14 @@ def build_norm(
             squares[name] = read[name] / copies
             if name in unsummed:
                 squares[name] = squares[name] * devices
-        by_name, total = _summed(squares, over)
+        joined, places, total = _summed(squares, over)
         read_finite = jnp.isfinite(total)
         for name, square in known.items():
-            by_name[name] = square * scale * scale
-            total = total + by_name[name]
-        return describe_squares(_joined([by_name[name] for name in order]), total, read_finite)
+            places[name] = np.array([joined.size])
+            joined = _joined([joined, square * scale * scale])
+            total = total + joined[-1]
+        each = joined[np.concatenate([places[name] for name in order])]
+        return describe_squares(each, total, read_finite)
 
     def norm(grads: Arrays, scale: jax.Array, squares: Arrays | None = None) -> GradientNorm:
         squares = squares or {}
@@ -131,25 +134,32 @@ def build_norm(
     return norm
 
 
-def _summed(squares: Arrays, over: tuple[str, ...]) -> tuple[Arrays, jax.Array]:
-    """Sums squares over mesh axes; returns ({name: float32 sum}, total over all names).
+def _summed(
+    squares: Arrays, over: tuple[str, ...]
+) -> tuple[jax.Array, dict[str, np.ndarray], jax.Array]:
+    """Sums squares over mesh axes.
 
     Args:
       squares: {name: float32 sums of squares, [] for a parameter or [rows] for a stack}.
+
+    Returns:
+      (float32 sums of all names, {name: places of its sums}, total over all names).
     """
-    values = [*squares.values()] or [jnp.float32(0)]
     # The array is summed in two halves: a sum of one small array over 64 GPUs would become a
     # Triton kernel that XLA 0.12 cannot compile ("size mismatch when packing elements").
-    halves = _joined(values[::2]), _joined([*values[1::2], jnp.float32(0)])
-    if not over:
-        return squares, jnp.sum(halves[0]) + jnp.sum(halves[1])
-    halves = lax.psum(halves, over)
-    found, starts = {}, [0, 0]
-    for at, (name, square) in enumerate(squares.items()):
-        half, start = halves[at % 2], starts[at % 2]
-        found[name] = half[start : start + square.size].reshape(square.shape)
-        starts[at % 2] += square.size
-    return found, jnp.sum(halves[0]) + jnp.sum(halves[1])
+    zero = [jnp.float32(0)]
+    first, second = [*squares][::2], [*squares][1::2]
+    halves = [
+        _joined([squares[name] for name in first] or zero),
+        _joined([squares[name] for name in second] + zero),
+    ]
+    if over:
+        halves = lax.psum(halves, over)
+    places: dict[str, np.ndarray] = {}
+    for names, start in ((first, 0), (second, halves[0].size)):
+        for name in names:
+            places[name] = np.arange(start, start := start + squares[name].size)
+    return _joined(halves), places, jnp.sum(halves[0]) + jnp.sum(halves[1])
 
 
 def _joined(squares: Sequence[jax.Array]) -> jax.Array:

@@ -36,12 +36,14 @@ class ParameterOrigin:
       dim: dimension of the concatenation. None: the value contains one parameter, or several that
         can no longer be separated.
       is_scalar: whether the value is a scalar or a broadcast scalar; it then has no names.
+      number: the value, if it is a constant whole number.
     """
 
     names: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     dim: int | None = None
     is_scalar: bool = False
+    number: int | None = None
 
 
 NOTHING, SCALAR = ParameterOrigin(), ParameterOrigin(is_scalar=True)
@@ -68,6 +70,9 @@ def origin_of_output(equation: Any, given: Sequence[ParameterOrigin]) -> Paramet
         return SCALAR if spread and all(scalars) else NOTHING
     if kind == "concatenate":
         return _concatenated(equation, given)
+    if kind == "dynamic_slice" and given[0].dim is not None:
+        first, size = given[1 + given[0].dim].number, params["slice_sizes"][given[0].dim]
+        return given[0] if first is None else _between(given[0], first, first + size)
     origin = next(origin for origin in given if origin.names)
     if kind in _SAME:
         others = [
@@ -99,8 +104,12 @@ def _concatenated(equation: Any, given: Sequence[ParameterOrigin]) -> ParameterO
 
 
 def _sliced(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
-    assert origin.dim is not None
-    first, last = params["start_indices"][origin.dim], params["limit_indices"][origin.dim]
+    dim = origin.dim
+    return _between(origin, params["start_indices"][dim], params["limit_indices"][dim])
+
+
+def _between(origin: ParameterOrigin, first: int, last: int) -> ParameterOrigin:
+    """Returns the origin of the entries `first` to `last` along the dimension of concatenation."""
     names, sizes, start = [], [], 0
     for name, size in zip(origin.names, origin.sizes, strict=True):
         inside = min(last, start + size) - max(first, start)

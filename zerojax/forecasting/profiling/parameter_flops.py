@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from zerojax.forecasting.profiling.jaxpr_dataflow import (
@@ -151,7 +152,8 @@ class _Walk:
 
         def read(atom: Any) -> _Value:
             if isinstance(atom, Literal):
-                return NOTHING, object()
+                is_number = np.issubdtype(np.asarray(atom.val).dtype, np.integer)
+                return ParameterOrigin(number=int(atom.val) if is_number else None), object()
             return values.setdefault(atom, (NOTHING, object()))
 
         for equation, wanted in zip(program.eqns, flags, strict=True):
