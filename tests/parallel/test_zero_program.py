@@ -10,10 +10,14 @@ import collections
 import dataclasses
 import functools
 import math
+import re
 
 import jax
+import numpy as np
+import optax
 import pytest
 
+import zerojax
 from tests.support import small_models
 from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for, regression_batch, text_batch
@@ -369,6 +373,42 @@ def test_a_layer_sends_one_collective_per_bucket_at_stage_3():
     forward, backward = found.loops_with("all_gather")
     assert found.loops[forward]["all_gather"] == found.loops[backward]["all_gather"] == 3
     assert found.loops[backward]["reduce_scatter"] == 3
+
+
+def layers_in_a_list(number):
+    """A list of equal layers as a pair of functions."""
+
+    def init(key):
+        return {f"{n}": {"w": jax.numpy.eye(8), "b": jax.numpy.zeros(8)} for n in range(number)}
+
+    def apply(params, x):
+        for layer in params.values():
+            x = jax.numpy.tanh(x @ layer["w"] + layer["b"][None])
+        return x
+
+    return init, apply
+
+
+@pytest.mark.parametrize("optimizer", [zerojax.adamw(1e-3, clip_norm=1.0), optax.adamw(1e-3)])
+def test_more_equal_arrays_need_no_more_kernels_at_stage_1(optimizer):
+    """Arrays cut from a bucket at known places would each have kernels of their own."""
+
+    def kernels(number):
+        batch = {"x": np.ones((8, 8), np.float32), "y": np.ones((8, 8), np.float32)}
+        plan = plan_for(
+            layers_in_a_list(number),
+            mesh={"data": 8},
+            batch=lambda step: batch,
+            loss=small_models.regression_loss,
+            optimizer=optimizer,
+            zero=1,
+        )
+        text = build_step(plan).lower(plan.abstract_state, plan.abstract_batch).compile().as_text()
+        bodies = re.findall(r"^%fused_computation.*?^}", text, re.MULTILINE | re.DOTALL)
+        plain = [re.sub(r"metadata=\{[^}]*\}|%[\w.\-]+", "", body) for body in bodies]
+        return len({body.split("->")[1] for body in plain})  # without names of parameters
+
+    assert kernels(13) <= kernels(6) + 4
 
 
 def test_functions_are_gathered_in_one_bucket_at_stage_3():
