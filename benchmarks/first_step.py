@@ -1,8 +1,9 @@
 """Planning, tracing and compiling a step, compared with a step that a JAX expert writes by hand.
 
-Measures four models on 1 and 8 CPU devices, each side in a fresh process, alternating: processor
-time of planning and of compiling, and peak memory of the process. The expert's step is
-`plain_gspmd`, with optax; zerojax takes the same optax chain or its own AdamW.
+Measures six models on one CPU device, and at every ZeRO stage on eight, each side in a fresh
+process, alternating: processor time of planning and of compiling, and peak memory of the process.
+The expert's step is `plain_gspmd` at the same stage, with optax; zerojax takes the same optax chain
+or its own AdamW.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from benchmarks.recipe import CLIPPED
 from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
 from zerojax.zoo import GPT2, GPT2Config
 
-DEVICES = (1, 8)
+CASES = ((1, 1), (8, 0), (8, 1), (8, 2), (8, 3))
+"""(number of devices, ZeRO stage) of each row."""
 EXPERT, WITH_OPTAX, OWN = "expert", "zerojax, optax", "zerojax, own"
 SIDES = (EXPERT, WITH_OPTAX, OWN)
-REPEATS = 3
+REPEATS = 1
 COMPILE_LIMIT = 1.15
 LAYERS, TOKENS, WIDTH, HEADS, VOCAB = 12, 64, 64, 4, 512
+EXPERTS, EXPERT_LAYERS = 8, 4
 DENSE = 100
 """Number of layers of the model with 200 arrays."""
 
@@ -102,6 +105,74 @@ class Convolutions(nnx.Module):
         return _of_classes(self.head(x.mean((1, 2))), batch["y"])
 
 
+class Cells(nnx.Module):
+    """A layer of LSTM cells; maps [rows, tokens, width] to the same shape."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.gates = nnx.Linear(2 * WIDTH, 4 * WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def step(carry: Any, x: jax.Array) -> Any:
+            hidden, memory = carry
+            taken, forgotten, shown, new = jnp.split(
+                self.gates(jnp.concatenate([x, hidden], axis=-1)), 4, axis=-1
+            )
+            memory = nnx.sigmoid(forgotten) * memory + nnx.sigmoid(taken) * jnp.tanh(new)
+            hidden = nnx.sigmoid(shown) * jnp.tanh(memory)
+            return (hidden, memory), hidden
+
+        zeros = jnp.zeros_like(x[:, 0])
+        return jax.lax.scan(step, (zeros, zeros), x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+class Recurrent(nnx.Module):
+    """Two layers of LSTM cells over tokens."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.layers = nnx.List([Cells(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x = self.embed(batch["tokens"])
+        for layer in self.layers:
+            x = layer(x)
+        return _of_classes(self.head(x), batch["targets"])
+
+
+class Mixture(nnx.Module):
+    """Two of `EXPERTS` MLPs for each token; every device has all of them."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.gate = nnx.Linear(WIDTH, EXPERTS, use_bias=False, rngs=rngs)
+        draw = nnx.initializers.lecun_normal(batch_axis=0)
+        self.up = nnx.Param(draw(rngs.params(), (EXPERTS, WIDTH, 2 * WIDTH)))
+        self.down = nnx.Param(draw(rngs.params(), (EXPERTS, 2 * WIDTH, WIDTH)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weights, chosen = jax.lax.top_k(nnx.softmax(self.gate(x)), 2)
+        shares = jnp.einsum("btk,btke->bte", weights, jax.nn.one_hot(chosen, EXPERTS))
+        hidden = nnx.silu(jnp.einsum("btd,edf->btef", x, self.up[...]))
+        return jnp.einsum("btef,efd,bte->btd", hidden, self.down[...], shares)
+
+
+class WithExperts(nnx.Module):
+    """A decoder with experts after each layer."""
+
+    def __init__(self, layers: int, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(layers)])
+        self.mixtures = nnx.List([Mixture(rngs) for _ in range(layers)])
+        self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
+
+    def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x = self.embed(batch["tokens"])
+        for block, mixture in zip(self.blocks, self.mixtures, strict=True):
+            x = block(x)
+            x = x + mixture(x)
+        return _of_classes(self.head(x), batch["targets"])
+
+
 def _of_classes(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return jnp.sum(losses), jnp.float32(losses.size)
@@ -124,6 +195,8 @@ def models(smoke: bool) -> dict[str, tuple[Callable[[nnx.Rngs], Any], dict[str, 
         f"list of {LAYERS}": (lambda rngs: Listed(layers, rngs), texts),
         f"{2 * DENSE} arrays": (lambda rngs: Dense(dense, rngs), {"x": rows, "y": rows}),
         "convolutions": (lambda rngs: Convolutions(widths, rngs), images),
+        "LSTM": (Recurrent, texts),
+        "experts": (lambda rngs: WithExperts(1 if smoke else EXPERT_LAYERS, rngs), texts),
     }
 
 
@@ -132,28 +205,32 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="processes of each side")
-    parser.add_argument("--one", nargs=3, metavar=("MODEL", "DEVICES", "SIDE"))
+    parser.add_argument("--one", nargs=4, metavar=("MODEL", "DEVICES", "ZERO", "SIDE"))
     arguments = parser.parse_args(argv)
     if arguments.one:
-        model, devices, side = arguments.one
-        print(json.dumps(measure_one(model, int(devices), side, arguments.smoke)))
+        model, devices, zero, side = arguments.one
+        found = measure_one(model, int(devices), int(zero), side, smoke=arguments.smoke)
+        print(json.dumps(found))
         return
     load_before = load_average()
     record = Record(name="first_step", rows=[])
     for name in models(arguments.smoke):
-        for devices in DEVICES:
+        for case in CASES[:3] if arguments.smoke else CASES:
             repeats = 1 if arguments.smoke else arguments.repeats
-            record = _with_rows(record, name, devices, repeats=repeats, smoke=arguments.smoke)
+            record = _with_rows(record, name, case, repeats=repeats, smoke=arguments.smoke)
             save_so_far(record, arguments, load_before)
     write_record(record, arguments, load_before)
 
 
-def _with_rows(record: Record, name: str, devices: int, *, repeats: int, smoke: bool) -> Record:
+def _with_rows(
+    record: Record, name: str, case: tuple[int, int], *, repeats: int, smoke: bool
+) -> Record:
     """Returns the record with three more rows and two more goals."""
+    devices, zero = case
     taken: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for repeat in range(repeats):
         for side in SIDES if repeat % 2 == 0 else reversed(SIDES):
-            words = ("--one", name, str(devices), side, *["--smoke"] * smoke)
+            words = ("--one", name, str(devices), str(zero), side, *["--smoke"] * smoke)
             taken[side].append(in_a_process("benchmarks.first_step", *words))
     medians = {
         side: {key: statistics.median(one[key] for one in found) for key in found[0]}
@@ -162,10 +239,12 @@ def _with_rows(record: Record, name: str, devices: int, *, repeats: int, smoke: 
     above = medians[EXPERT]["compile_cpu_s"]
     ratios = {side: values["compile_cpu_s"] / above for side, values in medians.items()}
     rows = [
-        {"model": name, "devices": devices, "side": side} | values | {"compile": ratios[side]}
+        {"model": name, "devices": devices, "zero": zero, "side": side}
+        | values
+        | {"compile": ratios[side]}
         for side, values in medians.items()
     ]
-    where = f"{name}, {devices} device{'s' * (devices > 1)}"
+    where = title(name, devices, zero)
     goals = [
         Goal(name=f"compiling, {where}: {side} / expert", value=ratios[side], limit=COMPILE_LIMIT)
         for side in (WITH_OPTAX, OWN)
@@ -173,7 +252,12 @@ def _with_rows(record: Record, name: str, devices: int, *, repeats: int, smoke: 
     return Record(name=record.name, rows=[*record.rows, *rows], goals=[*record.goals, *goals])
 
 
-def measure_one(name: str, devices: int, side: str, smoke: bool) -> dict[str, float]:
+def title(name: str, devices: int, zero: int) -> str:
+    """Returns the words for a case in the name of a goal."""
+    return f"{name}, {f'{devices} devices, stage {zero}' if devices > 1 else '1 device'}"
+
+
+def measure_one(name: str, devices: int, zero: int, side: str, *, smoke: bool) -> dict[str, float]:
     """Returns the cost of one side in this process: CPU seconds, and peak memory in MB."""
     jax.config.update("jax_num_cpu_devices", devices)
     factory, batch = models(smoke)[name]
@@ -184,11 +268,11 @@ def measure_one(name: str, devices: int, side: str, smoke: bool) -> dict[str, fl
     began = time.process_time()
     if side == EXPERT:
         planned = began
-        lowered = plain_gspmd.lower_step(factory, tx, batch)
+        lowered = plain_gspmd.lower_step(factory, tx, batch, zero=zero)
     else:
         plan = zerojax.make_plan(
             factory, zerojax.make_mesh({"data": devices}), example_batch=batch, optimizer=tx,
-            zero=3 if devices > 1 else 1, precision="fp32",
+            zero=zero, precision="fp32",
         )  # fmt: skip
         planned = time.process_time()
         lowered = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch)

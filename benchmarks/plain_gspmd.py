@@ -19,27 +19,36 @@ from benchmarks import plain_jax
 
 
 def lower_step(
-    factory: Callable[[nnx.Rngs], nnx.Module], tx: optax.GradientTransformation, batch: Any
+    factory: Callable[[nnx.Rngs], nnx.Module],
+    tx: optax.GradientTransformation,
+    batch: Any,
+    *,
+    zero: int = 3,
 ) -> jax.stages.Lowered:
     """Traces and lowers the step of a model over all devices.
 
-    Parameters and moments are sharded along their largest dimension that the number of devices
+    What the ZeRO stage shards is sharded along its largest dimension that the number of devices
     divides, batches along their rows; the compiler adds gathers and reductions.
 
     Args:
       factory: builds the model, which has `loss(batch) -> (sum, weight)`.
       tx: optimizer.
       batch: example of the global batch.
+      zero: what is sharded: moments from 1, gradients from 2, parameters at 3.
     """
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     params = jax.eval_shape(lambda: plain_jax.init_params(factory))
     state = params, jax.eval_shape(tx.init, params)
-    shardings = jax.tree.map(lambda x: NamedSharding(mesh, _spec(x.shape, mesh.size)), state)
+    split = jax.tree.map(lambda x: NamedSharding(mesh, _spec(x.shape, mesh.size)), state)
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), state)
+    shardings = (split if zero == 3 else whole)[0], (split if zero >= 1 else whole)[1]
     rows = NamedSharding(mesh, P("data"))
     loss = plain_jax.build_loss(factory)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)
+        if zero >= 2:
+            grads = jax.lax.with_sharding_constraint(grads, split[0])
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 

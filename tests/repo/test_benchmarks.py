@@ -173,8 +173,8 @@ def test_compile_time(tmp_path):
 @pytest.mark.slow
 def test_first_step(tmp_path):
     record = run_benchmark("first_step", tmp_path)
-    assert len(record["rows"]) == 4 * 2 * 3
-    assert len(record["goals"]) == 4 * 2 * 2
+    assert len(record["rows"]) == 6 * 3 * 3
+    assert len(record["goals"]) == 6 * 3 * 2
     assert all(row["plan_cpu_s"] > 0 for row in record["rows"] if row["side"] != "expert")
     assert all(value > 0 for value in column(record, "peak_MB"))
 
