@@ -630,6 +630,22 @@ def test_own_settings_that_need_far_too_much_are_not_compiled_before_others(inpu
     assert (own in world.compiled[:2]) == (inputs == 0.1)
 
 
+@pytest.mark.parametrize("number", [1, 2, 8])
+def test_own_settings_beside_the_smallest_are_compiled_too(number):
+    """Those that a guess does not leave room for, and the smallest, stay open when another one with
+    other microbatches is compiled first."""
+    world, inputs = World(activations=80, wire=0.01), 40.0
+    bounds = world.bounds
+    world.bounds = lambda c: dataclasses.replace(
+        bounds(c), layer_inputs=int(inputs * GIB / c.num_microbatches)
+    )
+    own = Candidate(zero=3, model=1, num_microbatches=number, remat="full")
+    result = run(world, own=own)
+    assert own in world.compiled[:2]
+    listed = [trial.candidate for trial in result.trials]
+    assert listed.count(own) == 1
+
+
 def own_settings():
     listed = list_candidates(8, 64, node_devices=8)
     return next(c for c in listed if (c.zero, c.remat, c.num_microbatches) == (1, "none", 1))

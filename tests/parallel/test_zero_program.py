@@ -208,6 +208,18 @@ def test_stage_3_holds_no_whole_parameter(remat, options):
     assert named_shapes(plan) == set()
 
 
+def test_a_bucket_of_several_parameters_is_not_held_at_stage_3_either():
+    """Pieces of a bucket have other shapes than parameters, so elements are counted."""
+
+    def stacked(bucket):
+        plan = gpt2(3, allgather_bucket_size=bucket)
+        program = build_step(plan).trace(plan.abstract_state, plan.abstract_batch).jaxpr.jaxpr
+        scans = [e for e, inside in equations_of(program) if inside and e.primitive.name == "scan"]
+        return [sum(x.aval.size for x in e.outvars[split_scan(e)[1] :]) for e in scans]
+
+    assert stacked(4 * 96 * 96) == stacked(1)
+
+
 @pytest.mark.thorough
 def test_padded_parameters_are_not_held_at_stage_3_either():
     """Width 90: the cut after the gather is an operation of its own."""

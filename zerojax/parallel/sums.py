@@ -272,7 +272,8 @@ def cut_columns(rows: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
 
     The pieces begin at numbers that the compiler does not know. It compiles equal operations on
     pieces of equal shape once, and would compile them for each piece if their beginnings were a
-    part of the program: for 80 arrays on 8 CPU devices 140 kernels for 60, in 4 times the time.
+    part of the program: the step of 80 arrays on 8 CPU devices in 18 s instead of 5, and on 8 H100
+    as 232 kernels instead of 62.
     """
     ends = list(itertools.accumulate(sizes))
     if len(sizes) == 1 or ends[-1] > np.iinfo(np.int32).max:

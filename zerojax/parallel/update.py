@@ -115,10 +115,11 @@ def build_norm(
                 squares[name] = squares[name] * devices
         joined, places, total = _summed(squares, over)
         read_finite = jnp.isfinite(total)
-        for name, square in known.items():
-            places[name] = np.array([joined.size])
-            joined = _joined([joined, square * scale * scale])
-            total = total + joined[-1]
+        more = {name: square * scale * scale for name, square in known.items()}
+        for number, (name, square) in enumerate(more.items()):
+            places[name] = np.array([joined.size + number])
+            total = total + square
+        joined = _joined([joined, *more.values()])
         each = joined[np.concatenate([places[name] for name in order])]
         return describe_squares(each, total, read_finite)
 

@@ -119,8 +119,8 @@ def search(
     left = set(listed)
     try:
         state.compile_roomy(left, forecast_of, report)
-        if own in left and state.no_compiler is None:
-            left.remove(own)
+        if own is not None and (own in left or state.entry_of(own)) and not state.no_compiler:
+            left.discard(own)
             state.compile_first(own, forecast_of, report, most=HOPELESS)
         for candidate in [one for one in listed if one in left]:
             left.remove(candidate)
@@ -193,9 +193,14 @@ class _Search:
             break
 
     def plan(self, candidate: Candidate, report: Callable[[str], None]) -> OpenCandidate | None:
-        """Plans a candidate; returns None if formulas rule it out."""
-        report(f"planning {candidate.describe()}")
-        self.consider(candidate)
+        """Plans a candidate, unless it is open already; returns None if formulas rule it out."""
+        if self.entry_of(candidate) is None:
+            report(f"planning {candidate.describe()}")
+            self.consider(candidate)
+        return self.entry_of(candidate)
+
+    def entry_of(self, candidate: Candidate) -> OpenCandidate | None:
+        """Returns the entry of an open candidate; None if it is not open."""
         return next((entry for entry in self.open if entry.candidate == candidate), None)
 
     def compile_first(
