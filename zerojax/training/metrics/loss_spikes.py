@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import math
 import statistics
-from dataclasses import dataclass
+
+from zerojax.config.late_dataclasses import dataclass
 
 WINDOW = 100
 """Number of previous values with which a new value is compared."""
