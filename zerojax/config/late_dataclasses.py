@@ -34,7 +34,8 @@ class _Late:
         with _MAKING:
             if vars(self.cls).get(self.name) is self:  # no other thread has made it meanwhile
                 _make(self.cls, self.options)
-        return getattr(owner if instance is None else instance, self.name)
+        found = getattr(self.cls, self.name)
+        return found.__get__(instance, owner) if hasattr(found, "__get__") else found
 
 
 def _make(cls: type, options: dict[str, Any]) -> None:
