@@ -12,8 +12,18 @@ SHARED = re.compile(r"^( +)(\w+(?:, \w+)+):(.*)$")
 """An entry of several names, `b1, b2: decay of the moments.`"""
 
 
+LATE = "zerojax.config.late_dataclasses.dataclass"
+
+
 class ShownDocstrings(griffe.Extension):
-    """Gives each name of a shared entry its own, with its type, and marks examples as code."""
+    """Gives each name of a shared entry its own, with its type, and marks examples as code.
+
+    Classes that `LATE` decorates are shown as the dataclasses that they are.
+    """
+
+    def on_alias_instance(self, *, alias: Any, **kwargs: Any) -> None:
+        if alias.target_path == LATE:
+            alias.target_path = "dataclasses.dataclass"
 
     def on_instance(self, *, obj: Any, **kwargs: Any) -> None:
         if obj.docstring is not None:

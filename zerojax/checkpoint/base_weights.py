@@ -19,6 +19,7 @@ import numpy as np
 from zerojax.checkpoint.errors import BaseWeightsError, reason
 from zerojax.checkpoint.metadata import Metadata, as_abstract
 from zerojax.checkpoint.store.boxes import Box
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.optim.weight_codes import CodedArray, WeightCodes, codes_of_plan
 from zerojax.tracing.protocol import LazyArray
@@ -34,7 +35,7 @@ _REMEDY = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BaseWeights:
     """Frozen weights that stay in the folder they were read from, and are not written to
     checkpoints.

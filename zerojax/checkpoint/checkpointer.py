@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import operator
 import os
@@ -31,6 +30,7 @@ from zerojax.checkpoint.retention import Retention, as_retention, keep_step, kep
 from zerojax.checkpoint.saving import Save, is_first_process, not_saved, write
 from zerojax.checkpoint.verification import Verification, verify_step
 from zerojax.config.checks import names_keywords, warn_user
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
 from zerojax.tracing.trees import flatten_names, num_bytes, unflatten_like
@@ -38,7 +38,7 @@ from zerojax.tracing.trees import flatten_names, num_bytes, unflatten_like
 PyTree = Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Restored:
     """Result of `Checkpointer.restore`: the state and the metadata of the checkpoint it read."""
 

@@ -24,6 +24,7 @@ from zerojax.checkpoint.errors import (
     reason,
 )
 from zerojax.checkpoint.fingerprints import Parts
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.runtime.bounded_json import loads, read_bytes
 from zerojax.runtime.user_files import replace_text
 
@@ -35,7 +36,7 @@ _PAUSE = 0.01, 1.0
 _NOTE = re.compile(r"written\.process_(\d+)\.(?:json|errno_(\d+))")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Contribution:
     """Report of one process about its part of a save.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import re
 from collections.abc import Iterator
 
 from zerojax.config.display import printable
+from zerojax.config.late_dataclasses import dataclass
 
 _MAX_REASON = 240
 _NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "bad_alloc")
@@ -72,7 +72,7 @@ class DivergedError(CheckpointError):
     is_bad_input = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Damage:
     """One problem found in the files of a saved step.
 

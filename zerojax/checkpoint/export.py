@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from zerojax.checkpoint.errors import BaseWeightsError, CheckpointError, Damaged
 from zerojax.checkpoint.files import new_folder
 from zerojax.checkpoint.inspection import SavedStep, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.weight_codes import WeightCodes, codes_of_plan
 from zerojax.zoo.hugging_face.safetensors import (
     SHARD_BYTES,
@@ -34,7 +34,7 @@ PREFIXES = {"params/": "", AVERAGE: "", "frozen/": "", "extras/": "extras."}
 An export contains either the parameters (`params/`) or their average (`opt_state/ema/`)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Exported:
     """Result of an export.
 

@@ -20,6 +20,7 @@ from zerojax.checkpoint.restoring import check_files
 from zerojax.checkpoint.retention import kept_steps, named_step
 from zerojax.checkpoint.saving import ARRAYS, PIECES
 from zerojax.checkpoint.stored_arrays import StoredArrays, Unread
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.runtime.bounded_json import load
 from zerojax.zoo.hugging_face.folder import NOT_A_RUN, is_model_folder
@@ -32,7 +33,7 @@ _WHY = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedStep:
     """A completely saved step, as found in its folder. It may have been damaged after its save.
 
@@ -80,7 +81,7 @@ class SavedStep:
         return self.metadata
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Leftover:
     """Folder of an unfinished, expired or damaged checkpoint, from which no run resumes.
 

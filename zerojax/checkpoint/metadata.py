@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, is_damage, reason
 from zerojax.checkpoint.folders import list_steps, step_folder
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import UnreadableError, open_regular
 from zerojax.runtime.bounded_json import (
     MAX_BYTES,
@@ -66,7 +67,7 @@ _NEIGHBOURS = 4
 """Number of the other saved steps, the nearest ones, whose runs are compared with a step's run."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Metadata:
     """Everything that a checkpoint stores except the arrays."""
 

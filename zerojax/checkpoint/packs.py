@@ -12,7 +12,6 @@ but converts dtypes, even bits, with a loop over elements (44 against 87 ms of p
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -29,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.checkpoint.store.boxes import Box, Shape, box_of, parts_of_run, slices_of
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.runtime.bounded_json import load
 
 FILE_NAME = "packs.json"
@@ -56,7 +56,7 @@ _MOST_BYTES = 256 << 20
 holds a part of an array."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Run:
     """Consecutive elements of a block (rectangular part) of an array, and their place in a pack.
 
@@ -75,7 +75,7 @@ class _Run:
     offset: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Place:
     """Place of a small array: its pack, the pack's number of elements, dtype, and its runs."""
 

@@ -7,7 +7,6 @@ still be recovered.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import time
@@ -18,13 +17,14 @@ from zerojax.checkpoint import folders
 from zerojax.checkpoint.errors import CheckpointError, FolderInUseError, MachineError, reason
 from zerojax.checkpoint.inspection import leftovers, saved_steps
 from zerojax.checkpoint.retention import Retention, kept_steps
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.runtime.folder_lock import FolderTakenError, hold
 
 STALE_SECONDS = 3600.0
 """Number of seconds without writes after which a partial folder is not a save in progress."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Removal:
     """A folder that will be deleted.
 

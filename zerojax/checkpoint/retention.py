@@ -6,7 +6,6 @@ process, and every deletion by a user, reads that file and leaves the named step
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from zerojax.checkpoint.errors import CheckpointError, MachineError, reason
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.runtime import bounded_json
 from zerojax.runtime.user_files import replace_text
 
@@ -21,7 +21,7 @@ FILE_NAME = "kept.json"
 _MAX_BYTES = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Retention:
     """Rules that protect saved steps from deletion: a step is kept if either rule applies.
 

@@ -51,6 +51,7 @@ from zerojax.checkpoint.metadata import Metadata, run_of, write_metadata
 from zerojax.checkpoint.packs import FILE_NAME as TABLE
 from zerojax.checkpoint.retention import Retention, kept_steps
 from zerojax.checkpoint.store.pieces import PieceReader
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.runtime.shutdown import leave_group_when_over
 from zerojax.tracing.trees import format_bytes
 
@@ -64,7 +65,7 @@ folder takes less time."""
 _FUNCTION, _PACKAGE = "blocking_key_value_get", "orbax"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Save:
     """Everything that one save needs: metadata, arrays, folder and limits."""
 

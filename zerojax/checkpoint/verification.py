@@ -5,7 +5,6 @@ Reports all damage, not only the first. A single process is enough.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -29,11 +28,12 @@ from zerojax.checkpoint.metadata import FILE_NAME, Metadata, as_abstract, read_m
 from zerojax.checkpoint.saving import ARRAYS, PIECES
 from zerojax.checkpoint.store.boxes import Box, Shape
 from zerojax.checkpoint.stored_arrays import StoredArrays
+from zerojax.config.late_dataclasses import dataclass
 
 _PART_BYTES = 64 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Verification:
     """Result of verifying a saved step.
 

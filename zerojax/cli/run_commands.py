@@ -7,7 +7,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from zerojax.cli.jax_environment import run_one_program_at_a_time, use_cpu_devic
 from zerojax.config import MeshConfig
 from zerojax.config.checks import MAX_CPU_DEVICES
 from zerojax.config.display import show
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import coerce_fields, load_dataclass, user_path
 from zerojax.runtime import bounded_json
 from zerojax.runtime.hang_map import describe_hang

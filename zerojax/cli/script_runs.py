@@ -13,7 +13,6 @@ import inspect
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 import zerojax
 from zerojax.cli.script_calls import End, as_script, first_call
 from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import coerce_fields, load_dataclass
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import abstract_global

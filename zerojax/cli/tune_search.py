@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerojax.config import RunConfig, load, run_file_lines
 from zerojax.config.display import show
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.hardware.gpus import find_gpu, gpu_of_device
 from zerojax.runtime.redaction import redact
@@ -32,7 +33,7 @@ BEST = 4
 OWN = "the run's own settings"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RunWords:
     """Settings of a run as typed: its run file, if any, and KEY=VALUE words."""
 

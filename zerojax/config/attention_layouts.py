@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from zerojax.config.checks import check_at_least, names_keywords, refuse
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict, to_dict
 
 Direction = Literal["bidirectional", "unidirectional"]
@@ -54,7 +54,7 @@ _COUNTS |= {"num_sliding_window_blocks"}
 
 
 @names_keywords()
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedLayout(BlockLayout):
     """Block-sparse layout with windows of neighbouring blocks, and some blocks of each window that
     all blocks attend to (arXiv:1904.10509)."""
@@ -103,7 +103,7 @@ class FixedLayout(BlockLayout):
 
 
 @names_keywords()
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableLayout(BlockLayout):
     """Block-sparse layout with windows of chosen sizes, chosen global blocks to which all blocks
     attend, and random blocks."""
@@ -141,7 +141,7 @@ class VariableLayout(BlockLayout):
 
 
 @names_keywords()
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BigBirdLayout(BlockLayout):
     """Block-sparse layout with a sliding window, global blocks at the start of the sequence, and
     random blocks (arXiv:2007.14062)."""
@@ -170,7 +170,7 @@ class BigBirdLayout(BlockLayout):
 
 
 @names_keywords()
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BSLongformerLayout(BlockLayout):
     """Block-sparse layout with a sliding window, and global blocks that attend to all blocks and to
     which all blocks attend (arXiv:2004.05150, applied to blocks of tokens)."""
@@ -196,7 +196,7 @@ class BSLongformerLayout(BlockLayout):
 
 
 @names_keywords()
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SlidingWindowLayout(BlockLayout):
     """Block-sparse layout with a sliding window and no global blocks, as in DeepSpeed's local
     sliding window attention."""
@@ -256,7 +256,7 @@ def values_of_layout(layout: BlockLayout | None) -> dict[str, Any] | None:
 
 
 @names_keywords()
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
     """Section of a run file for block-sparse attention; its `mode` selects the layout, as in
     DeepSpeed's sparse_attention section.

@@ -9,12 +9,13 @@ multiple of all micro-batch sizes, each multiplied by the largest highly composi
 the product below the limit. The candidate that the most numbers of devices can divide is chosen.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from zerojax.config.checks import check_size, names_keywords, refuse
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import ConfigError, coerce_fields
 
 _MAX_SHOWN = 12
@@ -70,7 +71,7 @@ class ElasticBatch:
 
 
 @names_keywords()
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ElasticityConfig:
     """Settings of an elastic run: one global batch size for many numbers of devices. The defaults
     are DeepSpeed's.

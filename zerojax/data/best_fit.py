@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import hashlib
 import io
 import logging
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import UnreadableError
 from zerojax.runtime.bounded_json import read_bytes
 from zerojax.runtime.user_files import (
@@ -42,7 +42,7 @@ _VERSION = 2
 _NAME = re.compile(r"[0-9a-f]{64}\.npz")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
     """Assignment of texts to rows of fixed length.
 

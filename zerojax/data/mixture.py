@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from zerojax.config.checks import names_keywords
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data.shuffle import permute
 from zerojax.data.source import RowSource, check_sizes
 
@@ -29,7 +30,7 @@ _STREAM = (0, 2)
 AtEnd = Literal["repeat", "stop"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Phase:
     """Range of blocks in which the same sources provide rows, between the ends of two sources.
 

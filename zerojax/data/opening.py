@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.config.regular_files import decode_text
 from zerojax.config.sections import MixturePart
@@ -134,7 +135,7 @@ def array_names(data: Any, *, pack: bool = False) -> tuple[str, ...]:
     return PACKED_NAMES[:4] if pack else PACKED_NAMES[:2]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Opening:
     """Arguments of `as_source` while its data are opened."""
 

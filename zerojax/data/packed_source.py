@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from zerojax.config.checks import names_keywords
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data.best_fit import Packing, packing_of
 from zerojax.data.source import RowSource, check_sizes, in_epochs
 from zerojax.data.text_set import TextSet, check_targets
@@ -20,7 +21,7 @@ PACKED_NAMES = ("tokens", "targets", "segments", "weights", "positions")
 """Names of a row's arrays; a row of a `TokenSource` has the first two, with `pack` four."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Pieces:
     """Units that are packed into rows: texts, and parts of texts that are longer than a row.
 

@@ -6,14 +6,13 @@ the end of one text, whole texts, and the beginning of another; `segments` separ
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data.tokenizer import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Boundary:
     """Rule that finds where texts begin in a stream of tokens: after an id, or at an id.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.data.corpus import find_text_files, num_text_bytes, other_suffixes, read_documents
 from zerojax.data.subwords import MAX_WHOLE_CHARACTERS
@@ -32,7 +33,7 @@ BPE_SAMPLE_CHARACTERS = 64 << 20
 MAX_TEXT_BYTES = 1 << 30
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """Result of `prepare`."""
 

@@ -9,20 +9,20 @@ tokens and the same ends of words; the ids change from one piece to the next at 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data.text_barriers import Barriers
 
 _SHARED_BARRIERS = 8
 """Number of barriers of a shared stretch, its ends included: enough that some word ends in it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PieceSizes:
     """Numbers of characters.
 
@@ -37,7 +37,7 @@ class PieceSizes:
     whole: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Stretch:
     """Text [start, stop) that two pieces share; between `low` and `high` they must agree."""
 

@@ -9,12 +9,13 @@ at most one character, and the other way round. What is not known is not cut.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from zerojax.config.late_dataclasses import dataclass
 
 LETTER, SIGN, SPACE, LINE = "a", "!", " ", "\n"
 """Classes of characters: letters and decimal digits; punctuation and symbols; and two characters.
@@ -53,7 +54,7 @@ class _UnknownError(Exception):
     """Raised for a part of a tokenizer of which it is not known how far it reaches."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Atom:
     """One character of a pattern, with its quantifier.
 
@@ -72,7 +73,7 @@ Pattern = Sequence[Sequence[Atom]]
 """Alternatives of a pattern, each a sequence of atoms that may match in this order."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Barriers:
     """Barriers of a tokenizer.
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.data.tokens import (
     DTYPES,
@@ -47,7 +48,7 @@ _MASK_BYTES = 1 << 22
 """Number of bytes of mask.bin whose bits are counted at a time."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TextSet:
     """Texts as token ids, with a mask of the tokens to predict; arrays are read only when indexed.
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from zerojax.config.checks import MAX_SIZE
 from zerojax.config.display import cut, quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.config.regular_files import check_regular, open_regular
 from zerojax.data.corpus import TOKEN_SUFFIXES, find_files
@@ -45,7 +46,7 @@ VOCAB_SIZES = f"a number of ids from 1 to {MAX_SIZE}"
 _VALIDATION_STEM = re.compile(r"(^|[._-])(val|valid|validation)([._-]|$)")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TokenPart:
     """Range of consecutive tokens of one file."""
 
@@ -57,7 +58,7 @@ class TokenPart:
     """Position of `ids[0]` in this file, in tokens."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
     """Token ids in one or several parts; a window never crosses from one part to the next."""
 

@@ -6,9 +6,8 @@ determine the third.
 
 from __future__ import annotations
 
-import dataclasses
-
 from zerojax.config import ConfigError, ElasticityConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.deepspeed_config.ds_config import File
 from zerojax.deepspeed_config.translation import CallerValues
 
@@ -19,7 +18,7 @@ TRAIN, MICRO, PARTS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Batch:
     """Batch sizes: rows of a step (`train`), rows of a micro-batch on one data shard (`micro`), and
     number of micro-batches (`parts`). None means not known yet."""

@@ -15,6 +15,7 @@ import jax
 
 from zerojax import models, tracing
 from zerojax.config import BitScheduleConfig, ConfigError, PruningConfig, PruningGroup
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.deepspeed_config.compression_keys_table import PRUNED_GROUP, ROUNDED_GROUP
 from zerojax.deepspeed_config.ds_config import File
 from zerojax.deepspeed_config.key_schema import Table, check
@@ -27,7 +28,7 @@ _LAYERS = re.compile(r"^blocks/.*kernel$")
 """Names of the kernels that a reference model rounds."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Rounding:
     """Rounding of weights that a ds_config describes.
 

@@ -8,13 +8,13 @@ hard to notice.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config.display import cut, printable, quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.deepspeed_config.translation import Line, Verdict
 
 AUTO = "auto"
@@ -22,7 +22,7 @@ _MAX_NAME = 100
 """Maximum number of characters of an unknown key in the search for similar keys."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Key:
     """Schema of one key of a ds_config, and how zerojax handles the key.
 
@@ -43,7 +43,7 @@ class Key:
     otherwise: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class AbsentFeature:
     """A feature that zerojax does not have; its section is refused if the feature is enabled.
 

@@ -13,6 +13,7 @@ from typing import Any
 import optax
 
 from zerojax.config import ConfigError, OptimizerConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.deepspeed_config.ds_config import File
 from zerojax.deepspeed_config.key_schema import Key, Table, check, nearest
 from zerojax.deepspeed_config.translation import CallerValues
@@ -191,7 +192,7 @@ _ABSENT = {
 _GROUPS = "max_grad_norm is not a parameter of an optimizer (DeepSpeed refuses it, too); write "
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Update:
     """The optimizer of a ds_config, or the caller's optimizer with the clipping of the ds_config.
 

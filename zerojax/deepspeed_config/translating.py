@@ -15,6 +15,7 @@ from typing import Any
 from zerojax.config import ConfigError, LogConfig, MeshConfig
 from zerojax.config.checks import warn_user
 from zerojax.config.display import cut, quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.deepspeed_config.attention_keys import layout_of
 from zerojax.deepspeed_config.auto_values import Auto
@@ -230,7 +231,7 @@ def _check_small_things(file: File, batch: Batch, mesh: MeshConfig) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DsConfig:
     """A ds_config together with the caller's values, as `zerojax.train` and `initialize` use it.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from zerojax.config import (
 )
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.display import printable, quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim import Optimizer, Schedule
 from zerojax.optim.precision import Precision
 
@@ -38,7 +38,7 @@ _WIDTH = 100
 _LONGEST_KEY = 52
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Line:
     """Translation of one key of a ds_config.
 
@@ -55,7 +55,7 @@ class Line:
     why: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CallerValues:
     """Values that the caller passes beside a ds_config; they replace "auto" and must not contradict
     the file.
@@ -85,7 +85,7 @@ class CallerValues:
     hidden_size: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Translation:
     """A ds_config translated into zerojax settings.
 

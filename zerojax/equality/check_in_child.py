@@ -14,6 +14,7 @@ import numpy as np
 
 from zerojax import optim
 from zerojax.config import OptimizerConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.equality.check_result import CheckResult, ComparedRun, Reason
 from zerojax.equality.experiments import (
     Experiments,
@@ -54,7 +55,7 @@ from zerojax.tracing.reads import line_of_read
 MICROBATCHES = 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """Arguments of `zerojax.check`, with batches as NumPy arrays."""
 

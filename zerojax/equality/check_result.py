@@ -10,12 +10,14 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
+
 BY_DESIGN = frozenset(["dropout", "batch_statistics", "passes"])
 """Kinds of differences that data-parallel training has by design: each device draws its own dropout
 mask and normalises by its own rows, and each microbatch runs a separate forward pass."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Reason:
     """One cause of a difference between runs.
 
@@ -39,7 +41,7 @@ class Reason:
         return self.kind in BY_DESIGN
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ComparedRun:
     """One training run, compared with a reference run.
 
@@ -73,7 +75,7 @@ class DisagreementError(RuntimeError):
     """Raised by `CheckResult.require` if the runs of a check do not agree."""
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class CheckResult:
     """Result of `zerojax.check`.
 

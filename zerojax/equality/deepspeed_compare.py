@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from zerojax.config import ConfigError
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import decode_text
 from zerojax.deepspeed_config import CallerValues, DsConfig
 from zerojax.deepspeed_engine import initialize
@@ -48,7 +49,7 @@ _SECONDS = 1800.0
 Tensors = Mapping[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorDifference:
     """Differences of one tensor.
 
@@ -64,7 +65,7 @@ class TensorDifference:
     update: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DeepSpeedComparison:
     """Result of `compare_with_deepspeed`; `print(result.page())` shows it.
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.equality.check_result import Reason
 from zerojax.equality.short_runs import PlainRun, cut_rows, quick_options
 from zerojax.equality.tracing import (
@@ -55,7 +56,7 @@ _ONE_ROW = ("slice", "dynamic_slice", "gather", "squeeze")
 _EXTREMES = ("reduce_max", "reduce_min", "argmax", "argmin", "sort", "cumsum", "reduce_prod")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Forward:
     """Relation between the forward pass of a whole batch and the forward passes of its pieces.
 

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from zerojax.config import MeshConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data import shard_batch
 from zerojax.equality.check_result import ComparedRun
 from zerojax.hardware.compile_client import keep_known_options
@@ -56,7 +57,7 @@ CHAOTIC = 0.02
 """A parameter is not compared if reordering rows changes its update by more than this fraction."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Configuration:
     """Configuration of one run of a check.
 
@@ -83,7 +84,7 @@ class Configuration:
         return f"{count}, zero={self.zero}{pieces}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class CheckInputs:
     """Inputs of a check: the model in zerojax's internal form, loss, optimizer, NumPy batches."""
 
@@ -97,7 +98,7 @@ class CheckInputs:
     """{name: initial parameter}, the same in every run."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RunOutcome:
     """Losses and final arrays of one training run.
 
@@ -360,7 +361,7 @@ def microbatches_of(batch: Any, configuration: Configuration) -> list[Any]:
     return [jax.tree.map(lambda x, i=i: rows(x, i), batch) for i in range(count)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Noise:
     """Relative differences between runs of the same training that come from rounding alone.
 

@@ -12,7 +12,6 @@ with lines of the user's code.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import os
 import traceback
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.equality.short_runs import quick_options
 from zerojax.operators.marks import inner_programs
 from zerojax.operators.whole_batch import batch_split_over
@@ -52,7 +52,7 @@ class Relation(enum.Enum):
     """No relation: integers that may be row numbers, random keys, values that only one run has."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Break:
     """First equation at which the relation between two executions breaks.
 
@@ -71,7 +71,7 @@ class Break:
     where: str | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Comparison:
     """Result of comparing two executions of a program.
 

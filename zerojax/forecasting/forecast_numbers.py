@@ -3,9 +3,9 @@ verdict whether the step fits."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.hardware.gpus import Gpu
 from zerojax.plan.offload_costs import Hiding, Moved
 
@@ -23,7 +23,7 @@ MEMORY_FRACTION = 0.75
 """Share of a GPU's memory that JAX uses unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RoleBytes:
     """Bytes per device that one role, such as activations, takes at the moment of peak memory.
 
@@ -39,7 +39,7 @@ class RoleBytes:
     formula: int | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Memory of one device in a training step, in bytes.
 
@@ -74,7 +74,7 @@ class Memory:
         return None if self.peak is None else self.peak + ALLOCATOR_BYTES
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrafficRow:
     """Collectives of one device in one step that have the same kind, dtype, group and loop depth,
     summed.
@@ -113,7 +113,7 @@ class TrafficRow:
     group: tuple[int, int] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Bytes that one device sends per step, as compiled and by formula.
 
@@ -154,7 +154,7 @@ class Traffic:
     matrix_formula_bytes: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Offload:
     """State stored outside device memory, and the bytes transferred for it, per device and step.
 
@@ -182,7 +182,7 @@ class Offload:
     machine_disk: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpectedItem:
     """A part of a step's expected time.
 
@@ -195,7 +195,7 @@ class ExpectedItem:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Expected:
     """Expected time of a compiled step: its schedule replayed at rates that programs reach.
 
@@ -225,7 +225,7 @@ class Expected:
     tokens_per_second: float | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Roofline estimate of a step: the shortest time that published peak rates allow. It is not
     measured; real steps take longer.
@@ -278,7 +278,7 @@ class Estimate:
         return self.exposed_wire_seconds if self.expected is None else self.expected.wire_seconds
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Result of the check whether a step fits into the GPU's memory.
 
@@ -298,7 +298,7 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ForecastNumbers:
     """Numbers of one training step of one plan on a number of GPUs of one kind.
 

@@ -7,7 +7,6 @@ launches and latencies are left out, so a run is slower than these bounds.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -17,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from zerojax.config.generation_limits import CACHES
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.forecast_numbers import TrafficRow
 from zerojax.forecasting.roofline import link_bandwidth, members_per_node
 from zerojax.hardware.gpus import Gpu
@@ -37,7 +37,7 @@ _INT8 = "int8"
 """Format of weights; those of "fp8" have the same bytes."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerationBound:
     """Bytes and time of one decoded position, for one way of generating and one number of rows.
 
@@ -68,7 +68,7 @@ class GenerationBound:
     fits: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Leaf:
     """One parameter: name, shape, number of dimensions that count layers, share in a device."""
 

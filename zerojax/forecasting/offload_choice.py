@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zerojax.checkpoint.agreement import computed_by_process_0, first_text
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, NVME, OffloadConfig
 from zerojax.forecasting.compiled_step import forecast
 from zerojax.forecasting.forecast_numbers import ForecastNumbers, Verdict
@@ -43,7 +44,7 @@ _STATE_ON_HOST = {"opt_state": HOST}
 Compile = Callable[[Plan], ForecastNumbers]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OffloadChoice:
     """The plan of a run with the least offload that fits.
 
@@ -140,7 +141,7 @@ def _with_reason(plan: Plan, reason: str) -> Plan:
     return dataclasses.replace(plan, reasons=(*plan.reasons, reason), remake=remake)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Fitting:
     """An offload that fits: its fields of `OffloadConfig`, its plan, and the expected seconds of a
     step, infinite if unknown."""

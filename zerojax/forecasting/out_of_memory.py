@@ -7,7 +7,6 @@ The explanation needs no device memory and compiles nothing.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import re
 import traceback
@@ -17,6 +16,7 @@ from typing import Any
 
 import jax
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.remedies import PRICES, SMALL, Remedy, all_remedies
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import gpu_of_device
@@ -188,7 +188,7 @@ def _suffices(remedy: Remedy, excess: int | None) -> bool:
     return excess is not None and remedy.saving is not None and remedy.saving >= excess
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Page:
     """Contents of the page that explains an out-of-memory error.
 
@@ -274,7 +274,7 @@ def _remedies(page: Page) -> list[str]:
     return lines
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LiveArray:
     """One array in device memory, or several arrays with the same name.
 
@@ -289,7 +289,7 @@ class LiveArray:
     count: int = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
     """Memory of the local device with the most bytes in use, or of the process if devices have no
     memory of their own.
@@ -370,7 +370,7 @@ def save_profile(folder: Path | None) -> Path | None:
     return folder / PROFILE
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryRequest:
     """A failed request for memory.
 

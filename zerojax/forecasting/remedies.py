@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.forecasting.forecast_numbers import Memory
 from zerojax.hardware.gpus import Gpu
@@ -55,7 +56,7 @@ SMALL = 0.01
 """A remedy that saves less than this share of the needed bytes is not listed."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Remedy:
     """A setting with which a step takes less memory.
 

@@ -10,10 +10,10 @@ never carries two transfers at once.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.hlo.timeline import BRANCHES, KERNEL, LOOP, START, WAIT, Timeline
 from zerojax.operators.marks import weights_of_branches
 
@@ -26,7 +26,7 @@ ones."""
 _Seconds = dict[tuple[str, int], float]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Replayed:
     """Time of one step.
 

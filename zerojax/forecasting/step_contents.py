@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.hlo.communication import Collective
 from zerojax.forecasting.hlo.dataflow import Dataflow, Edge, Value
 from zerojax.forecasting.hlo.live_buffers import LiveAtPeak
@@ -53,7 +53,7 @@ _NEAR = 50
 """Values that are searched for a user's line around a collective that has none."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SentArray:
     """One array that a collective of the compiled step sends.
 
@@ -93,7 +93,7 @@ class SentArray:
         return f"{self.collective} ({self.kind} over {self.axis}, {self.dtype}, {times} per step)"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopOfLayers:
     """A loop over layers, or layers of a list that run one after the other outside of loops.
 
@@ -112,7 +112,7 @@ class LoopOfLayers:
     line: str | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ValueAtPeak:
     """One temporary value that is in device memory at the peak.
 
@@ -128,7 +128,7 @@ class ValueAtPeak:
     line: str | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepContents:
     """What program rules read of a step.
 

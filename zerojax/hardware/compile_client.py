@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.hardware import gpus
 
 INSTALL = "pip install 'zerojax[plan]'"
@@ -93,7 +94,7 @@ class CompileError(RuntimeError):
     """The compiler rejected the program. The message begins with the first cause."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryUse:
     """Memory of a compiled program in bytes per device, as reported by the compiler.
 
@@ -124,7 +125,7 @@ class MemoryUse:
         return self.host_arguments + self.host_outputs - self.host_aliased + self.host_temporary
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
     """A program compiled for devices that this machine does not have; it can be read but not run.
 

@@ -7,7 +7,6 @@ Each rate is that of one large kernel or collective, which whole training steps 
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +18,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.late_dataclasses import dataclass
+
 PRODUCT_SIZE, COPY_BYTES, GATHER_BYTES = 8192, 2**32, 2**30
 SMALL_SIZE, SMALL_BYTES = 256, 2**18
 """Sizes for a CPU, whose rates no plan uses."""
 REPEATS = 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceSizes:
     """Sizes of what is measured.
 

@@ -4,7 +4,6 @@ memory."""
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import os
 import re
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import HOST_KIND
 
 SIZES = (16 * 2**20, 128 * 2**20, 1024 * 2**20)
@@ -95,7 +95,7 @@ def _host_memory() -> dict[str, int]:
     return {"in_use": in_use, "peak": max(peak, in_use), "limit": installed}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LinkRates:
     """Measured bandwidth between a device and pinned host memory in bytes per second, for one array
     in each direction; the best of several passes.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zerojax.config.checks import warn_user
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import UnreadableError
 from zerojax.runtime.bounded_json import load
 from zerojax.runtime.memory import nearest_folder
@@ -26,7 +27,7 @@ FILE = "rates.json"
 MOUNTS = Path("/proc/self/mountinfo")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasuredLink:
     """Measured bandwidths between a device and host memory in bytes per second."""
 
@@ -37,7 +38,7 @@ class MeasuredLink:
     date: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasuredDisk:
     """Measured bandwidths of a disk in bytes per second, from passes over files of offloaded
     state."""
@@ -49,7 +50,7 @@ class MeasuredDisk:
     date: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasuredDevice:
     """Measured rates of one kind of device: FLOP per second of a large product of 16-bit floats,
     and bytes per second, read and written, of a large copy in device memory."""
@@ -60,7 +61,7 @@ class MeasuredDevice:
     date: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasuredNode:
     """Measured bandwidth between the devices of this machine in bytes per second and direction of
     one device."""

@@ -7,20 +7,20 @@ before the backward pass gives it the same cotangent as on one device, where the
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.models.losses import split_result
 from zerojax.operators.marks import inner_programs, takes_over_batch
 from zerojax.tracing.jaxpr import cut_piece
 from zerojax.tracing.trace import ModelTrace
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BatchWeight:
     """Weight of a batch as a function of some of its arrays.
 

@@ -60,7 +60,7 @@ def own_array(array: np.ndarray) -> np.ndarray:
     if array.dtype.hasobject:  # no batch may hold objects, which `check_arrays` says
         return array.copy()
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
+    first = -memory.__array_interface__["data"][0] % _ALIGNMENT
     own = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
     own[...] = array
     return own

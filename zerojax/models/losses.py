@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from zerojax.config.late_dataclasses import dataclass
+
 NATS_PER_TOKEN = "nats per token"
 """Unit of a mean cross-entropy over tokens, whose exponential is the perplexity."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class LossWithUnit:
     """Loss function whose unit is known.
 

@@ -19,6 +19,7 @@ from jax import lax
 
 from zerojax.config.attention_layouts import LAYOUTS, BlockLayout
 from zerojax.config.checks import names_keywords
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.attention_branches import Branch, attention_of_branch
 from zerojax.operators.attention_choice import (
     IMPLEMENTATIONS,
@@ -41,7 +42,7 @@ from zerojax.operators.stored_attention import masked_attention, stored_attentio
 Both = jax.Array | tuple[jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Call:
     """Record of one call of `attention` while a model was traced.
 
@@ -152,7 +153,7 @@ def layout_in_force(layout: BlockLayout) -> Iterator[list[BlockTable]]:
         _IN_FORCE.reset(token)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class WindowOfLayer:
     """Attention window that depends on the layer, chosen from a few static sizes.
 

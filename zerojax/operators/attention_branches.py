@@ -9,7 +9,6 @@ without a value) only changes the log-sum-exp, which is an input of the backward
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators import chunked_attention as chunked
 from zerojax.operators import cudnn_attention as cudnn
 from zerojax.operators import kernel_attention as kernels
@@ -30,7 +30,7 @@ Rows = dict[str, Any]
 """{"segments" or "positions": pair of integer arrays, for queries and for keys}."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Branch:
     """Static options of the attention of some layers: one case of a data-dependent branch.
 
@@ -47,7 +47,7 @@ class Branch:
     layers: tuple[int, int] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Options:
     branches: tuple[Branch, ...]
     causal: bool

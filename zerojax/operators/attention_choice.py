@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.hardware.gpus import Gpu, gpu_of_device, named_gpu
 from zerojax.operators import cudnn_attention as cudnn
 from zerojax.operators import kernel_attention as kernels
@@ -33,7 +33,7 @@ LONGEST_STORED = 4096
 scores of one sequence of 8192 tokens and 32 heads are 8 GiB in float32."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Device:
     """Device for which an implementation is chosen.
 

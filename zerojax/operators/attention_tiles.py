@@ -6,11 +6,11 @@ masked tiles are left out before tracing. Uses only NumPy.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.sparse_layouts import BlockTable
 
 LOOP_COST = 128 * 128
@@ -18,7 +18,7 @@ LOOP_COST = 128 * 128
 become. An estimate, not measured on a GPU."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Extent:
     """Static properties of a call of attention that determine its tiles.
 
@@ -62,7 +62,7 @@ class Extent:
         return seen
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Tiles:
     """All tiles of an attention call, in the order of the loop, one per iteration.
 

@@ -9,7 +9,6 @@ but no FLOPs inside the tiles; a fused kernel would also keep the scores of a ti
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.attention_tiles import Extent, Tiles, tiles_of
 from zerojax.operators.marks import LINEAR_RULE
 from zerojax.operators.sparse_layouts import BlockTable
@@ -32,7 +32,7 @@ KEPT = "zerojax.attention"
 this name recomputes scores only inside the backward pass of attention."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Visibility:
     """Static part of an attention mask by positions.
 
@@ -62,7 +62,7 @@ class Visibility:
         return seen
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Cut:
     """Static options of a call of `chunked_attention`, and its division into tiles.
 

@@ -9,7 +9,6 @@ gradient is always summed in float32, and gradients that are not needed are not 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import LINEAR_RULE
 
 _FLOAT16_LIMIT = 2.0**15
@@ -104,7 +104,7 @@ def _check(
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Cut:
     """Static options of a call of `head_next_token`, and its number of chunks.
 
@@ -120,7 +120,7 @@ class _Cut:
     softcap: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Needed:
     """Choice of gradients that are computed together with the loss."""
 

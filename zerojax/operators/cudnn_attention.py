@@ -8,7 +8,6 @@ They also return the log-sum-exp of the scores in float32.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.chunked_attention import KEPT, Visibility
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
@@ -77,7 +77,7 @@ def _widest_head(capability: float) -> int:
     return 256 if WIDE_HEADS[0] <= capability < WIDE_HEADS[1] else 128
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Mask:
     scale: float
     causal: bool

@@ -6,7 +6,6 @@ the kernel its trace contains one product of all rows, with the FLOPs of the ker
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import grouped as kernels
 from pallas_kernels.grouped import GroupedImpl, Segments
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.attention_choice import device_here
 
 Products = Literal["batched", "grouped", "loop"]
@@ -27,7 +27,7 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 the kernel of its expert."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class GroupedProducts:
     """Settings of the grouped products of one call of `zerojax.experts`.
 

@@ -6,7 +6,6 @@ only the visible blocks are computed.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import attention as kernels
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.chunked_attention import KEPT, Visibility
 from zerojax.operators.sparse_layouts import BlockTable
 
@@ -80,7 +80,7 @@ def kernel_attention(
     return _attend(_Options(visibility, scale, table), query, key, value, rows)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Options:
     visibility: Visibility
     scale: float

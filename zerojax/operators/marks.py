@@ -6,7 +6,6 @@ Operators write marks, and the package `tracing` reads them. A mark is the name 
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from zerojax.config.late_dataclasses import dataclass
 
 BatchCall = typing.Literal["batch_sum", "batch_mean"]
 """{name of a function in `zerojax` that reduces over the whole batch: its mark}."""
@@ -155,7 +156,7 @@ def marks_experts(name: str) -> bool:
     return name.startswith((_EXPERT_WEIGHTS, _EXPERT_CALL))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MarkedRead:
     """Mark of a read of a parameter in a program.
 

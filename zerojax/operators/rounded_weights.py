@@ -8,7 +8,6 @@ a server computes it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -19,9 +18,10 @@ import numpy as np
 from jax import lax
 
 from zerojax.config.compression import MAX_BITS
+from zerojax.config.late_dataclasses import dataclass
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class IntegerFormat:
     """Format of the integers (codes) that represent the weights of a kernel.
 

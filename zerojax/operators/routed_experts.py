@@ -24,6 +24,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.config.checks import names_keywords
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.expert_rows import (
     Routes,
     Slots,
@@ -208,7 +209,7 @@ def slots_of_further_rounds(capacity: int) -> int:
     return -(-capacity // PARTS)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Call:
     """Static properties of a call of `experts`.
 

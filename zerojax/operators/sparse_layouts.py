@@ -24,9 +24,10 @@ from zerojax.config.attention_layouts import (
     SlidingWindowLayout,
     VariableLayout,
 )
+from zerojax.config.late_dataclasses import dataclass
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BlockTable:
     """Block-sparse attention mask.
 

@@ -18,6 +18,7 @@ from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config import OptimizerConfig
 from zerojax.config.checks import names_keywords
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.ema import Ema, WithEma
 from zerojax.optim.groups import decay_mask
@@ -30,7 +31,7 @@ from zerojax.optim.step_sizes import StepSizes
 from zerojax.tracing.protocol import Model
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class BuiltOptimizer:
     """Optimizer with its learning-rate schedule and the reasons for its defaults.
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.trees import Unnamed
 
 Tree = Any
@@ -29,7 +30,7 @@ COUNT = "ema_count"
 """Name of the count of averaged updates, next to `EMA` in the optimizer state."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Ema:
     """Decay and warm-up of an average of the weights.
 

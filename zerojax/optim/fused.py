@@ -17,6 +17,7 @@ from pallas_kernels.choice import Impl
 from pallas_kernels.elementwise import Rule, Updated, averaging, averaging_scalars
 from pallas_kernels.many import update_many
 from pallas_kernels.update import update, update_trees
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.ema import EMA, Ema, EmaState, around
 from zerojax.optim.groups import Decay, LeafSettings
 from zerojax.optim.optimizer import Arrays, BegunUpdate, Optimizer, StepNumbers, UpdateContext
@@ -35,7 +36,7 @@ _PARTS = (
 """Optax states that hold arrays; the other states of these optimizers are empty."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Numbers:
     """Scalars and context of one update step.
 
@@ -180,7 +181,7 @@ If `numbers` has an `average_rate`, the average of the parameters comes after th
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """Definition of an optimizer, as parts of optax and as an equivalent fused update rule.
 
@@ -209,7 +210,7 @@ class Method:
     one_bit: Callable[[Method, Options], Any] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Options that all optimizers share.
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import ParameterGroup
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import from_dict
 from zerojax.tracing import trees
 
@@ -51,7 +52,7 @@ class LeafSettings(NamedTuple):
     weight_decay: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Decay:
     """Rules that give each parameter its weight decay and learning rate.
 

@@ -8,7 +8,6 @@ replicated matrices.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from optax.contrib import MuonDimensionNumbers
+
+from zerojax.config.late_dataclasses import dataclass
 
 Dims = Sequence[tuple[str, ...]]
 SCOPE = "whole_matrices"
@@ -50,7 +51,7 @@ def newton_schulz_flops(rows: int, columns: int, *, steps: int) -> int:
     return steps * (4 * short * short * long + 2 * short**3)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MatrixStack:
     """Layout of an array as a stack of matrices, and of the part that a shard holds.
 
@@ -118,7 +119,7 @@ def classes_of(stacks: Mapping[str, MatrixStack]) -> list[list[str]]:
     return list(found.values())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MatrixExchange:
     """All-to-all that gathers matrices along one split side, or splits them again.
 

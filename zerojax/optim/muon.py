@@ -15,6 +15,7 @@ from optax.contrib import MuonDimensionNumbers, MuonState
 from pallas_kernels import muon as rules
 from pallas_kernels.choice import Impl, choose
 from zerojax.config.checks import names_keywords
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.ema import Ema, EmaState, around
 from zerojax.optim.fused import Numbers, cast_floats, next_count
 from zerojax.optim.matrices import as_stack, fans, newton_schulz, on_whole_matrices
@@ -34,7 +35,7 @@ _LATE = 2**30
 """Number of updates after which the bias correction of a momentum equals 1."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Options:
     """Arguments of `muon`, and four further settings.
 

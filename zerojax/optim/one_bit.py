@@ -7,7 +7,6 @@ messages of one device; it does not send messages.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, get_args
@@ -21,6 +20,7 @@ from jax import lax
 from pallas_kernels import optimizers
 from pallas_kernels.choice import Impl, choose
 from zerojax.config.checks import names_keywords
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.fused import Method, Options, begin_update, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups
 from zerojax.optim.methods import GroupsLike, adam_scalars, check_numbers, scale_by_adam
@@ -94,7 +94,7 @@ def _padded(values: jax.Array, size: int) -> jax.Array:
 # --- the optimizer --------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OneBit:
     """Settings of an optimizer with 1-bit communication, and its update after the warm-up.
 

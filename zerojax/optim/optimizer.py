@@ -20,6 +20,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from pallas_kernels.choice import Choice, Impl
 from pallas_kernels.rounding import seed_of
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.ema import Ema, EmaState, new_ema_state
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule
@@ -29,7 +30,7 @@ Arrays = dict[str, jax.Array]
 Sums = tuple[jax.Array, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StateCoding:
     """Conversion between the two forms of an optimizer's state.
 
@@ -92,7 +93,7 @@ def coding_around(coding: StateCoding, ema: Ema | None) -> StateCoding:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateContext:
     """Inputs of an optimizer's update besides gradients, state and parameters.
 
@@ -178,7 +179,7 @@ class UpdateContext:
         return lax.psum(values, axes) if axes else values
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepNumbers:
     """Numbers of one update that a program takes as inputs, so that other hyperparameters run in
     the same program.
@@ -198,7 +199,7 @@ jax.tree_util.register_dataclass(StepNumbers, ["scalars", "clip_norm"], [])
 Apply = Callable[[Arrays, Tree, Arrays, UpdateContext], tuple[Arrays, Tree]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BegunUpdate:
     """Update whose scalars are computed; arrays are passed later, whole or in slices.
 

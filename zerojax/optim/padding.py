@@ -14,7 +14,6 @@ constant.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.optimizer import map_state
 from zerojax.optim.transforms import extra_arguments
 
@@ -48,7 +48,7 @@ class NotProven(Exception):
     """Raised if an update may depend on padding; the message names the operation."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Value:
     """Known facts about the padding of one array in a traced program.
 

@@ -26,6 +26,7 @@ from zerojax.config.checks import (
     check_whole_number,
     refuse,
 )
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict
 from zerojax.optim.step_sizes import StepSizes
 
@@ -172,7 +173,7 @@ def _joined(rise: Schedule, risen: int, after: Schedule) -> Schedule:
     return lambda count: jnp.where(count < risen, rise(count), after(count))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LRRangeTest:
     """Learning rate that grows without limit, to find the largest usable rate
     (arXiv:1803.09820)."""
@@ -199,7 +200,7 @@ class LRRangeTest:
         return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * passed)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OneCycle:
     """Learning rate that rises and falls once, then decays; Adam's beta1 moves in the opposite
     direction (arXiv:1803.09820)."""
@@ -305,7 +306,7 @@ class OneCycle:
         return sum(self._halves) + math.ceil(steps)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WarmupLR:
     """Learning rate with a warm-up, constant afterwards."""
 
@@ -356,7 +357,7 @@ class WarmupDecayLR(WarmupLR):
         return jnp.maximum(left / decay, 0.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WarmupCosineLR:
     """Learning rate that is the optimizer's rate times a ratio, which rises in the warm-up and then
     falls as a cosine."""
@@ -394,7 +395,7 @@ DEEPSPEED_SCHEDULES: Mapping[str, type[_Settings]] = {
 """{`type` of a scheduler section: dataclass whose fields are the section's `params`}."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DeepSpeedSchedule:
     """Schedule of DeepSpeed as functions that zerojax's and optax's optimizers accept.
 

@@ -8,7 +8,6 @@ however, grows with the batches consumed, so the plan of each size states its ow
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config import ConfigError
+from zerojax.config.late_dataclasses import dataclass
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSizes:
     """Sizes of the steps of a run: parts of successive steps with one size, in order.
 

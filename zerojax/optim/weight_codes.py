@@ -13,7 +13,6 @@ which is the largest magnitude / 127.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.protocol import LazyArray
 
 BLOCK = 64
@@ -59,7 +59,7 @@ def codes_of_plan(plan: Mapping[str, Any]) -> dict[str, WeightCodes]:
     return {name: WeightCodes(**fields) for name, fields in plan.get(FROZEN_CODES, {}).items()}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class WeightCodes:
     """Quantization of one parameter; static and hashable, so that a traced program may hold it.
 

@@ -7,12 +7,13 @@ a value is at most half a scale. A block with a NaN or an infinity decodes to no
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from zerojax.config.late_dataclasses import dataclass
 
 BLOCKS = {8: 256, 4: 64}
 """{bits of a code: number of values that share a scale}. With 4-bit codes, blocks of 256 increase
@@ -21,7 +22,7 @@ _LARGEST = {8: 127, 4: 7}
 _SCALE_BYTES = 2
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class GradientCodes:
     """Quantization and summation of one parameter's gradient; static and hashable.
 

@@ -14,7 +14,6 @@ collectives themselves, and their programs are not changed.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs, mark_wait
 from zerojax.parallel.sums import barrier_kind, zero_at_run_time
 from zerojax.plan.device_mesh import MODEL
@@ -122,7 +122,7 @@ class _Marks(Follow):
         return super()._equation(equation, operands)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Event:
     """Collective that has run, or loop with collectives.
 

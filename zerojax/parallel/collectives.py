@@ -25,6 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import mark_read
 from zerojax.optim.weight_codes import WeightCodes
 from zerojax.optim.wire_codes import GradientCodes
@@ -54,7 +55,7 @@ DECODED = "decoded weights"
 """Name (as for `jax.ad_checkpoint.checkpoint_name`) of the values that `decode_on_use` returns."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class LeafCollectives:
     """The collectives of one parameter: a static, hashable value that a traced program may hold.
 
@@ -428,7 +429,7 @@ def _in_one(collective: Callable, leaves: Leaves, *arrays: Several) -> Several:
     return list(collective(values, table, sys.maxsize, *more).values())
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class GatherOnUse:
     """Reads a ZeRO-3 shard: all-gathers the value, and reduce-scatters its gradient.
 
@@ -451,7 +452,7 @@ class GatherOnUse:
         return mark_read(whole, self.name)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ScatterEarly:
     """Reads a ZeRO-2 parameter `(whole, shard)`: returns `whole`; its gradient goes to `shard`.
 
@@ -470,7 +471,7 @@ class ScatterEarly:
         return mark_read(same, self.name)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DecodeOnUse:
     """Reads a frozen, quantized parameter that is not sharded: decodes its codes.
 

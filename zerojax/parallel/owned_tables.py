@@ -9,7 +9,6 @@ that row.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +19,11 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import LINEAR_RULE
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OwnedTable:
     """A table [rows, width] sharded by columns: a static, hashable value for traced programs.
 

@@ -15,12 +15,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import BatchRamp, BatchRampConfig, ConfigError
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import STAGE, num_data_shards
 from zerojax.plan.rungs import check_ladder_settings
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchLadder:
     """Compiled batch sizes of a run with a batch ramp; has the same methods as `Ladder`.
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.choice import Choice
 from zerojax.config import MeshConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.models.adapt import bound_attribute
 from zerojax.models.batch_weight import BatchWeight
 from zerojax.operators.attending import Call
@@ -36,7 +37,7 @@ from zerojax.tracing.rolling import RolledModel
 Tree = Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TracedLoss:
     """Facts from tracing the loss of one microbatch on one data shard.
 
@@ -66,7 +67,7 @@ class TracedLoss:
     batch_weight: BatchWeight | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProgramChoices:
     """Choices for compiling the step on the plan's devices.
 
@@ -84,7 +85,7 @@ class ProgramChoices:
     regather: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Decisions:
     """All decisions about a run, made before the first array exists.
 

@@ -5,7 +5,6 @@ Only this module and `zerojax.runtime.distributed` ask JAX for devices.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import names_keywords
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.runtime.plugin_errors import hide_plugin_errors
 
@@ -23,7 +23,7 @@ REPLICA, DATA, EXPERT, CONTEXT = "replica", "data", "expert", "context"
 STAGE, MODEL = "stage", "model"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Axis:
     """One mesh axis and its properties; all modules read them from `AXIS_TABLE`.
 

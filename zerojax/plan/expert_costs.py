@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.optimizer import map_state
 from zerojax.plan.counts import gradient_bytes, model_flops, shard_bytes
 from zerojax.plan.decisions import Decisions
@@ -20,7 +21,7 @@ from zerojax.tracing.expert_calls import RowsOfCall, find_expert_calls, find_row
 from zerojax.tracing.flops import TRAINING_FACTOR, further_round_flops
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertCosts:
     """Costs of experts per device and step, in bytes unless stated otherwise.
 

@@ -18,6 +18,7 @@ from zerojax.config import (
     as_mesh_config,
 )
 from zerojax.config.checks import as_patterns, check_whole_number
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.recognition import is_deepspeed
 from zerojax.optim.precision import Precision
 from zerojax.optim.step_sizes import StepSizes
@@ -51,7 +52,7 @@ MESH_OPTIONS = (
 stage."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanInputs:
     """Inputs of planning that are the same on every mesh. Attributes that are not listed are
     arguments of `make_plan`.

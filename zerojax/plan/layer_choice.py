@@ -6,7 +6,6 @@ This module reads settings and the traced loss; `tracing.dropped_layers` rewrite
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import ConfigError, LayerDropConfig, MeshConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim import one_bit_of
 from zerojax.plan.device_mesh import CONTEXT, EXPERT
 from zerojax.plan.state_layout import PipelineLayout
@@ -28,7 +28,7 @@ NEEDED_JAX = (0, 12)
 """Older versions of JAX copy the operands of a branch for the backward pass."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerDrop:
     """Progressive layer drop of a model.
 

@@ -3,7 +3,6 @@ in a new run."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.plan.state import run_key_data
 from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing.protocol import Loss, Model
@@ -18,7 +18,7 @@ from zerojax.tracing.rolling.single_rows import SingleRow, find_rows
 from zerojax.tracing.trees import format_bytes
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerDraws:
     """How the parameters of layers in files are initialized.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.plan.device_mesh import STAGE
 from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement
@@ -23,7 +24,7 @@ Stacks = Mapping[str, tuple[str, ...]]
 """{name of a stacked parameter: the user's names of its rows, in order}."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StackRows:
     """Rows of a stacked parameter, in place of the stacked array; a leaf for JAX's tree functions.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.weight_codes import BLOCK, WeightCodes
 from zerojax.optim.wire_codes import GradientCodes
 from zerojax.plan.device_mesh import (
@@ -55,7 +56,7 @@ class Access(enum.Enum):
     and the gradients of rows are sent back."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LeafPlacement:
     """Placement of one parameter, which is one row of the placement table.
 
@@ -248,7 +249,7 @@ def _put(
             axes[i] = (axes[i], axis)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlacementRules:
     """Settings by which parameters are placed.
 

@@ -8,7 +8,6 @@ number of parts.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 
 from zerojax.config import MeshConfig
 from zerojax.config.checks import warn_user
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import HOST
 from zerojax.models.batch_weight import BatchWeight, find_batch_weight
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
@@ -188,7 +188,7 @@ def choose_batch_weight(
     return found, reasons
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchPieces:
     """How a traced loss depends on the rows of one part of the batch.
 

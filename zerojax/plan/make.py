@@ -19,6 +19,7 @@ from zerojax import models, optim, tracing
 from zerojax.config import MeshConfig, OptimizerConfig
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import HOST
 from zerojax.models.losses import split_result
 from zerojax.operators.attention_choice import attention_planned_for
@@ -274,7 +275,7 @@ def plan_of(inputs: PlanInputs, mesh: Any, *, zero: int | None = None, **mesh_op
     return _make(settings, mesh, inputs)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Task:
     """A model on a mesh, with every default resolved; the input of the steps of planning."""
 
@@ -288,7 +289,7 @@ class _Task:
     num_microbatches: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Seen:
     """Facts from tracing the loss once, on one microbatch of one data shard."""
 
@@ -702,7 +703,7 @@ def _abstract_batch(task: _Task) -> Tree:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Remake:
     """Function object that plans the same run on another mesh; stored as `Decisions.remake`."""
 

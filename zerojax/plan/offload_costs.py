@@ -8,7 +8,6 @@ and so does an update in the backward pass.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.checkpoint.store.sweep import FEWEST_BUFFERS
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.hardware.gpus import Gpu, gpu_of_device
 from zerojax.hardware.gpus.achieved import rates_here
@@ -42,7 +42,7 @@ ATTAINED = 0.5
 with that of transfers."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Moved:
     """Bytes that one device transfers per step for one purpose.
 
@@ -59,7 +59,7 @@ class Moved:
     written: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TierRates:
     """Transfer rates in bytes per second.
 
@@ -79,7 +79,7 @@ class TierRates:
     disk_source: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Hiding:
     """Time of offload transfers in a step, compared with the time of products.
 

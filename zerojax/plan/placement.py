@@ -10,7 +10,6 @@ without a loop, and are gathered at the same time, with or without checkpoints. 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import models, tracing
 from zerojax.config import MeshConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs, marked_reads, read_name
 from zerojax.optim.weight_codes import BLOCK, WeightCodes
 from zerojax.plan.device_mesh import EXPERT, MODEL, STAGE, state_axes
@@ -39,7 +39,7 @@ from zerojax.tracing.reads import line_of_read
 from zerojax.tracing.row_lookups import Asked
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Placement:
     """Placement table, with one row per parameter.
 
@@ -451,7 +451,7 @@ def _read_repeatedly(params: Mapping[str, Any], trace: tracing.ModelTrace) -> li
     return [name for name, again in found.items() if again]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StraightPiece:
     """Part of a program without a loop: between two loops that read parameters, or inside the body
     of one.

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from zerojax.config import ConfigError, MeshConfig, PruningConfig, PruningGroup
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim import one_bit_of
 from zerojax.optim.groups import is_matrix
 from zerojax.plan.layer_stacks import Stacks, users_names
@@ -23,7 +24,7 @@ from zerojax.tracing.trees import SEPARATOR
 _MOST_UNITS = 2**31 - 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PrunedLeaf:
     """Pruning of one stored parameter.
 

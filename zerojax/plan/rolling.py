@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import models, tracing
 from zerojax.config import MeshConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, RollRemat
 from zerojax.optim import Optimizer
 from zerojax.plan.device_mesh import MODEL, STAGE
@@ -46,7 +47,7 @@ _LENGTH = 240
 """Largest number of characters of an error in a reason."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rolling:
     """Result of rolling a model's layers into loops: the loops, and the reasons.
 
@@ -74,7 +75,7 @@ class Rolling:
         return Rolling(found=self.found, reasons=(why,))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Wishes:
     """Settings per parameter, which must be equal for all rows of a stacked parameter.
 

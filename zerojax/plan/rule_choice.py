@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.splitting import DimGroup, DimGroups, gradient_program
 
 Kind = Literal["column", "row", "vocabulary", "follows", "whole"]
@@ -22,7 +23,7 @@ values in one."""
 _SUMMED = "is used with values that are not split"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SplitChoice:
     """The dimension of a parameter that tensor parallelism splits, or the reason why it is not
     split.

@@ -3,7 +3,6 @@ cost."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from zerojax import tracing
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details, printable
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.precision import Precision
 from zerojax.plan.device_mesh import (
     AXES,
@@ -35,7 +35,7 @@ _NAMES = 3
 """Largest number of patterns listed for each reason."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProposedSplit:
     """Proposed split of the parameters that one pattern matches, which is one row of a proposal.
 
@@ -68,7 +68,7 @@ class ProposedSplit:
     backward_sums: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RuleProposal:
     """Tensor-parallel rules for a model, and the cost of each; `str()` formats a table.
 

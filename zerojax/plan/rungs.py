@@ -12,6 +12,7 @@ from typing import Any
 
 from zerojax.config import ConfigError, CurriculumConfig
 from zerojax.config.curriculum import MAX_RUNGS
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.models import losses
 from zerojax.optim import one_bit_of
 from zerojax.plan.decisions import Decisions
@@ -22,7 +23,7 @@ LANGUAGE_MODEL_KEYS = ("tokens", "targets", WEIGHTS)
 _KEYS = "name the arrays [rows, tokens, ...] to shorten: curriculum.keys=[...]"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Ladder:
     """Compiled row lengths of a run with a curriculum.
 

@@ -8,13 +8,13 @@ slices of the stack. This module handles transformations and names, not models o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.padding import NotProven
 from zerojax.plan.layer_stacks import StackRows, Stacks, group_rows, ungroup_rows
 from zerojax.tracing.rolling import map_rows
@@ -22,14 +22,14 @@ from zerojax.tracing.rolling import map_rows
 Tree = Any
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Stored:
     """A stored array: a separate parameter, a stack of layers, or another array."""
 
     value: Any
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _RowOf:
     """One row of a stored stack of layers."""
 

@@ -6,7 +6,6 @@ from it. The number of applied updates is `step - skipped`; optax's own counts a
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Collection, Mapping
 from typing import Any, NotRequired, TypedDict
@@ -19,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import tracing
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE
 from zerojax.models.from_nnx import NnxModel
 from zerojax.models.given_arrays import as_arrays, check_arrays
@@ -123,7 +123,7 @@ def zero_counter() -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StageRows:
     """Order of dimension 0 of an array that a pipeline splits, as stored and in checkpoints.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.config.mesh import DEVICE, HOST, NVME, OffloadConfig
 from zerojax.plan.schedules import ExecutorTable, Schedule
@@ -26,7 +27,7 @@ MASTER = "master"
 """Name of the float32 master weights in `OffloadLayout.arrays`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SlicedLeaf:
     """Slices of one offloaded parameter.
 
@@ -57,7 +58,7 @@ class SlicedLeaf:
         return sum(self.counts[nearer] for nearer in before)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightTiles:
     """Tiles in which the weight of a layer is gathered for the only product that reads it.
 
@@ -75,7 +76,7 @@ class WeightTiles:
     again: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerTiles:
     """Layer weights that are larger than `offload.tile_bytes`.
 
@@ -88,7 +89,7 @@ class LayerTiles:
     whole: tuple[tuple[str, str], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OffloadLayout:
     """The memory (device, host or files) of each part of a plan's state.
 
@@ -164,7 +165,7 @@ def store_folder(config: OffloadConfig) -> Path:
     return user_path(config.folder).absolute() / f"process_{jax.process_index()}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineLayout:
     """Layout of a pipeline, before anything runs.
 

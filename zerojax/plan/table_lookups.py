@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
 from zerojax.plan.device_mesh import AXES, DATA, DATA_AXES, EXPERT
@@ -67,7 +68,7 @@ def check_update_of_tables(placement: Placement, tx: Any) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Lookups:
     """Tables whose rows are looked up on the devices that store them.
 
@@ -132,7 +133,7 @@ def plan_lookups(
     return Lookups(asked, tuple(lines))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Costs:
     """Bytes that one device sends for a table in a step: with lookups of rows, and with gathering.
 
@@ -147,7 +148,7 @@ class _Costs:
         return f"{sent[0]} sent by each device in a step instead of {sent[1]}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Sent:
     """Bytes per element of a table's rows when they are sent to the reader, and of their gradients
     when sent back."""

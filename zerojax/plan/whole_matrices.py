@@ -8,7 +8,6 @@ The traced loss shows which parameters are matrices (`zerojax.tracing.matrix_use
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import optim
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.matrices import MatrixExchange, as_stack, classes_of, exchanges_of, fans
 from zerojax.optim.optimizer import Optimizer
 from zerojax.plan.decisions import Decisions
@@ -31,7 +31,7 @@ DIRECTION_BYTES = 4
 """Number of bytes of one sent element, which is float32."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MatrixClass:
     """Matrices of an optimizer (Muon) that are distributed over devices together, so that each
     device updates whole matrices.

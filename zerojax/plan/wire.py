@@ -7,12 +7,12 @@ sends (N-1)/N of the payload.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.wire_codes import bytes_sent
 from zerojax.plan.counts import coded_bytes, layers_of, padded_elements, whole_elements
 from zerojax.plan.decisions import Decisions
@@ -24,7 +24,7 @@ WIRE_UNIT_BYTES = 2
 """Bytes per parameter of the unit in which sent bytes are stated: bfloat16."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LeafTransfer:
     """Collectives of one kind and phase that a step runs for one parameter.
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -59,7 +59,7 @@ def purpose_of(error: BaseException) -> str | None:
     return getattr(error, _PURPOSE, None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Room:
     """A memory limit (of the kernel, a cgroup or ulimit) and the bytes that are free under it.
 

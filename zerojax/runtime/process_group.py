@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from zerojax.config.late_dataclasses import dataclass
 
 COORDINATOR = "ZEROJAX_COORDINATOR"
 COORDINATOR_PORT = "ZEROJAX_COORDINATOR_PORT"
@@ -21,7 +22,7 @@ _LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
     """The processes of a run, and the position of this process among them.
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.config.display import cut, printable, quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import UnreadableError
 from zerojax.runtime import bounded_json
 from zerojax.runtime.user_files import replace_text
@@ -41,7 +42,7 @@ _STEPS = 64
 """Steps whose results are remembered; more than a training loop lets the devices queue."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Meeting:
     """A collective, and the processes that it needs besides those of earlier collectives.
 
@@ -54,7 +55,7 @@ class Meeting:
     processes: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Note:
     """State of a process that makes no progress.
 

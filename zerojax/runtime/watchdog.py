@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.sections import WatchConfig
 from zerojax.runtime.hang_map import describe_hang
 from zerojax.runtime.shutdown import HUNG
@@ -37,7 +38,7 @@ NET_SECONDS = 15.0
 """Seconds after which `faulthandler` ends the process if the watchdog's thread has not."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Phase:
     """Current activity of the process.
 

@@ -10,7 +10,6 @@ because it limits the memory of that loop.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
@@ -21,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from zerojax.config import MeshConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
@@ -43,7 +43,7 @@ _REMEDY = (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerScan:
     """Loop over layers in a traced loss: a `scan` that slices stacked parameters.
 

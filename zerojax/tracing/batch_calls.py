@@ -4,7 +4,6 @@ counts.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import BatchCall, batch_call, inner_programs
 from zerojax.tracing.dependence import Follow, Marks, union
 from zerojax.tracing.jaxpr import is_checkpoint
@@ -19,7 +19,7 @@ from zerojax.tracing.jaxpr import is_checkpoint
 _OF_BATCH, _OF_MODEL, _OF_TRAINED = 1, 2, 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchSum:
     """Call of `zerojax.batch_sum` or a similar reduction over the batch in a traced loss.
 

@@ -8,7 +8,6 @@ collectives run, in forward and backward pass. The gradients of a dropped layer 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import branch_scope
 from zerojax.tracing.activation_offload import (
     LayerScan,
@@ -156,7 +156,7 @@ def _the_only(scans: Sequence[LayerScan]) -> LayerScan:
     return scan
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Layer:
     """Outputs of a layer, grouped by their value if the layer is dropped.
 

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.grouped_products import Products, most_rows, whole_slots
 from zerojax.operators.marks import expert_call, expert_weights_ndim, inner_programs
 from zerojax.operators.routed_experts import PARTS, slots_of_further_rounds
@@ -175,7 +176,7 @@ def _takes_a_layer(equation: Any) -> bool:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RowsOfCall:
     """Token rows that one call of `zerojax.experts` exchanges between devices.
 

@@ -14,10 +14,11 @@ from typing import Any
 from jax.extend.core import Jaxpr, Literal
 from jax.lax import GatherScatterMode
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs, read_name
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class IndexLimit:
     """Range [low, high) for the values of an array of the batch.
 
@@ -33,12 +34,12 @@ class IndexLimit:
     window: tuple[slice, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Table:
     parameter: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Index:
     """Array of the batch, or a part of it, whose values are unchanged.
 

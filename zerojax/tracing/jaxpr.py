@@ -5,7 +5,6 @@ The module supports each JAX version that zerojax supports.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import LINEAR_RULE, batch_call, inner_programs
 
 
@@ -85,7 +85,7 @@ def variables(atoms: Sequence[Any]) -> Iterator[Any]:
     return (atom for atom in atoms if not isinstance(atom, Literal))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Piece:
     """Part of a program between given variables, without dead code.
 

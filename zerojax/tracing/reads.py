@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import (
     inner_programs,
     mark_read,
@@ -71,7 +72,7 @@ def asked_eight_bits() -> EightBits | None:
     return _ASKED.get(None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MarkRead:
     """Read that returns the stored value, marked in the traced program (`operators.marks`).
 

@@ -12,8 +12,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from zerojax.config.late_dataclasses import dataclass
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclass(frozen=True)
 class Fixed:
     """Value that does not depend on the batch.
 
@@ -24,7 +26,7 @@ class Fixed:
     input: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Rows:
     """Value with the rows of the batch, in order, along dimension `dim`.
 
@@ -34,7 +36,7 @@ class Rows:
     dim: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Total:
     """Sum over the rows of the batch, times `scale`.
 
@@ -89,7 +91,7 @@ def _counts_rows(number: float, num_rows: int) -> bool:
     return multiple >= 1 and math.isclose(number, multiple * num_rows, rel_tol=1e-2)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Count:
     """Program input plus a `Total` (sum over all rows of the batch), such as a counter of
     tokens.
@@ -99,7 +101,7 @@ class Count:
     total: Total
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Raised:
     """Program input plus an `Other` value (one that depends on the batch in another way than as a
     sum).
@@ -113,7 +115,7 @@ class Raised:
     is_affine: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Other:
     """Value whose dependence on the rows of the batch has no other kind.
 

@@ -14,6 +14,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, Literal
 from jax.lax import GatherScatterMode
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import is_checkpoint, split_scan
 
@@ -31,7 +32,7 @@ _MODES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Asked:
     """Number of rows that a forward pass gathers from a table; repeated rows count each time.
 

@@ -8,7 +8,6 @@ found.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.cudnn_attention import FORWARD
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import Follow, Marks, union
@@ -25,7 +25,7 @@ from zerojax.tracing.source_lines import line_of_equation
 _EXPONENTIALS = frozenset({"exp", "exp2"})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StoredScores:
     """Scores of attention that a program stores.
 

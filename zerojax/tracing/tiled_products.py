@@ -10,7 +10,6 @@ functions that gather and scatter shards.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import is_checkpoint, program_of, variables
 
@@ -30,7 +30,7 @@ _SAME = frozenset(["copy", "copy_p", "name", "optimization_barrier"])
 _LAYOUT = frozenset(["broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class WeightProduct:
     """The matrix product that alone reads a weight, perhaps after casts and changes of layout.
 
@@ -213,7 +213,7 @@ def _moved(equation: Any, dims: tuple[int | None, ...]) -> tuple[int | None, ...
 # --- the product in tiles -------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TiledProduct:
     """A product whose weight is gathered in tiles.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.attending import Call, calls_of_attention
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import marks_of_outputs
@@ -25,7 +25,7 @@ _DRAWS = ("random_bits", "threefry", "rng_bit_generator")
 """Prefixes of the names of primitives that generate random bits."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ModelTrace:
     """Results of one abstract forward pass.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 import re
@@ -11,12 +10,14 @@ from typing import Any
 
 import jax
 
+from zerojax.config.late_dataclasses import dataclass
+
 PyTree = Any
 SEPARATOR = "/"
 _ENDS_IN_NUMBER = re.compile(r"\d+$")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Unnamed:
     """Key in a JAX tree path that is not included in the name of a leaf.
 

@@ -9,20 +9,20 @@ at the rate of float32 and stores twice the bytes for the backward pass.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import warnings
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import read_name
 from zerojax.tracing.dependence import SAME_NUMBERS, Follow, Marks, union
 from zerojax.tracing.flops import PRODUCTS, products, without_waste
 from zerojax.tracing.source_lines import line_of_equation
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class WideProducts:
     """Share and cause of the products with float32 operands in a program.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from zerojax import deepspeed_config, models, optim, tracing
 from zerojax.config import ConfigError
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.recognition import is_deepspeed
 from zerojax.deepspeed_config.attention_keys import with_layout
 from zerojax.deepspeed_config.compression_keys import check_rounding
@@ -16,7 +17,7 @@ from zerojax.deepspeed_config.expert_keys import check_router
 from zerojax.training.train_arguments import Arguments
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DsConfigArguments:
     """A ds_config that was passed to `train`, together with the other arguments of the call.
 

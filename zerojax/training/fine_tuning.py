@@ -20,6 +20,7 @@ import numpy as np
 
 from zerojax.config import RunConfig, load, run_file_lines, to_dict
 from zerojax.config.checks import names_keywords
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.data import as_source
 from zerojax.data.chats import PreparedChats, prepare_chats
@@ -47,7 +48,7 @@ _UNIT = 64
 _MANY_STEPS = 10**9
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ChosenSetting:
     """Default for a setting: its key (such as "model.lora.rank"), value, and reason."""
 
@@ -98,7 +99,7 @@ class FineTuning:
         return False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WrittenRun:
     """A written run file, ready to train.
 

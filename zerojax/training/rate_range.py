@@ -20,6 +20,7 @@ from zerojax.checkpoint.folders import list_steps
 from zerojax.config import RunConfig
 from zerojax.config.checks import MAX_SIZE, check_whole_number
 from zerojax.config.display import as_html
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.optim.building import with_rate
 from zerojax.runtime.distributed import join_processes
@@ -40,7 +41,7 @@ MARGIN = 10.0
 lowest just before training becomes unstable."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RateTest:
     """Losses of a test at growing learning rates.
 

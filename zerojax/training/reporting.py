@@ -148,8 +148,7 @@ class Reports:
         """Checks a finished step. Reads two scalars, and more metrics only if these are unusual."""
         step, metrics = self._unseen.popleft()
         assert log is not None
-        loss, skipped = jax.device_get((metrics["loss"], metrics["skipped"]))
-        if skipped:
+        if bool(metrics["skipped"]):
             values = _read(step, metrics)
             found, leaf = _what_was_not_finite(plan, values), _leaf(plan, values, "bad_leaf")
             text = f"step {step}: {found}: not finite, the update was skipped"
@@ -161,7 +160,7 @@ class Reports:
             log.event("not_finite", step, text, say=say, leaf=leaf)
             return
         self._was_skipped = False
-        jumped = log.see_loss(step, float(loss))
+        jumped = log.see_loss(step, float(metrics["loss"]))
         if jumped is None:
             return
         values = _read(step, metrics)

@@ -22,6 +22,7 @@ from zerojax.checkpoint.inspection import find_step
 from zerojax.config import RunConfig, load
 from zerojax.config.checks import MAX_CPU_DEVICES, check_whole_number
 from zerojax.config.display import printable
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.runtime import bounded_json
 from zerojax.training.resumed_steps import AFTER, BEFORE, RECORD, StepsRecord, StepsRequest
@@ -51,7 +52,7 @@ CLEAR = 100.0
 Verdict = Literal["identical", "close", "redrawn", "differs"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ResumeFinding:
     """Comparison of one aspect of a resumed run.
 
@@ -67,7 +68,7 @@ class ResumeFinding:
     text: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ResumeCheck:
     """Result of a check.
 
@@ -229,7 +230,7 @@ def _default_data(words: Sequence[str]) -> tuple[str, ...]:
 Arrays = Mapping[str, np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Steps:
     """What one child process left: its record, and the parameters before and after its steps."""
 
@@ -238,7 +239,7 @@ class _Steps:
     after: Arrays
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Mesh:
     """Devices and overrides of settings of one side of the comparison."""
 
@@ -277,7 +278,7 @@ class _Trial:
         return self._children.run(request, mesh.devices, folder, title)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Children:
     """Starts child processes.
 

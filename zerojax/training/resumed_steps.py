@@ -20,6 +20,7 @@ import numpy as np
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.folders import list_steps
 from zerojax.config import RunConfig, load
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.data import Feed
 from zerojax.models.adapt import as_model, evaluation_mode
@@ -38,7 +39,7 @@ OTHER_SEED = 1_234_567_891
 """Seed of the random key that replaces the run's key if the request says so."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepsRequest:
     """What the child process does.
 
@@ -57,7 +58,7 @@ class StepsRequest:
     without_dropout: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepsRecord:
     """What the child process saw.
 

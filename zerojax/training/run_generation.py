@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 from zerojax.config import SamplesConfig
 from zerojax.config.display import quoted
 from zerojax.config.generation_limits import check_generation
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data import BpeTokenizer, HuggingFaceTokenizer
 from zerojax.optim import Weights
 from zerojax.parallel.reshard import model_parts
@@ -129,7 +129,7 @@ def _on_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind(_DEVICE))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunGenerator:
     """Generates text or tokens with the model of a run.
 

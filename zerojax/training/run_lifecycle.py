@@ -15,6 +15,7 @@ from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.checkpoint.folders import list_steps
 from zerojax.config import SamplesConfig, WatchConfig
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import to_dict, user_path
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.plan.host_budget import check_offload
@@ -37,7 +38,7 @@ ALONE_SECONDS = 20.0
 own part takes no longer. Waiting for the part of a process that has ended is useless."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A planned run with open checkpoints; no arrays exist yet.
 

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from zerojax.config import (
 )
 from zerojax.config.checks import MAX_SIZE, check_fraction, check_size, expand_folders
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import ConfigError, coerce_fields
 from zerojax.optim.precision import Precision
 from zerojax.plan.make import Plan

@@ -26,6 +26,7 @@ from zerojax.config import (
     as_mesh_config,
 )
 from zerojax.config.display import show
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.data import Feed, RowSource, local_rows_of_mesh
 from zerojax.forecasting.offload_choice import plan_choosing_offload
@@ -44,7 +45,7 @@ SLOW_SECONDS = 5.0
 """Seconds after which a slow phase of a run prints its name."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """Resolved description of a run: every default is set, but no file is open and no array exists.
 

@@ -17,6 +17,7 @@ from zerojax import tracing
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting import forecast
 from zerojax.forecasting.settings_search import (
     LIST_REMATS,
@@ -45,7 +46,7 @@ MOST_UNROLLED = 64
 """Maximum layers that a search unrolls: each is compiled separately."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedCall:
     """The run that a call of `train` or `make_plan` describes, as input of a search.
 
@@ -79,7 +80,7 @@ class PlannedCall:
         )
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class SettingsFound:
     """The settings that a search chose.
 

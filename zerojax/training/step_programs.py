@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data import shard_batch, shard_own_batch
 from zerojax.data.row_lengths import shorten
 from zerojax.forecasting.step_meetings import find_meetings
@@ -167,7 +168,7 @@ class StepPrograms:
         return kind, f"step {step}: {ladder.describe_size(size)}", {field: size}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class CountedWork:
     """Numbers of tokens and FLOPs of steps whose rows or batches have different sizes.
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.runtime import bounded_json
 from zerojax.runtime.user_files import replace_text
 from zerojax.training.sweep_trials import SweepRung
@@ -20,7 +21,7 @@ from zerojax.training.sweep_trials import SweepRung
 FILE_NAME = "trials.json"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RungResult:
     """Result of a trial at the end of a rung.
 

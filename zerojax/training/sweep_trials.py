@@ -18,6 +18,7 @@ import numpy as np
 
 from zerojax.config import ConfigError, RunConfig, SweepAxis, SweepConfig, to_dict
 from zerojax.config.checks import MAX_SIZE, check_whole_number
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import load_dataclass, resolve_key, type_of_key
 from zerojax.config.sweep_settings import MAX_TRIALS
 from zerojax.optim.schedules import default_warmup
@@ -50,7 +51,7 @@ _MAY_DIFFER = ("data.shuffle_seed",)
 """Settings in these sections that trials may differ in."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SweepTrial:
     """One combination of settings.
 
@@ -74,7 +75,7 @@ class SweepTrial:
         return " ".join(f"{key}={value_text(value)}" for key, value in self.values.items())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SweepRung:
     """A part of the sweep at whose end trials are ranked.
 

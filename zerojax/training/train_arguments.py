@@ -22,9 +22,10 @@ from zerojax.config import (
     WatchConfig,
 )
 from zerojax.config.checks import MAX_SIZE, check_kind, check_whole_number
+from zerojax.config.late_dataclasses import dataclass
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Arguments:
     """The arguments of `train`, under the same names.
 
@@ -135,7 +136,7 @@ def _check_call(name: str, function: Callable[..., Any], taken: str) -> None:
         return
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopSettings:
     """Settings of the training loop: reports, evaluations, checkpoints and callbacks.
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data import (
     DatasetSource,
     Feed,
@@ -43,7 +44,7 @@ class LeftOutError(ValueError):
     """A batch has too few rows, and missing rows cannot be excluded from the loss."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class FilledBatch:
     """A batch in which copies of one row replace missing rows.
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.compression import BitScheduleConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.operators.attending import Implementation
 from zerojax.tracing.stacking import scan_blocks, stack_blocks
@@ -31,7 +32,7 @@ from zerojax.zoo.self_attention import Attention
 INIT_STDDEV = 0.02
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BertConfig:
     """Sizes of a BERT (arXiv:1810.04805); the defaults are those of the base model, uncased.
 

@@ -11,6 +11,7 @@ from zerojax.config.checks import MAX_LAYERS, MAX_SIZE, check_finite
 from zerojax.config.compression import BitScheduleConfig
 from zerojax.config.display import quoted
 from zerojax.config.expert_settings import MoEConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.attending import Implementation, check_implementation
 from zerojax.operators.sparse_layouts import layout_table
 from zerojax.tracing.stacking import check_remat
@@ -25,7 +26,7 @@ NORM_PLACES = ("pre", "post", "pre_post", "parallel")
 QUERY_KEY_NORMS = ("none", "head", "all")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """Settings that may differ between the layers of one decoder.
 
@@ -48,7 +49,7 @@ class LayerKind:
         return f"{seen}, rotary base {self.rope.theta:g}{scaling}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Sizes and architecture switches of a decoder; the default switches are Llama's.
 

@@ -8,13 +8,14 @@ from flax import nnx
 
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.compression import BitScheduleConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.attending import Implementation
 from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.decoder_config import DecoderConfig, LayerKind, check_decoder_sizes
 from zerojax.zoo.layers import NormConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GPT2Config:
     """Sizes of a GPT-2 (Radford et al. 2019); the defaults are those of the 124M model.
 

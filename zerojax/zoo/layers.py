@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import check_finite
 from zerojax.config.compression import BitScheduleConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.rounded_weights import FORMATS, check_inputs, coded_dot, rounded_dot
 from zerojax.tracing.reads import in_eight_bits
 from zerojax.zoo.bit_widths import is_always_full, levels_after, new_update_count
@@ -186,7 +186,7 @@ class Embedding(nnx.Module):
         return lax.dot_general(x.astype(table.dtype), table, (((x.ndim - 1,), (1,)), ((), ())))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class NormConfig:
     """Settings of a norm.
 

@@ -9,6 +9,7 @@ from flax import nnx
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.compression import BitScheduleConfig
 from zerojax.config.expert_settings import MoEConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.attending import Implementation
 from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.decoder_config import (
@@ -23,7 +24,7 @@ from zerojax.zoo.layers import NormConfig
 from zerojax.zoo.rope import Rope, RopeScaling
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
     """Sizes of a Llama-style decoder (arXiv:2302.13971, arXiv:2307.09288).
 

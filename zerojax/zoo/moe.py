@@ -7,7 +7,6 @@ experts with equal scores is unspecified.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +17,7 @@ from flax import nnx
 from jax import lax
 
 from zerojax.config.expert_settings import MoEConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.models.step_count import StepCount
 from zerojax.operators.grouped_products import Product
 from zerojax.operators.marks import mark_whole_sequences
@@ -77,7 +77,7 @@ class Routing(NamedTuple):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class TowardsMean:
     """Rule that balances experts without a loss (arXiv:2408.15664): bias + rate * sign(mean -
     load)."""
@@ -261,7 +261,7 @@ def _batched(rows: jax.Array, kernels: jax.Array) -> jax.Array:
     return lax.dot_general(rows, kernels, (((2,), (1,)), ((0,), (0,))))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _GatedMlps:
     """Function that computes down(f(gate(x)) * up(x)) of each expert for the expert's rows; with
     `limit` as described for `DecoderConfig.expert_limit`."""

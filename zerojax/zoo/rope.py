@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -11,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config.checks import check_finite
+from zerojax.config.late_dataclasses import dataclass
 
 KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Scaling of rotary positions for texts longer than those of the original training.
 
@@ -120,7 +120,7 @@ class RopeScaling:
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_seq_len or 0))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary positions of a layer (arXiv:2104.09864).
 

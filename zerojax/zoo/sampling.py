@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from zerojax.config.generation_limits import check_generation
+from zerojax.config.late_dataclasses import dataclass
 
 PRNG = "threefry2x32"
 """Random generator whose numbers do not depend on how many keys are drawn from together, unlike
@@ -45,7 +46,7 @@ class Controls(NamedTuple):
     """int32 []: id that fills a row after its end."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Options of the sampling, defined as in Hugging Face's transformers.
 

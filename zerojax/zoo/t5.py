@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -13,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from zerojax.config.checks import check_finite
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.operators.chunked_loss import head_next_token
 from zerojax.tracing.stacking import check_remat, scan_blocks, stack_blocks
@@ -36,7 +36,7 @@ from zerojax.zoo.layers import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class T5Config:
     """Sizes of a T5 (arXiv:1910.10683); the defaults are those of the small model.
 

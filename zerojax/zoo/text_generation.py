@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.generation import check_decoder, check_length, continue_rows
 from zerojax.zoo.sampling import Sampling
@@ -19,7 +20,7 @@ BATCH_SIZE = 32
 """Default number of prompts that are continued together."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Continuation:
     """Prompt and its continuation.
 

@@ -22,13 +22,14 @@ from zerojax.checkpoint.store.direct_io import (
     sync_folder,
 )
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.runtime.bounded_json import JsonError, loads, read_bytes
 
 NAME = "manifest.json"
 _FORMAT = 3
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Manifest:
     """Description of a store's contents.
 

@@ -25,6 +25,7 @@ from zerojax.checkpoint.fingerprint_math import Sums
 from zerojax.checkpoint.store.boxes import Box, Shape, overlap, parts_of_run, slices_of
 from zerojax.checkpoint.store.direct_io import StoreError, StreamFile, read_into
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import UnreadableError, open_regular
 from zerojax.runtime.bounded_json import load
 
@@ -32,7 +33,7 @@ _FORMAT = 1
 _MOST_BYTES = 256 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardBlock:
     """A block of an array, such as one device's shard, whose elements are written in pieces.
 
@@ -121,7 +122,7 @@ class PieceWriter:
             self._file.abandon()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Pieces:
     path: Path
     block: ShardBlock

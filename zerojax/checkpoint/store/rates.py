@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
 from zerojax.checkpoint.store.store import BucketStore
+from zerojax.config.late_dataclasses import dataclass
 
 BUCKET_BYTES = 16 * 2**20
 THREADS = (1, 2, 4, 8)
 _PASSES = 3
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DiskRates:
     """Disk bandwidths in bytes per second for a number of threads, each the best of three sweeps.
 

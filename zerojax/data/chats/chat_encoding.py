@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data.chats.conversations import Pair, RecordError
 
 # Some templates write this before an answer without reasoning.
@@ -34,7 +35,7 @@ class OffsetTokenizer(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MarkedText:
     """Text with the positions of its answers.
 
@@ -50,7 +51,7 @@ class MarkedText:
     is_pair: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EncodedChat:
     """Token ids of a text, with a mask of the tokens to predict.
 

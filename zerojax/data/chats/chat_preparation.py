@@ -14,6 +14,7 @@ import numpy as np
 
 from zerojax.config.checks import names_keywords
 from zerojax.config.display import printable
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.data.chats.chat_encoding import (
     EncodedChat,
@@ -68,7 +69,7 @@ _MAX_ROW_BYTES = 32 << 20
 _Placed = tuple[str, Chat | Pair]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PreparedChats:
     """Result of `prepare_chats`.
 

@@ -14,7 +14,6 @@ endgeneration %}` around the assistant's text.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import json
 import re
@@ -23,6 +22,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from zerojax.config.late_dataclasses import dataclass
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_WORDS = 200
@@ -45,7 +46,7 @@ class TurnError(ValueError):
     """Raised if the position of an assistant's message in the rendered text cannot be found."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """Limits of rendering one chat.
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data.chats.chat_template import REASONING
 from zerojax.runtime.bounded_json import JsonError, loads
 
@@ -46,7 +47,7 @@ class RecordError(ValueError):
     """Raised if a record is not a chat or cannot be trained on; callers add file and row number."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Chat:
     """One conversation, as messages for a chat template.
 
@@ -88,7 +89,7 @@ class Chat:
             yield dataclasses.replace(self, messages=self.messages[: index + 1], first=index)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Pair:
     """Prompt and completion as plain text, used without a template."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.config.regular_files import UnreadableError, decode_text
 from zerojax.data.tokenizer import SETTINGS_FILE, TEMPLATE_FILE, read_object
@@ -18,7 +18,7 @@ _TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _MAX_BYTES = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FoundTemplate:
     """Chat template with the variables that it uses.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.data.chats import chat_template
 from zerojax.data.chats.chat_template import Limits
 
@@ -23,7 +24,7 @@ _MISSING = (
 _WAIT_SECONDS = 5.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rendering:
     """Result of rendering a chat.
 

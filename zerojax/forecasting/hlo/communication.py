@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.hlo.program import Computation, Instruction, Program
 
 PERMUTE = "collective-permute"
@@ -33,7 +34,7 @@ _AXIS = re.compile(r"(.+?)(?::\((\d+)\)(\d+))?")
 Group = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Collective:
     """One collective instruction of a program.
 

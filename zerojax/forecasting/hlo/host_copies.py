@@ -13,6 +13,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.hlo.overlap import Overlap, find_overlap
 from zerojax.forecasting.hlo.program import (
     HOST_MEMORY_SPACE,
@@ -41,7 +42,7 @@ _SLICES = ("dynamic-slice", "slice")
 _RENAMES = ("bitcast", "reshape", "copy")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HostCopy:
     """One instruction that moves bytes between host and device.
 

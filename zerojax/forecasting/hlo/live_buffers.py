@@ -9,20 +9,20 @@ a position in it (`*-buffer-assignment.txt`) and a lifetime (`*-live-range.txt`)
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from zerojax.config.checks import warn_user
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.hlo.program import Instruction, Program, read_program
 
 _ACCOUNT = "*_gpu_after_optimizations"
 _HOST_COLOR = 5  # XLA's memory space of host memory: Layout::kHostMemorySpace
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LiveValue:
     """One value in device memory.
 
@@ -44,7 +44,7 @@ class LiveValue:
     op_name: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LiveAtPeak:
     """Memory of one device at the moment when the block of temporaries is fullest, in bytes.
 
@@ -113,7 +113,7 @@ class _NotUnderstood(ValueError):
     """Error for a memory report of the compiler in an unknown format."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Placed:
     name: str
     index: tuple[int, ...]
@@ -123,7 +123,7 @@ class _Placed:
     shape: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Allocation:
     number: int
     size: int
@@ -132,7 +132,7 @@ class _Allocation:
     values: list[_Placed]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Span:
     """Lifetime of a value in the block of temporaries: from instruction `start` to instruction
     `end`."""

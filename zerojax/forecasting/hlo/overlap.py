@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Protocol
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.hlo.costs import HbmTraffic, Matmuls, ScheduleSum
 from zerojax.forecasting.hlo.program import Computation, Instruction, Program
 
@@ -25,7 +26,7 @@ class Started(Protocol):
     def loop_depth(self) -> int: ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Overlap:
     """Work that a device does between the start and the done of a collective or copy.
 
@@ -79,7 +80,7 @@ def find_overlap(program: Program, collectives: Iterable[Started]) -> dict[str, 
     return {collective.name: finder.overlap(collective) for collective in collectives}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Flight:
     """Instructions that are scheduled between a start and its done, as successive ranges."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs, is_wait
 from zerojax.tracing.jaxpr import split_scan
 
@@ -26,7 +27,7 @@ quotients only with a broadcast scalar, which is a scale."""
 Flags = tuple[bool, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ParameterOrigin:
     """Parameters whose elements a value contains.
 

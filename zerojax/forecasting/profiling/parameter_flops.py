@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.profiling.jaxpr_dataflow import (
     NOTHING,
     ParameterOrigin,
@@ -36,7 +37,7 @@ NO_PARAMETER = "between activations"
 _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ParameterFlops:
     """FLOPs of the products of one parameter, in one step over all devices.
 

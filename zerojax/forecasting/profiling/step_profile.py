@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.hlo.costs import Matmuls
 from zerojax.forecasting.hlo.program import Program
 from zerojax.forecasting.profiling.parameter_flops import ParameterFlops
@@ -23,7 +24,7 @@ _SUMMARY_LINES = ("XLA Modules", "Steps", "Framework Ops", "Framework Name Scope
 """Lines of a trace that repeat operations in groups."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepProfile:
     """Measurements of some steps of a run on the devices of one process.
 
@@ -172,7 +173,7 @@ def _flops(profile: StepProfile) -> str:
     return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OpTime:
     """Time of one operation of a compiled program, summed over all traced steps and devices.
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from zerojax.config import ExpectConfig, from_dict, to_dict
 from zerojax.config.checks import check_kind, names_keywords
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.compiled_facts import axes_of
 from zerojax.forecasting.compiled_step import Forecast, forecast_step
 from zerojax.forecasting.hlo import find_collectives, read_program
@@ -37,7 +38,7 @@ _WIDTH = 100
 _LESS_WORK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckedStep:
     """Program rules and what a compiled step has of them; `print(checked.page())`.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
+from zerojax.config.late_dataclasses import dataclass
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Violation:
     """A rule that a step does not keep.
 
@@ -33,7 +34,7 @@ class Violation:
         return f"{self.rule}: {self.found}{by}; {self.limit}{at}; {self.remedy}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckedRule:
     """A rule and what the step has of it.
 

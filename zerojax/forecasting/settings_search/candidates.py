@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.roofline import estimate, memory_limit
 from zerojax.hardware.gpus import Gpu
 from zerojax.hardware.gpus.achieved import achieved_rates
@@ -40,7 +41,7 @@ MICROBATCHES_PER_STAGE = 2
 """Fewest microbatches per stage of a pipeline candidate: its bubble is then below a third."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One combination of the settings that the search varies.
 
@@ -242,7 +243,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Bounds:
     """Lower bounds of the time and memory of a candidate.
 

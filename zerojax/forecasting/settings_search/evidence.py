@@ -5,10 +5,10 @@ Least values rule candidates out. Guesses order the compilations, and end the se
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.forecast_numbers import ForecastNumbers
 from zerojax.forecasting.settings_search.candidates import LIST_REMATS, Bounds, Candidate
 from zerojax.forecasting.settings_search.search_result import FITS, TOO_LARGE, Trial
@@ -35,7 +35,7 @@ GROWTH = 0.5
 share of the growth in proportion to the rows."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OpenCandidate:
     """A candidate that may still be the best, with its bounds."""
 
@@ -43,7 +43,7 @@ class OpenCandidate:
     bounds: Bounds
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledCandidate:
     """A candidate that was compiled; `forecast` is None if the compiler failed."""
 

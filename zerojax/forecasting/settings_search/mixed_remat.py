@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.forecast_numbers import ForecastNumbers
 from zerojax.forecasting.settings_search.candidates import Candidate, MakePlan, Remat
 from zerojax.forecasting.settings_search.search_result import (
@@ -37,7 +38,7 @@ Mix = tuple[str, ...]
 """A value of `roll_remat` for each loop."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MixCost:
     """Cost of a mix for one microbatch on one data shard.
 

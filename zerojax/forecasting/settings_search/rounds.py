@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, OffloadConfig
 from zerojax.forecasting.forecast_numbers import ForecastNumbers
 from zerojax.forecasting.settings_search.buckets import search_buckets
@@ -42,7 +43,7 @@ PlanFor = Callable[[Candidate, Mapping[str, Any]], Plan]
 impossible settings."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchedRun:
     """The run whose settings are searched.
 

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.forecast_numbers import ForecastNumbers
 from zerojax.forecasting.forecast_page import WIDTH, Rows, align_columns, forecast_dict
 from zerojax.forecasting.settings_search.candidates import Candidate
@@ -23,7 +24,7 @@ NOT_TRIED = "not tried"
 GIB = 2**30
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """Result of the search for one candidate.
 
@@ -50,7 +51,7 @@ class Trial:
     formula_peak: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BucketTrial:
     """Result of the search for one choice of bucket sizes.
 
@@ -79,7 +80,7 @@ class BucketTrial:
         return tuple(f"mesh.{option}={size}" for option, size in sorted(self.sizes.items()))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BucketSearch:
     """Bucket sizes that were tried for one plan, and the choice.
 
@@ -100,7 +101,7 @@ class BucketSearch:
     sentence: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """Candidates that a search tried, and its choice.
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.hardware.gpus.card import MEASURED, Gpu, Measured
 from zerojax.hardware.gpus.catalog import gpu_of_device
 from zerojax.hardware.machine_rates import (
@@ -44,7 +45,7 @@ ATTENTION_SHARES: Mapping[int, float] = {1024: 0.32, 4096: 0.59, 32768: 0.63}
 heads of 128 features on an H100."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Achieved:
     """Rates that a program can expect on one card.
 

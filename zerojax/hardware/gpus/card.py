@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from zerojax.config.late_dataclasses import dataclass
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Target:
     """Properties of a GPU that the compiler needs besides its compute capability.
 
@@ -40,7 +41,7 @@ class Target:
     dnn_version: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """Rates that programs reached on a card; None: not measured.
 
@@ -60,7 +61,7 @@ class Measured:
     node_bandwidth: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """The published specification of one kind of GPU, also called its card.
 

@@ -8,6 +8,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.hardware.gpus.card import Gpu
 
 PROTO = "OpenXLA xla/stream_executor/device_description.proto"
@@ -23,7 +24,7 @@ FIRST_WITH_OCCUPANCY = (0, 11, 0)
 """0.10.2 rejects a text with any field of `_occupancy`, 0.11.0 accepts them all (tried)."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Rate:
     """Execution units of one core for some number formats.
 
@@ -40,7 +41,7 @@ class Rate:
     clock: float = 1.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ComputeCapability:
     """Properties that all GPUs of one compute capability share, per core unless stated otherwise.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal, NamedTuple
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.context.order import Order, nearest_lengths, parts_of
 from zerojax.operators.context.ways import ORDERS, WAYS, Way, kv_repeats
 
@@ -14,7 +14,7 @@ FLOAT32 = 4
 MIB = 2**20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of one attention over a sequence that is split over a mesh axis.
 
@@ -46,7 +46,7 @@ class Wire(NamedTuple):
     backward: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Choice:
     """Chosen attention method, the order of tokens that it needs, and the reason in one
     sentence."""

@@ -12,7 +12,6 @@ dtype.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.chunked_attention import KEPT, Visibility, part_backward, part_forward
 from zerojax.operators.context.order import index_of_chunk
 
@@ -44,7 +44,7 @@ class Merged(NamedTuple):
     log_sum: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Ring:
     """Static options of ring attention: mesh axis, window, scale and softcap of the scores."""
 

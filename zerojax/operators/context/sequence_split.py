@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.context.order import Order, order_of_tokens
 from zerojax.operators.context.ring import ring_attention
 from zerojax.operators.context.ways import ORDERS, Pair, Way, allgather_attention, ulysses_attention
@@ -25,7 +25,7 @@ SCOPE = "attention_over_context"
 """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ContextSplit:
     """Split of sequences over a mesh axis.
 

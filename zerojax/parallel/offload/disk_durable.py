@@ -33,6 +33,7 @@ from zerojax.checkpoint.store.direct_io import replace_file
 from zerojax.checkpoint.store.manifest import NAME as MANIFEST
 from zerojax.checkpoint.store.manifest import load_manifest
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import open_regular
 from zerojax.parallel.offload.disk import (
     DiskState,
@@ -101,7 +102,7 @@ class AnotherPlanError(StoreError):
     """Raised if durable files belong to another plan than the one that should resume from them."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Generations:
     """The generations in the files of one process, or of all of them together.
 

@@ -7,7 +7,6 @@ file.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, NVME
 from zerojax.optim import EMA
 from zerojax.plan.make import Plan
@@ -25,7 +25,7 @@ from zerojax.plan.state_layout import MASTER, SlicedLeaf
 ALIGNMENT = 64  # bytes: a CPU device uses memory with this alignment without a copy
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class DiskLeaf:
     """Position of one parameter's slices in a process's files: the numbers and layout of its
     buckets.
@@ -75,7 +75,7 @@ class DiskLeaf:
         return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class DiskSlice:
     """One slice read from files, which the caller may use until the iteration continues.
 

@@ -7,7 +7,6 @@ shards of the new mesh or storage tier need.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax.checkpoint.store.boxes import Box, Shape, parts_of_run
 from zerojax.checkpoint.store.pieces import PieceWriter, ShardBlock
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.parallel.offload.disk import (
     DiskState,
     Source,
@@ -111,7 +111,7 @@ def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int,
                 yield row, place.leaf.first(tier) + index, values
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Part:
     """The part of a run of a shard's elements that belongs to one array of a checkpoint.
 

@@ -9,7 +9,6 @@ starts.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import NVME
 from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice
 from zerojax.parallel.offload.layer_inputs import InputPages
@@ -36,7 +36,7 @@ NEW_WEIGHTS = "new_weights"
 """Names of the folders of pages, inside the folder of the optimizer's state."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PageLeaf:
     """One parameter's part of a page.
 

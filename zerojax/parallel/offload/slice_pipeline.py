@@ -11,19 +11,19 @@ The device holds three slices of each stack in host memory: i - 1, i and i + 1.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.plan.slices import put_slice, take_slice, to_device, to_host
 
 Slices = tuple[jax.Array, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SliceStack:
     """An array in slices that a loop reads, writes in place, or both.
 
@@ -60,7 +60,7 @@ def update_slices(
     return _Pipeline(stacks, update).run(count)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Pipeline:
     """The loop of `update_slices`; it carries the arrays of all stacks and slices of the host's
     stacks.

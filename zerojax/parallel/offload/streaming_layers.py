@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.plan.device_mesh import COMPILER_AXES
 from zerojax.plan.slices import put_slice, take_slice
 
@@ -23,7 +24,7 @@ Arrays = dict[str, Any]
 Several = tuple[jax.Array, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWork:
     """The computation of the layers of one microbatch.
 
@@ -91,7 +92,7 @@ class LayerWork:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Storage for the inputs of layers between forward and backward pass, as three traced
     functions.
@@ -107,7 +108,7 @@ class Inputs:
     store: Callable[[Any, Several, Any], Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LastLayer:
     """Arrays with which the backward pass starts: weights and input of the last layer, all stored
     inputs.

@@ -10,7 +10,6 @@ gradients are in the same memory (host or device) as their weights.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.parallel import collectives
 from zerojax.parallel.offload.streaming_layers import Inputs, has_gradient
 from zerojax.parallel.sums import over_auto_axes
@@ -377,7 +377,7 @@ class GradientSink(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GradientTotals:
     """A sink that sums gradients.
 

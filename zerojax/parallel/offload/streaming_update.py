@@ -10,7 +10,6 @@ been updated.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import HOST
 from zerojax.parallel import model_state
 from zerojax.parallel.offload.sliced_update import begin, context_of, update_slice
@@ -122,7 +122,7 @@ def build_updating_gradients(
     return gradients
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerUpdates:
     """Updates layers in the backward pass: implements
     `zerojax.parallel.offload.streaming_layers.Updates`.

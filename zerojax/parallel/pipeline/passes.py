@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.parallel import model_state
 from zerojax.parallel.pipeline.stage import Stage, StageWork
 from zerojax.parallel.sums import over_auto_axes, sum_replicated
@@ -357,7 +358,7 @@ def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> 
     return {**before, **summed}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Results:
     """The results of a pass over all microbatches on one stage, not summed over stages.
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.plan.schedules import ExecutorTable, TickRun
 from zerojax.tracing.loops.own_state import Overwritten
 from zerojax.tracing.loops.split import (
@@ -27,7 +28,7 @@ Arrays = dict[str, Any]
 Several = list[jax.Array]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StageWork:
     """The functions that a stage runs for one microbatch.
 

@@ -11,6 +11,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.models.losses import as_sums
 from zerojax.operators.context import ContextSplit, sequences_split
 from zerojax.operators.routed_experts import experts_split_over
@@ -29,7 +30,7 @@ from zerojax.zoo.layers import activation_rules
 Arrays = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PassConfig:
     """Configuration of forward and backward pass over a batch.
 

@@ -24,6 +24,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs, marks_experts, read_name
 from zerojax.parallel.collectives import DECODED
 from zerojax.parallel.zero.gradient_order import (
@@ -62,7 +63,7 @@ _LAYOUT = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rewriting:
     """Rewrites loss programs by these rules; call it with the loss function.
 
@@ -139,7 +140,7 @@ def _without_gathers(policy: Any) -> Any:
 # --- evaluation of the program, part by part ------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Surroundings:
     """Context of a program: whether it is in a loop (where `prevent_cse` is not needed) or in a
     checkpoint.
@@ -262,7 +263,7 @@ def _evaluate_scan(rules: Rewriting, equation: Any, inputs: Sequence[Any]) -> Se
 # --- one straight-line part -----------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Read:
     """One read of a parameter: its name, its equation, and the variable of the result."""
 

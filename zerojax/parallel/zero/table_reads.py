@@ -8,7 +8,6 @@ uses a placeholder.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs
 from zerojax.parallel.owned_tables import OwnedTable, take_rows
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
@@ -26,7 +26,7 @@ from zerojax.tracing.row_lookups import CALLS, SAME, takes_rows
 _STAND_IN = "zerojax.stand_in:"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StandIn:
     """Replaces the read of a table that is sharded by columns: returns a placeholder of zeros."""
 
@@ -61,13 +61,13 @@ def with_lookups(
     return rewritten if tables else function
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Rules:
     tables: Mapping[str, OwnedTable]
     shards: Mapping[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Held:
     """The table that a variable stands for, and the dtypes to which it was cast, in order."""
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.plan.schedules.schedule_table import Event, Schedule, ScheduleError, check_schedule
 
 STASHES = ("residuals", "input")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
+
+from zerojax.config.late_dataclasses import dataclass
 
 KINDS = ("F", "B", "W")
 PLACEMENTS = ("loop", "v")

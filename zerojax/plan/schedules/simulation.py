@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.plan.schedules.schedule_table import (
     KINDS,
     Schedule,

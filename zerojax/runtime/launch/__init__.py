@@ -6,7 +6,6 @@ The launcher of host 0 decides; the launchers of other hosts follow. No JAX is i
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import signal
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.runtime.launch.children import Children, Printer
 from zerojax.runtime.launch.handshake import Token
 from zerojax.runtime.launch.hosts import Connection, Followers, Message, free_address, reach_leader
@@ -29,7 +29,7 @@ _MAX_FORWARDED = 2
 the second stops at once. A third signal kills the processes."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Signalled:
     """Event: the launcher received the signal `number`."""
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from zerojax.config.display import printable
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.runtime.bounded_json import JsonError, loads
 from zerojax.runtime.launch.handshake import REMEDY, Handshake, Token, UnauthenticatedPeer
 from zerojax.runtime.process_group import split_address
@@ -33,7 +34,7 @@ _POLL_SECONDS = 0.1
 Say = Callable[[str], object]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Message:
     """A message from the launcher of host `host`; `content` is None if the connection is lost."""
 
@@ -317,7 +318,7 @@ def _line(content: dict[str, Any]) -> bytes:
     return json.dumps(content).encode() + b"\n"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _EndsOf:
     """Predicate that is True for messages of a follower that report the end of its processes."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -10,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.runtime.launch.handshake import TOKEN
 from zerojax.runtime.process_group import (
     COORDINATOR,
@@ -57,7 +57,7 @@ _MEANINGS = {
 _KILLS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """Command that a launcher runs in several processes on one or several hosts.
 
@@ -219,7 +219,7 @@ def _split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:at]), list(words[at:])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class End:
     """How and when one process of a job ended.
 

@@ -5,7 +5,6 @@ Raises an error if the loss does not have exactly one such loop.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import LabelsOf, follow_labels, inline_calls_with_loops
 from zerojax.tracing.jaxpr import Piece, cut_piece, has_side_effects, is_checkpoint, split_scan
@@ -28,7 +28,7 @@ _REMEDY = (
 _ROW_BY_ROW = frozenset(["convert_element_type", "copy", "name"])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Stack:
     """Stacked parameter (or one of its arrays), with the equations applied before the loop slices
     it.
@@ -64,7 +64,7 @@ def keeps_products(equation: Any) -> bool:
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerLoop:
     """Loop over layers in a program.
 
@@ -215,7 +215,7 @@ def find_stacks(closed: ClosedJaxpr, names: Sequence[str]) -> frozenset[str]:
     return frozenset(name for loop in loops for name in loop.stacked)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StackLoop:
     """Loop of a loss that slices parameters along dimension 0.
 
@@ -244,7 +244,7 @@ def find_stack_loops(closed: ClosedJaxpr, names: Sequence[str]) -> list[StackLoo
 # --- search for the loop --------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _ParameterLoop:
     """Loop that slices parameters.
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.jaxpr import Piece, cut_piece
 from zerojax.tracing.loops.detection import LayerLoop, find_layer_loop
 from zerojax.tracing.loops.own_state import (
@@ -104,7 +105,7 @@ def cut_loss(
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LossPieces:
     """Loss in three parts: calling `embed`, then `layers` once or more, then `head` computes the
     loss.

@@ -8,7 +8,6 @@ copy in another layout, a transpose) are the same for every microbatch and are r
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,13 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.loops.loss_pieces import LossPieces
 
 Arrays = Any
 """Tree of arrays."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SplitPasses:
     """Forward and backward pass of a function, to be traced separately.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs, read_name
 from zerojax.tracing.jaxpr import is_checkpoint
 from zerojax.tracing.loops import keeps_products
@@ -34,7 +35,7 @@ Run = tuple[int, int, int]
 """(first layer, layers per iteration, iterations) of a candidate for a loop."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Loop:
     """Consecutive layers of a list that run as one loop.
 
@@ -100,7 +101,7 @@ class Loop:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class FoundLoops:
     """Loops over layers in a traced loss.
 
@@ -114,7 +115,7 @@ class FoundLoops:
     left: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class NamedProgram:
     """Program, and for each input the name of the parameter that it is, or None."""
 

@@ -8,12 +8,12 @@ computation and not by their wrappers. Nothing else changes, and every variable 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.jaxpr import is_checkpoint, program_of, variables
 
 _CALLS = ("jit", "pjit", "closed_call")
@@ -140,7 +140,7 @@ def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 # --- layers ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Place:
     """Location of a parameter in a list of layers: index of the layer, and name inside the
     layer.

@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.rolling.flat_program import Place
 
 _NUMBER = re.compile(r"(?:^|(?<=[A-Za-z/._-]))(\d+)(?=[/.]|$)")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class LayerList:
     """Parameters of numbered layers with a common name prefix, or of several such lists used
     together.

@@ -13,7 +13,6 @@ contains only results that are small together.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import free_variables, piece_function, variables
 from zerojax.tracing.rolling.equality import Equality, same_literals
@@ -92,7 +92,7 @@ def run_looped(closed: ClosedJaxpr, inputs: Sequence[Any], *, limit: int) -> lis
     return [_read(values, atom) for atom in program.outvars]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Part:
     """Equations that run together.
 
@@ -114,7 +114,7 @@ class _Part:
         return piece_function(program, self.equations, self.inside, self.results)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Row:
     """Result of one iteration of a loop over random draws, as a row of the loop's stacked
     results.

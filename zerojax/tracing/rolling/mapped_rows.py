@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.jaxpr import variables
 from zerojax.tracing.rolling.equality import Equality, equation_function
 from zerojax.tracing.rolling.flat_program import open_calls
@@ -56,7 +57,7 @@ class _Group:
     results: list[_Kind]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class MappedRows:
     """Runs a program over rows on stacks: equal equations of all rows run as one mapped equation.
 

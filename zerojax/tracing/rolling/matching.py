@@ -7,12 +7,12 @@ same value in all iterations, a carried value, a row of a stack, or the result o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.jaxpr import program_of, variables
 from zerojax.tracing.rolling.equality import Equality, Hole, same_kind, same_literals
 from zerojax.tracing.rolling.flat_program import LayerProgram, Mismatch
@@ -21,7 +21,7 @@ Values = tuple[Any, ...]
 """Variables or literals that correspond to each other, one of each loop iteration."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Shared:
     """Operand that is the same in every iteration: a literal, or a variable from outside of the
     loop.
@@ -30,21 +30,21 @@ class Shared:
     atom: Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Carried:
     """Carried value of the previous iteration, identified by its index."""
 
     index: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Row:
     """Row of a stack with one row per iteration, identified by the index of the stack."""
 
     index: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Result:
     """Result of an equation in the loop's body."""
 
@@ -55,7 +55,7 @@ class Result:
 Operand = Shared | Carried | Row | Result
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Node:
     """Equation in the loop's body.
 
@@ -70,7 +70,7 @@ class Node:
     holes: tuple[Hole, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Iterations:
     """Assignment of layers to iterations.
 

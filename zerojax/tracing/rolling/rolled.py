@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.jaxpr import variables
 from zerojax.tracing.rolling.equality import Hole, abstract_value
 from zerojax.tracing.rolling.flat_program import LayerProgram, num_bytes
 from zerojax.tracing.rolling.kept_values import with_remat
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Rolled:
     """Program whose layers run as one loop over stacked parameters.
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.flops import without_waste
 from zerojax.tracing.splitting.factors import Dim
 from zerojax.tracing.splitting.record import Record, Sum, Value, WeightUse
@@ -26,7 +27,7 @@ _TWICE = "occurs twice in one array"
 _SCORES = "is summed over in a product of two activations, whose full result would be all-reduced"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DimGroup:
     """Dimensions of parameters that can only be split over devices together.
 

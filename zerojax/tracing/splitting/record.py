@@ -4,17 +4,17 @@ obstacles.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.splitting.factors import Dim, Dims, Factors
 
 NOT_OF_WEIGHTS = None
 """`Value.weights` of a value that depends on the batch."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Value:
     """Value of a traced program, with its dimensions.
 
@@ -31,7 +31,7 @@ class Value:
     total: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Sum:
     """An operation whose result lacks a dimension of its operands.
 
@@ -56,7 +56,7 @@ class Sum:
     is_matrix: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightUse:
     """A matrix product, convolution or lookup with parameters.
 

@@ -6,9 +6,9 @@ box, so a chart fits any width.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from zerojax.config.display import as_html
+from zerojax.config.late_dataclasses import dataclass
 
 BOX = 1000
 MAX_POINTS = 800

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import math
 import statistics
-from dataclasses import dataclass
+
+from zerojax.config.late_dataclasses import dataclass
 
 WINDOW = 100
 """Number of previous values with which a new value is compared."""
@@ -69,10 +70,11 @@ class SpikeDetector:
         if len(self._values) < LEAST:
             return None
         median = statistics.median(self._values)
-        deviation = _NORMAL * statistics.median(abs(x - median) for x in self._values)
         jump = value - median
         gained = max(0.0, self._first - median)
-        least = max(LEAST_JUMP * abs(median), LEAST_SETBACK * gained)
-        if jump <= max(self._threshold * deviation, least):
+        if jump <= max(LEAST_JUMP * abs(median), LEAST_SETBACK * gained):
+            return None  # nearly all values; their deviation is not needed
+        deviation = _NORMAL * statistics.median(abs(x - median) for x in self._values)
+        if jump <= self._threshold * deviation:
             return None
         return Spike(value=value, median=median, times=jump / deviation if deviation else math.inf)

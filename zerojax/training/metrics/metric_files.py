@@ -18,11 +18,11 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerojax.config.display import cut, quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.config.regular_files import open_regular
 from zerojax.runtime.user_files import open_appending

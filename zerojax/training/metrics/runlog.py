@@ -11,12 +11,12 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from zerojax.config import ConfigError, LogConfig
 from zerojax.config.display import printable
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.hardware.gpus import gpu_of_device
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import open_appending, open_to_everybody, replace_text

@@ -12,8 +12,10 @@ import statistics
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
+
+from zerojax.config.late_dataclasses import dataclass
 
 LEAST_SECONDS = 0.01
 """Minimum delay of a straggler in seconds per step; the OS scheduler can cause smaller delays."""

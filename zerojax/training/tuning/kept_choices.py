@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.config.checks import warn_user
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import UnreadableError, open_regular
 from zerojax.runtime.bounded_json import load
 from zerojax.runtime.user_files import check_private, make_private, replace_text, user_cache
@@ -28,7 +29,7 @@ MARKS = "trying-"
 MAX_ENTRIES = 512
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Kept:
     """A cached decision between two implementations of a computation.
 

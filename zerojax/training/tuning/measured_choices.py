@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.training.tuning.kept_choices import Kept, KeptChoices
 
 MARGIN = 0.97
@@ -39,7 +40,7 @@ During = Callable[[str], contextlib.AbstractContextManager[None]]
 """Function from a description ("trying ...") to a context manager that a watchdog supervises."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Effort:
     """Limits on the time spent on measuring.
 
@@ -59,7 +60,7 @@ BY_ITSELF = Effort(rounds=101, seconds=10.0, total=math.inf)
 """Limits of `zerojax tune`, which may take longer than the start of a run."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Way:
     """An implementation of a computation, to be checked and timed.
 
@@ -77,7 +78,7 @@ class Way:
     obstacle: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Question:
     """A choice between two implementations of one computation.
 
@@ -97,7 +98,7 @@ class Question:
     difference: Callable[[Any, Any], str | None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Answer:
     """The answer to a `Question`, with its reason.
 
@@ -110,7 +111,7 @@ class Answer:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Here:
     """The environment in which `decide` works: cache, time limits, clock, and communication between
     processes.

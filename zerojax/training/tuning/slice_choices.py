@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.parallel.offload.sliced_update import LeafUpdate, begin
 from zerojax.plan.make import Plan
@@ -43,7 +44,7 @@ LOADED = 4
 have 3.3: three slices that wait or are in use, the rest for values between two kernels."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SlicedPart:
     """The part of a parameter whose update is timed; arrays are `ShapeDtypeStruct`s.
 

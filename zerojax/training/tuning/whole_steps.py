@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.choice import Choice
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.parallel.bucket_sizes import other_bucket_sizes
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
@@ -33,7 +34,7 @@ SECONDS = 10.0
 WARM_UP = 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TimedStep:
     """The measured step time of a variant of a plan.
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.zoo.hugging_face.config_reading import ConfigReading, check_common
 
 Range = tuple[int, int]
@@ -41,7 +42,7 @@ class RowsOfTensor(NamedTuple):
     all: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Layout:
     """Mapping between a tensor in transformers' format and an array of zerojax.
 
@@ -176,7 +177,7 @@ def parse_layout(text: str, part: int = 0) -> Layout:
     return Layout(theirs=tuple(groups), ours=ours, parts=parts, part=part)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Leaf:
     """Parameter of zerojax and the tensors that contain it.
 
@@ -227,7 +228,7 @@ class Leaf:
         return [(layer, expert) for layer in range(layers) for expert in range(experts)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Mapping between a model class of zerojax and one of transformers.
 

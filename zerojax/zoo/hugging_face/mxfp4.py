@@ -8,7 +8,6 @@ exponents plus 127. Decoded values are exact in bfloat16.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.zoo.hugging_face.config_reading import UnsupportedError
 from zerojax.zoo.hugging_face.layouts import Range
 from zerojax.zoo.hugging_face.safetensors import Tensor
@@ -34,7 +34,7 @@ Stored = tuple[Path, Tensor]
 ReadBlock = Callable[[Stored, Sequence[Sequence[Range]]], np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class CodedTensor:
     """Weight in MXFP4 codes.
 

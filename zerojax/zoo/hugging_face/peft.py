@@ -9,7 +9,6 @@ is the sum of their ranks: A concatenates their rows, and B is block-diagonal.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.zoo.hugging_face.architectures import architecture_of_config
 from zerojax.zoo.hugging_face.config_reading import UnsupportedError
@@ -30,7 +30,7 @@ _PREFIX = "base_model.model."
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Module:
     """Module of the base model, with its projections (of zerojax) that have adapters.
 

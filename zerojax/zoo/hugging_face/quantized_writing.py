@@ -15,7 +15,6 @@ compressors/naive_quantized.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.rounded_weights import (
     FORMATS,
     FP8,
@@ -42,7 +42,7 @@ _WORD_BITS = 32
 _FP8 = np.dtype(jnp.float8_e4m3fn)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class CodedPart:
     """One tensor of a quantized kernel: its codes, its scales, or its shape.
 

@@ -7,7 +7,6 @@ time and reads exactly the bytes of a block.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config.display import quoted
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import UnreadableError, open_regular
 from zerojax.runtime.bounded_json import JsonError, loads
 
@@ -71,7 +71,7 @@ class SafetensorsError(ValueError):
     """Raised for a file that violates the format, or an array whose dtype it does not support."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Tensor:
     """Entry of an array in the table of a safetensors file.
 

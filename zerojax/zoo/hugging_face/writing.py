@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from zerojax.config.compression import BitScheduleConfig
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import to_dict
 from zerojax.models.adapt import bound_attribute
 from zerojax.operators.rounded_weights import FORMATS
@@ -48,7 +49,7 @@ _ROUNDING = "rounding"
 """Key of a description for `matmul_dtype` and `bit_schedule` of a run with a schedule."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Description:
     """Everything except the arrays that is needed to write a model in Hugging Face's format.
 
@@ -224,7 +225,7 @@ def _check_family(row: Architecture, config: DecoderConfig) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Outgoing:
     """Tensor to write, and the parameters that it contains, with their layouts.
 
