@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.config.test_remedies_of_options import ONE_BIT, line, mean, stages
@@ -145,7 +148,8 @@ looping(scaled, {"stage": 2}) | 4 other | layer
 )
 IMPORTED = (functools, make_abstract_mesh, stages, Undeclared, DeclaresARouter, DeclaresTwoOfThree)
 IMPORTED += Mixture, line
-NAMES = {"ONE_BIT": ONE_BIT, **{one.__name__: one for one in IMPORTED}}
+IMPORTED += (SingleDeviceSharding,)
+NAMES = {"ONE_BIT": ONE_BIT, "P": P, **{one.__name__: one for one in IMPORTED}}
 
 
 def take(call: str) -> None:
@@ -584,3 +588,67 @@ PIECES = {
 @pytest.mark.parametrize("row", PIECES)
 def test_state_of_pipelines(row):
     Refusal(*PIECES[row]).check(in_stages)
+
+
+# --- meshes and shardings of one's own ------------------------------------------------------------
+
+OWN_MESH = {"data": 4, "model": 2}
+
+
+def own(*sizes: int, kind: AxisType = AxisType.Auto) -> Mesh:
+    names = ("data", "model")[: len(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
+
+
+def sharded(
+    spec: Any = None, on: Any = None, change: Any = None, *, under: Any = None, late: bool = False
+) -> None:
+    """Plans a model that shards an array and traces its step, under a context mesh or none; `late`:
+    only the step."""
+    change = change or lax.with_sharding_constraint
+    sharding = spec if on is None else NamedSharding(on, spec)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        y = x @ params["w"]
+        return y if sharding is None else change(y, sharding)
+
+    def plan() -> zerojax.Plan:
+        model = (lambda key, batch: {"w": jnp.ones((8, 8))}, apply)
+        return zerojax.make_plan(model, OWN_MESH, loss=mean, example_batch=BATCH)
+
+    planned = plan() if late else None
+    with contextlib.nullcontext() if under is None else jax.set_mesh(under):
+        planned = planned or plan()
+        zerojax.build_step(planned).lower(planned.abstract_state, planned.abstract_batch)
+
+
+SHARDED = table(
+    """
+sharded(under=own(4, 2)) | jax.set_mesh Auto 4 2 | outside zerojax.make_mesh(mesh_config)
+  | sharded() ; sharded(under=zerojax.make_mesh(OWN_MESH))
+sharded(under=own(8, kind=AxisType.Explicit)) | jax.set_mesh Explicit 8 | outside | sharded()
+sharded(under=own(4, 2), late=True) | jax.set_mesh Auto 4 2 | outside zerojax.make_mesh(mesh_config)
+  | sharded() ; sharded(under=zerojax.make_mesh(OWN_MESH), late=True)
+sharded(P(None, "model")) | PartitionSpec | leave jax.set_mesh(zerojax.make_mesh(mesh_config))
+  | sharded() ; sharded(P(None, "model"), under=zerojax.make_mesh(OWN_MESH))
+sharded(P(None, "model"), change=jax.sharding.reshard) | PartitionSpec | with_sharding_constraint
+  | sharded(P(None, "model"), under=zerojax.make_mesh(OWN_MESH))
+sharded(P("data", "model"), own(4, 2)) | data 4 | "P(None, 'model')"
+  | sharded(P(None, "model"), own(4, 2))
+sharded(P("data"), own(8)) | data 8 model=2 | leave | sharded()
+sharded(P(None, "model"), own(2, 4)) | model 4 model=2 | leave | sharded()
+sharded(P(None, "model"), own(4, 1)) | 4 8 | leave zerojax.make_mesh(mesh_config)
+  | sharded() ; sharded(P(None, "model"), zerojax.make_mesh(OWN_MESH))
+sharded(SingleDeviceSharding(jax.devices()[0])) | SingleDeviceSharding | leave NamedSharding
+  | sharded() ; sharded(P(None, "model"), own(4, 2))
+sharded(P(None, "model"), own(4, 2, kind=AxisType.Explicit), jax.sharding.reshard)
+  | reshard Explicit | leave with_sharding_constraint
+  | sharded() ; sharded(P(None, "model"), own(4, 2))
+"""
+)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("row", SHARDED)
+def test_meshes_and_shardings_of_ones_own(row):
+    SHARDED[row].check(take)

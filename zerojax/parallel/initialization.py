@@ -39,6 +39,7 @@ from zerojax.plan.state import (
     run_key_data,
     zero_counter,
 )
+from zerojax.plan.user_shardings import check_context_mesh
 from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.protocol import LazyArray
 from zerojax.tracing.rolling.looped_draws import loop_draws
@@ -71,10 +72,12 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
       seed: integer from which parameters and dropout are drawn.
 
     Raises:
-      ValueError: the plan is over an `AbstractMesh`, or the seed does not fit into 64 bits.
+      ValueError: the plan is over an `AbstractMesh`, `jax.set_mesh` has set another mesh, or the
+        seed does not fit into 64 bits.
       TypeError: `plan` is not a plan, or `seed` is not an integer.
     """
     require_plan(plan, "init_state")
+    check_context_mesh(plan.mesh)
     if not isinstance(plan.mesh, jax.sharding.Mesh):
         raise ValueError(
             "this plan is over an abstract mesh, whose devices do not exist; make a plan with "

@@ -46,6 +46,7 @@ from zerojax.plan.kept_parts import copies_key
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_variants import streamed_from_host
 from zerojax.plan.state import COPIES, MASKS, ONE_BIT, TrainState, step_key
+from zerojax.plan.user_shardings import check_context_mesh
 from zerojax.tracing.dropped_layers import draw_scales
 from zerojax.tracing.protocol import Loss
 
@@ -88,8 +89,10 @@ def build_step(plan: Plan) -> Any:
 
     Raises:
       TypeError: `plan` is not a plan.
+      ValueError: `jax.set_mesh` has set a mesh other than the plan's.
     """
     require_plan(plan, "build_step")
+    check_context_mesh(plan.mesh)
     norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan)
     step = _jitted_step(plan, _build_gradients(plan), norm, _build_update(plan))
     if one_bit_of(plan.tx) is None:

@@ -116,6 +116,7 @@ from zerojax.plan.state import (
 )
 from zerojax.plan.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.plan.table_lookups import Lookups, check_lookup, check_update_of_tables, plan_lookups
+from zerojax.plan.user_shardings import check_constraints, check_context_mesh
 from zerojax.plan.weight_wire import check_weight_wire, describe_weight_wire, with_weight_wire
 from zerojax.plan.whole_matrices import describe_matrices, describe_taken, with_matrices
 from zerojax.runtime.distributed import check_joined
@@ -536,11 +537,13 @@ def _trace(task: _Task) -> _Seen:
     pieces, exact = shards * task.num_microbatches, dict[str, str]()
     microbatch = slice_batch(task.batch, pieces, task.precision)
     check_arguments(task.loss)
+    check_context_mesh(task.mesh)
     with errors_with_users_lines(microbatch):
         params, extras = abstract_model(task.model, task.batch, task.loss)
         read = as_read(params, task.precision)
         trace_of = lambda rows: tracing.trace_model(task.model, read, extras, rows, task.loss)  # noqa: E731
         trace = trace_of(microbatch)
+        check_constraints(trace.program.jaxpr, task.mesh)
         while trace.exact_leaves.keys() - exact:
             exact |= trace.exact_leaves
             before = microbatch

@@ -21,6 +21,7 @@ from zerojax.config import MeshConfig
 from zerojax.optim.precision import Precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.placement import Placement
+from zerojax.plan.user_shardings import about_no_mesh
 from zerojax.tracing import trees
 
 Tree = Any
@@ -301,6 +302,7 @@ def errors_with_users_lines(batch: Tree) -> Iterator[None]:
 
     Raises:
       TypeError: a line needs the value of an array of which only the shape is known.
+      ValueError: a line uses a `PartitionSpec`, and no mesh is set.
     """
     try:
         yield
@@ -313,6 +315,10 @@ def errors_with_users_lines(batch: Tree) -> Iterator[None]:
             f"({type(error).__name__}); {_instead(line)}"
         ) from error
     except Exception as error:
+        frame = _frame_of_user(error)
+        refusal = about_no_mesh(error, f"{frame.filename}:{frame.lineno}")
+        if refusal is not None:
+            raise refusal from error
         if not _is_ours(error):
             error.add_note(f"The loss was called as loss(model, batch) with {_described(batch)}.")
         raise
