@@ -47,6 +47,9 @@ OFFLOADED = (
 )
 """Run files of `SEARCHED` and `OFFLOADED` are compiled only with their own attention setting."""
 STORED_SCORES = {
+    "gpt2_124m_zero1_1xh200": ("num_microbatches=16",),
+    "llama_7b_qlora_1xrtx4090": ("model.remat=full",),
+    "llama_70b_qlora_8xh100": ("num_microbatches=2",),
     "llama_7b_zero2_8xh100": ("model.remat=full", "mesh.unroll=false"),
     "llama_1b_zero1_8xh100": ("model.remat=full", "mesh.unroll=false"),
     "llama_70b_zero3_64xh200": ("model.remat=full", "num_microbatches=16"),
