@@ -35,9 +35,9 @@ def as_arrays(batch: PyTree) -> PyTree:
     Raises:
       TypeError: a tensor is not on the CPU, or NumPy cannot read it.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    if not any(isinstance(leaf, Mapping) or _is_foreign(leaf) for _, leaf in leaves):
+    if not any(isinstance(x, Mapping) or _is_foreign(x) for x in jax.tree.leaves(batch)):
         return batch
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
     return treedef.unflatten(_as_array(path, leaf) for path, leaf in leaves)
 
 
