@@ -22,6 +22,9 @@ from zerojax.tracing.trees import flatten_names, unflatten_like
 # Names of the arrays of a language-model batch that hold token ids. The vocabulary size does not
 # limit other arrays, such as labels.
 TOKEN_NAMES = ("tokens", "targets")
+COPIED_BYTES = 64 << 10
+"""Largest batch in bytes that a compiled program copies to a CPU device. `jax.device_put` uses the
+memory of a larger one without a copy."""
 
 
 class BatchPlan(Protocol):
@@ -112,11 +115,42 @@ def _placed(
             array = own_array(array)
         arrays[name] = array
     if arrays:  # one call for all: of a small batch the call is the cost
-        shardings = [wanted[name].sharding for name in arrays]
-        shapes = [wanted[name].shape for name in arrays]
-        new = jax.make_array_from_process_local_data(shardings, [*arrays.values()], shapes)
+        of_arrays = [wanted[name] for name in arrays]
+        new = _on_devices([*arrays.values()], of_arrays)
         placed.update(zip(arrays, new, strict=True))
     return unflatten_like(plan.abstract_batch, placed)
+
+
+def _on_devices(arrays: list[np.ndarray], wanted: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Places this process's parts of arrays with the shardings of `wanted`."""
+    shardings = [abstract.sharding for abstract in wanted]
+    shapes = [abstract.shape for abstract in wanted]
+    if jax.process_count() > 1:
+        return jax.make_array_from_process_local_data(shardings, arrays, shapes)
+    one = shardings[0] if all(sharding is shardings[0] for sharding in shardings) else None
+    is_small = sum(array.nbytes for array in arrays) <= COPIED_BYTES
+    if one is not None and is_small and not jax.config.jax_disable_jit:
+        copy = _copier(one, *((abstract.shape, abstract.dtype) for abstract in wanted))
+        if copy is not None:
+            with jax.transfer_guard_host_to_device("allow"):  # as `jax.device_put` is allowed
+                return copy(arrays)
+    return jax.device_put(arrays, one or shardings)
+
+
+@functools.lru_cache(maxsize=64)
+def _copier(sharding: NamedSharding, *kinds: tuple[tuple[int, ...], np.dtype]) -> Any:
+    """Compiles the program that copies host arrays of these shapes and dtypes to one CPU device.
+
+    `jax.device_put` of two small arrays takes seven times as long (175 for 24 us), as long as the
+    step of a tiny model. With several devices both take as long.
+
+    Returns:
+      A function from a list of arrays to a list of arrays; None for other devices than one CPU.
+    """
+    if sharding.num_devices > 1 or next(iter(sharding.device_set)).platform != "cpu":
+        return None
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
+    return jax.jit(lambda arrays: arrays, out_shardings=sharding).lower(structs).compile()
 
 
 def missing_rows(plan: BatchPlan, batch: Any) -> int:
@@ -220,7 +254,7 @@ def check_finite(name: str, array: np.ndarray) -> None:
     Raises:
       ValueError: a value is not finite; names the first index and the number of such values.
     """
-    if not jax.numpy.issubdtype(array.dtype, np.floating) or not array.size:
+    if not _is_floating(array.dtype) or not array.size:
         return
     # Minimum and maximum are both NaN if any value is, so valid arrays need no temporary array.
     with np.errstate(invalid="ignore", over="ignore"):  # bfloat16 warns about a NaN too
@@ -236,6 +270,11 @@ def check_finite(name: str, array: np.ndarray) -> None:
         f"is {array[first]} at index {first}; clean the data, or, in a loop of your own, "
         "pass check_values=False to shard_batch: the step then skips such batches"
     )
+
+
+@functools.cache
+def _is_floating(dtype: np.dtype) -> bool:
+    return jax.numpy.issubdtype(dtype, np.floating)
 
 
 def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:
