@@ -15,15 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support.process_groups import ROOT, free_port, run_group
-from zerojax.data import (
-    TokenSource,
-    as_feed,
-    batch_sharding,
-    local_rows,
-    prefetch,
-    shard_batch,
-    tokens_of_array,
-)
+from zerojax.data import TokenSource, as_feed, local_rows, prefetch, shard_batch, tokens_of_array
 
 ROWS, SEQ_LEN = 8, 4
 
@@ -83,19 +75,14 @@ def test_a_placed_batch_does_not_recompile_the_step():
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize(
-    ("more", "is_jit_off"),
-    [(0, False), (0, True), (1, False)],
-    ids=["copied by a program", "no programs", "too large"],
-)
-def test_placing_on_one_device_is_no_implicit_transfer_and_shares_no_memory(more, is_jit_off):
+def test_placing_on_one_device_is_no_implicit_transfer_and_shares_no_memory():
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
     sharding, batch = NamedSharding(mesh, P("data")), batch_of(x=np.ones((ROWS, SEQ_LEN), "uint8"))
-    batch["more"] = np.ones((ROWS, 1 + more * batch_sharding.COPIED_BYTES), np.float32)
+    batch["more"] = np.ones((ROWS, 1), np.float32)
     abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
                 for n, x in batch.items()}  # fmt: skip
     plan = TinyPlan(abstract_batch=abstract, batch_sharding=sharding)
-    with jax.transfer_guard("disallow"), jax.disable_jit(is_jit_off):
+    with jax.transfer_guard("disallow"):
         placed = shard_batch(plan, batch)
     before = {name: array.copy() for name, array in batch.items()}
     for array in batch.values():
@@ -207,7 +194,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 from tests.batches.test_data_placing import plan_of, batch_of
-from zerojax.data import batch_sharding
 from zerojax.data import TokenSource, as_feed, local_rows, prefetch, shard_batch, tokens_of_array
 
 def mesh_of(devices, shape):

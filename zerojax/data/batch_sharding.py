@@ -22,9 +22,6 @@ from zerojax.tracing.trees import flatten_names, unflatten_like
 # Names of the arrays of a language-model batch that hold token ids. The vocabulary size does not
 # limit other arrays, such as labels.
 TOKEN_NAMES = ("tokens", "targets")
-COPIED_BYTES = 64 << 10
-"""Largest batch in bytes that a compiled program copies to a CPU device. `jax.device_put` uses the
-memory of a larger one without a copy."""
 
 
 class BatchPlan(Protocol):
@@ -128,29 +125,7 @@ def _on_devices(arrays: list[np.ndarray], wanted: list[jax.ShapeDtypeStruct]) ->
     if jax.process_count() > 1:
         return jax.make_array_from_process_local_data(shardings, arrays, shapes)
     one = shardings[0] if all(sharding is shardings[0] for sharding in shardings) else None
-    is_small = sum(array.nbytes for array in arrays) <= COPIED_BYTES
-    if one is not None and is_small and not jax.config.jax_disable_jit:
-        copy = _copier(one, *((abstract.shape, abstract.dtype) for abstract in wanted))
-        if copy is not None:
-            with jax.transfer_guard_host_to_device("allow"):  # as `jax.device_put` is allowed
-                return copy(arrays)
     return jax.device_put(arrays, one or shardings)
-
-
-@functools.lru_cache(maxsize=64)
-def _copier(sharding: NamedSharding, *kinds: tuple[tuple[int, ...], np.dtype]) -> Any:
-    """Compiles the program that copies host arrays of these shapes and dtypes to one CPU device.
-
-    `jax.device_put` of two small arrays takes seven times as long (175 for 24 us), as long as the
-    step of a tiny model. With several devices both take as long.
-
-    Returns:
-      A function from a list of arrays to a list of arrays; None for other devices than one CPU.
-    """
-    if sharding.num_devices > 1 or next(iter(sharding.device_set)).platform != "cpu":
-        return None
-    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
-    return jax.jit(lambda arrays: arrays, out_shardings=sharding).lower(structs).compile()
 
 
 def missing_rows(plan: BatchPlan, batch: Any) -> int:
