@@ -5,6 +5,7 @@ No device computes anything.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shlex
 from typing import Any
@@ -22,9 +23,11 @@ from tests.support.small_models import reference_model
 from zerojax import zoo
 from zerojax.config import ConfigError, ElasticityConfig, MeshConfig, RunConfig, checks, load
 from zerojax.config.loader import load_dataclass
-from zerojax.config.mesh import as_mesh_config
+from zerojax.config.mesh import OffloadConfig, as_mesh_config
 from zerojax.config.sections import LossScale
 from zerojax.data import as_source
+from zerojax.optim.schedules import build_deepspeed_schedule
+from zerojax.plan.state_layout import store_folder
 
 # --- settings of a run ----------------------------------------------------------------------------
 
@@ -533,3 +536,33 @@ def test_masked_tokens():
     ids, mask = np.arange(1000) % 50, zerojax.data.as_masked_source
     refused(lambda: mask(source(ids)[0], mask_token=3), "token", "vocab_size as_source")
     mask(source(ids, vocab_size=50)[0], mask_token=3)
+
+
+def test_numbers_and_keys_of_a_file(tmp_path):
+    path = tmp_path / "run.yaml"
+
+    def read(text: str) -> RunConfig:
+        path.write_text(text)
+        return load(RunConfig, path, [])
+
+    refused(lambda: read("steps: '012'"), "steps 012", "12", error=ConfigError)
+    refused(lambda: read("steps: '12'"), "steps 12", "use 12", error=ConfigError)
+    refused(lambda: read("steps: 1\nsteps: 12"), "steps 1 2", "keep one", error=ConfigError)
+    assert read("steps: 12").steps == 12
+
+
+def test_a_schedule_that_deepspeed_does_not_have():
+    kinds, rate = "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest", 1e-3
+    build = functools.partial(build_deepspeed_schedule, learning_rate=rate)
+    remedy = f'{kinds} "optimizer=optax.adamw(schedule)"'
+    refused(lambda: build("CosineLR", {}), "CosineLR type", remedy, error=ConfigError)
+    params = {"WarmupDecayLR": {"total_num_steps": 9}, "WarmupCosineLR": {"total_num_steps": 9}}
+    params["OneCycle"] = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
+    assert all(build(kind, params.get(kind, {})).learning_rate(1) >= 0 for kind in kinds.split())
+    line(optimizer=optax.adamw(lambda updates: rate / (1 + updates)))
+
+
+def test_a_folder_for_files_of_state(tmp_path):
+    config = OffloadConfig(opt_state="nvme")
+    refused(lambda: store_folder(config), "nvme", "offload.folder")
+    store_folder(dataclasses.replace(config, folder=tmp_path))

@@ -15,6 +15,9 @@ from tests.support.config_variants import ABSENT, base_of, tensors_of, varied
 from tests.support.refusals import Refusal, refused
 from zerojax.config.checks import MAX_LAYERS
 from zerojax.zoo.hugging_face import config_from_hugging_face, from_hugging_face
+from zerojax.zoo.hugging_face.config_reading import UnsupportedError
+from zerojax.zoo.hugging_face.mxfp4 import find_coded
+from zerojax.zoo.hugging_face.safetensors import Tensor
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE, ORIGINAL = "rope_parameters", "original_max_position_embeddings"
@@ -194,3 +197,30 @@ def test_the_encoder_of_a_classifier(name, tmp_path):
 def _write(folder: Path, name: str) -> None:
     config = varied(base_of("bert")[0], {"architectures": [name]})
     (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "dtype", "scales"),
+    [
+        ((4, 6, 2, 16), "float32", (4, 6, 2)),
+        ((4, 6, 2, 8), "uint8", (4, 6, 2)),
+        ((4, 6, 32), "uint8", (4, 6)),
+        ((4, 6, 2, 16), "uint8", (4, 6, 1)),
+        ((4, 6, 2, 16), "uint8", None),
+    ],
+)
+def test_codes_that_do_not_fit_each_other(blocks, dtype, scales):
+    def find(shape, dtype, scales):
+        stored = {"w_blocks": (shape, dtype), "w_scales": (scales, "uint8")}
+        return find_coded(
+            {
+                name: (Path("a"), Tensor(name=name, shape=shape, dtype=np.dtype(dtype)))
+                for name, (shape, dtype) in stored.items()
+                if shape is not None
+            }
+        )
+
+    value = ["w_blocks", dtype, str(list(blocks)), None if scales is None else list(scales)]
+    remedy = 'uint8 "[experts, out, in / 32, 16]" "[experts, out, in / 32]"'
+    refused(lambda: find(blocks, dtype, scales), value, remedy, error=UnsupportedError)
+    assert find((4, 6, 2, 16), "uint8", (4, 6, 2))["w"].decoded.shape == (4, 64, 6)

@@ -26,7 +26,7 @@ from zerojax.config.loader import coerce_fields, load_dataclass, user_path
 from zerojax.runtime import bounded_json
 from zerojax.runtime.hang_map import describe_hang
 from zerojax.runtime.memory import keep_freed_memory
-from zerojax.runtime.standstill import NOTE_SECONDS, read_notes
+from zerojax.runtime.standstill import FOLDER, NOTE_SECONDS, read_notes
 
 RECORD_FILE = "run.json"
 
@@ -127,6 +127,8 @@ def where(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise FileNotFoundError(f"{args.run} is not a folder; pass the folder of a run")
     notes = read_notes(folder)
+    if num_others := len(list((folder / FOLDER).glob("process-*.json"))) - len(notes):
+        show(f"files in {folder / FOLDER} that are no notes of processes, left out: {num_others}")
     if not notes:
         show(f"no process of {args.run} has been without progress for {NOTE_SECONDS:g} s")
     for line in describe_hang(notes, time.time()) if notes else []:

@@ -253,9 +253,7 @@ def _scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
     def update(
         updates: Any, state: Any, params: Any = None, *, layers: Container[str] = (), **_: Any
     ) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError("lamb needs the parameters: call update(gradients, state, params)")
-
+        # Weight decay comes before, and refuses a call without parameters.
         def one(param: jax.Array, update: jax.Array) -> Any:
             return plain.update(update, state, param)[0]
 

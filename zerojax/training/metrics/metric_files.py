@@ -17,9 +17,9 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from zerojax.config.display import cut, quoted
 from zerojax.config.late_dataclasses import dataclass
@@ -39,12 +39,17 @@ TEXTS = (
 """Keys whose values are text. Values of other keys are numbers, except extra entries of events."""
 
 READ_BYTES = 8 << 20
-"""Bytes of a file from which every report is read; of a file n times as large, every n-th is."""
+"""Bytes of a file of which every line is read. Of a file n times as large, every n-th report is
+read, and only lines that begin as `MetricsFile` writes them are records."""
 MAX_LINE = 4 << 20
 """Maximum bytes of a line; a longer one is not read."""
 _MAX_INTEGER = 10**100
 _REPORTS = ("train", "processes")
-_HEAD = re.compile(rb'\{"kind": "(train|processes)", "step": (\d{1,18}),')
+_OWN_LINE = re.compile(
+    rb'\n(\{"kind": "(start|train|eval|event|processes|end)", "step": (\d{1,18}),[^\n]*+(?<=}))'
+)
+"""A line as `MetricsFile` writes it, with the end of the line before it."""
+_NAMES = {kind.encode(): kind for kind in KINDS}
 _SPENT = re.compile(rb'"(spent_[a-z_]+)": (\d{1,20}(?:\.\d{1,20})?(?:e-?\d{1,2})?)\b')
 _DECODER = json.JSONDecoder()
 
@@ -117,7 +122,7 @@ def set_aside(path: str | Path) -> Path | None:
     path = Path(path)
     if not path.is_file():
         return None
-    if all(one is not None and one["kind"] not in OVERTAKEN for one in _records(path)):
+    if all(kind and kind not in OVERTAKEN for _, _, kind, _ in _lines_of(path)):
         path.unlink()
         return None
     names = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
@@ -128,17 +133,16 @@ def first_loss(run_dir: Path) -> float | None:
     """Returns the first loss that a run has reported; None if its file has none.
 
     Raises:
-      ValueError: a value before it is invalid.
+      ValueError: a value of this report is invalid.
     """
     path = run_dir / FILE_NAME
     if not path.exists():
         return None
-    losses = (
-        record.get("loss")
-        for record in _records(path)
-        if record is not None and record["kind"] == "train"
-    )
-    return next((loss for loss in losses if loss is not None), None)
+    for number, line, kind, _ in _lines_of(path):
+        record = _record_of(line, f"{path}:{number}") if kind == "train" else None
+        if record is not None and record.get("loss") is not None:
+            return record["loss"]
+    return None
 
 
 def read_metrics(run_dir: str | Path) -> Metrics:
@@ -160,33 +164,23 @@ def read_metrics(run_dir: str | Path) -> Metrics:
             f"no {FILE_NAME} in '{run_dir}'; pass the folder of a run, such as runs/default"
         )
     every = 1 + path.stat().st_size // READ_BYTES
-    kept = {kind: _Kept(every if kind in _REPORTS else 1) for kind in KINDS}
+    kept = {kind: _Kept(kind, every if kind in _REPORTS else 1) for kind in KINDS}
     unreadable = newest = 0
-    for number, line in _lines_of(path):
-        head = _HEAD.match(line)
-        if head is not None and kept[head[1].decode()].skips:
-            kind, step = head[1].decode(), int(head[2])
-            record = None
-        else:
-            record = _record_of(line, f"{path}:{number}")
-            if record is None:
-                unreadable += bool(line.strip())
-                continue
-            kind, step = record["kind"], record["step"]
+    for number, line, kind, step in _lines_of(path):
+        if not kind:
+            unreadable += step
+            continue
         if kind in OVERTAKEN and step > newest:
             newest = step
         elif kind in OVERTAKEN:
             for other in OVERTAKEN:
-                _drop(kept[other].records, at_least=step if kind == other else step + 1)
+                kept[other].drop(step if kind == other else step + 1)
         elif kind == "start":
             # Records of later steps before this line belong to an abandoned attempt.
             for other in ("event", "processes"):
-                _drop(kept[other].records, at_least=step + 1)
-        if record is None:
-            kept[kind].skip(line)
-        else:
-            kept[kind].add(record, len(line))
-    found = {kind: one.finish() for kind, one in kept.items()}
+                kept[other].drop(step + 1)
+        kept[kind].add(step, number, line)
+    found = {kind: one.finish(path) for kind, one in kept.items()}
     return Metrics(
         starts=found["start"],
         train=found["train"],
@@ -194,81 +188,141 @@ def read_metrics(run_dir: str | Path) -> Metrics:
         events=found["event"],
         processes=found["processes"],
         ends=found["end"],
-        unreadable_lines=unreadable,
+        unreadable_lines=unreadable + sum(one.unreadable for one in kept.values()),
         left_out=sum(one.left_out for one in kept.values()),
     )
 
 
 class _Kept:
-    """The records of one kind that are kept: every n-th, and of these the newest `READ_BYTES`."""
+    """The lines of one kind that are kept: every n-th, and of these the newest `READ_BYTES`.
 
-    def __init__(self, every: int) -> None:
-        self.records: collections.deque[dict[str, Any]] = collections.deque()
-        self.left_out = 0
+    Lines are parsed when all are known, so that those that are not kept take little time.
+    """
+
+    def __init__(self, kind: str, every: int) -> None:
+        self._kind = kind
+        self.left_out = self.unreadable = 0
         self._every, self._seen, self._num_bytes = every, 0, 0
-        self._sizes: collections.deque[int] = collections.deque()
+        self._lines: collections.deque[tuple[int, int, bytes, dict[bytes, float]]] = (
+            collections.deque()
+        )
         self._spent: dict[bytes, float] = {}
-        self._last = b""
+        self._last: tuple[int, int, bytes] | None = None
 
-    @property
-    def skips(self) -> bool:
-        """Whether the next record is left out."""
-        return self._seen % self._every != 0
-
-    def skip(self, line: bytes) -> None:
-        """Leaves out the record in a line, but adds its seconds to the next one that is kept."""
+    def add(self, step: int, number: int, line: bytes) -> None:
+        """Keeps a line, or leaves it out, but adds its seconds to the next one that is kept."""
+        is_left_out = self._seen % self._every
         self._seen += 1
-        self.left_out += 1
-        self._last = line
-        for name, seconds in _SPENT.findall(line):
-            self._spent[name] = self._spent.get(name, 0.0) + float(seconds)
-
-    def add(self, record: dict[str, Any], num_bytes: int) -> None:
-        """Keeps a record; `num_bytes` is the length of its line."""
-        self._seen += 1
-        self._last = b""
-        for name, seconds in self._spent.items():
-            record[name.decode()] = (record.get(name.decode()) or 0.0) + seconds
-        self._spent.clear()
-        self.records.append(record)
-        self._sizes.append(num_bytes)
-        self._num_bytes += num_bytes
-        while self._num_bytes > 2 * READ_BYTES and len(self.records) > 1:
-            self._num_bytes -= self._sizes.popleft()
-            self.records.popleft()
+        if is_left_out:
+            self.left_out += 1
+            self._last = (step, number, line)
+            first = line.find(b'"spent_')
+            if first >= 0:
+                for name, seconds in _SPENT.findall(line, first):
+                    self._spent[name] = self._spent.get(name, 0.0) + float(seconds)
+            return
+        self._last = None
+        self._lines.append((step, number, line, self._spent))
+        self._spent = {}
+        self._num_bytes += len(line)
+        while self._num_bytes > READ_BYTES and len(self._lines) > 1:
+            self._num_bytes -= len(self._lines.popleft()[2])
             self.left_out += 1
 
-    def finish(self) -> list[dict[str, Any]]:
-        """Returns the records; the newest one is always there."""
-        record = _record_of(self._last, FILE_NAME) if self._last else None
+    def drop(self, at_least: int) -> None:
+        """Drops the lines of this and later steps."""
+        while self._lines and self._lines[-1][0] >= at_least:
+            self._num_bytes -= len(self._lines.pop()[2])
+        if self._last is not None and self._last[0] >= at_least:
+            self._last = None
+
+    def finish(self, path: Path) -> list[dict[str, Any]]:
+        """Returns the records; the newest one is always there.
+
+        Raises:
+          ValueError: a value is of a wrong type; the message names file and line.
+        """
+        records = []
+        for step, number, line, spent in self._lines:
+            record = _record_of(line, f"{path}:{number}")
+            if record is None or (record["kind"], record["step"]) != (self._kind, step):
+                self.unreadable += 1
+                continue
+            for name, seconds in spent.items():
+                record[name.decode()] = (record.get(name.decode()) or 0.0) + seconds
+            records.append(record)
+        record = _record_of(self._last[2], f"{path}:{self._last[1]}") if self._last else None
         if record is not None:
-            for name in self._spent:
-                record[name.decode()] = None  # counted already
             self.left_out -= 1
-            self.add(record, 0)
-        return list(self.records)
+            records.append(record | {name.decode(): s for name, s in self._spent.items()})
+        return records
 
 
-def _records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yields the record of each line; None for a line that is no record."""
-    for number, line in _lines_of(path):
-        if line.strip():
-            yield _record_of(line, f"{path}:{number}")
+_Lines: TypeAlias = Generator[tuple[int, bytes, str, int], None, int]
 
 
-def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, line). Of a line that is too long, only a part is in memory at any time; it
-    is yielded as a part of itself, which is no record."""
+def _lines_of(path: Path) -> Iterator[tuple[int, bytes, str, int]]:
+    """Yields (number, line, kind, step) of the lines that are records or begin like one.
+
+    Where others are, yields ("", their number) for kind and step. Of a line that is too long, only
+    a part is in memory at any time, and only its begin is yielded.
+    """
+    number = 0
     with open(open_regular(path), "rb", buffering=1 << 20) as file:
-        for number in itertools.count(1):
-            line = file.readline(MAX_LINE)
-            if not line:
-                return
-            if len(line) == MAX_LINE and not line.endswith(b"\n"):
-                while (rest := file.readline(MAX_LINE)) and not rest.endswith(b"\n"):
-                    pass
-                line = b"too long"
-            yield number, line
+        is_large = os.fstat(file.fileno()).st_size > READ_BYTES
+        while block := file.read(MAX_LINE):
+            rest = block
+            if not block.endswith(b"\n"):
+                rest = file.readline(MAX_LINE)
+                block += rest
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_LINE)
+            number = yield from (_own_lines if is_large else _all_lines)(block, number)
+
+
+def _own_lines(block: bytes, number: int) -> _Lines:
+    """Yields each line that begins as `MetricsFile` writes it, and at the end how many others are.
+
+    Takes little time for others, which can be millions.
+
+    Args:
+      block: whole lines.
+      number: number of lines before them.
+
+    Returns:
+      The number of lines up to the end of the block.
+    """
+    text = b"\n" + block.removesuffix(b"\n")
+    end = num_others = 0
+    for found in _OWN_LINE.finditer(text):
+        start = found.start()
+        if start != end:
+            between = text.count(b"\n", end, start)
+            num_others += between
+            number += between
+        end = found.end()
+        number += 1
+        yield number, found[1], _NAMES[found[2]], int(found[3])
+    rest = text.count(b"\n", end)
+    yield number + rest, b"", "", num_others + rest
+    return number + rest
+
+
+def _all_lines(block: bytes, number: int) -> _Lines:
+    """Yields each line like `_own_lines`, and also records that others wrote."""
+    for line in block.removesuffix(b"\n").split(b"\n"):
+        number += 1
+        found = _OWN_LINE.match(b"\n" + line)
+        if found is not None:
+            yield number, line, _NAMES[found[2]], int(found[3])
+            continue
+        record = _parsed(line)
+        if record is None:
+            yield number, line, "", bool(line.strip())
+        else:
+            step = record["step"]  # another value is refused when the record is read
+            yield number, line, record["kind"], step if isinstance(step, int) else 0
+    return number
 
 
 def _record_of(line: bytes, place: str) -> dict[str, Any] | None:
@@ -277,13 +331,17 @@ def _record_of(line: bytes, place: str) -> dict[str, Any] | None:
     Raises:
       ValueError: a value is of a wrong type; the message has `place`.
     """
+    record = _parsed(line)
+    return None if record is None else _checked(record, place)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Returns the record in a line, with values of any type; None if the line is none."""
     try:
         record = _DECODER.decode(line.decode("utf-8", "replace"))
-        if record["kind"] not in KINDS or "step" not in record:
-            return None
+        return record if record["kind"] in KINDS and "step" in record else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return _checked(record, place)
 
 
 def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
@@ -312,11 +370,6 @@ def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
     if kind == "event" and not isinstance(record.get("event"), str):
         raise ValueError(f'{place} is an event without a name (key "event"); remove the line')
     return record
-
-
-def _drop(records: collections.deque[dict[str, Any]], *, at_least: int) -> None:
-    while records and records[-1]["step"] >= at_least:
-        records.pop()
 
 
 def _finite(value: Any) -> Any:
