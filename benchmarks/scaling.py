@@ -43,7 +43,7 @@ class Case:
 
 
 _LARGE = "gpt_1t_files_8xh200"
-_DEVICE = ("params=device", "activations=device")
+_DEVICE = ("params=device", "activations=device", "tile_bytes=null")
 _IN_NODES = ("model=8", "sequence_sharding=true", *(f"offload.{word}" for word in _DEVICE))
 CASES = (
     Case("70B", "llama_70b_zero3_64xh200", ("model.remat=full",)),
