@@ -2,7 +2,8 @@
 
 One row per file: the compiled peak, the peak with every matrix product by cuBLAS (a GPU times each
 product with Triton and cuBLAS; the compile-only client cannot), the bytes sent in ZeRO's units and
-between experts, and the roofline. Needs the extra `plan`; nothing here is a measurement of a GPU.
+between experts, the expected time of a step and the roofline. Needs the extra `plan`; nothing here
+is a measurement of a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import zerojax
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.config import RunConfig, load
+from zerojax.forecasting.forecast_numbers import Expected
 from zerojax.hardware import compile_client
 from zerojax.plan.make import Plan
 from zerojax.training.run_file import plan_from_config
@@ -45,6 +47,9 @@ OFFLOADED = (
 )
 """Run files of `SEARCHED` and `OFFLOADED` are compiled only with their own attention setting."""
 STORED_SCORES = {
+    "gpt2_124m_zero1_1xh200": ("num_microbatches=16",),
+    "llama_7b_qlora_1xrtx4090": ("model.remat=full",),
+    "llama_70b_qlora_8xh100": ("num_microbatches=2",),
     "llama_7b_zero2_8xh100": ("model.remat=full", "mesh.unroll=false"),
     "llama_1b_zero1_8xh100": ("model.remat=full", "mesh.unroll=false"),
     "llama_70b_zero3_64xh200": ("model.remat=full", "num_microbatches=16"),
@@ -123,6 +128,7 @@ def _row(name: str, gpu: str, devices: int, attention: str) -> dict[str, Any]:
         "data wire/formula": None if not wire else wire / traffic.formula_bytes,
         "expert_wire_GiB": _gib(exchanged or None),
         "expert wire/formula": exchanged / by_formula if exchanged and by_formula else None,
+        **expected_columns(estimate.expected),
         "roofline_s": estimate.step_seconds,
         "compute_s": estimate.compute_seconds,
         "memory_s": estimate.memory_seconds,
@@ -134,6 +140,22 @@ def _row(name: str, gpu: str, devices: int, attention: str) -> dict[str, Any]:
         "roofline_mfu": None if plan.placement.num_parameters(frozen=True) else estimate.mfu,
         "tokens_per_s": estimate.tokens_per_second,
         "cpu_s": seconds,
+    }
+
+
+def expected_columns(time: Expected | None) -> dict[str, Any]:
+    """Returns the expected time of a step, its parts and what follows from it; None where nothing
+    was compiled."""
+    return {
+        "expected_s": time and time.seconds,
+        "expected_product_s": time and time.product_seconds,
+        "expected_attention_s": time and time.attention_seconds,
+        "expected_memory_s": time and time.memory_seconds,
+        "expected_wire_s": time and time.wire_seconds,
+        "expected_host_s": time and time.host_seconds,
+        "expected_disk_s": time and time.disk_seconds,
+        "expected_mfu": time and time.mfu,
+        "expected_tokens_per_s": time and time.tokens_per_second,
     }
 
 

@@ -1,9 +1,9 @@
-"""Tokens per second of each GPU from 64 to 512 H100, at best, for 70B and 1T parameters.
+"""Expected tokens per second of each GPU from 64 to 512 H100, for 70B and 1T parameters.
 
 Every GPU computes the same number of sequences per step, as many at a time as fit in memory. This
-number is estimated from two compiled peaks, and the estimate is compiled. Roofline bounds
-of compiled programs; nothing here is a measurement of a GPU, and latencies are left out. Needs the
-extra `plan`.
+number is estimated from two compiled peaks, and the estimate is compiled. Expected times and
+roofline bounds of compiled programs; nothing here is a measurement of a GPU. Needs the extra
+`plan`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import zerojax
 from benchmarks.machine import load_average
-from benchmarks.plans import CONFIGS, GIB
+from benchmarks.plans import CONFIGS, GIB, expected_columns
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
 from zerojax.config import RunConfig, load
 from zerojax.hardware import compile_client
@@ -144,7 +144,7 @@ def _forecast(case: Case, number: int, at_a_time: int, why_formula: str | None =
 def _describe(case: Case, number: int, forecast: Any, at_a_time: int | None = None) -> dict:
     """Returns a row of the table; without `at_a_time` it says that the model does not fit."""
     estimate, fits = forecast.estimate, at_a_time is not None
-    rate = estimate.tokens_per_second / number if fits else None
+    time = estimate.expected if fits else None
     return {
         "model": case.name,
         "gpus": number,
@@ -153,6 +153,7 @@ def _describe(case: Case, number: int, forecast: Any, at_a_time: int | None = No
         "peak_GiB": forecast.memory.peak / GIB if fits else None,
         "limit_GiB": forecast.verdict.limit / GIB,
         "machine_host_GiB": forecast.offload.machine_host / GIB if forecast.offload else None,
+        **expected_columns(time),
         "roofline_s": estimate.step_seconds if fits else None,
         "compute_s": estimate.compute_seconds if fits else None,
         "memory_s": estimate.memory_seconds if fits else None,
@@ -160,7 +161,7 @@ def _describe(case: Case, number: int, forecast: Any, at_a_time: int | None = No
         "offload_s": estimate.offload_seconds if fits else None,
         "bound_by": estimate.bound_by if fits else None,
         "roofline_mfu": estimate.mfu if fits else None,
-        "tokens_per_s_per_gpu": rate,
+        "tokens_per_s_per_gpu": time and time.tokens_per_second / number,
         "relative": None,
     }
 

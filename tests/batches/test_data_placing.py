@@ -75,6 +75,24 @@ def test_a_placed_batch_does_not_recompile_the_step():
     assert step._cache_size() == 1
 
 
+def test_placing_on_one_device_is_no_implicit_transfer_and_shares_no_memory():
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    sharding, batch = NamedSharding(mesh, P("data")), batch_of(x=np.ones((ROWS, SEQ_LEN), "uint8"))
+    batch["more"] = np.ones((ROWS, 1), np.float32)
+    abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+                for n, x in batch.items()}  # fmt: skip
+    plan = TinyPlan(abstract_batch=abstract, batch_sharding=sharding)
+    with jax.transfer_guard("disallow"):
+        placed = shard_batch(plan, batch)
+    before = {name: array.copy() for name, array in batch.items()}
+    for array in batch.values():
+        array[...] = 7
+    for name, array in placed.items():
+        assert array.committed, name
+        assert (array.sharding, array.dtype) == (sharding, before[name].dtype)
+        assert np.array_equal(array, before[name])
+
+
 def test_trees_other_than_dicts_are_placed_too():
     sharding = plan_of().batch_sharding
     struct = jax.ShapeDtypeStruct((ROWS,), jnp.float32, sharding=sharding)

@@ -183,3 +183,26 @@ def test_a_damaged_table_is_damage(tmp_path):
         }
         with pytest.raises((CheckpointError, DamagedError)):
             checkpointer.restore(like)
+
+
+@pytest.mark.parametrize(
+    ("runs", "found"),
+    [
+        ([(0, 6, 0), (6, 6, 6)], 12),
+        ([(0, 6, 0), (6, 5, 6)], 11),
+        ([(0, 6, 0), (0, 6, 6)], 6),  # as many elements as the array has, but some twice
+        ([(at, 1, at) for at in range(12)], 12),
+        ([(at, 1, at) for at in range(11)], 11),
+    ],
+)
+def test_a_part_of_which_elements_are_missing_is_refused(runs, found: int):
+    whole = np.arange(12, dtype=np.int32)
+    entry = {"pack": "pack/0", "elements": 12, "dtype": "int32"}
+    entry["runs"] = [((0, 0), (3, 4), *run) for run in runs]
+    table = packs.Table({"x": packs._as_place("x", entry)})
+    box = ((0, 0), (3, 4))
+    if found == 12:
+        assert np.array_equal(table.part("x", whole, box), whole.reshape(3, 4))
+    else:
+        with pytest.raises(ValueError, match=f"x.*: {found} of 12 elements"):
+            table.part("x", whole, box)

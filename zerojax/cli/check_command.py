@@ -20,7 +20,6 @@ from zerojax.cli.script_process import run_in_child, until_training
 from zerojax.config.checks import MAX_CPU_DEVICES
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
-from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.shutdown import DIFFERS, OK
 
 TIME_LIMIT = 300
@@ -152,7 +151,6 @@ def _start_on_the_cpu(devices: int) -> None:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     if "jax" not in sys.modules:
         use_cpu_devices(devices)
-    keep_freed_memory()
 
 
 def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int:

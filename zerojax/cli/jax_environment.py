@@ -8,7 +8,7 @@ import sys
 from zerojax.config import OffloadConfig, RunConfig
 from zerojax.config.checks import MAX_CPU_DEVICES
 from zerojax.config.display import quoted
-from zerojax.runtime.memory import PINNED_LIMIT, keep_freed_memory, least_room, pinned_limit_for
+from zerojax.runtime.memory import PINNED_LIMIT, least_room, pinned_limit_for
 
 
 def use_cpu_devices(number: int | None) -> None:
@@ -48,7 +48,6 @@ def prepare_devices(config: RunConfig) -> None:
     """
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
-        keep_freed_memory()
     allow_pinned_memory(config.mesh.offload)
     if config.cpu_devices is not None:
         run_one_program_at_a_time()

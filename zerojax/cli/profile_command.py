@@ -21,7 +21,6 @@ from zerojax.cli.jax_environment import (
 from zerojax.config import BatchRampConfig, RunConfig, load
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
-from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.user_files import replace_text
 
 if TYPE_CHECKING:
@@ -92,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
     config = measured(config, args.steps, free_folder(args.out, config), save=save)
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
-        keep_freed_memory()
     allow_pinned_memory(config.mesh.offload)
     if args.start:
         return profile_start(config, as_json=args.json)

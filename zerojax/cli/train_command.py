@@ -32,7 +32,6 @@ from zerojax.config import RunConfig, load, to_dict
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.runtime import shutdown
-from zerojax.runtime.memory import keep_freed_memory
 
 # An empty line starts a paragraph in any text.
 SAMPLE_PROMPT = "\n\n"
@@ -83,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
-        keep_freed_memory()
     allow_pinned_memory(config.mesh.offload)
     words = shlex.join(["train", *([path] if path else []), *overrides])
     command = f"{command_name()} {words}"
@@ -108,7 +106,6 @@ def run_script(path: str, overrides: Sequence[str]) -> int:
     devices = [word.partition("=")[2] for word in overrides if word.startswith("cpu_devices=")]
     if devices:
         use_cpu_devices(load(RunConfig, None, [f"cpu_devices={devices[-1]}"]).cpu_devices)
-        keep_freed_memory()
         run_one_program_at_a_time()
     from zerojax.cli import script_runs
     from zerojax.runtime.preemption import sigterm_raised

@@ -112,11 +112,20 @@ def _placed(
             array = own_array(array)
         arrays[name] = array
     if arrays:  # one call for all: of a small batch the call is the cost
-        shardings = [wanted[name].sharding for name in arrays]
-        shapes = [wanted[name].shape for name in arrays]
-        new = jax.make_array_from_process_local_data(shardings, [*arrays.values()], shapes)
+        of_arrays = [wanted[name] for name in arrays]
+        new = _on_devices([*arrays.values()], of_arrays)
         placed.update(zip(arrays, new, strict=True))
     return unflatten_like(plan.abstract_batch, placed)
+
+
+def _on_devices(arrays: list[np.ndarray], wanted: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Places this process's parts of arrays with the shardings of `wanted`."""
+    shardings = [abstract.sharding for abstract in wanted]
+    shapes = [abstract.shape for abstract in wanted]
+    if jax.process_count() > 1:
+        return jax.make_array_from_process_local_data(shardings, arrays, shapes)
+    one = shardings[0] if all(sharding is shardings[0] for sharding in shardings) else None
+    return jax.device_put(arrays, one or shardings)
 
 
 def missing_rows(plan: BatchPlan, batch: Any) -> int:
@@ -220,7 +229,7 @@ def check_finite(name: str, array: np.ndarray) -> None:
     Raises:
       ValueError: a value is not finite; names the first index and the number of such values.
     """
-    if not jax.numpy.issubdtype(array.dtype, np.floating) or not array.size:
+    if not _is_floating(array.dtype) or not array.size:
         return
     # Minimum and maximum are both NaN if any value is, so valid arrays need no temporary array.
     with np.errstate(invalid="ignore", over="ignore"):  # bfloat16 warns about a NaN too
@@ -236,6 +245,11 @@ def check_finite(name: str, array: np.ndarray) -> None:
         f"is {array[first]} at index {first}; clean the data, or, in a loop of your own, "
         "pass check_values=False to shard_batch: the step then skips such batches"
     )
+
+
+@functools.cache
+def _is_floating(dtype: np.dtype) -> bool:
+    return jax.numpy.issubdtype(dtype, np.floating)
 
 
 def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:

@@ -15,7 +15,6 @@ from zerojax.tracing.source_lines import PREFETCH
 
 # Seconds that `close` waits for a read in progress before it abandons the thread.
 JOIN_SECONDS = 5.0
-_POLL_SECONDS = 0.1
 
 
 class Prefetch(Iterator[tuple[Any, State]]):
@@ -45,7 +44,7 @@ class Prefetch(Iterator[tuple[Any, State]]):
         if self._ended:
             raise StopIteration
         before = time.perf_counter()
-        item = self._worker.ready.get()
+        item = self._worker.take()
         self.waited_seconds += time.perf_counter() - before
         if isinstance(item, BaseException):
             self._ended = True
@@ -104,12 +103,19 @@ def prefetch(feed: Feed, *, put: Callable[[Batch], Any], depth: int = 2) -> Pref
 
 
 class _Worker:
-    """Thread that reads ahead, and its queue; holds no reference to its `Prefetch`."""
+    """Thread that reads ahead, and its queue; holds no reference to its `Prefetch`.
+
+    The queues are of C, and nobody polls: with a small model a step takes as long as a few turns of
+    the threads.
+    """
 
     def __init__(self, feed: Feed, put: Callable[[Batch], Any], depth: int):
-        self.ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry per batch to read
+        for _ in range(depth + 1):  # one more than are ready: the one that is being read
+            self._room.put(None)
         self._late: list[tuple[Batch, State]] = []
-        self._stopping = threading.Event()
+        self._is_stopping = False
         self._thread = threading.Thread(
             target=self._run, args=(feed, put), name=PREFETCH, daemon=True
         )
@@ -117,43 +123,38 @@ class _Worker:
 
     def _run(self, feed: Feed, put: Callable[[Batch], Any]) -> None:
         try:
-            while not self._stopping.is_set():
+            while True:
+                self._room.get()
+                if self._is_stopping:
+                    return
                 batch = next(feed)
                 state = feed.state()
-                if self._stopping.is_set():
+                if self._is_stopping:
                     self._late.append((batch, state))
                     return
-                if not self._offer((batch, put(batch), state)):
-                    self._late.append((batch, state))
+                self._ready.put((batch, put(batch), state))
         except BaseException as error:  # StopIteration too, because the consumer handles every end
-            self._offer(error)
+            self._ready.put(error)
 
-    def _offer(self, item: Any) -> bool:
-        """Puts `item` into the queue; returns False if stopped before there was space."""
-        while not self._stopping.is_set():
-            try:
-                self.ready.put(item, timeout=_POLL_SECONDS)
-            except queue.Full:
-                continue
-            return True
-        return False
+    def take(self) -> Any:
+        """Waits for the next (batch, placed batch, state after it), or an error, and returns it."""
+        item = self._ready.get()
+        self._room.put(None)
+        return item
 
     def stop(self) -> list[tuple[Batch, State]]:
         """Ends the thread; returns the batches that were read and not consumed, in order."""
-        self._stopping.set()
-        unused = self._take_all()  # makes space in the queue, which wakes a waiting thread
+        self._is_stopping = True
+        self._room.put(None)  # wakes a thread that waits for space
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             logger.warning(
                 "data: reading the next batch has not ended within %g s; its thread is abandoned",
                 JOIN_SECONDS,
             )
-        return unused + self._take_all() + self._late
-
-    def _take_all(self) -> list[tuple[Batch, State]]:
-        taken = []
-        while not self.ready.empty():
-            item = self.ready.get_nowait()
+        unused = []
+        while not self._ready.empty():
+            item = self._ready.get_nowait()
             if not isinstance(item, BaseException):
-                taken.append((item[0], item[2]))
-        return taken
+                unused.append((item[0], item[2]))
+        return unused + self._late

@@ -14,7 +14,6 @@ import jax
 
 from zerojax.equality.check_in_child import check_here
 from zerojax.equality.pickling import loads
-from zerojax.runtime.memory import keep_freed_memory
 
 
 def main(given: str, answer: str) -> None:
@@ -25,7 +24,6 @@ def main(given: str, answer: str) -> None:
     """
     settings, path, data = pickle.loads(Path(given).read_bytes())
     sys.path[:] = path
-    keep_freed_memory()
     for name, value in settings.items():
         jax.config.update(name, value)
     # Two concurrent programs with collectives can deadlock, each waiting for the other's threads.

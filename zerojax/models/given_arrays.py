@@ -6,6 +6,7 @@ type's module name identifies its library, so that no library has to be imported
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,9 +36,9 @@ def as_arrays(batch: PyTree) -> PyTree:
     Raises:
       TypeError: a tensor is not on the CPU, or NumPy cannot read it.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    if not any(isinstance(leaf, Mapping) or _is_foreign(leaf) for _, leaf in leaves):
+    if not any(isinstance(x, Mapping) or _is_foreign(x) for x in jax.tree.leaves(batch)):
         return batch
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
     return treedef.unflatten(_as_array(path, leaf) for path, leaf in leaves)
 
 
@@ -59,11 +60,17 @@ def own_array(array: np.ndarray) -> np.ndarray:
     array = np.asarray(array)  # without subclasses, such as `np.memmap`
     if array.dtype.hasobject:  # no batch may hold objects, which `check_arrays` says
         return array.copy()
-    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    first = -memory.__array_interface__["data"][0] % _ALIGNMENT
-    own = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    own = aligned_empty(array.shape, array.dtype)
     own[...] = array
     return own
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns an array of any values in memory that JAX uses on the CPU without another copy."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return memory[first : first + num_bytes].view(dtype).reshape(shape)
 
 
 def _is_foreign(leaf: Any) -> bool:

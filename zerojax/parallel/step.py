@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
@@ -47,6 +47,7 @@ from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_variants import streamed_from_host
 from zerojax.plan.state import COPIES, MASKS, ONE_BIT, TrainState, step_key
 from zerojax.plan.user_shardings import check_context_mesh
+from zerojax.runtime.memory import keep_freed_memory
 from zerojax.tracing.dropped_layers import draw_scales
 from zerojax.tracing.protocol import Loss
 
@@ -60,7 +61,8 @@ def build_step(plan: Plan) -> Any:
     """Builds the training step of a plan, jitted once.
 
     Steps run asynchronously, and a loop that never waits queues any number of them. Wait for a
-    metric at least every 64 steps (`Trainer` does).
+    metric at least every 64 steps (`Trainer` does). If the plan's devices are CPU devices, the
+    process keeps freed memory from now on (`zerojax.runtime.memory.keep_freed_memory`).
 
     Returns:
       `step(state, batch) -> (state, metrics)`. `state` is donated: use only the returned state.
@@ -93,6 +95,7 @@ def build_step(plan: Plan) -> Any:
     """
     require_plan(plan, "build_step")
     check_context_mesh(plan.mesh)
+    _keep_memory(plan)
     norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan)
     step = _jitted_step(plan, _build_gradients(plan), norm, _build_update(plan))
     if one_bit_of(plan.tx) is None:
@@ -101,6 +104,12 @@ def build_step(plan: Plan) -> Any:
     gradients = _build_gradients(plan, unsummed=unsummed)
     norm = build_norm(plan, unsummed=unsummed)
     return TwoPrograms(plan, step, _jitted_step(plan, gradients, norm, build_signed_update(plan)))
+
+
+def _keep_memory(plan: Plan) -> None:
+    """Makes this process keep freed memory if the plan's devices are CPU devices."""
+    if isinstance(plan.mesh, Mesh) and plan.mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
 
 
 def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> LiveStateOnly:
@@ -336,6 +345,7 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
             "combine tokens of a sequence; use loss=None, the model's method loss(batch), or "
             "context=1"
         )
+    _keep_memory(plan)
     config = pass_config(plan)
     if _reads_pages(plan):
         evaluation = PagedEvaluation(plan, config, loss or plan.loss)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import resource
 import shutil
@@ -183,14 +184,17 @@ def nearest_folder(folder: str | os.PathLike[str]) -> Path:
     return place
 
 
+@functools.cache
 def keep_freed_memory() -> bool:
     """Makes glibc keep freed memory, which speeds up programs that compute on the CPU.
+
+    `build_step` and `build_evaluation` call it for a mesh of CPU devices.
 
     XLA on the CPU allocates the temporary memory of a program at each run. glibc returns blocks of
     that size to the kernel, which clears every page again at the next step: 60,000 page faults and
     a quarter of the processor time per step, for a GPT of 3.5 million parameters and a batch of
-    8 x 256 (`benchmarks/README.md`). The cost is that the process keeps its largest size. Call it
-    before threads start, because a malloc arena that a thread already has is not removed.
+    8 x 256 (`benchmarks/README.md`). The cost is that the process keeps its largest size. Settings
+    of malloc in the environment, such as `MALLOC_TRIM_THRESHOLD_=131072`, are left as they are.
 
     A process on 8 CPU devices grows during its first steps in any case. With 3 million parameters
     it used 608 MiB after the first step and 848 MiB after the sixth under `jax.jit` alone, and
@@ -198,8 +202,11 @@ def keep_freed_memory() -> bool:
     arrays were always 27 MiB (`jax.live_arrays`); the rest is working memory of XLA's threads.
 
     Returns:
-      True if the option was set; False if the C library is not glibc.
+      True if the option was set; False if the C library is not glibc, or the environment sets
+      malloc.
     """
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return False
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018 - only glibc has this attribute

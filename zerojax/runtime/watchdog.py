@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import io
 import math
@@ -14,9 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
-from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.sections import WatchConfig
 from zerojax.runtime.hang_map import describe_hang
 from zerojax.runtime.shutdown import HUNG
@@ -38,8 +36,7 @@ NET_SECONDS = 15.0
 """Seconds after which `faulthandler` ends the process if the watchdog's thread has not."""
 
 
-@dataclass(frozen=True)
-class _Phase:
+class _Phase(NamedTuple):
     """Current activity of the process.
 
     Attributes:
@@ -172,13 +169,13 @@ class Watchdog:
         try:
             yield
         finally:
-            self._phase = dataclasses.replace(outer, since=self._clock())
+            self._phase = outer._replace(since=self._clock())
             if is_long or is_apart:  # otherwise it would count as time of the next step
                 self._step_ended = None
 
     def alive(self) -> None:
         """Reports progress inside a long activity, for example after each of many batches."""
-        self._phase = dataclasses.replace(self._phase, since=self._clock())
+        self._phase = self._phase._replace(since=self._clock())
 
     def finished(self, step: int) -> None:
         """Reports that the results of a step, and of every step before it, are available."""
@@ -220,7 +217,7 @@ class Watchdog:
                 before += poll + late
                 if late > STOPPED_SECONDS:
                     phase = self._phase
-                    self._phase = dataclasses.replace(phase, since=phase.since + late)
+                    self._phase = phase._replace(since=phase.since + late)
                     self._step_ended = None
                 if not self._is_quiet():
                     self._look(self._phase)

@@ -74,6 +74,8 @@ def flatten_names(tree: PyTree) -> dict[str, Any]:
     Raises:
       ValueError: two leaves have the same name (a key that itself contains "/").
     """
+    if _is_plain(tree):
+        return {name: tree[name] for name in sorted(tree)}
     flat: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = path_name(path)
@@ -86,6 +88,13 @@ def flatten_names(tree: PyTree) -> dict[str, Any]:
     return flat
 
 
+def _is_plain(tree: PyTree) -> bool:
+    """Returns True for a dict of leaves with texts as keys, whose names are its keys. The batches
+    of most models are so, and are flattened at every step."""
+    is_dict = type(tree) is dict and all(type(key) is str for key in tree)
+    return is_dict and jax.tree_util.all_leaves(tree.values())
+
+
 def names_like(template: PyTree) -> PyTree:
     """Returns a tree of `template`'s structure with the name of each leaf in its place."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), template)
@@ -95,6 +104,8 @@ def unflatten_like(template: PyTree, flat: Mapping[str, Any]) -> PyTree:
     """Builds a pytree of `template`'s structure from `{name: leaf}`, the inverse of
     `flatten_names`.
     """
+    if _is_plain(template):
+        return {name: flat[name] for name in sorted(template)}
     paths, treedef = jax.tree_util.tree_flatten_with_path(template)
     return jax.tree_util.tree_unflatten(treedef, [flat[path_name(path)] for path, _ in paths])
 

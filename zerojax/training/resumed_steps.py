@@ -26,7 +26,6 @@ from zerojax.data import Feed
 from zerojax.models.adapt import as_model, evaluation_mode
 from zerojax.parallel.reshard import to_portable_state
 from zerojax.plan.state import run_key_data
-from zerojax.runtime.memory import keep_freed_memory
 from zerojax.tracing.trees import flatten_names
 from zerojax.training.run_file import spec_from_config
 from zerojax.training.trainer import Trainer
@@ -194,7 +193,6 @@ def _digest(*leaves: Any) -> str:
 
 def main(request: str, folder: str) -> None:
     """Writes the record of a request, or {"error": message}, to a folder."""
-    keep_freed_memory()
     # Two concurrent programs with collectives can deadlock, each waiting for the other's threads.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     given: dict[str, Any] = json.loads(Path(request).read_text())

@@ -14,6 +14,7 @@ endgeneration %}` around the assistant's text.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import re
@@ -22,8 +23,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-from zerojax.config.late_dataclasses import dataclass
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_WORDS = 200
@@ -46,7 +45,7 @@ class TurnError(ValueError):
     """Raised if the position of an assistant's message in the rendered text cannot be found."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """Limits of rendering one chat.
 

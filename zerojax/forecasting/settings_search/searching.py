@@ -104,8 +104,8 @@ def search(
       own: candidate with the run's own settings; None if there is no such candidate.
       find_bounds: function that computes the bounds of a candidate by formula; None:
         `bounds_on(gpu, make_plan_for)`.
-      budget: time limit in seconds. It applies after the first compilation; no other one begins
-        that would end later if it took as long as the longest so far.
+      budget: time limit in seconds. The compilations of step 2, three at most, are made in any
+        case; no other one begins that would end later if it took as long as the longest so far.
       clock: function that returns a monotonic time in seconds.
       report: function that is called with a short text at each stage of the search.
       improved: function that is called with the best trial so far, whenever there is a better one.
