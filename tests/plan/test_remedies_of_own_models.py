@@ -113,6 +113,43 @@ def looping(apply: Callable[..., jax.Array], mesh: Any = None, **options: Any) -
     return with_rungs(plan_of(PlanInputs(model=(init, apply), example_batch=BATCH, **given), mesh))
 
 
+class Block(nnx.Module):
+    """A layer with a second product, which it may leave out."""
+
+    def __init__(self, rngs: nnx.Rngs, reads_both: bool) -> None:
+        self.reads_both, self.first = reads_both, nnx.Linear(8, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.tanh(self.first(x))
+        return self.second(x) if self.reads_both else x
+
+
+class Scanned(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, reads_both: bool) -> None:
+        stack = nnx.vmap(lambda rngs: Block(rngs, reads_both))
+        self.layers = nnx.split_rngs(splits=4)(stack)(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scan = nnx.scan(lambda x, one: one(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(x, self.layers)
+
+
+def scanning(mesh: Any, reads_both: bool = True, **options: Any) -> zerojax.Plan:
+    model = lambda rngs: Scanned(rngs, reads_both)  # noqa: E731
+    given = {"loss": mean, "num_microbatches": 2, "optimizer": zerojax.adamw(1e-3), **options}
+    return plan_of(PlanInputs(model=model, example_batch=BATCH, **given), mesh)
+
+
+def staging(mesh: Any, **options: Any) -> zerojax.Plan:
+    def model(rngs: nnx.Rngs) -> nnx.Module:
+        same = lambda rngs: nnx.Linear(8, 8, rngs=rngs)  # noqa: E731
+        return zerojax.Stages(same(rngs), same, same(rngs), num_layers=2, rngs=rngs)
+
+    given = {"loss": mean, "optimizer": zerojax.adamw(1e-3), **options}
+    return plan_of(PlanInputs(model=model, example_batch=BATCH, **given), mesh)
+
+
 ACTIVATIONS = {"offload": {"activations": "host"}}
 DROP = {"layer_drop": zerojax.LayerDropConfig(theta=0.5)}
 GROUP = zerojax.config.PruningGroup(pattern="layers", dense_ratio=0.5)
@@ -136,6 +173,11 @@ looping(counted, **DROP) | 4 int32[] | floating-point leave
   | looping(functools.partial(counted, kind=float), **DROP) ; looping(counted)
 looping(looped, **DROP, optimizer=ONE_BIT) | layer_drop.theta 1-bit | adamw
   | looping(looped, **DROP, optimizer=zerojax.adamw(1e-3))
+looping(looped, {"zero": 3}, **DROP) | layers zero=3 | nnx.scan zerojax.Stages zero=1
+  | scanning({"zero": 3}, **DROP) ; staging({"zero": 3}, **DROP) ;
+    looping(looped, {"zero": 1}, **DROP)
+scanning({"stage": 2}, False) | layers/second/bias | read stage=1
+  | scanning({"stage": 2}, True) ; scanning({"stage": 1}, False)
 looping(looped, pruning=PRUNED, optimizer=ONE_BIT) | pruning 1-bit | adamw
   | looping(looped, pruning=PRUNED, optimizer=zerojax.adamw(1e-3))
 looping(unlooped, {"unroll": True}) | unroll=True | unroll=False
@@ -417,7 +459,23 @@ class Causal(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         if self.way == "state":
             self.count[...] += jnp.mean(tokens.astype(jnp.float32))
+        elif self.way == "blocks":
+            tokens = tokens.reshape(len(tokens), -1, 8).reshape(tokens.shape)
         return self.embed.attend(self.embed(tokens))
+
+
+def positioned(size: int | None = None) -> Any:
+    """A model of functions with a vector for each position of a row, or for `size` positions."""
+
+    def init(key: jax.Array, batch: Any) -> Any:
+        count = size or batch["tokens"].shape[1]
+        return {"table": jnp.ones((64, 8)), "positions": jnp.ones((count, 8))}
+
+    def apply(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["table"][tokens] + params["positions"][None, : tokens.shape[1]]
+        return x @ params["table"].T
+
+    return init, apply
 
 
 def growing(
@@ -427,12 +485,13 @@ def growing(
     way: str = "",
     keys: Any = (),
     optimizer: Any = None,
+    model: Any = None,
 ) -> zerojax.Plan:
     """Plans every length of a curriculum over 24 tokens."""
     tokens = np.ones((8, 24), np.int32)
     given = dict.fromkeys(("tokens", "targets"), tokens) | (batch or {})
     inputs = PlanInputs(
-        model=Causal(nnx.Rngs(0), way),
+        model=model or Causal(nnx.Rngs(0), way),
         loss=zerojax.losses.next_token_of_call if loss is None else loss,
         example_batch=given if not isinstance(batch, tuple) else tuple(given.values()),
         curriculum=dataclasses.replace(curriculum, keys=keys),
@@ -460,6 +519,7 @@ def weighed(model: Any, batch: Any) -> Any:
 
 ONES = np.ones((8, 24), np.float32)
 KEYS = ("tokens", "targets")
+OWN = {"loss": own_loss, "keys": KEYS}
 PACKED = {"segments": np.zeros((8, 24), int)}
 GROWING = table(
     """
@@ -481,6 +541,11 @@ growing(batch=(), loss=of_pair) | tuple | dict curriculum.keys=[...]
 growing(optimizer=ONE_BIT) | 1-bit | adamw leave
   | growing(optimizer=zerojax.adamw(1e-3)) ;
     growing(zerojax.CurriculumConfig(), optimizer=ONE_BIT)
+growing(way="blocks") | 4 24 | model length_step
+  | growing(dataclasses.replace(SHORT, min_length=8, length_step=8), way="blocks") ; growing()
+growing(model=positioned(), **OWN) | positions "[24, 8]" "[4, 8]" | setting leave
+  | growing(model=positioned(24), **OWN) ;
+    growing(zerojax.CurriculumConfig(), model=positioned(), loss=own_loss)
 growing(LONG, way="state") | count | length_step | growing(SHORT, way="state")
 """
 )
