@@ -372,7 +372,7 @@ def test_an_unknown_code_is_refused():
     assert as_precision("bf16", freeze_dtype="nf4").describe().endswith("frozen kernels in nf4")
 
 
-@thorough
+@pytest.mark.thorough
 def test_an_evaluation_that_takes_stored_weights_is_refused():
     def summed(model: Any, batch: Any) -> Any:
         stored = jax.tree.leaves(nnx.state(model, nnx.Param))
