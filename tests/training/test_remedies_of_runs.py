@@ -28,16 +28,23 @@ from tests.support.trajectories import plan_for, text_batch
 from zerojax.checkpoint.store import BucketStore
 from zerojax.checkpoint.store.direct_io import StoreError
 from zerojax.cli import main
-from zerojax.config import ConfigError
+from zerojax.config import ConfigError, RunConfig, load
 from zerojax.models.losses import next_token
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation
 from zerojax.plan import host_budget
-from zerojax.runtime.memory import PINNED_LIMIT
+from zerojax.runtime.memory import PINNED_LIMIT, Room
+from zerojax.training import run_file
+from zerojax.training.run_file import spec_from_config
 from zerojax.training.run_record import abstract_of, read_record
 from zerojax.zoo.hugging_face import from_hugging_face
 from zerojax.zoo.hugging_face.architectures import ARCHITECTURES
 from zerojax.zoo.hugging_face.folder import INDEX, SINGLE
+
+SMALL = (
+    "model.num_layers=1 model.embed_dim=16 model.num_heads=2 data.seq_len=16 model.max_seq_len=16"
+    " global_batch_size=8"
+)
 
 # --- models' files --------------------------------------------------------------------------------
 
@@ -516,3 +523,27 @@ def test_other_settings_of_a_run(tmp_path):
     loaded = zerojax.load_run(folder, mesh=eval(code_in(message, "{")))
     held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(loaded.state["params"]))
     assert held < 1024 * whole / 7
+
+
+# --- run files on this machine --------------------------------------------------------------------
+
+
+def test_tokens_of_an_unknown_vocabulary(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(4000, dtype=np.uint16))
+
+    def spec(words: str) -> None:
+        data = f"data.path={tmp_path / 'tokens.npy'} run_dir={tmp_path / 'run'}"
+        spec_from_config(load(RunConfig, None, [*data.split(), *SMALL.split(), *words.split()]))
+
+    value, remedy = "tokens.npy tokens", "model.vocab_size"
+    Refusal("", value, remedy, ["model.vocab_size=4000"]).check(spec)
+
+
+def test_memory_of_devices_that_are_too_small(tmp_path, monkeypatch):
+    def check(free: int) -> None:
+        monkeypatch.setattr(run_file, "least_room", lambda: Room(free, free, "a test"))
+        words = [*SMALL.split(), "model.vocab_size=64", f"run_dir={tmp_path}"]
+        run_file.check_devices(load(RunConfig, None, words))
+
+    remedy = 'GPUs "zerojax plan FILE --gpu h100 --devices N"'  # tests/cli/test_cli_plan.py
+    Refusal(1000, '"950 B" 8', remedy, [1 << 30]).check(check)
