@@ -570,6 +570,32 @@ def test_models_without_parameters():
     Refusal(Empty, "no", "nnx.Param", [Plain]).check(plan)
 
 
+class Listed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(8, 8, use_bias=False, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for one in self.layers:
+            x = jnp.tanh(one(x))
+        return x
+
+
+def test_models_without_values():
+    def new_state(given: Any) -> None:
+        model = Listed
+        if not callable(given):
+            model = Listed(nnx.Rngs(0))
+            for number in given:
+                kernel = model.layers[number].kernel
+                kernel.set_value(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+        plan = zerojax.make_plan(model, {"zero": 3}, example_batch=BATCH, loss=mean)
+        zerojax.init_state(plan)
+
+    good = [(), lambda rngs: Listed(rngs)]
+    Refusal(range(4), "instance jax.ShapeDtypeStruct", "values function", good).check(new_state)
+    Refusal((1, 2), "some layers list", "all", [()]).check(new_state)
+
+
 def test_codes_of_functions():
     """Weights of a pair of functions cannot be decoded where they are used."""
     kernel = jnp.ones((64, 64))

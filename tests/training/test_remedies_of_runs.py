@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import errno
 import json
 import os
@@ -95,6 +96,13 @@ def changed(folder: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F7"'))
 
 
+def listed_elsewhere(folder: Path) -> None:
+    first, *_ = parts(folder)
+    tensors = load_file(first)
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, first)
+
+
 def longer(folder: Path) -> None:
     with parts(folder)[0].open("ab") as file:
         file.write(b"more")
@@ -109,6 +117,7 @@ PART = "model-00001-of-00003.safetensors"
         (no_table, f"{INDEX} weight_map"),
         (no_file, f"1 3 {PART}"),
         (twice, f"model.embed_tokens.weight {PART} {PART.replace('1', '2', 1)}"),
+        (listed_elsewhere, f"model.embed_tokens.weight {PART} {INDEX}"),
         (cut(4), f"{PART} 4"),
         (cut(100), f"{PART} 712 100"),
         (changed, f"{PART} 705"),
@@ -189,6 +198,14 @@ def test_parameters_that_the_files_do_not_have(tmp_path):
     assert "new=" not in message
     refused(lambda: read({"remt": "full"}), "LlamaConfig remt", "remat")
     read(new | {"remat": "full"})
+    mixture = write_folder(tmp_path / "mixture", "mixtral")
+    moe = dataclasses.replace(from_hugging_face(mixture).config.moe, shared_dim=8)
+    options = {"moe": moe, "new": ()}
+    for each in ("down", "gate", "up"):
+        name = f"blocks/mlp/shared/{each}/kernel"
+        message = refused(lambda: from_hugging_face(mixture, **options), f"{name} mixtral", "new")
+        options["new"] += eval(code_in(message, "("))
+    assert "3 new" in from_hugging_face(mixture, **options).describe()
     codes = write_folder(tmp_path / "codes", "llama", quantization_config={"quant_method": "gptq"})
     refused(lambda: from_hugging_face(codes), "quantization_config gptq", "unquantized")
     from_hugging_face(write_folder(tmp_path / "codes", "llama"))
