@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.extend.random import define_prng_impl
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -594,6 +595,34 @@ def test_models_without_values():
     good = [(), lambda rngs: Listed(rngs)]
     Refusal(range(4), "instance jax.ShapeDtypeStruct", "values function", good).check(new_state)
     Refusal((1, 2), "some layers list", "all", [()]).check(new_state)
+
+
+class Dropping(nnx.Module):
+    def __init__(self, key: jax.Array) -> None:
+        self.out = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(key))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.drop(self.out(x))
+
+
+def test_keys_of_a_generator_of_ones_own():
+    zeros = lambda *shape: jnp.zeros(shape, jnp.uint32)  # noqa: E731
+    own = define_prng_impl(
+        key_shape=(2,),
+        seed=lambda seed: zeros(2),
+        split=lambda key, shape: zeros(*shape, 2),
+        random_bits=lambda key, width, shape: zeros(*shape),
+        fold_in=lambda key, data: key,
+        name="mine",
+    )
+
+    def plan(kind: Any) -> None:
+        model = Dropping(jax.random.key(0, impl=kind))
+        zerojax.make_plan(model, {}, example_batch=BATCH, loss=mean)
+
+    known = ["threefry2x32", "rbg", "unsafe_rbg"]
+    Refusal(own, "random dtype", known, known).check(plan)
 
 
 def test_codes_of_functions():
