@@ -19,6 +19,7 @@ from tests.checkpoint.test_frozen_dtype import ABOUT, GIB, ON_HOST, large_plan, 
 from tests.support.gpu_plans import compile_step, text_plan
 from tests.support.marks import slow, thorough
 from tests.support.recipe import RECIPE
+from tests.support.refusals import Refusal
 from tests.support.small_models import (
     VOCAB,
     LinenText,
@@ -371,18 +372,19 @@ def test_an_unknown_code_is_refused():
     assert as_precision("bf16", freeze_dtype="nf4").describe().endswith("frozen kernels in nf4")
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_takes_stored_weights_is_refused():
-    plan = lora_plan(devices=1)
-
-    def loss(model: Any, batch: Any) -> Any:
+    def summed(model: Any, batch: Any) -> Any:
         stored = jax.tree.leaves(nnx.state(model, nnx.Param))
         return model.loss(batch)[0] + sum(jnp.sum(x) for x in stored)
 
-    evaluate = build_evaluation(plan, loss)
-    with pytest.raises(
-        ValueError, match="stored in nf4 and .* in this evaluation its stored value"
-    ):
-        evaluate.trace(plan.abstract_state, plan.abstract_batch)
+    def evaluate(given: tuple[Precision, Any]) -> None:
+        precision, loss = given
+        plan = lora_plan(precision, devices=1)
+        build_evaluation(plan, loss).trace(plan.abstract_state, plan.abstract_batch)
+
+    good = [(NF4, lambda model, batch: model.loss(batch)), (BF16, summed)]
+    Refusal((NF4, summed), "nf4 evaluation", "training freeze_dtype bf16", good).check(evaluate)
 
 
 # --- checkpoints, and ways out --------------------------------------------------------------------

@@ -277,3 +277,33 @@ def test_a_generation_that_is_gone(tmp_path):
     with store_at(folder, durable=True) as store:
         fill(store, 4)
         assert read(store) == [4, 4]
+
+
+# --- arrays of another run ------------------------------------------------------------------------
+
+FROZEN = {"frozen/w": "float32[2]"}
+MASKS, UPDATES = "masks/w", "extras/w/num_updates"
+OTHERS = {
+    # what is saved, what is wanted, what is said
+    "trained there": ({"params/w": "float32[2]"}, FROZEN, "frozen/w trained", "freeze"),
+    "frozen there": (FROZEN, {"params/w": "float32[2]"}, "frozen/w frozen", "freeze"),
+    "in another dtype": ({"frozen/w": "bfloat16[2]"}, FROZEN, "bfloat16[2]", "freeze_dtype=bf16"),
+    "in codes": ({"frozen/w": "uint8[2]"}, FROZEN, "uint8[2]", "freeze_dtype"),
+    "pruned": ({MASKS: "int32[2]"}, {}, MASKS, "pruning"),
+    "not pruned": ({}, {MASKS: "int32[2]"}, MASKS, "pruning"),
+    "with fewer bits": ({UPDATES: "int32[2]"}, {}, UPDATES, "model.bit_schedule"),
+}
+
+
+@pytest.mark.parametrize("row", OTHERS)
+def test_arrays_of_another_run(row):
+    """The remedy makes the arrays those of the run that was saved."""
+    saved_arrays, wanted, value, remedy = OTHERS[row]
+
+    def check(wanted: dict[str, str]) -> None:
+        shapes = {
+            name: jax.ShapeDtypeStruct((2,), kind.split("[")[0]) for name, kind in wanted.items()
+        }
+        metadata.check_same_arrays(saved_arrays, shapes, where="here", subset=False)
+
+    Refusal(wanted, value, remedy, [saved_arrays], CheckpointError).check(check)

@@ -530,6 +530,10 @@ def test_settings_that_are_not_proven_are_refused():
     refused("lookup=owners with freeze_codes='int8'", precision=Precision(freeze_codes="int8"))
     for update in zerojax.lamb(1e-2), zerojax.adam8bit(1e-2):
         refused(f"lookup=owners .*optimizer {update.kernel}", optimizer=update, zero=1)
+        plan_for(reader(), batch=batch_of("uniform"), lookup="gather", optimizer=update, zero=1)
+    for update in zerojax.adamw(1e-2), zerojax.lion(1e-2), zerojax.sgd(1e-2):
+        plan = plan_for(reader(), batch=batch_of("uniform"), optimizer=update, **owners())
+        assert is_looked_up(plan)
 
 
 # --- mistakes that these tests see ----------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.extend.random import define_prng_impl
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -113,6 +114,43 @@ def looping(apply: Callable[..., jax.Array], mesh: Any = None, **options: Any) -
     return with_rungs(plan_of(PlanInputs(model=(init, apply), example_batch=BATCH, **given), mesh))
 
 
+class Block(nnx.Module):
+    """A layer with a second product, which it may leave out."""
+
+    def __init__(self, rngs: nnx.Rngs, reads_both: bool) -> None:
+        self.reads_both, self.first = reads_both, nnx.Linear(8, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.tanh(self.first(x))
+        return self.second(x) if self.reads_both else x
+
+
+class Scanned(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, reads_both: bool) -> None:
+        stack = nnx.vmap(lambda rngs: Block(rngs, reads_both))
+        self.layers = nnx.split_rngs(splits=4)(stack)(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scan = nnx.scan(lambda x, one: one(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(x, self.layers)
+
+
+def scanning(mesh: Any, reads_both: bool = True, **options: Any) -> zerojax.Plan:
+    model = lambda rngs: Scanned(rngs, reads_both)  # noqa: E731
+    given = {"loss": mean, "num_microbatches": 2, "optimizer": zerojax.adamw(1e-3), **options}
+    return plan_of(PlanInputs(model=model, example_batch=BATCH, **given), mesh)
+
+
+def staging(mesh: Any, **options: Any) -> zerojax.Plan:
+    def model(rngs: nnx.Rngs) -> nnx.Module:
+        same = lambda rngs: nnx.Linear(8, 8, rngs=rngs)  # noqa: E731
+        return zerojax.Stages(same(rngs), same, same(rngs), num_layers=2, rngs=rngs)
+
+    given = {"loss": mean, "optimizer": zerojax.adamw(1e-3), **options}
+    return plan_of(PlanInputs(model=model, example_batch=BATCH, **given), mesh)
+
+
 ACTIVATIONS = {"offload": {"activations": "host"}}
 DROP = {"layer_drop": zerojax.LayerDropConfig(theta=0.5)}
 GROUP = zerojax.config.PruningGroup(pattern="layers", dense_ratio=0.5)
@@ -136,6 +174,11 @@ looping(counted, **DROP) | 4 int32[] | floating-point leave
   | looping(functools.partial(counted, kind=float), **DROP) ; looping(counted)
 looping(looped, **DROP, optimizer=ONE_BIT) | layer_drop.theta 1-bit | adamw
   | looping(looped, **DROP, optimizer=zerojax.adamw(1e-3))
+looping(looped, {"zero": 3}, **DROP) | layers zero=3 | nnx.scan zerojax.Stages zero=1
+  | scanning({"zero": 3}, **DROP) ; staging({"zero": 3}, **DROP) ;
+    looping(looped, {"zero": 1}, **DROP)
+scanning({"stage": 2}, False) | layers/second/bias | read stage=1
+  | scanning({"stage": 2}, True) ; scanning({"stage": 1}, False)
 looping(looped, pruning=PRUNED, optimizer=ONE_BIT) | pruning 1-bit | adamw
   | looping(looped, pruning=PRUNED, optimizer=zerojax.adamw(1e-3))
 looping(unlooped, {"unroll": True}) | unroll=True | unroll=False
@@ -417,7 +460,23 @@ class Causal(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         if self.way == "state":
             self.count[...] += jnp.mean(tokens.astype(jnp.float32))
+        elif self.way == "blocks":
+            tokens = tokens.reshape(len(tokens), -1, 8).reshape(tokens.shape)
         return self.embed.attend(self.embed(tokens))
+
+
+def positioned(size: int | None = None) -> Any:
+    """A model of functions with a vector for each position of a row, or for `size` positions."""
+
+    def init(key: jax.Array, batch: Any) -> Any:
+        count = size or batch["tokens"].shape[1]
+        return {"table": jnp.ones((64, 8)), "positions": jnp.ones((count, 8))}
+
+    def apply(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["table"][tokens] + params["positions"][None, : tokens.shape[1]]
+        return x @ params["table"].T
+
+    return init, apply
 
 
 def growing(
@@ -427,12 +486,13 @@ def growing(
     way: str = "",
     keys: Any = (),
     optimizer: Any = None,
+    model: Any = None,
 ) -> zerojax.Plan:
     """Plans every length of a curriculum over 24 tokens."""
     tokens = np.ones((8, 24), np.int32)
     given = dict.fromkeys(("tokens", "targets"), tokens) | (batch or {})
     inputs = PlanInputs(
-        model=Causal(nnx.Rngs(0), way),
+        model=model or Causal(nnx.Rngs(0), way),
         loss=zerojax.losses.next_token_of_call if loss is None else loss,
         example_batch=given if not isinstance(batch, tuple) else tuple(given.values()),
         curriculum=dataclasses.replace(curriculum, keys=keys),
@@ -460,6 +520,7 @@ def weighed(model: Any, batch: Any) -> Any:
 
 ONES = np.ones((8, 24), np.float32)
 KEYS = ("tokens", "targets")
+OWN = {"loss": own_loss, "keys": KEYS}
 PACKED = {"segments": np.zeros((8, 24), int)}
 GROWING = table(
     """
@@ -481,6 +542,11 @@ growing(batch=(), loss=of_pair) | tuple | dict curriculum.keys=[...]
 growing(optimizer=ONE_BIT) | 1-bit | adamw leave
   | growing(optimizer=zerojax.adamw(1e-3)) ;
     growing(zerojax.CurriculumConfig(), optimizer=ONE_BIT)
+growing(way="blocks") | 4 24 | model length_step
+  | growing(dataclasses.replace(SHORT, min_length=8, length_step=8), way="blocks") ; growing()
+growing(model=positioned(), **OWN) | positions "[24, 8]" "[4, 8]" | setting leave
+  | growing(model=positioned(24), **OWN) ;
+    growing(zerojax.CurriculumConfig(), model=positioned(), loss=own_loss)
 growing(LONG, way="state") | count | length_step | growing(SHORT, way="state")
 """
 )
@@ -503,6 +569,60 @@ class Empty(nnx.Module):
 def test_models_without_parameters():
     plan = lambda model: zerojax.make_plan(model, {}, example_batch=BATCH, loss=mean)  # noqa: E731
     Refusal(Empty, "no", "nnx.Param", [Plain]).check(plan)
+
+
+class Listed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(8, 8, use_bias=False, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for one in self.layers:
+            x = jnp.tanh(one(x))
+        return x
+
+
+def test_models_without_values():
+    def new_state(given: Any) -> None:
+        model = Listed
+        if not callable(given):
+            model = Listed(nnx.Rngs(0))
+            for number in given:
+                kernel = model.layers[number].kernel
+                kernel.set_value(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+        plan = zerojax.make_plan(model, {"zero": 3}, example_batch=BATCH, loss=mean)
+        zerojax.init_state(plan)
+
+    good = [(), lambda rngs: Listed(rngs)]
+    Refusal(range(4), "instance jax.ShapeDtypeStruct", "values function", good).check(new_state)
+    Refusal((1, 2), "some layers list", "all", [()]).check(new_state)
+
+
+class Dropping(nnx.Module):
+    def __init__(self, key: jax.Array) -> None:
+        self.out = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(key))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.drop(self.out(x))
+
+
+def test_keys_of_a_generator_of_ones_own():
+    zeros = lambda *shape: jnp.zeros(shape, jnp.uint32)  # noqa: E731
+    own = define_prng_impl(
+        key_shape=(2,),
+        seed=lambda seed: zeros(2),
+        split=lambda key, shape: zeros(*shape, 2),
+        random_bits=lambda key, width, shape: zeros(*shape),
+        fold_in=lambda key, data: key,
+        name="mine",
+    )
+
+    def plan(kind: Any) -> None:
+        model = Dropping(jax.random.key(0, impl=kind))
+        zerojax.make_plan(model, {}, example_batch=BATCH, loss=mean)
+
+    known = ["threefry2x32", "rbg", "unsafe_rbg"]
+    Refusal(own, "random dtype", known, known).check(plan)
 
 
 def test_codes_of_functions():

@@ -25,6 +25,11 @@ SHORT = "curriculum.type=seqlen curriculum.total_steps=9"
 MIXED = "model.name=llama moe.num_experts=4 moe.expert_dim=16"
 FILES = "mesh.offload.params=nvme opt_state=nvme mesh.offload.folder=files zero=3"
 CODES = "freeze=[attention] freeze_dtype=nf4"
+NARROW = "freeze=[mlp] model.mlp_dim=64 embed_dim=128"
+WIDE = "model.mlp_dim=67108864"
+NODES = "zero=3 wire.secondary=true node=4"
+EARLY = "zero=3 mesh.offload.params=host mesh.offload.update_in_backward=true clip_norm=null"
+EARLY += " mesh.offload.min_elements=1"
 BLOCKS = "model.attention_layout.mode=fixed model.attention_layout.block=8"
 BLOCKS += " model.attention_layout.num_local_blocks=2"
 
@@ -118,6 +123,21 @@ optimizer.warmup_tokens=1000000 | warmup_tokens 1000000 | lower longer
 {MIXED} expert=2 'mesh.rules=[[experts/up, [model, null, null]]]' mesh.model=2
   | experts/up expert | null expert=1
   | {MIXED} expert=2 'mesh.rules=[[experts/up, [null, null, model]]]' mesh.model=2
+context=2 {MIXED} moe.capacity_factor=2 | context=2 moe.capacity_factor=2 | leave context=1
+  | context=2 {MIXED} ; {MIXED} moe.capacity_factor=2 context=1
+expert=8 {MIXED} | expert=8 experts/down | 4 | expert=4 {MIXED} ; expert=2 {MIXED}
+{NARROW} freeze_dtype=nf4 mesh.model=2 | down/kernel 64 model=2 | smaller model bf16
+  | {NARROW} freeze_dtype=nf4 mesh.model=1 ; {NARROW} freeze_dtype=bf16 mesh.model=2
+{EARLY} 'mesh.offload.opt_state={{host: 0.5, device: 0.5}}' | update_in_backward | host device
+  | {EARLY} opt_state=host ; {EARLY} opt_state=device
+{WIDE} 'pruning.groups=[{GROUP.format("up/kernel")}]' | up/kernel 2,147,483,647 | unit=row leaves
+  | {WIDE} 'pruning.groups=[{GROUP.format("up/kernel, unit: row")}]' ;
+    {WIDE} 'pruning.groups=[{GROUP.format("attention/out")}]'
+{NODES} deterministic=mesh | wire.secondary=true deterministic=mesh | leave
+  | {NODES} ; zero=3 deterministic=mesh
+{NODES} stage=2 | wire.secondary=true stage=2 | leave | {NODES} ; zero=3 stage=2
+zero=3 wire.secondary=true node=1 | 8 data | wire.secondary=false mesh.node
+  | zero=3 wire.secondary=false node=1 ; {NODES}
 roll_remat=full | roll_remat=full | model.remat roll_remat=auto | model.remat=full roll_remat=auto
 mesh.offload.activations=host stage=2 | activations=host stage=2 | stage=1 device
   | mesh.offload.activations=host stage=1 ; mesh.offload.activations=device stage=2

@@ -22,6 +22,7 @@ from tests.support.curriculum_runs import (
     batch_of,
     plain_training,
 )
+from tests.support.marks import thorough
 from tests.support.refusals import refused
 from tests.support.trajectories import failing_at
 from zerojax.config import ModelConfig, MoEConfig
@@ -286,6 +287,10 @@ def weighted_by_hand(model, batch):
     return jnp.sum(values * batch["weights"]), batch["weights"].size
 
 
+def divided_by_hand(model, batch):
+    return weighted_by_hand(model, batch)[0], jnp.sum(batch["weights"])
+
+
 def with_weights(step: int):
     return {**batch_of(step), "weights": np.ones((ROWS, TOKENS), np.float32)}
 
@@ -297,25 +302,36 @@ def with_prompts(step: int):
     return {**batch_of(step), "weights": weights}
 
 
+BY_HAND = {"loss": weighted_by_hand, "keys": ("tokens", "targets", "weights")}
+
+
 @pytest.mark.parametrize(
-    ("options", "value", "remedy"),
+    ("options", "value", "remedy", "other"),
     [
-        ({"model": Looking}, "later", "fixed_discrete causal"),
-        ({"model": Looking, "batches": with_prompts}, "later", "fixed_discrete causal"),
-        ({"model": Causal, "loss": weighted_by_hand}, "weights", "fixed_discrete"),
+        thorough({"model": Looking}, "later", "fixed_discrete causal", {"model": Causal}),
+        ({"model": Looking, "batches": with_prompts}, "later", "fixed_discrete causal", None),
+        thorough(BY_HAND, "weights", "fixed_discrete divide", {"loss": divided_by_hand}),
     ],
     ids=["looks ahead", "looks ahead, prompts", "counts all tokens"],
 )
-def test_weights_that_do_not_replace_shorter_rows_are_refused(options, value, remedy):
+def test_weights_that_do_not_replace_shorter_rows_are_refused(options, value, remedy, other):
     """Before the first step: nothing of it was taken."""
     steps = []
-    options = {"batches": with_weights, **options, "model": options["model"](nnx.Rngs(0))}
-    if "loss" in options:
-        keys = ("tokens", "targets", "weights")
-        options["curriculum"] = dataclasses.replace(CURRICULUM, keys=keys)
-    call = lambda: trained(callbacks=[lambda _, found: steps.append(found)], **options)  # noqa: E731
-    refused(call, value, remedy)
+
+    def train(**changes):
+        given = {"batches": with_weights, "model": Causal, "curriculum": CURRICULUM}
+        given |= {**options, **changes}
+        keys = given.pop("keys", ())
+        given["curriculum"] = dataclasses.replace(given["curriculum"], keys=keys)
+        given["model"] = given["model"](nnx.Rngs(0))
+        trained(steps=1, callbacks=[lambda _, found: steps.append(found)], **given)
+
+    refused(train, value, remedy)
     assert not steps
+    if other is not None:
+        train(curriculum=FEW)
+        train(**other)
+        assert len(steps) == 2
 
 
 # --- other ways of computing a step ---------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import errno
 import json
 import os
@@ -28,16 +29,23 @@ from tests.support.trajectories import plan_for, text_batch
 from zerojax.checkpoint.store import BucketStore
 from zerojax.checkpoint.store.direct_io import StoreError
 from zerojax.cli import main
-from zerojax.config import ConfigError
+from zerojax.config import ConfigError, RunConfig, load
 from zerojax.models.losses import next_token
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation
 from zerojax.plan import host_budget
-from zerojax.runtime.memory import PINNED_LIMIT
+from zerojax.runtime.memory import PINNED_LIMIT, Room
+from zerojax.training import run_file
+from zerojax.training.run_file import spec_from_config
 from zerojax.training.run_record import abstract_of, read_record
 from zerojax.zoo.hugging_face import from_hugging_face
 from zerojax.zoo.hugging_face.architectures import ARCHITECTURES
 from zerojax.zoo.hugging_face.folder import INDEX, SINGLE
+
+SMALL = (
+    "model.num_layers=1 model.embed_dim=16 model.num_heads=2 data.seq_len=16 model.max_seq_len=16"
+    " global_batch_size=8"
+)
 
 # --- models' files --------------------------------------------------------------------------------
 
@@ -88,6 +96,13 @@ def changed(folder: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F7"'))
 
 
+def listed_elsewhere(folder: Path) -> None:
+    first, *_ = parts(folder)
+    tensors = load_file(first)
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, first)
+
+
 def longer(folder: Path) -> None:
     with parts(folder)[0].open("ab") as file:
         file.write(b"more")
@@ -102,6 +117,7 @@ PART = "model-00001-of-00003.safetensors"
         (no_table, f"{INDEX} weight_map"),
         (no_file, f"1 3 {PART}"),
         (twice, f"model.embed_tokens.weight {PART} {PART.replace('1', '2', 1)}"),
+        (listed_elsewhere, f"model.embed_tokens.weight {PART} {INDEX}"),
         (cut(4), f"{PART} 4"),
         (cut(100), f"{PART} 712 100"),
         (changed, f"{PART} 705"),
@@ -182,6 +198,14 @@ def test_parameters_that_the_files_do_not_have(tmp_path):
     assert "new=" not in message
     refused(lambda: read({"remt": "full"}), "LlamaConfig remt", "remat")
     read(new | {"remat": "full"})
+    mixture = write_folder(tmp_path / "mixture", "mixtral")
+    moe = dataclasses.replace(from_hugging_face(mixture).config.moe, shared_dim=8)
+    options = {"moe": moe, "new": ()}
+    for each in ("down", "gate", "up"):
+        name = f"blocks/mlp/shared/{each}/kernel"
+        message = refused(lambda: from_hugging_face(mixture, **options), f"{name} mixtral", "new")
+        options["new"] += eval(code_in(message, "("))
+    assert "3 new" in from_hugging_face(mixture, **options).describe()
     codes = write_folder(tmp_path / "codes", "llama", quantization_config={"quant_method": "gptq"})
     refused(lambda: from_hugging_face(codes), "quantization_config gptq", "unquantized")
     from_hugging_face(write_folder(tmp_path / "codes", "llama"))
@@ -516,3 +540,27 @@ def test_other_settings_of_a_run(tmp_path):
     loaded = zerojax.load_run(folder, mesh=eval(code_in(message, "{")))
     held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(loaded.state["params"]))
     assert held < 1024 * whole / 7
+
+
+# --- run files on this machine --------------------------------------------------------------------
+
+
+def test_tokens_of_an_unknown_vocabulary(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(4000, dtype=np.uint16))
+
+    def spec(words: str) -> None:
+        data = f"data.path={tmp_path / 'tokens.npy'} run_dir={tmp_path / 'run'}"
+        spec_from_config(load(RunConfig, None, [*data.split(), *SMALL.split(), *words.split()]))
+
+    value, remedy = "tokens.npy tokens", "model.vocab_size"
+    Refusal("", value, remedy, ["model.vocab_size=4000"]).check(spec)
+
+
+def test_memory_of_devices_that_are_too_small(tmp_path, monkeypatch):
+    def check(free: int) -> None:
+        monkeypatch.setattr(run_file, "least_room", lambda: Room(free, free, "a test"))
+        words = [*SMALL.split(), "model.vocab_size=64", f"run_dir={tmp_path}"]
+        run_file.check_devices(load(RunConfig, None, words))
+
+    remedy = 'GPUs "zerojax plan FILE --gpu h100 --devices N"'  # tests/cli/test_cli_plan.py
+    Refusal(1000, '"950 B" 8', remedy, [1 << 30]).check(check)

@@ -8,20 +8,25 @@ import types
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import zerojax
 from tests.support.refusals import Refusal, refused, table
 from tests.training.test_rate_range import config_of
 from zerojax.config import ConfigError, SweepConfig
+from zerojax.hardware.gpus import find_gpu
+from zerojax.plan.inputs import PlanInputs
 from zerojax.training.metrics.comparison import MAX_RUNS, write_comparison
 from zerojax.training.metrics.metric_files import read_metrics
 from zerojax.training.metrics.report import write_report
+from zerojax.training.search_runs import PlannedCall, searched_run
 from zerojax.training.sweep_record import RungResult, SweepRecord
 from zerojax.training.sweep_trials import MAX_TRIALS, make_rungs, make_trials
 from zerojax.training.trial_runs import check_no_files
-from zerojax.training.validation import check_validation
+from zerojax.training.validation import check_before_run, check_validation
 
 RATES = "optimizer.learning_rate: [1e-3, 3e-3]"
 MANY = f"optimizer.learning_rate: {[1e-4 * n for n in range(1, MAX_TRIALS + 2)]}"
@@ -200,3 +205,47 @@ def test_files_of_reports(bad, tmp_path):
     assert "remove" in message or "delete" in message, message
     file.unlink()
     assert write_report(folder).exists()
+
+
+def of_rows(rows: int, *, is_root: bool = True) -> zerojax.Plan:
+    def loss(model: Any, batch: Any) -> Any:
+        value = model(batch["x"]) ** 2
+        return jnp.sqrt(jnp.mean(value)) if is_root else (jnp.sum(value), value.size)
+
+    batch = {"x": np.ones((rows, 4), np.float32)}
+    return zerojax.make_plan(line, {}, example_batch=batch, loss=loss)
+
+
+def line(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Linear(4, 2, rngs=rngs)
+
+
+def test_last_rows_of_validation():
+    def check(given: tuple[int, int | None, bool]) -> None:
+        rows, eval_batches, is_root = given
+        dataset = [{"x": np.ones(4, np.float32)}] * rows
+        source = zerojax.data.DatasetSource(dataset=dataset, global_batch_size=8)
+        check_before_run(of_rows(8, is_root=is_root), source, eval_batches)
+
+    good = [(20, 2, True), (20, None, False)]
+    Refusal((20, None, True), "20 4 8", "eval_batches=2 (sum, weight)", good).check(check)
+    good = [(8, None, True), (4, None, False)]
+    Refusal((4, None, True), "4 8", "at least (sum, weight)", good).check(check)
+
+
+# --- searches -------------------------------------------------------------------------------------
+
+
+def test_rows_and_devices_of_searches():
+    def search(given: tuple[int, int, int, int | None]) -> None:
+        rows, devices, replica, microbatches = given
+        batch = {"x": np.ones((rows, 4), np.float32)}
+        loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)  # noqa: E731
+        inputs = PlanInputs(model=line, example_batch=batch, loss=loss)
+        call = PlannedCall(inputs=inputs, settings=zerojax.MeshConfig(replica=replica))
+        searched_run(call, find_gpu("h100"), devices, microbatches)
+
+    good = [(24, 4, 1, 3), (12, 4, 1, 3)]
+    Refusal((10, 4, 1, 3), "devices=4 num_microbatches=3 10", "12 rows", good).check(search)
+    good = [(8, 4, 2, None), (4, 4, 2, None)]
+    Refusal((8, 3, 2, None), "devices=3 replica=2 8", '"4 devices" "4 rows"', good).check(search)

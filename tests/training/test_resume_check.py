@@ -162,6 +162,8 @@ def test_rows_that_come_again_after_a_resume_are_found(tmp_path, monkeypatch):
         if request.other_key:
             return steps[0]
         folder.mkdir()
+        other = dataclasses.replace(request, words=(*request.words, "checkpoint.path=other"))
+        refused(lambda: take_steps(other, folder), "other", "checkpoint.path")
         is_new = title.endswith("new mesh")
         monkeypatch.setattr(Feed, "restore", lost if is_new else restore)
         record = take_steps(request, folder)

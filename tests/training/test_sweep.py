@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.refusals import refused
+from tests.support.refusals import Refusal, refused
 from tests.training.test_rate_range import config_of
 from zerojax.cli import main
 from zerojax.config import ConfigError, RunConfig, SweepConfig, load
 from zerojax.hardware.gpus import find_gpu
+from zerojax.training.run_file import run_from_config
 from zerojax.training.sweep_page import write_sweep_page
 from zerojax.training.sweep_record import RungResult, SweepRecord, as_result
 from zerojax.training.sweep_runs import Sweep, check_fits
@@ -256,3 +257,12 @@ def test_a_plan_that_is_larger_than_the_device_is_refused(tmp_path):
     check_fits(plan, card)
     small = dataclasses.replace(card, memory_bytes=1 << 10)
     refused(lambda: check_fits(plan, small), "needs", ["JAX may use"], error=ValueError)
+
+
+@pytest.mark.slow
+def test_a_trial_that_was_trained_outside_of_the_sweep_is_refused(tmp_path):
+    config = config_of(tmp_path, "steps=1", "eval_every=null", "sweep.axes={beta1: [0.9]}")
+    (trial,) = Sweep(config, str(tmp_path / "one")).trials
+    run_from_config(dataclasses.replace(trial.config, steps=2)).close()
+    sweep = lambda name: Sweep(config, str(tmp_path / name)).run()  # noqa: E731
+    Refusal("one", "000 2 1", "--out", ["other"]).check(sweep)

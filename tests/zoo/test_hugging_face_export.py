@@ -202,8 +202,9 @@ def test_a_folder_that_is_there_and_a_step_that_is_not_are_refused(run, tmp_path
     folder, trainer = run
     with pytest.raises(FileExistsError, match="already exists"):
         to_hugging_face(trainer, folder)
-    with pytest.raises(ValueError, match="step=2 .*pass the run's folder"):
-        to_hugging_face(trainer, tmp_path / "x", step=2)
+    with pytest.raises(ValueError, match="step=1 .*pass the run's folder"):
+        to_hugging_face(trainer, tmp_path / "x", step=1)
+    to_hugging_face(folder, tmp_path / "first", step=1)
     with pytest.raises(
         zerojax.errors.CheckpointError, match="has no step 9; the saved steps are: 1"
     ):

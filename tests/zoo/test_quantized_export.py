@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from tests.support.hugging_face_folders import tensors_of, write_folder
 from tests.support.hugging_face_weights import weights
+from tests.support.refusals import Refusal
 from tests.zoo.test_hugging_face import plan_for, trained_model
 from zerojax.training.hugging_face_export import to_hugging_face
 from zerojax.training.trainer import Trainer
@@ -162,18 +163,23 @@ def test_rows_of_zeros_are_exact_and_others_are_refused(tmp_path):
     with pytest.raises(ValueError, match=f"{name}.*not finite"):
         to_hugging_face(trainer, tmp_path / "out", quantize="int8")
     assert not (tmp_path / "out").exists()
+    to_hugging_face(trainer, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    ("case", "part"), [("gpt2", "GPT2LMHeadModel"), ("llama", "int8, int4, fp8")]
+    ("case", "kind", "value", "remedy", "good"),
+    [
+        ("gpt2", "int8", "'int8' GPT2LMHeadModel", "without", [None]),
+        ("llama", "int2", "'int2'", "int8 int4 fp8", ["int8", "fp8"]),
+        ("mixtral", "int8", "'int8' experts", "without", [None]),
+    ],
 )
-def test_what_has_no_codes_is_refused(case, part, tmp_path):
+def test_what_has_no_codes_is_refused(case, kind, value, remedy, good, tmp_path):
     pretrained = from_hugging_face(write_folder(tmp_path / "plain", case))
     trainer = Trainer(plan_for(pretrained, devices=1, zero=0))
-    kind = "int8" if case == "gpt2" else "int2"
-    with pytest.raises(ValueError, match=part):
-        to_hugging_face(trainer, tmp_path / "out", quantize=kind)
-    assert not (tmp_path / "out").exists()
+    write = lambda kind: to_hugging_face(trainer, tmp_path / f"{kind}", quantize=kind)  # noqa: E731
+    Refusal(kind, value, remedy, good).check(write)
+    assert not (tmp_path / kind).exists()
 
 
 if __name__ == "__main__":

@@ -175,7 +175,12 @@ class NnxModel:
 
     def _make(self, key: jax.Array) -> nnx.Module:
         """Calls the factory and returns the new module, with traced arrays."""
-        assert not isinstance(self.source, nnx.Module), "an instance: use initial_arrays()"
+        if isinstance(self.source, nnx.Module):
+            raise ValueError(
+                "the model is an instance with arrays without values (jax.ShapeDtypeStruct), which "
+                "can be planned, but not trained; pass an instance with values, or a function that "
+                "makes it, such as `lambda rngs: MyModel(..., rngs=rngs)`"
+            )
         rngs = nnx.Rngs(key)
         for _, stream in rngs.items():
             object.__setattr__(stream, "__class__", _TracedStream)

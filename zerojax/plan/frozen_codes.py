@@ -76,7 +76,7 @@ def check_cut(
         raise ValueError(
             f"{name}: dim {len(shape) + codes.dim} of size {shape[codes.dim]} is stored in blocks "
             f"of {BLOCK} values ({codes.kind}), which {axis}={size} would cut; use a smaller "
-            f"{axis}, or a freeze_dtype without codes, such as bf16"
+            f"size of the axis {axis}, or a freeze_dtype without codes, such as bf16"
         )
 
 

@@ -152,7 +152,7 @@ def _pruned(
     if units > _MOST_UNITS:
         raise _refusal(
             f"{group.pattern!r} prunes {name}, of which a layer has {units:,} {group.unit}s; "
-            f"at most {_MOST_UNITS:,} can be counted: use unit=row"
+            f"at most {_MOST_UNITS:,} can be counted: use unit=row, or a pattern that leaves it out"
         )
     return PrunedLeaf(
         source=name,

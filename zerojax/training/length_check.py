@@ -81,24 +81,24 @@ class LengthCheck:
             raise ValueError(
                 f"curriculum: the loss of the first {cut} tokens of a row is {one['loss']:.9g} or "
                 f"{other['loss']:.9g}, depending on later tokens of weight 0, so weights of 0 do "
-                f"not replace shorter rows. {self._remedy()}"
+                f"not replace shorter rows. {self._remedy('use a causal model')}"
             )
         sums = [float(jax.device_get(_sum(each[WEIGHTS]))) for each in (early, batch)]
         share = sums[0] / sums[1] if sums[1] else 0.0
         if not np.isclose(one["weight"], share * whole["weight"], rtol=_SUM_TOLERANCE):
+            divide = "divide the loss by that sum"
             raise ValueError(
                 f"curriculum: with weights of 0 after token {cut} of each row, the sum of "
                 f"batch['weights'] falls to {share:.3g} of its value, but the loss divides by "
                 f"{one['weight']:.6g} instead of {share * whole['weight']:.6g}, so its weight is "
-                f"not the sum of batch['weights'] over all tokens of a row. {self._remedy()}"
+                f"not the sum of batch['weights'] over all tokens of a row. {self._remedy(divide)}"
             )
         return True
 
-    def _remedy(self) -> str:
+    def _remedy(self, other: str) -> str:
         return (
             f"A schedule of {len(self._ladder.config.all_lengths)} lengths needs weights of 0, one "
-            f"of at most {MAX_RUNGS} does not: raise length_step, use fixed_discrete, or use a "
-            "causal model"
+            f"of at most {MAX_RUNGS} does not: raise length_step, use fixed_discrete, or {other}"
         )
 
 

@@ -106,7 +106,10 @@ def take_steps(request: StepsRequest, folder: Path) -> StepsRecord:
     assert isinstance(feed, Feed)
     first = max(list_steps(user_path(str(spec.checkpoint.path))), default=None)
     if first is None:
-        raise ValueError(f"{config.run_dir} has no checkpoint; train the run until it saves one")
+        raise ValueError(
+            f"{spec.checkpoint.path} has no checkpoint; train the run until it saves one, and "
+            "leave checkpoint.path as in that run"
+        )
     steps = max(config.steps, first + request.steps)
     model = spec.inputs.model
     if request.without_dropout:

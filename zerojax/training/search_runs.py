@@ -233,10 +233,15 @@ def searched_run(
     }
     lone = list_candidates(devices, rows, models=(1,), remat_option=None, **listed)
     if not lone:
+        unit, pieces = settings.replica * settings.context, num_microbatches or 1
+        remedy = f"a multiple of {devices * pieces} rows"
+        if devices % unit:
+            more = -(-devices // unit) * unit
+            remedy = f"{more} devices and a multiple of {more * pieces} rows"
         raise ValueError(
             f"devices={devices} with replica={settings.replica}, context={settings.context} and "
-            f"num_microbatches={num_microbatches or 1}: the {rows} rows of a batch cannot be "
-            f"divided evenly; use a multiple of {devices * (num_microbatches or 1)} rows"
+            f"num_microbatches={pieces}: the {rows} rows of a batch cannot be divided evenly; use "
+            f"{remedy}"
         )
     # At stage 3 layers of a list are a loop.
     plan = plan_for(max(lone, key=lambda candidate: candidate.zero), {})

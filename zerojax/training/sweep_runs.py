@@ -11,7 +11,6 @@ import dataclasses
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -71,8 +70,8 @@ class Sweep:
         """Plans every trial, and raises if one cannot run; nothing is trained.
 
         Raises:
-          ValueError: a trial's settings are invalid, it does not fit these devices, its batches
-            differ from those of the others, or there are several processes.
+          ValueError: a trial's settings are invalid, it does not fit these devices, or there are
+            several processes.
         """
         join_processes()
         if jax.process_count() > 1:
@@ -84,18 +83,11 @@ class Sweep:
         if validation is None:
             self._rows = source
             self.measure = "training loss without dropout, over the same rows for all trials"
-        shapes = None
         for trial in self.trials:
             progress(f"planning trial {trial.name} of {len(self.trials)}")
             try:
                 _, plan = self._prepare(trial)
                 check_fits(plan, gpu_of_device(jax.devices()[0].device_kind))
-                shapes = shapes or _shapes(plan)
-                if _shapes(plan) != shapes:
-                    raise ValueError(
-                        f"its batches {_shapes(plan)} differ from {shapes} of trial 000, so losses "
-                        "cannot be compared; leave the axis out that changes them"
-                    )
             except (ValueError, TypeError) as error:
                 raise _of_trial(trial, error) from error
 
@@ -205,10 +197,6 @@ def check_fits(plan: Plan, gpu: Gpu | None) -> None:
             f"it needs {format_bytes(verdict.needed)} of the {format_bytes(verdict.limit)} that "
             f"JAX may use on each {gpu.title}; {verdict.reasons[-1] if verdict.reasons else ''}"
         )
-
-
-def _shapes(plan: Plan) -> Any:
-    return {name: leaf.shape for name, leaf in plan.abstract_batch.items()}
 
 
 def _of_trial(trial: SweepTrial, error: Exception) -> Exception:

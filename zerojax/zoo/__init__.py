@@ -71,8 +71,8 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
       vocab_size: number of tokens of the tokenizer.
 
     Raises:
-      ValueError: sizes are inconsistent, `vocab_size` is below the tokenizer's, the name is
-        unknown, or the architecture does not support an option.
+      ValueError: sizes are inconsistent, `vocab_size` is below the tokenizer's, or the
+        architecture does not support an option.
     """
     if config.vocab_size is not None and config.vocab_size < vocab_size:
         raise ValueError(
@@ -110,30 +110,28 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             attention_layout=config.attention_layout.layout,
             attention_window=config.attention_window,
         )
-    if config.name == "llama":
-        return LlamaConfig(
-            vocab_size=vocab_size,
-            max_seq_len=config.max_seq_len,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            embed_dim=config.embed_dim,
-            mlp_dim=config.mlp_dim,
-            dropout=config.dropout,
-            tie_embeddings=config.tie_embeddings is True,
-            rope_theta=config.rope_theta,
-            norm_eps=config.norm_eps,
-            remat=config.remat,
-            loss_chunk=config.loss_chunk,
-            mlp_chunk=config.mlp_chunk,
-            matmul_dtype=config.matmul_dtype,
-            bit_schedule=config.bit_schedule,
-            attention=config.attention,
-            attention_layout=config.attention_layout.layout,
-            attention_window=config.attention_window,
-            moe=config.moe,
-        )
-    raise ValueError(f"model.name={config.name!r} is unknown; use one of {', '.join(_RULES)}")
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        max_seq_len=config.max_seq_len,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        embed_dim=config.embed_dim,
+        mlp_dim=config.mlp_dim,
+        dropout=config.dropout,
+        tie_embeddings=config.tie_embeddings is True,
+        rope_theta=config.rope_theta,
+        norm_eps=config.norm_eps,
+        remat=config.remat,
+        loss_chunk=config.loss_chunk,
+        mlp_chunk=config.mlp_chunk,
+        matmul_dtype=config.matmul_dtype,
+        bit_schedule=config.bit_schedule,
+        attention=config.attention,
+        attention_layout=config.attention_layout.layout,
+        attention_window=config.attention_window,
+        moe=config.moe,
+    )
 
 
 def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], Decoder]:

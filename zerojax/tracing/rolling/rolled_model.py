@@ -199,7 +199,7 @@ def stack_rows(rows: Sequence[Any]) -> Any:
     if any(missing):
         raise ValueError(
             "some layers of one list have initial weights and others do not; pass initial weights "
-            "for all of these layers or for none"
+            "for all of these layers"
         )
     return StackedRows(rows)
 
