@@ -130,14 +130,15 @@ def test_a_program_becomes_kernels_and_transfers_in_the_order_of_its_schedule():
     ]
 
 
-def expected(facts: dict, card: str) -> Expected | None:
+def expected(facts: dict, card: str, in_pass: float = 0.0, after: float = 0.0) -> Expected | None:
     return expected_time(
         facts,
         find_gpu(card),
         {"data": 1},
         "bfloat16",
         folder=None,
-        disk_seconds=0.0,
+        disk_in_pass=in_pass,
+        disk_after=after,
         model_flops=1.0,
         model_peak=1.0,
         tokens=None,
@@ -147,6 +148,17 @@ def expected(facts: dict, card: str) -> Expected | None:
 def test_a_program_without_costs_has_no_expected_time():
     facts = {"timeline": [], "places": [], "collectives": [], "host_copies": []}
     assert expected(facts, "h200") is None
+
+
+def test_files_are_hidden_by_the_program_but_not_those_of_an_update_after_it():
+    facts = json.loads((FOLDER / f"{programs()[0].name}.json").read_text())
+    alone = expected(facts, "h200")
+    half, twice = 0.5 * alone.seconds, 2 * alone.seconds
+    assert expected(facts, "h200", in_pass=half).seconds == alone.seconds
+    assert expected(facts, "h200", in_pass=twice).seconds == twice
+    found = expected(facts, "h200", in_pass=half, after=half)
+    assert found.seconds == alone.seconds + half
+    assert found.disk_seconds == pytest.approx(half)
 
 
 @pytest.mark.parametrize("program", programs(), ids=lambda one: one.name)

@@ -40,7 +40,8 @@ def expected_time(
     dtype: str,
     *,
     folder: str | None,
-    disk_seconds: float,
+    disk_in_pass: float,
+    disk_after: float,
     model_flops: float,
     model_peak: float | None,
     tokens: int | None,
@@ -53,8 +54,10 @@ def expected_time(
       mesh: {mesh axis: size}, outermost axis first.
       dtype: of the matrix products.
       folder: of files of offload, whose disk may have been measured.
-      disk_seconds: seconds of files, which the compiled program does not read; they are added as
-        far as they are longer than the step.
+      disk_in_pass: seconds of files that are read and written while the program runs, and not by
+        the program; they are added as far as they are longer than it.
+      disk_after: seconds of files in an update after the backward pass beyond those of the link,
+        which the program shows; they are added.
       model_flops: FLOPs of one device without recomputation; model_peak: published FLOP per second
         for them. Their quotient over the step is the MFU.
       tokens: tokens of one global batch.
@@ -67,7 +70,7 @@ def expected_time(
     found = replay_at(facts, reached, mesh, dtype, folder=folder)
     if found is None or not found.seconds:
         return None
-    seconds = max(found.seconds, disk_seconds)
+    seconds = max(found.seconds, disk_in_pass) + disk_after
     kinds: dict[str, float] = collections.defaultdict(float)
     for (kind, _), taken in found.kernels.items():
         kinds[kind] += taken

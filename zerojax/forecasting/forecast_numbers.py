@@ -205,7 +205,8 @@ class Expected:
         attention by a library, and of all other kernels.
       wire_seconds, host_seconds: in which the device waits for collectives, and for copies from or
         to host memory.
-      disk_seconds: by which files take longer than the rest of the step.
+      disk_seconds: by which files take longer than the program that runs meanwhile, and of the
+        update after it.
       items: longest parts, the longest first; a part of the sum.
       source: what the rates are and where they are from, as a part of a sentence.
       mfu: model FLOPs divided by `seconds` and by the published peak.

@@ -335,7 +335,7 @@ def _expected(forecast: ForecastNumbers) -> list[str]:
         ("device memory", expected.memory_seconds, "all other kernels, and copies on the device"),
         ("wire", expected.wire_seconds, "waiting for collectives that nothing hides"),
         ("host memory", expected.host_seconds, "waiting for copies that nothing hides"),
-        ("files", expected.disk_seconds, "as far as they take longer than the step"),
+        ("files", expected.disk_seconds, "as far as nothing hides them"),
     ]
     shown = round_to_sum([seconds / scale for _, seconds, _ in parts], digits)
     rows: Rows = [

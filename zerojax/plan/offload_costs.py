@@ -91,6 +91,8 @@ class Hiding:
         the backward pass.
       disk_seconds: time of the disk alone, which all devices of a machine share; None if its rate
         is unknown.
+      disk_in_pass: time of the disk during the forward and backward pass; 0 if its rate is unknown.
+      disk_after: by which the disk takes longer than the link in an update after the backward pass.
       flops: assumed FLOPs per second of one device's products.
       tokens: number of tokens per step of the whole mesh with which products take as long as all
         transfers. None if no number is enough, because activations take longer than products, or if
@@ -103,6 +105,8 @@ class Hiding:
     disk_seconds: float | None
     flops: float
     tokens: float | None
+    disk_in_pass: float = 0.0
+    disk_after: float = 0.0
 
 
 def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
@@ -390,6 +394,8 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
         disk_seconds=disk_seconds,
         flops=flops,
         tokens=fixed / left if known else None,
+        disk_in_pass=(in_pass + of_inputs) / disk,
+        disk_after=max(in_update / disk - update_link, 0.0),
     )
 
 
