@@ -173,7 +173,7 @@ def test_the_hold_of_a_machine_that_is_gone_ends(tmp_path: Path, quick: None, sk
     # Its own clock decides; old times only shorten the wait, to a few renewals.
     assert time.monotonic() - began >= (0.3 if skew < 0 else 1.0)
     assert held.note is not None
-    assert "from process 4242 on far" in held.note
+    assert "process 4242 on far" in held.note
     held.keep()
     held.release()
 

@@ -8,11 +8,12 @@ import sys
 from zerojax.config import OffloadConfig, RunConfig
 from zerojax.config.checks import MAX_CPU_DEVICES
 from zerojax.config.display import quoted
-from zerojax.runtime.memory import PINNED_LIMIT, least_room, pinned_limit_for
+from zerojax.runtime.memory import PINNED_LIMIT, keep_freed_memory, least_room, pinned_limit_for
 
 
 def use_cpu_devices(number: int | None) -> None:
-    """Makes JAX start with `number` virtual CPU devices; None leaves JAX unchanged.
+    """Makes JAX start with `number` virtual CPU devices, and the process keep freed memory, which
+    works best before JAX starts; None leaves both unchanged.
 
     Raises:
       ValueError: `number` is too large, or JAX_PLATFORMS names another kind of device.
@@ -32,6 +33,7 @@ def use_cpu_devices(number: int | None) -> None:
             f"cpu_devices={number} makes virtual CPU devices, but JAX_PLATFORMS is {platforms!r}; "
             "set cpu_devices=null to use what JAX_PLATFORMS names, or unset JAX_PLATFORMS"
         )
+    keep_freed_memory()
     if "jax" in sys.modules:
         jax = sys.modules["jax"]
         jax.config.update("jax_platforms", "cpu")

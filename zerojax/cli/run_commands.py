@@ -25,7 +25,6 @@ from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import coerce_fields, load_dataclass, user_path
 from zerojax.runtime import bounded_json
 from zerojax.runtime.hang_map import describe_hang
-from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.standstill import FOLDER, NOTE_SECONDS, read_notes
 
 RECORD_FILE = "run.json"
@@ -182,7 +181,6 @@ def open_run(
             if "cpu_devices" in given:
                 raise
         else:
-            keep_freed_memory()
             run_one_program_at_a_time()
     # These imports load JAX; the number of CPU devices is set above.
     from zerojax.training.loading import load_run

@@ -17,6 +17,7 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import names_keywords
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.hardware.gpus import Gpu, find_gpu
+from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.plugin_errors import hide_plugin_errors
 
 REPLICA, DATA, EXPERT, CONTEXT = "replica", "data", "expert", "context"
@@ -153,6 +154,8 @@ def make_mesh(
     """
     config = _as_sizes(config)
     hide_plugin_errors()
+    if jax.config.jax_platforms == "cpu":
+        keep_freed_memory()  # works best before JAX starts
     devices = jax.devices() if devices is None else list(devices)
     sizes = resolve_axis_sizes(config, len(devices))
     return jax.make_mesh(
