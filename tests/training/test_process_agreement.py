@@ -235,3 +235,19 @@ def test_a_global_batch_that_data_shards_do_not_divide_is_refused(monkeypatch):
     feed = as_feed(lambda step: {"x": np.arange(6, dtype=np.float32)})
     with pytest.raises(ValueError, match=r"its 6 rows.*data shards \(8\); use 8 rows"):
         process_agreement.divide_batches(feed, zerojax.make_mesh())
+
+
+def test_a_global_batch_is_refused_with_the_rows_that_data_shards_divide(monkeypatch):
+    mesh = zerojax.make_mesh({"data": 8})
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(process_agreement, "_is_global", lambda *_: True)
+    monkeypatch.setattr(process_agreement, "abstract_global", lambda batch, mesh: batch)
+    monkeypatch.setattr(process_agreement, "local_rows_of_mesh", lambda mesh, n: (0, n // 2))
+    divide = lambda rows: process_agreement.divide_batches(  # noqa: E731
+        as_feed([{"x": np.zeros((rows, 3), np.float32)}] * 2), mesh
+    )
+    with pytest.raises(ValueError, match=r"its 13 rows.*use \d+ rows") as refused:
+        divide(13)
+    rows = int(re.search(r"use (\d+) rows", str(refused.value))[1])
+    part, _ = divide(rows)
+    assert part["x"].shape == (rows // 2, 3)
