@@ -263,7 +263,11 @@ def the_link_carries_each_byte_once_each_way(built):
     for one in built:
         expected = one.state_bytes * (one.case.opt_state == "host")
         expected += one.case.microbatches * one.waiting
-        assert hlo.link_bytes(one.copies) == {TO_DEVICE: expected, TO_HOST: expected}
+        found = hlo.link_bytes(one.copies)
+        # Where the compiler takes the last layer out of the forward loop, its input stays here too.
+        kept = ACTIVATION * one.case.microbatches * (one.case.activations == "host")
+        assert found[TO_DEVICE] in (expected, expected - kept)
+        assert found[TO_HOST] == expected
 
 
 @claim()
@@ -286,12 +290,11 @@ def a_slice_is_loaded_while_another_is_stored(built):
 
 
 @claim(lambda case: case.activations == "host")
-def activations_leave_while_the_layer_computes(built):
+def activations_leave_and_come_back_while_a_layer_computes(built):
     for one in built:
-        leaving = [c for c in one.copies if c.loop_depth and c.bytes == ACTIVATION]
-        leaving = [c for c in leaving if c.direction == TO_HOST]
-        assert leaving
-        assert all(c.overlap.matmul_flops > 0 for c in leaving)
+        moved = [c for c in one.copies if c.loop_depth and c.bytes == ACTIVATION]
+        assert {c.direction for c in moved} == {TO_DEVICE, TO_HOST}
+        assert all(c.overlap.matmul_flops > 0 for c in moved)
 
 
 @claim(lambda case: case.devices > 1 and case.model == 1)

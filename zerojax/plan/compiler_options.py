@@ -21,6 +21,12 @@ Under a pipeline activations travel beside the gathers: with 1.3 billion paramet
 data 2 x stage 4, three times as many products lie under each message, at 21 MB less."""
 
 
+UNFILLED_OPTIONS = {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
+"""Compiler options with which arrays are not filled with zeros before a loop that overwrites each of
+their rows, such as the values that a loop over layers stacks for the backward pass. For GPT-2 with
+124 million parameters on an H100 this saves 10.3 of 117.3 GB of memory traffic; the peak grows by
+0.2 %."""
+
 FIXED_ROUNDING_OPTIONS = {"xla_allow_excess_precision": False}
 """Compiler options that keep every cast as written. By default XLA removes a cast to bfloat16 that
 is cast back at once, and which casts it removes depends on collectives between them, and so on the
@@ -73,6 +79,7 @@ def choose_options(
     if not compile_client.is_cuda(mesh):
         return compile_client.keep_known_options(mesh, options)
     options |= FIXED_KERNELS_OPTIONS if deterministic and are_here(mesh) else {}
+    options |= UNFILLED_OPTIONS
     options |= compile_client.HOST_OPTIONS if on_host else {}
     if regather:
         options |= {} if unrolled or tiled else PREFETCH_OPTIONS

@@ -319,6 +319,17 @@ def _run_layers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return [*carry, *items]
 
 
+def without_checkpoints(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` without its checkpoints; those inside loops stay."""
+
+    def rewritten(*arguments: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        outputs = _evaluate(closed, jax.tree.leaves(arguments), _dissolve)
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+    return rewritten
+
+
 def _dissolve(equation: Any) -> _Run | None:
     """Returns a function that evaluates a checkpoint, or a call that contains one, without the
     checkpoint.

@@ -290,7 +290,7 @@ class HbmTraffic:
         asynchronous fusion counts both at its start.
         """
         opcode = instruction.opcode
-        if opcode in _FREE:
+        if opcode in _FREE or instruction.is_allocation:
             return 0
         if opcode in ("fusion", "fusion-start"):
             return self._of_fusion(where, instruction)

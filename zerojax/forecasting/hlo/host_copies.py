@@ -198,8 +198,8 @@ def _moved_by_one(where: Computation, instruction: Instruction) -> _Moved:
     to_host = [(x.bytes, False) for x in instruction.arrays if _on_host(x)]
     if instruction.opcode in ("dynamic-slice", "dynamic-update-slice", "slice"):
         return _moved_by_slices(where, [instruction])
-    if "AllocateBuffer" in instruction.attributes.get("custom_call_target", ""):
-        return {}  # memory that is filled later
+    if instruction.is_allocation:
+        return {}
     return _without_empty({TO_DEVICE: to_device, TO_HOST: to_host})
 
 

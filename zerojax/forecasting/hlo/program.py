@@ -89,6 +89,12 @@ class Instruction:
     def __repr__(self) -> str:
         return f"<{self.name} = {self._type_text[:60]} {self.opcode}>"
 
+    @property
+    def is_allocation(self) -> bool:
+        """Whether this only names memory that later instructions write to."""
+        is_call = self.opcode == "custom-call"
+        return is_call and "AllocateBuffer" in self.attributes.get("custom_call_target", "")
+
     @functools.cached_property
     def _end_of_operands(self) -> int:
         end = self._rest.find(")")

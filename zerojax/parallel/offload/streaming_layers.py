@@ -19,6 +19,7 @@ from jax import lax
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.plan.device_mesh import COMPILER_AXES
 from zerojax.plan.slices import put_slice, take_slice
+from zerojax.tracing.activation_offload import without_checkpoints
 
 Arrays = dict[str, Any]
 Several = tuple[jax.Array, ...]
@@ -59,14 +60,19 @@ class LayerWork:
         return [take_slice(stack, index) for stack in self.others]
 
     def run_again(
-        self, rows: Arrays, index: Any, activations: Several
-    ) -> tuple[list, Callable[[list], Any]]:
+        self, rows: Arrays, index: Any, activations: Several, *, at_once: bool = False
+    ) -> Callable[[list], Any]:
         """Recomputes one layer in the backward pass, and returns its derivative.
 
+        Args:
+          at_once: whether the layer is computed here, without the model's own checkpoints, which
+            would leave its computation to the derivative. `jax.tree.leaves` of the result then has
+            the values that the derivative reads.
+
         Returns:
-          (floating-point outputs of the layer, derivative). The derivative maps gradients of these
-          outputs to gradients of (floating activations, trained weights of the layer, floating
-          constants, floating rows of `others`); the last two are empty if `around` is False.
+          The derivative. It maps gradients of the layer's floating-point outputs to gradients of
+          (floating activations, trained weights of the layer, floating constants, floating rows of
+          `others`); the last two are empty if `around` is False.
         """
         fixed = {name: row for name, row in rows.items() if name not in self.trained}
         others = self._others(index)
@@ -84,12 +90,12 @@ class LayerWork:
             return floating(after)
 
         return jax.vjp(
-            run,
+            without_checkpoints(run) if at_once else run,
             floating(activations),
             given,
             floating(self.consts) if self.around else [],
             floating(others) if self.around else [],
-        )
+        )[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +183,7 @@ def run_backward(
     last, kept = work.num_layers - 1, last_layer.inputs
 
     def one(index: Any, rows: Arrays, activations: Several, sums: _Sums, totals: Any) -> Any:
-        of_rows, sums = _pull(work.run_again(rows, index, activations)[1], index, sums)
+        of_rows, sums = _pull(work.run_again(rows, index, activations), index, sums)
         return sums, take(totals, index, of_rows)
 
     def body(done: Any, state: Any) -> Any:
@@ -195,18 +201,26 @@ def run_backward(
 class Updates(Protocol):
     """Functions that update layers in host memory while the backward pass runs.
 
-    `totals` is a carry with all arrays of the update. While a layer is differentiated, its state
-    (master weights and moments) is loaded. While the layer below is differentiated, the layer is
-    updated and its new state stored.
+    `totals` is a carry with all arrays of the update. The state of a layer are its master weights
+    and moments. `names` are parameters of a layer.
     """
+
+    @property
+    def halves(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Names of the parameters of a layer in two groups with about as many bytes."""
+        ...
 
     def start(self, totals: Any, sums: Arrays) -> Any:
         """Prepares the totals for the backward pass; `sums` are the sums of loss and weight."""
         ...
 
-    def load(self, totals: Any, index: Any) -> Arrays:
-        """Loads and all-gathers the weights of a layer before its update: {name: weights of the
-        layer}.
+    def load(self, totals: Any, index: Any, names: Sequence[str]) -> Arrays:
+        """Loads this device's shards of weights of a layer before its update."""
+        ...
+
+    def complete(self, shards: Arrays, index: Any) -> Arrays:
+        """All-gathers the shards of both halves, with what is not in host memory; returns {name:
+        weights of the layer}.
         """
         ...
 
@@ -214,26 +228,18 @@ class Updates(Protocol):
         """Reduces a layer's gradients over devices; returns (totals, gradients for `update`)."""
         ...
 
-    def update(self, totals: Any, waiting: Any, loaded: Any, index: Any) -> Any:
-        """Updates a layer; returns its new state, on the device."""
+    def update(
+        self, totals: Any, waiting: Any, loaded: Arrays, index: Any, names: Sequence[str]
+    ) -> Arrays:
+        """Updates a part of a layer; returns its new state, on the device."""
         ...
 
-    def load_state(self, totals: Any, index: Any) -> Any:
-        """Loads the state (master weights, moments) of a layer before its update."""
+    def load_state(self, totals: Any, index: Any, names: Sequence[str]) -> Arrays:
+        """Loads the state of a part of a layer before its update."""
         ...
 
-    def store_state(
-        self, totals: Any, new: Any, index: Any, following: Arrays
-    ) -> tuple[Any, Arrays]:
-        """Stores the new state of a layer in host memory.
-
-        Args:
-          following: result of `load` for the next layer; the load has to end before the store
-            begins.
-
-        Returns:
-          (totals, `following` unchanged).
-        """
+    def store_state(self, totals: Any, new: Arrays, index: Any) -> Any:
+        """Stores the new state of a part of a layer in host memory; returns the totals."""
         ...
 
 
@@ -247,58 +253,78 @@ def run_updating_backward(
 ) -> tuple[list, list, list, Any]:
     """Runs the backward pass of all layers, from the last to the first, and updates each layer.
 
-    While a layer is recomputed, its state is loaded; while it is differentiated, the new state of
-    the layer above is stored. So copies and matrix products are in progress at the same time. The
+    An iteration computes a layer, loads its state and the weights of the layer below, and stores
+    the new state of the layer above. An array is not written to while it is read, so one half of
+    the parameters is stored while the layer is recomputed and loaded while it is differentiated,
+    and the other half the other way round: the link carries both directions all the time. The
     device holds the state and the gradients of two layers.
 
     Arguments and result are those of `run_backward`, with `updates` instead of `take`.
     """
     last, kept = work.num_layers - 1, last_layer.inputs
+    first_out, first_in = updates.halves
+    both = (*first_out, *first_in)
 
-    def body(done: Any, state: Any) -> Any:
-        rows, activations, sums, totals, waiting, loaded = state
-        index = last - done
-        outputs, pull = work.run_again(rows, index, activations)
-        grads, skip = waiting
-        new = updates.update(totals, (grads, _after(skip, outputs, totals)), loaded, index + 1)
-        loaded = updates.load_state(totals, index)
-        # The new state is written into the arrays that are read here. With this barrier the
-        # compiler overlaps the loads with the recomputation of the layer, and the stores with its
-        # derivative.
-        loaded, totals = lax.optimization_barrier((loaded, totals))
-        gradients, *others = sums
-        gradients = [_after(gradients[0], loaded, totals), *gradients[1:]]
-        sums = gradients, *others
-        following, entering = updates.load(totals, index - 1), inputs.load(kept, index - 1)
-        totals, following = updates.store_state(totals, new, index + 1, following)
+    def load(totals: Any, index: Any, names: Sequence[str]) -> tuple[Arrays, Arrays]:
+        """Loads state of a layer, and weights of the layer below."""
+        return updates.load_state(totals, index, names), updates.load(totals, index - 1, names)
+
+    def pull_and_receive(totals: Any, pull: Any, index: Any, sums: _Sums) -> Any:
         of_rows, sums = _pull(pull, index, sums)
+        return *updates.receive(totals, index, of_rows), sums
+
+    def body(done: Any, carry: Any) -> Any:
+        rows, activations, sums, totals, (grads, skip), loaded = carry
+        index = last - done
+        pull = work.run_again(rows, index, activations, at_once=True)
+        of_rows, sums = _pull(pull, index, sums)
+        # While the layer is recomputed:
+        new = updates.update(totals, (grads, skip), loaded, index + 1, first_out)
+        totals = updates.store_state(totals, new, index + 1)
+        coming = load(totals, index, first_in)
+        # While it is differentiated, from the first gradient to the last one:
+        skip = _after(skip, of_rows[_read_last(pull, of_rows)])
+        new = updates.update(totals, (grads, skip), loaded, index + 1, first_in)
+        new, coming = lax.optimization_barrier((new, coming))  # reads are before writes
+        totals = updates.store_state(totals, new, index + 1)
+        later = load(totals, index, first_out)
+        entering = inputs.load(kept, index - 1)
+        (gradient, *others), *rest = sums
+        sums = [_after(gradient, (later, entering)), *others], *rest
         totals, waiting = updates.receive(totals, index, of_rows)
-        return following, entering, sums, totals, waiting, loaded
+        loaded, shards = ({**one, **other} for one, other in zip(coming, later, strict=True))
+        return updates.complete(shards, index - 1), entering, sums, totals, waiting, loaded
 
     rows, activations, sums = last_layer.rows, last_layer.activations, _no_sums(work, gradients)
-    loaded = updates.load_state(totals, last)
+    pull = work.run_again(rows, last, activations, at_once=True)
     if last:
-        following, entering = updates.load(totals, last - 1), inputs.load(kept, last - 1)
-        of_rows, sums = _pull(work.run_again(rows, last, activations)[1], last, sums)
-        totals, waiting = updates.receive(totals, last, of_rows)
-        state = following, entering, sums, totals, waiting, loaded
-        rows, activations, sums, totals, waiting, loaded = lax.fori_loop(1, last, body, state)
-        new, loaded = updates.update(totals, waiting, loaded, 1), updates.load_state(totals, 0)
-        loaded, totals = lax.optimization_barrier((loaded, totals))
-        totals, rows = updates.store_state(totals, new, 1, rows)
-    of_rows, sums = _pull(work.run_again(rows, 0, activations)[1], 0, sums)
-    totals, waiting = updates.receive(totals, 0, of_rows)
-    new = updates.update(totals, waiting, loaded, 0)
-    return (*sums, updates.store_state(totals, new, 0, {})[0])
+        loaded, shards = load(totals, last, both)
+        following, entering = updates.complete(shards, last - 1), inputs.load(kept, last - 1)
+        totals, waiting, sums = pull_and_receive(totals, pull, last, sums)
+        carry = following, entering, sums, totals, waiting, loaded
+        rows, activations, sums, totals, waiting, loaded = lax.fori_loop(1, last, body, carry)
+        pull = work.run_again(rows, 0, activations, at_once=True)
+        totals = updates.store_state(totals, updates.update(totals, waiting, loaded, 1, both), 1)
+    loaded = updates.load_state(totals, 0, both)
+    totals, waiting, sums = pull_and_receive(totals, pull, 0, sums)
+    new = updates.update(totals, waiting, loaded, 0, both)
+    return (*sums, updates.store_state(totals, new, 0))
 
 
-def _after(value: jax.Array, earlier: Any, totals: Any) -> jax.Array:
+def _read_last(pull: Any, weights: Arrays) -> str:
+    """Returns the name of the weight that a layer reads last, and whose gradient comes first."""
+    shapes = [x.shape for x in jax.tree.leaves(pull)]
+    place = {x: at for at, x in enumerate(shapes)}
+    return max(weights, key=lambda name: place.get(weights[name].shape, -1))
+
+
+def _after(value: jax.Array, earlier: Any) -> jax.Array:
     """Returns `value` unchanged, but makes the compiler compute the arrays in `earlier` before it.
 
-    Otherwise the compiler would load these arrays at the end of an iteration, where no matrix
-    product overlaps the load, because only the next iteration needs them. An optimization barrier
-    does not help: the compiler removes it before it schedules. If tensor parallelism splits the
-    arrays, nothing is added, because reading one element could need an all-gather.
+    It computes a value as late as what needs it allows, and what only the next iteration needs at
+    the end of this one, beside nothing. An optimization barrier does not help: the compiler removes
+    it before it schedules. If tensor parallelism splits the arrays, nothing is added, because
+    reading one element could need an all-gather.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if any(mesh.shape[axis] > 1 for axis in COMPILER_AXES if axis not in mesh.manual_axes):
@@ -306,8 +332,9 @@ def _after(value: jax.Array, earlier: Any, totals: Any) -> jax.Array:
     firsts = [x.ravel()[:1].astype(jnp.float32) for x in jax.tree.leaves(earlier)]
     if not firsts:  # no array of the layers is in host memory
         return value
-    never = totals["scale"] < -jnp.inf
-    return jnp.where(never, jnp.concatenate(firsts).sum().astype(value.dtype), value)
+    total = jnp.concatenate(firsts).sum()
+    # No number is below minus infinity, nor is NaN; but the compiler does not know the total.
+    return jnp.where(total < -jnp.inf, total.astype(value.dtype), value)
 
 
 _Sums = tuple[list, list, list]

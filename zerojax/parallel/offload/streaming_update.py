@@ -10,12 +10,11 @@ been updated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.late_dataclasses import dataclass
@@ -161,12 +160,23 @@ class LayerUpdates:
         loss = summed["loss"] / summed["weight"]
         return {**totals, "scale": 1 / summed["weight"], "skip": ~jnp.isfinite(loss)}
 
-    def load(self, totals: Arrays, index: Any) -> Arrays:
-        """Loads the weights of one layer from host memory and all-gathers them, before the layer's
-        update.
-        """
-        fixed = {name: x for name, x in self.rows.waiting.items() if name in self.rows.frozen}
-        return self.rows.load(index, {**fixed, **totals["weights"]})
+    @property
+    def halves(self) -> tuple[list[str], list[str]]:
+        """Names of the streamed parameters in two groups with about as many bytes."""
+        size = {name: self.rows.waiting[name].size for name in self.rows.streamed}
+        halves: tuple[list[str], list[str]] = ([], [])
+        for name in sorted(size, key=lambda name: (-size[name], name)):
+            min(halves, key=lambda half: sum(size[one] for one in half)).append(name)
+        return halves
+
+    def load(self, totals: Arrays, index: Any, names: Sequence[str]) -> Arrays:
+        """Loads this device's shards of weights of one layer, before the layer's update."""
+        return self.rows.stacks.load({name: totals["weights"][name] for name in names}, index)
+
+    def complete(self, shards: Arrays, index: Any) -> Arrays:
+        """Adds the weights that are not updated here, and all-gathers."""
+        frozen = {name: x for name, x in self.rows.waiting.items() if name in self.rows.frozen}
+        return self.rows.complete({**self.rows.stacks.load(frozen, index), **shards}, index)
 
     def receive(self, totals: Arrays, index: Any, grads: Arrays) -> tuple[Arrays, Any]:
         """Sums a layer's gradients over devices; returns (totals, (gradients, whether to skip the
@@ -182,9 +192,14 @@ class LayerUpdates:
         }
         return after, (waiting, totals["skip"] | ~finite)
 
-    def update(self, totals: Arrays, waiting: Any, loaded: Arrays, index: Any) -> Arrays:
-        """Updates a layer; returns {name: [new weights of the layer, new slices of each array]}."""
-        grads, skip = waiting
+    def update(
+        self, totals: Arrays, waiting: Any, loaded: Arrays, index: Any, names: Sequence[str]
+    ) -> Arrays:
+        """Updates parameters of a layer; returns {name: [new weights of the layer, new slices of
+        each array]}.
+        """
+        grads, skip = {name: waiting[0][name] for name in names}, waiting[1]
+        loaded = {name: loaded[name] for name in names}
 
         def local(loaded: Arrays, grads: Arrays, bare: Any, index: Any, *numbers: Any) -> Any:
             begun = begin(self.plan, bare, context_of(self.plan, *numbers))
@@ -194,8 +209,8 @@ class LayerUpdates:
             }
 
         rows = {name: self._row_spec(name) for name in grads}
-        given = self._state_specs(totals, self._reads_row), rows, P(), P(), P(), P(), P()
-        return over_auto_axes(local, given, self._state_specs(totals, has_row=True))(
+        given = self._state_specs(totals, names, self._reads_row), rows, P(), P(), P(), P(), P()
+        return over_auto_axes(local, given, self._state_specs(totals, names, has_row=True))(
             loaded,
             grads,
             self.bare,
@@ -205,8 +220,8 @@ class LayerUpdates:
             self.key_data,
         )
 
-    def load_state(self, totals: Arrays, index: Any) -> Arrays:
-        """Loads the state of a layer to the device, for its update.
+    def load_state(self, totals: Arrays, index: Any, names: Sequence[str]) -> Arrays:
+        """Loads the state of parameters of a layer to the device, for their update.
 
         The state is {name: [the layer's weights if there are no masters, slices of each array]}.
         """
@@ -216,20 +231,14 @@ class LayerUpdates:
                 name: self._leaf(name).load(weights[name], slices[name], index) for name in weights
             }
 
-        loaded = self._state_specs(totals, self._reads_row)
-        return over_auto_axes(local, (*self._specs(totals), P()), loaded)(
-            totals["weights"], totals["slices"], jnp.asarray(index, jnp.int32)
+        loaded = self._state_specs(totals, names, self._reads_row)
+        return over_auto_axes(local, (*self._specs(totals, names), P()), loaded)(
+            *self._arrays(totals, names), jnp.asarray(index, jnp.int32)
         )
 
-    def store_state(
-        self, totals: Arrays, new: Arrays, index: Any, following: Arrays
-    ) -> tuple[Arrays, Arrays]:
-        """Stores the new state of a layer."""
-        if following:
-            # The new weights are stored into the arrays from which `following` is loaded.
-            rows = {name: state[0] for name, state in new.items()}
-            rows, following = lax.optimization_barrier((rows, following))
-            new = {name: [rows[name], *state[1:]] for name, state in new.items()}
+    def store_state(self, totals: Arrays, new: Arrays, index: Any) -> Arrays:
+        """Stores the new state of parameters of a layer."""
+        names = list(new)
 
         def local(weights: Arrays, slices: Arrays, new: Arrays, index: Any) -> Any:
             found = {
@@ -238,19 +247,28 @@ class LayerUpdates:
             }
             return {n: x[0] for n, x in found.items()}, {n: x[1] for n, x in found.items()}
 
-        arrays = self._specs(totals)
-        given = *arrays, self._state_specs(totals, has_row=True), P()
+        arrays = self._specs(totals, names)
+        given = *arrays, self._state_specs(totals, names, has_row=True), P()
         weights, slices = over_auto_axes(local, given, arrays)(
-            totals["weights"], totals["slices"], new, jnp.asarray(index, jnp.int32)
+            *self._arrays(totals, names), new, jnp.asarray(index, jnp.int32)
         )
-        return {**totals, "weights": weights, "slices": slices}, following
+        return {
+            **totals,
+            "weights": {**totals["weights"], **weights},
+            "slices": {**totals["slices"], **slices},
+        }
 
-    def _specs(self, totals: Arrays) -> tuple[Arrays, Arrays]:
-        """Returns the partition specs of (stacks of weights, slices of the optimizer state)."""
-        stacks = {name: P(*self.rows.leaves[name].axes) for name in totals["weights"]}
+    def _arrays(self, totals: Arrays, names: Sequence[str]) -> tuple[Arrays, Arrays]:
+        """Returns (stacks of weights, slices of the optimizer state) of parameters."""
+        weights, slices = totals["weights"], totals["slices"]
+        return {name: weights[name] for name in names}, {name: slices[name] for name in names}
+
+    def _specs(self, totals: Arrays, names: Sequence[str]) -> tuple[Arrays, Arrays]:
+        """Returns the partition specs of the result of `_arrays`."""
+        stacks = {name: P(*self.rows.leaves[name].axes) for name in names}
         slices = {
-            name: [{tier: self._leaf(name).spec for tier in x} for x in arrays]
-            for name, arrays in totals["slices"].items()
+            name: [{tier: self._leaf(name).spec for tier in x} for x in totals["slices"][name]]
+            for name in names
         }
         return stacks, slices
 
@@ -269,11 +287,14 @@ class LayerUpdates:
     def _row_spec(self, name: str) -> P:
         return P(*self.rows.leaves[name].axes[1:])
 
-    def _state_specs(self, totals: Arrays, has_row: bool) -> dict[str, list[P]]:
+    def _state_specs(
+        self, totals: Arrays, names: Sequence[str], has_row: bool
+    ) -> dict[str, list[P]]:
         """Returns the partition specs of a layer's state, with the layer's weights if `has_row`."""
         return {
-            name: [self._row_spec(name)] * has_row + [self._leaf(name).spec] * len(arrays)
-            for name, arrays in totals["slices"].items()
+            name: [self._row_spec(name)] * has_row
+            + [self._leaf(name).spec] * len(totals["slices"][name])
+            for name in names
         }
 
 

@@ -14,6 +14,7 @@ from jax import lax
 from zerojax.config.mesh import DEVICE
 from zerojax.models.losses import no_sums, split_result
 from zerojax.parallel import model_state
+from zerojax.parallel.offload.loads_ahead import load_one_ahead
 from zerojax.parallel.sums import sum_replicated
 from zerojax.parallel.zero.microbatch import (
     Arrays,
@@ -125,7 +126,8 @@ def build_differentiation(
     tables = owned_tables(config)
     shards_of = lambda inputs, *_: {n: {**constants, **inputs}[n] for n in tables}  # noqa: E731
     loss_of = with_lookups(loss_of, tables, shards_of)
-    if config.offload is not None and config.offload.activations != DEVICE:
+    keeps_inputs = config.offload is not None and config.offload.activations != DEVICE
+    if keeps_inputs:
         loss_of = keep_inputs_on_host(loss_of, list(constants.values()))
     loss_of = tile_reads(loss_of, build_tilings(config, frozen))
     loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
@@ -139,7 +141,8 @@ def build_differentiation(
         scaled = loss if loss_factor is None else loss * loss_factor
         return scaled, (sums, after)
 
-    return model_state.value_and_grad(differentiated, config.model.overwritten)
+    differentiate = model_state.value_and_grad(differentiated, config.model.overwritten)
+    return load_one_ahead(differentiate) if keeps_inputs else differentiate
 
 
 def _accumulate(
