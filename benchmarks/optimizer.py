@@ -20,9 +20,7 @@ from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from pallas_kernels import gradients, optimizers
 from pallas_kernels.adam8bit import init_moments
 from pallas_kernels.adam8bit_kernel import update_adam8bit
-from pallas_kernels.adam8bit_many import update_adam8bit_many
 from pallas_kernels.choice import Choice
-from pallas_kernels.many import update_many
 from pallas_kernels.mosaic import BLOCK
 from pallas_kernels.update import update, update_trees
 
@@ -42,13 +40,11 @@ class Ours:
     Attributes:
       choice: implementation of the update.
       block: number of elements of a tile of the kernel.
-      is_table: whether one kernel updates many leaves (`update_many`, `update_adam8bit_many`).
       options: options of XLA's compiler.
     """
 
     choice: Choice
     block: int = BLOCK
-    is_table: bool = False
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -256,11 +252,7 @@ def _lion(shapes: Leaves, ours: Ours) -> Way:
 def _by_rule(rule: Any, state: Any, grads: Any, scalars: Any, ours: Ours) -> Any:
     more = {"scalars": scalars, "out_dtypes": (jnp.bfloat16,)}
     more |= {"impl": ours.choice, "block": ours.block}
-    if ours.is_table:
-        result = update_many(rule, state, (grads,), **more)
-    else:
-        leaf = functools.partial(update, rule, **more)
-        result = update_trees(leaf, state, (grads,))
+    result = update_trees(functools.partial(update, rule, **more), state, (grads,))
     return result.updated, result.outputs
 
 
@@ -273,14 +265,10 @@ def _adam8bit(shapes: Leaves, ours: Ours) -> Way:
         key = jax.random.fold_in(jax.random.key(0), count)
         seeds = jax.random.bits(key, (len(shapes), 2), jnp.uint32)
         more = {"scalars": scalars, "compute_dtype": jnp.bfloat16, "impl": ours.choice}
-        if ours.is_table:
-            each = {**more, "scalars": [scalars] * len(shapes)}
-            found = update_adam8bit_many(*state, grads, seeds=seeds, **each)
-        else:
-            found = [
-                update_adam8bit(param, moments, grad, seed=seed, **more)
-                for param, moments, grad, seed in zip(*state, grads, seeds, strict=True)
-            ]
+        found = [
+            update_adam8bit(param, moments, grad, seed=seed, **more)
+            for param, moments, grad, seed in zip(*state, grads, seeds, strict=True)
+        ]
         new_state = ([leaf.param for leaf in found], [leaf.moments for leaf in found])
         return new_state, [leaf.compute for leaf in found]
 
@@ -291,9 +279,6 @@ def _stats(shapes: Leaves, ours: Ours) -> Way:
     def step(state: Any, grads: Any, count: Any) -> Any:
         scalars = gradients.StatsScalars(0.5)
         more = {"scalars": scalars, "impl": ours.choice, "block": ours.block}
-        if ours.is_table:
-            found = update_many(gradients.GRADIENT_STATS, (), (grads,), **more).sums
-            return state, tuple(jnp.sum(column) for column in found)
         found = [update(gradients.GRADIENT_STATS, (), (g,), **more).sums for g in grads]
         return state, tuple(sum(column) for column in zip(*found, strict=True))
 

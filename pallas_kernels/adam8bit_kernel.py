@@ -1,4 +1,11 @@
-"""Runs AdamW with one-byte moments by one in-place Mosaic GPU kernel, or by the reference."""
+"""Runs AdamW with one-byte moments by one in-place Mosaic GPU kernel, or by the reference.
+
+The kernel is bound by arithmetic, not by memory. It executes 145 instructions for each element: 49
+to encode, 25 for AdamW, 18 for random bits, 16 for the maxima of a block, 37 for the rest. 54 of
+them run at half rate (comparisons, selections, bits) and 6 at an eighth (roots, reciprocals). A
+multiprocessor starts 128 in a cycle, and copies the 16 bytes of an element in 1.3 cycles on an
+H100, in 0.9 on an H200.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +164,10 @@ def _update(
         tiles,
         name="adam8bit",
         out_type=out_type,
-        has_barriers=True,
+        # The maximum of a block has barriers of its own, between all reads of the old scales and
+        # the store of the new ones. Everything else is read and written by the same thread.
+        has_barriers=False,
+        clamps=False,
         interpret=implementation == "interpret",
     )
     results = kernel(*refs, flat, packed, seed, *prepared)

@@ -163,12 +163,12 @@ def check_arrays(
         )
 
 
-def check_seed(name: str, seed: Any, shape: tuple[int, ...] = (2,)) -> None:
+def check_seed(name: str, seed: Any) -> None:
     """Raises a TypeError for a seed that does not come from `rounding.seed_of`."""
     dtype, found = getattr(seed, "dtype", type(seed).__name__), jnp.shape(seed)
-    if dtype != jnp.uint32 or found != shape:
+    if dtype != jnp.uint32 or found != (2,):
         raise TypeError(
-            f"{name}: seed is {dtype}{list(found)}, but must be uint32{list(shape)}; "
+            f"{name}: seed is {dtype}{list(found)}, but must be uint32[2]; "
             "make it with pallas_kernels.rounding.seed_of from a key of jax.random"
         )
 

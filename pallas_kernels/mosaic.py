@@ -254,6 +254,7 @@ def run_on_tiles(
     name: str,
     out_type: tuple[Any, ...],
     has_barriers: bool,
+    clamps: bool = True,
     interpret: bool,
 ) -> Any:
     """Builds the kernel: one program per `tiles.loop` tiles, each of 128 threads.
@@ -265,17 +266,24 @@ def run_on_tiles(
       out_type: types of the outputs.
       has_barriers: whether threads of a program exchange data. If not, each element is read and
         written by the same thread, and the barriers around every store are omitted.
+      clamps: whether conversions from float to integer first clamp to the integer's range; if not,
+        results for values outside it are not defined.
       interpret: whether to run the kernel on the CPU.
     """
     # Pallas takes 0.4 s to import and is needed only to build a kernel.
     from jax.experimental import pallas as pl
 
     plgpu = _plgpu()
+    semantics = plgpu.LoweringSemantics
     return pl.kernel(
         body,
         out_type=out_type,
         mesh=mesh_of(tiles.rows // tiles.loop),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not has_barriers),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=not has_barriers,
+            # Mosaic (0.12) clamps, by two instructions, only where it lowers by warpgroup.
+            lowering_semantics=semantics.Warpgroup if clamps else semantics.Lane,
+        ),
         interpret=interpret_params() if interpret else False,
         name=name,
     )

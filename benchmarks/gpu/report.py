@@ -20,7 +20,6 @@ AHEAD, BEHIND = 0.97, 1.01
 BEHIND."""
 KERNELS = {"adamw": "adamw", "lion": "lion", "adam8bit": "adam8bit", "stats": "gradient_stats"}
 """{kind of update: name of the kernel for `pallas_kernels.choice.choose`}."""
-TABLE = "kernel, a table of leaves"
 
 Parts = Mapping[str, Mapping[str, Any]]
 Columns = Sequence[tuple[str, str, str]]
@@ -160,11 +159,6 @@ def _decisions(parts: Parts) -> str:
         lines.append(f"- `{one.kernel}`: {what[one.takes_kernel]}; {one.reason}")
         if one.takes_kernel:
             lines.append(f'  - the line: `"{one.kernel}": "{one.reason}",`')
-    for kind in KERNELS:
-        times = {row["way"]: row["ms"] for row in rows if row["kind"] == kind and row.get("ms")}
-        if TABLE in times and "XLA" in times:
-            ratio = times["XLA"] / times[TABLE]
-            lines.append(f"- `update_many` of {kind}: {ratio:.2f} times XLA's speed in many leaves")
     return "\n".join(lines)
 
 

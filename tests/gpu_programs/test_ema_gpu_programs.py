@@ -22,8 +22,8 @@ from zerojax.plan.counts import shard_bytes
 
 pytestmark = [pytest.mark.gpu_programs, needs_kernels]
 SHAPES = update_phase._shapes(2, stacked=True)
-SMALL = 4096
-"""Bytes of scalars."""
+SMALL = 8192
+"""Bytes of scalars: a buffer of 256 for each of 16 arrays, and some more."""
 OPTAX = "optax.adamw"
 CASES = [
     ("adamw", "bf16"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import zerojax
 from tests.support.trajectories import plan_for
 from zerojax.forecasting import hlo
 from zerojax.forecasting.generation_bounds import GenerationBound, generation_bounds
@@ -22,7 +24,7 @@ from zerojax.forecasting.hlo.costs import HbmTraffic
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.plan.compiler_options import NO_KERNELS_OPTIONS
-from zerojax.zoo import Llama, LlamaConfig, generation
+from zerojax.zoo import GPT2, GPT2Config, Llama, LlamaConfig, generation
 from zerojax.zoo.sampling import Sampling
 from zerojax.zoo.weight_only import with_layers_apart
 
@@ -62,12 +64,21 @@ def bytes_of(tree: Any) -> int:
 
 
 def bf16_llama() -> Llama:
-    graphdef, state = nnx.split(Llama(SIZES, rngs=nnx.Rngs(0)))
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
+    return cast(Llama(SIZES, rngs=nnx.Rngs(0)), jnp.bfloat16)
+
+
+def cast(model: Any, dtype: Any) -> Any:
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype), state))
 
 
 def lower(
-    batch: int, quantize: str | None, cache: str | None, length: int, devices: int = 1
+    batch: int,
+    quantize: str | None,
+    cache: str | None,
+    length: int,
+    devices: int = 1,
+    build: Callable[[], Any] = bf16_llama,
 ) -> tuple[Any, Any, Any]:
     """Returns the lowered program of the loop over new tokens, its weights and its cache.
 
@@ -85,7 +96,7 @@ def lower(
         largest = int(np.argmax(x.shape))
         return placed(x, *[None] * largest, *["data"] * (x.size > 1 << 16))
 
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: with_layers_apart(bf16_llama(), quantize)))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: with_layers_apart(build(), quantize)))
     controls = jax.tree.map(jnp.asarray, Sampling(temperature=0.0).controls(SIZES.vocab_size))
     options = {"graphdef": graphdef, "row_sharding": None, "has_codes": cache is not None}
     sizes = {"size": batch, "cache_length": length}
@@ -210,3 +221,35 @@ def test_at_zero_3_sixteen_bit_layers_stay_in_their_shards(devices, batch):
     shards = (bytes_of(state) + bytes_of(kept)) / devices
     assert compiled.memory.arguments <= 1.1 * shards
     assert compiled.memory.temporary <= layers / SIZES.num_layers
+
+
+SMALL = {"vocab_size": 1024, "num_layers": 2, "num_heads": 4, "embed_dim": 256, "max_seq_len": 128}
+FLOAT16: dict[str, Callable[[], Any]] = {
+    "llama": lambda: Llama(LlamaConfig(**SMALL), rngs=nnx.Rngs(0)),
+    "llama, grouped heads": lambda: Llama(LlamaConfig(**SMALL, num_kv_heads=1), rngs=nnx.Rngs(0)),
+    "gpt2": lambda: GPT2(GPT2Config(**SMALL), rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT16)
+def test_decoding_in_float16_compiles(name):
+    """XLA refuses the scores of `jax.nn` for one query in float16; see `stored_attention`."""
+    lowered, _, _ = lower(2, None, None, 64, build=lambda: cast(FLOAT16[name](), jnp.float16))
+    assert "f16[" in compile_client.compile_for_gpus(lowered).text
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 128), (1, 1), (8, 1)])
+def test_attention_of_one_query_or_key_in_float16_compiles(queries, keys):
+    """Value and gradients."""
+    mesh = Mesh(np.array(compile_client.gpu_devices(find_gpu("h100"), 1)), ("data",))
+    query, key = (
+        jax.ShapeDtypeStruct((2, n, 4, 64), jnp.float16, sharding=NamedSharding(mesh, P()))
+        for n in (queries, keys)
+    )
+
+    def total(*arrays: jax.Array) -> jax.Array:
+        found = zerojax.attention(*arrays, causal=queries == keys, implementation="xla")
+        return jnp.sum(found.astype(jnp.float32))
+
+    program = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))
+    compile_client.compile_for_gpus(program, query, key, key)

@@ -82,7 +82,7 @@ def bytes_per_parameter(entry):
 
 @pytest.mark.parametrize(
     ("name", "kernels", "moved", "temporary"),
-    [("mosaic_gpu", 2, (16, 16.1), 10_000), ("xla", 0, (22, 39), 8.1 * PARAMETERS)],
+    [("mosaic_gpu", 3, (16, 16.1), 10_000), ("xla", 0, (22, 39), 8.1 * PARAMETERS)],
 )
 def test_shards_are_updated_in_place(mesh, name, kernels, moved, temporary):
     """A kernel reads and writes once: 16 bytes, the gradient being float32. XLA needs two passes,

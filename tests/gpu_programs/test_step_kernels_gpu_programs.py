@@ -99,10 +99,7 @@ def test_the_plan_of_gpus_that_are_not_here_shows_both_ways():
     for name, tx in OPTIMIZERS.items():
         plan = zerojax.make_plan(reference_model("gpt2"), mesh, example_batch=batch, optimizer=tx)
         (line,) = [one for one in plan.reasons if one.startswith("optimizer update by")]
-        both = (
-            "XLA launches one kernel for each of "
-            f"{len(plan.placement.leaves)} arrays, mosaic_gpu one for all"
-        )
+        both = f"both launch a kernel for each of {len(plan.placement.leaves)} arrays"
         measured = name in ("adamw", "lion", "sgd")
         assert (both in line) == measured
         assert ("a run measures both" in line) == measured
@@ -173,14 +170,14 @@ def _read(plan: zerojax.Plan, found: compile_client.CompiledProgram) -> Program:
 # float32 arrays, read and written (28 in all); without masters 3 of bfloat16 (16, which would be 14
 # with gradients of bfloat16); Lion and SGD have 2 (20). Moments of one byte come with 16 bytes of
 # scales for each block of up to 512. LAMB reads parameters and moments twice (24 and 16).
-STATISTICS = {"gradient_stats_many": 4.0}
-ADAMW, LION, SGD = {"adamw_many": 28.0}, {"lion_many": 20.0}, {"sgd_many": 20.0}
-ROUNDED = {"adamw_many": 16.0}
-EIGHT_BIT = {"adam8bit_many": 16 + 16 / 512}
-LAMB = {"lamb_moments_many": 24.0, "lamb_apply_many": 16.0}
+STATISTICS = {"gradient_stats": 4.0}
+ADAMW, LION, SGD = {"adamw": 28.0}, {"lion": 20.0}, {"sgd": 20.0}
+ROUNDED = {"adamw": 16.0}
+EIGHT_BIT = {"adam8bit": 16 + 16 / 512}
+LAMB = {"lamb_moments": 24.0, "lamb_apply": 16.0}
 # Momentum and gradient in, momentum and direction out; then parameter and direction, parameter.
-MUON = {"muon_momentum_many": 16.0, "muon_descent_many": 12.0}
-BESIDE = {"adam8bit": "adamw_many", "muon": "nesterov_adam_many"}
+MUON = {"muon_momentum": 16.0, "muon_descent": 12.0}
+BESIDE = {"adam8bit": "adamw", "muon": "nesterov_adam"}
 """The kernel of parameters that are too small for codes, or no matrices: 2 % here."""
 FEW = 0.03
 """Part of the parameters that are in other kernels, or too small on a device for any."""
@@ -214,15 +211,15 @@ def test_the_kernels_are_in_the_step_and_nothing_else_changes(
     assert not twin.kernels
     kernels = {**STATISTICS, **promised}
     beside = BESIDE.get(case.optimizer)
-    sums = 1 + (case.optimizer == "lamb")  # norms of LAMB's leaves and layers
-    assert ours.kernels == {
-        **dict.fromkeys(kernels, 1),
-        **({} if beside is None else {beside: 1}),
-        "totals": sums,
-    }
+    assert set(ours.kernels) == {*kernels, *({beside} - {None})}
+    for name in promised:  # one for each array that has statistics
+        count = ours.kernels[name] + ours.kernels.get(beside, 0)
+        if case.optimizer == "lamb":  # a layer's part of a vector is shorter than a tile
+            assert 5 < count < ours.kernels["gradient_stats"]
+        else:
+            assert count == ours.kernels["gradient_stats"]
     for name, bytes_of_each in kernels.items():
         assert (1 - FEW) * bytes_of_each <= ours.moved[name] <= 1.002 * bytes_of_each, name
-    assert ours.moved["totals"] <= 0.03
     assert ours.sent == twin.sent
     assert ours.memory.aliased == twin.memory.aliased
     assert ours.memory.temporary <= twin.memory.temporary * (1 + SAME_PLACES) + SMALL
@@ -260,7 +257,7 @@ def test_slices_on_the_host_come_to_the_device_before_a_kernel_reads_them() -> N
         pages.append(_read(plan, found))
     ours, twin = pages
     assert not twin.kernels
-    assert ours.kernels == {"gradient_stats_many": 1, "totals": 1, "adamw": sliced}
+    assert ours.kernels == {"gradient_stats": sliced, "adamw": sliced}
     assert sliced > 5
     assert ours.sent == twin.sent
     assert ours.memory.host_arguments == twin.memory.host_arguments > 0

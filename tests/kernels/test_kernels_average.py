@@ -4,7 +4,6 @@ The reference against NumPy, and the kernels, in interpret mode, against the ref
 """
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,9 +11,7 @@ import pytest
 from pallas_kernels import choice, muon, optimizers
 from pallas_kernels.adam8bit import init_moments
 from pallas_kernels.adam8bit_kernel import AVERAGING, update_adam8bit
-from pallas_kernels.adam8bit_many import update_adam8bit_many
 from pallas_kernels.elementwise import averaging, averaging_scalars
-from pallas_kernels.many import update_many
 from pallas_kernels.update import update
 from tests.kernels.test_kernels_elementwise import arrays_of, check_equal, normal, scalars_of
 from tests.support.marks import needs_kernels
@@ -99,25 +96,6 @@ def test_the_kernel_moves_it_as_the_reference_does(plain, shape, dtype):
     np.testing.assert_allclose(pair[0][-1], expected, rtol=0, atol=2**-23)
 
 
-@needs_kernels
-@pytest.mark.thorough
-@pytest.mark.parametrize("plain", [optimizers.ADAMW, muon.MUON_DESCENT], ids=lambda rule: rule.name)
-def test_leaves_share_a_kernel(plain):
-    """Bit for bit as alone, but for the leaf with a tail, which is alone in both."""
-    rule = averaging(plain)
-    leaves = [leaf_of(plain, shape) for shape in SHAPES]
-    updated = tuple(list(column) for column in zip(*(one[0] for one in leaves), strict=True))
-    read = tuple(list(column) for column in zip(*(one[1] for one in leaves), strict=True))
-    scalars = with_rate(scalars_of(plain))
-    found = update_many(rule, updated, read, scalars=scalars, impl="interpret").updated
-    for number, (old, others) in enumerate(leaves):
-        alone = update(rule, old, others, scalars=scalars, impl="interpret").updated
-        ours = [column[number] for column in found]
-        check_equal(ours, list(alone))
-        if old[0].size % 128 == 0:
-            chex.assert_trees_all_equal(ours, list(alone), strict=True)
-
-
 # --- moments of one byte --------------------------------------------------------------------------
 
 
@@ -142,34 +120,6 @@ def test_beside_codes_it_follows_what_is_stored(shape, impl, dtype):
     np.testing.assert_allclose(found.average, expected, rtol=0, atol=0 if impl is XLA else 2**-23)
     skipped, _, average = of_one_byte(shape, dtype, impl, skip=True)
     np.testing.assert_array_equal(skipped.average, average)
-
-
-@needs_kernels
-@pytest.mark.thorough
-def test_leaves_with_codes_share_a_kernel():
-    shapes = [(2, 512), (3, 128), (33, 25)]
-    given = [
-        [normal(10 * column + k, shape) for k, shape in enumerate(shapes)] for column in range(3)
-    ]
-    moments = [init_moments(shape) for shape in shapes]
-    scalars = AVERAGING(*optimizers.adam_scalars(1e-2, count=3), jnp.float32(RATE))
-    seeds = jax.random.bits(jax.random.key(3), (len(shapes), 2), jnp.uint32)
-    params, averages, grads = given
-    more = {"scalars": [scalars] * 3, "seeds": seeds, "averages": averages}
-    found = update_adam8bit_many(params, moments, grads, **more, impl="interpret")
-    for number, leaf in enumerate(found):
-        alone = update_adam8bit(
-            params[number],
-            moments[number],
-            grads[number],
-            scalars=scalars,
-            seed=seeds[number],
-            average=averages[number],
-            impl="interpret",
-        )
-        np.testing.assert_allclose(leaf.average, alone.average, rtol=0, atol=2**-22)
-        if leaf.param.size % 128 == 0:
-            chex.assert_trees_all_equal(leaf, alone, strict=True)
 
 
 def test_what_does_not_fit_is_refused():

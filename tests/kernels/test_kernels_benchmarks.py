@@ -32,14 +32,13 @@ def test_the_references_are_timed_against_optax(tmp_path):
 
 @pytest.mark.gpu_programs
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-def test_the_update_phase_has_few_launches(tmp_path):
+def test_the_kernels_of_the_update_phase_move_what_fusions_move(tmp_path):
     update_phase.main(["--smoke", "--out", str(tmp_path)])
     record = json.loads((tmp_path / "update_phase.json").read_text())
     xla, ours, *casts = record["rows"]
     assert (xla["way"], ours["way"]) == ("xla", "mosaic_gpu")
     assert xla["kernels"] == 0
-    assert ours["kernels"] == 3  # statistics, their sums and the update
-    assert ours["launches"] <= update_phase.MOST_LAUNCHES < xla["launches"]
+    assert ours["kernels"] == 2 * ours["arrays"]  # statistics and the update
     # Gradients are read twice, parameters and moments read and written: 32 bytes.
     assert ours["bytes_per_parameter"] == pytest.approx(32, rel=1e-3)
     assert ours["bytes_per_parameter"] <= xla["bytes_per_parameter"] * 1.001
@@ -68,7 +67,6 @@ def test_the_committed_update_phase_says_where_kernels_are_less():
     whole = [(a, b) for a, b in pairs if a["arrays"] == 148]
     assert {a["optimizer"] for a, _ in whole} == {name for name, _ in update_phase.CASES}
     for xla, ours in whole:
-        assert ours["launches"] <= update_phase.MOST_LAUNCHES < xla["launches"]
         # What `auto` says of bytes is what was counted.
         ratio, name = ours["bytes_per_parameter"] / xla["bytes_per_parameter"], ours["optimizer"]
         is_equal = ratio == pytest.approx(1, abs=1e-3)
@@ -86,9 +84,7 @@ def test_the_part_for_a_gpu_runs_on_a_cpu(tmp_path):
     if choice.missing():
         assert all("jax >= 0.11" in row["note"] for row in kernels)
     else:
-        tables = [row for row in record["rows"] if row["way"] == "kernel, a table of leaves"]
-        assert {row["kind"] for row in tables} == set(gpu_optimizer.TABLES)
-        for row in kernels + tables:
+        for row in kernels:
             # Statistics are sums, which kernel and reference take in different order.
             assert row["max_ulp"] <= (8 if row["kind"] == "stats" else 2), row
         assert all(row["launches"] > 0 for row in kernels)

@@ -12,8 +12,6 @@ import pytest
 
 from pallas_kernels import choice, optimizers
 from pallas_kernels.choice import Choice
-from pallas_kernels.many import update_many
-from pallas_kernels.table import MAX_PARAMETERS
 from pallas_kernels.update import update, update_trees
 from tests.support.kernel_rules import RULES
 
@@ -76,40 +74,6 @@ def test_equal_leaves_are_lowered_once():
     text = lowered_for_cuda(program, *trees, tuple(abstract(()) for _ in rule.scalars._fields))
     assert aliases_of(text) == [rule.num_updated]
     assert len(re.findall(r"call @_update\(", text)) == leaves
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_one_kernel_for_many_leaves_writes_into_all_of_them(rule):
-    shapes = [(1024, 512), (384,), (2, 256)]
-    leaves = [arrays(rule, shape) for shape in shapes]
-    updated, read = (
-        tuple(map(list, zip(*[leaf[part] for leaf in leaves], strict=True))) for part in (0, 1)
-    )
-
-    def program(updated, read, scalars):
-        more = {"scalars": rule.scalars(*scalars), "out_dtypes": (BF16,) * rule.num_outputs}
-        return update_many(rule, updated, read, impl=KERNEL, **more)
-
-    text = lowered_for_cuda(program, updated, read, leaves[0][2])
-    totals = [0] if rule.num_sums else []  # a kernel of its own adds up what programs left
-    assert aliases_of(text) == [len(shapes) * rule.num_updated, *totals]
-    assert f"{rule.name}_many" in text
-
-
-@pytest.mark.thorough
-def test_leaves_are_dealt_out_to_kernels_whose_addresses_fit():
-    """3 arrays a leaf, so 160 leaves in one kernel; their scalars and seeds are two more."""
-    rule, leaves = optimizers.LION, MAX_PARAMETERS // 3 + 1
-
-    def program(params, mus, grads, scalars):
-        return update_many(
-            rule, (params, mus), (grads,), scalars=rule.scalars(*scalars), impl=KERNEL
-        )
-
-    trees = [[abstract((128,), dtype)] * leaves for dtype in (F32, F32, BF16)]
-    text = lowered_for_cuda(program, *trees, tuple(abstract(()) for _ in rule.scalars._fields))
-    assert aliases_of(text) == [2 * (leaves - 1), 2]
 
 
 def test_a_leaf_beyond_32_bit_offsets_is_refused_and_not_computed_wrongly():

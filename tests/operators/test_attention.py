@@ -182,6 +182,20 @@ def test_lower_precisions(implementation, dtype):
         np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0, atol=limit)
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"), [(1, 40, False), (1, 1, True), (5, 1, False)]
+)
+def test_one_query_or_key_in_float16(queries, keys, causal):
+    """The plain products that stand in for those of `jax.nn`: here in float32, as on any CPU.
+    Operands and results are rounded: 2^-11 of values up to 4."""
+    arrays = inputs(kv_heads=2, queries=queries, keys=keys)
+    expected = written_out(*arrays[:3], causal=causal)
+    half = [x.astype(jnp.float16) for x in arrays[:3]]
+    found = zerojax.attention(*half, causal=causal, implementation="xla")
+    assert found.dtype == jnp.float16
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0, atol=0.01)
+
+
 @pytest.mark.thorough
 def test_scale():
     arrays = inputs()

@@ -50,7 +50,6 @@ def run_file(folder):
     goal = {"name": "g", "value": 1.005, "limit": 1.01, "at_least": False, "met": True}
     optimizer = timed("1 leaf", "adamw", XLA=10.0, kernel=9.0)
     optimizer += timed("148 leaves", "adamw", XLA=1.3, kernel=1.3)
-    optimizer += [{**optimizer[-1], "way": report.TABLE, "ms": 1.0, "launches": 3}]
     machine = {"date": "2000-01-01", "versions": {"jax": "0.11.2"}}
     records = {
         "environment": {
@@ -92,7 +91,6 @@ def test_a_report_has_the_figures_and_the_line_to_change(tmp_path, capsys):
     assert "| gpt2 | zerojax.train | 50.0 | 995 | 0.400 | 0.500 | 1.000 |" in said
     assert "- `adamw`: take the kernel; the kernel needs of XLA's time 0.900 in 1 leaf" in said
     assert '`"adamw": "the kernel needs of XLA' in said
-    assert "- `update_many` of adamw: 1.30 times XLA's speed" in said
     assert "| p | 0 | 10 | 10 |" in said
     assert "| update by adamw | xla | xla or mosaic_gpu | 1.000 | 1.250 |  |" in said
     assert "| whole step | as planned |  |  |  | 50.00 |" in said

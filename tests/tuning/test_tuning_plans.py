@@ -401,8 +401,8 @@ def test_a_page_names_both_where_nothing_can_be_measured(capsys: pytest.CaptureF
     assert (
         "measured on the run's GPUs before step 1 (tune: auto); "
         "planned is the first choice of each: "
-        "gradient statistics and update by adamw (xla, for each of 12 arrays, or mosaic_gpu, one "
-        "launch for many arrays; both move about the same bytes); attention of 4 "
+        "gradient statistics and update by adamw (xla, or mosaic_gpu; both launch a kernel for "
+        "each of 12 arrays and move about the same bytes); attention of 4 "
         "x 4096 tokens to 4096, 40 heads of "
         "128, 40 of keys, bfloat16, causal (cudnn, or mosaic_gpu); slices of state on the host (at "
         "most 16,777,216 elements, or 4,194,304 or 33,554,432)"

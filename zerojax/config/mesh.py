@@ -368,8 +368,8 @@ class MeshConfig:
     checkpoints around layers or offload by layer, which need the loop."""
     kernels: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
     """Implementation of the gradient statistics (with the loss scale) and of the optimizer's
-    update. xla: fusions of the compiler; mosaic_gpu: this project's Pallas kernels, one for many
-    arrays, or an error; auto: the kernel if it moves fewer bytes, or by measurement on available
+    update. xla: fusions of the compiler; mosaic_gpu: this project's Pallas kernels, one for each
+    array, or an error; auto: the kernel if it moves fewer bytes, or by measurement on available
     GPUs (see `tune`); interpret: the kernels on a CPU, slowly, for tests. An optimizer's own `impl`
     takes precedence."""
     tune: Literal["auto", "off"] = "auto"

@@ -38,7 +38,7 @@ def stored_attention(
     """
     run = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation="xla")
     plain = positions is None and visibility.window is None and table is None
-    as_jax_has_it = softcap is None and sinks is None
+    as_jax_has_it = softcap is None and sinks is None and not _is_refused(query, key)
     if plain and segments is None and as_jax_has_it:
         return run(query, key, value, is_causal=visibility.causal)
     if positions is None:
@@ -81,7 +81,8 @@ def masked_attention(
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.
     """
-    if softcap is None and sinks is None and code_scales is None:
+    as_jax_has_it = softcap is None and sinks is None and code_scales is None
+    if as_jax_has_it and not _is_refused(query, key):
         out = jax.nn.dot_product_attention(
             query, key, value, mask=seen, scale=scale, implementation="xla"
         )
@@ -91,6 +92,18 @@ def masked_attention(
         return out
     sees_any = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]
     return jnp.where(sees_any, out, 0)
+
+
+def _is_refused(query: jax.Array, key: jax.Array) -> bool:
+    """Returns True if XLA may refuse the products of `jax.nn` on GPUs: in float16, with one query
+    (as in decoding) or one key.
+
+    `jax.nn` names the algorithm of the scores (float16 products, summed in float32). XLA rewrites a
+    product with a vector, and knows no such algorithm for it ("Unsupported dot precision algorithm:
+    4"; jax 0.11.2 on an H200, 0.12.0 compiled for an H100). Grouped heads give a matrix, except if
+    they are split over devices. `_with_own_scores` names no algorithm.
+    """
+    return query.dtype == jnp.float16 and 1 in (query.shape[1], key.shape[1])
 
 
 def _with_own_scores(

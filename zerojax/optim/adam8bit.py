@@ -13,7 +13,6 @@ import optax
 from pallas_kernels import optimizers
 from pallas_kernels.adam8bit import Moments8bit
 from pallas_kernels.adam8bit_kernel import update_adam8bit
-from pallas_kernels.adam8bit_many import update_adam8bit_many
 from pallas_kernels.choice import Choice, Impl
 from zerojax.config.checks import names_keywords
 from zerojax.optim import adam8bit_state as states
@@ -197,7 +196,7 @@ def _update_coded(
     grads: Arrays,
     numbers: Numbers,
 ) -> dict[str, tuple[jax.Array, Moments8bit, Any]]:
-    """Updates parameters with 8-bit moments: all in one kernel, or each by plain XLA.
+    """Updates parameters with 8-bit moments, each by its own kernel or by plain XLA.
 
     Args:
       names: names of the parameters to update.
@@ -216,28 +215,21 @@ def _update_coded(
     if context.choice.implementation == "xla":
         # One seed per call: XLA 0.12 copies the updated arrays if all calls share an array of
         # seeds.
-        leaves = [
-            update_adam8bit(
-                params[name],
-                coded[name],
-                grads[name],
-                scalars=scalars[name],
-                seed=context.seed(name),
-                average=averages[0][name] if averages else None,
-                impl=context.choice,
-            )
-            for name in names
-        ]
+        seeds = [context.seed(name) for name in names]
     else:
-        leaves = update_adam8bit_many(
-            [params[name] for name in names],
-            [coded[name] for name in names],
-            [grads[name] for name in names],
-            scalars=[scalars[name] for name in names],
-            seeds=context.seeds(names),
-            averages=[averages[0][name] for name in names] if averages else None,
+        seeds = list(context.seeds(names))
+    leaves = [
+        update_adam8bit(
+            params[name],
+            coded[name],
+            grads[name],
+            scalars=scalars[name],
+            seed=seed,
+            average=averages[0][name] if averages else None,
             impl=context.choice,
         )
+        for name, seed in zip(names, seeds, strict=True)
+    ]
     return {name: (x.param, x.moments, x.average) for name, x in zip(names, leaves, strict=True)}
 
 

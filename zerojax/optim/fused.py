@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from jax import lax
 
 from pallas_kernels.choice import Impl
 from pallas_kernels.elementwise import Rule, Updated, averaging, averaging_scalars
-from pallas_kernels.many import update_many
 from pallas_kernels.update import update, update_trees
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.ema import EMA, Ema, EmaState, around
@@ -96,10 +94,6 @@ class Numbers:
         requested outputs.
         """
         names = sorted(self.scalars)
-        if self._is_for_one_kernel(names):
-            more = {"by_row": [name in by_row for name in names], "out_dtypes": out_dtypes}
-            return self._update_together(rule, updated, read, names, salt, **more)
-
         is_piece = self.context.piece is not None and self.context.choice.implementation != "xla"
         rounded = [name for name in names if self._rounds(updated, name)]
         seeds = self.context.seeds(rounded) ^ jnp.uint32(salt) if rounded else None
@@ -127,51 +121,6 @@ class Numbers:
     def _rounds(self, updated: tuple[Arrays, ...], name: str) -> bool:
         """Returns whether the updated values of a parameter are rounded stochastically."""
         return self.stochastic and any(tree[name].dtype == jnp.bfloat16 for tree in updated)
-
-    def _is_for_one_kernel(self, names: Sequence[str]) -> bool:
-        """Returns whether one kernel launch should update all parameters, which is faster than one
-        launch per parameter.
-        """
-        context = self.context
-        return context.choice.implementation != "xla" and context.piece is None and len(names) > 1
-
-    def _update_together(
-        self,
-        rule: Rule,
-        updated: tuple[Arrays, ...],
-        read: tuple[Arrays, ...],
-        names: Sequence[str],
-        salt: int,
-        *,
-        by_row: Sequence[bool],
-        out_dtypes: Sequence[Any],
-    ) -> Any:
-        rounds = any(self._rounds(updated, name) for name in names)
-        seeds = self.context.seeds(names) ^ jnp.uint32(salt) if rounds else None
-        found = update_many(
-            rule,
-            updated,
-            read,
-            scalars=[self.scalars[name] for name in names],
-            seeds=seeds,
-            impl=self.context.choice,
-            by_row=by_row,
-            out_dtypes=out_dtypes,
-        )
-        pairs = zip(names, by_row, strict=True)
-        rows = {name: len(read[0][name]) if has_rows else 0 for name, has_rows in pairs}
-        sums: Any = tuple(_by_name(total, rows) for total in found.sums)
-        return Updated(found.updated, found.outputs, sums)  # trees
-
-
-def _by_name(sums: jax.Array, rows: Mapping[str, int]) -> Arrays:
-    """Splits concatenated sums into {name: float32 [], or [rows] if `rows` of the name is above
-    0}."""
-    ends = itertools.accumulate(max(1, count) for count in rows.values())
-    return {
-        name: sums[end - count : end] if count else sums[end - 1]
-        for (name, count), end in zip(rows.items(), ends, strict=True)
-    }
 
 
 Run = Callable[[Arrays, tuple[Arrays, ...], Arrays, Numbers], tuple[Arrays, tuple[Arrays, ...]]]

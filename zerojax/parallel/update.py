@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.choice import Choice
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
-from pallas_kernels.many import update_many
 from pallas_kernels.update import update as update_leaf
 from zerojax.optim import Optimizer, StepNumbers, UpdateContext, extra_arguments
 from zerojax.parallel.guarded_update import guarded_update
@@ -218,14 +217,12 @@ def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
 def sums_of_squares(grads: Arrays, scale: jax.Array, choice: Choice) -> Arrays:
     """Returns {name: sum of squares of the gradient times `scale`, float32 []}.
 
-    One fusion per gradient computes it, or one kernel for all gradients (`choice`).
+    One fusion per gradient computes it, or one kernel and a sum of its programs' sums (`choice`).
     """
-    scalars = StatsScalars(scale)
-    if choice.implementation == "xla" or not grads:
-        leaf = functools.partial(update_leaf, GRADIENT_STATS, (), scalars=scalars, impl=choice)
-        return {name: leaf((grad,)).sums[0] for name, grad in grads.items()}
-    sums = update_many(GRADIENT_STATS, (), (grads,), scalars=scalars, impl=choice).sums
-    return dict(zip(sorted(grads), sums[0], strict=True))
+    leaf = functools.partial(
+        update_leaf, GRADIENT_STATS, (), scalars=StatsScalars(scale), impl=choice
+    )
+    return {name: leaf((grad,)).sums[0] for name, grad in grads.items()}
 
 
 def describe_squares(each: jax.Array, total: jax.Array, read_finite: jax.Array) -> GradientNorm:

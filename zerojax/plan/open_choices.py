@@ -24,8 +24,8 @@ NO_MORE_MEMORY = {
     "cudnn": ("mosaic_gpu",),
 }
 """{implementation that `auto` chooses for attention: alternatives that need no more memory}."""
-HOLD_MORE = ("muon",)
-"""Kernels that need more memory than XLA's fusions: Muon's holds the directions of all matrices."""
+MOSTLY_PRODUCTS = ("muon",)
+"""Kernels that are not timed, because most of the time is that of XLA's products in both ways."""
 SIZES = (SLICE_ELEMENTS // 4, SLICE_ELEMENTS * 2)
 """Other slice sizes of offloaded state to try, in elements at most, besides `SLICE_ELEMENTS`."""
 
@@ -51,15 +51,15 @@ def open_kernels(plan: Decisions) -> dict[str, str]:
     """Returns the operations whose implementation is measured: {"statistics" or "update": kernel
     name}.
 
-    An update is measured if its optimizer requests no implementation, byte counts are equal, and
-    its kernels need no more memory than XLA's fusions.
+    An update is measured if its optimizer requests no implementation, bytes do not decide, and it
+    is not mostly matrix products.
     """
     if plan.settings.kernels != "auto":
         return {}
     tx, found = plan.tx, {"statistics": GRADIENT_STATS.name}
     if not isinstance(tx, Optimizer) or tx.impl != "auto":
         return found
-    is_closed = tx.kernel in (*KERNELS_THAT_WIN, *HOLD_MORE)
+    is_closed = tx.kernel in (*KERNELS_THAT_WIN, *MOSTLY_PRODUCTS)
     return found if is_closed else {**found, "update": tx.kernel}
 
 
@@ -129,8 +129,8 @@ def describe_open_choices(plan: Decisions) -> list[str]:
     parts = []
     if kernels:
         parts.append(
-            f"{' and '.join(titles[what] for what in kernels)} (xla, for each of {arrays} arrays, "
-            "or mosaic_gpu, one launch for many arrays; both move about the same bytes)"
+            f"{' and '.join(titles[what] for what in kernels)} (xla, or mosaic_gpu; both "
+            f"launch a kernel for each of {arrays} arrays and move about the same bytes)"
         )
     for kind, call in open_calls(plan).items():
         others = " or ".join(NO_MORE_MEMORY[str(call.implementation)])

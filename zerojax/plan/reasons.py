@@ -345,9 +345,8 @@ def describe_update(
         measured = isinstance(tx, Optimizer) and tx.begin is not None
         if measured and chosen.reason.startswith(SAME_BYTES):
             lines[-1] += (
-                f"; XLA launches one kernel for each of {len(params)} arrays, mosaic_gpu one "
-                "for all. "
-                "With tune=auto a run measures both on its GPUs"
+                f"; both launch a kernel for each of {len(params)} arrays. With tune=auto a run "
+                "measures both on its GPUs"
             )
     statistics = choices["statistics"]
     if statistics.implementation != "xla":

@@ -55,8 +55,7 @@ SMALLEST = 128
 AT_ONCE = 8
 """Number of computations in one timed program, so that the launch overhead is small."""
 MAX_ARRAYS = 24
-"""Maximum number of arrays in a trial. Lowering a kernel for GPT-2's 148 arrays takes some ten
-seconds."""
+"""Maximum number of arrays in a trial, so that it compiles in seconds."""
 FLOAT32_LIMIT = 1e-5
 """Maximum difference relative to the largest element. Kernels compute divisions and square roots to
 two units in the last place, and add squares in another order."""
@@ -191,7 +190,7 @@ def with_answers(plan: Plan, answers: Mapping[str, Answer]) -> Plan:
 
 
 def statistics_question(plan: Plan, kernel: str) -> Question:
-    """Builds the `Question` which gradient statistics are faster: XLA's fusions, or one kernel.
+    """Builds the `Question` which gradient statistics are faster: XLA's fusions, or kernels.
 
     The statistics are the sums of squares and the finite check of all gradients.
     """
