@@ -33,6 +33,7 @@ NAMES = (
     "rounding",
     "plans",
     "foresight",
+    "overlap",
     "search",
     "questions",
     "hand_made",

@@ -131,6 +131,14 @@ def test_foresight(tmp_path):
 
 
 @pytest.mark.slow
+@needs_compiler
+def test_overlap(tmp_path):
+    record = run_benchmark("overlap", tmp_path)
+    copies = dict(zip(column(record, "way"), column(record, "in_GB"), strict=False))
+    assert copies["none"] == 0 < copies["activations host"]
+
+
+@pytest.mark.slow
 def test_state_bytes(tmp_path):
     record = run_benchmark("state_bytes", tmp_path)
     assert column(record, "zero") == [0, 1, 2, 3]
