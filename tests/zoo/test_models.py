@@ -601,7 +601,7 @@ def test_build_model_takes_what_the_run_is_told():
         num_kv_heads=2,
         embed_dim=24,
         mlp_dim=128,  # 64, rounded up to whole tiles
-        loss_chunk=1024,
+        loss_chunk="auto",
     )
     assert model.lm_head is not None
     told = ModelConfig(

@@ -102,7 +102,8 @@ class DecoderConfig:
       family: Hugging Face `model_type` for reading and writing files; "" for none.
       remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
         `stacking.scan_blocks`).
-      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all.
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all, "auto" for
+        the choice of `operators.chunked_loss.head_next_token`.
       mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
         None for all.
       matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
@@ -148,7 +149,7 @@ class DecoderConfig:
     logit_softcap: float | None = None
     family: str = ""
     remat: str = "none"
-    loss_chunk: int | None = None
+    loss_chunk: int | Literal["auto"] | None = None
     mlp_chunk: int | None = None
     matmul_dtype: str | None = None
     bit_schedule: BitScheduleConfig = dataclasses.field(default_factory=BitScheduleConfig)
@@ -384,9 +385,11 @@ def check_decoder_sizes(config: Any) -> None:
         layout_table(
             config.attention_layout, num_heads=config.num_heads, num_tokens=config.max_seq_len
         )
-    for field in ("loss_chunk", "mlp_chunk", "attention_window"):
+    for field in ("mlp_chunk", "attention_window"):
         if getattr(config, field, None) is not None:
             check_at_least_one(field, getattr(config, field))
+    if config.loss_chunk not in (None, "auto"):
+        check_at_least_one("loss_chunk", config.loss_chunk)
     if config.mlp_chunk is not None and config.matmul_dtype == "fp8":
         raise ValueError(
             f"mlp_chunk={config.mlp_chunk} with matmul_dtype={config.matmul_dtype!r}: 8-bit "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from flax import nnx
 
@@ -30,7 +31,8 @@ class GPT2Config:
       norm_eps: number added to the variance.
       remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
         `stacking.scan_blocks`).
-      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all.
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all, "auto" for
+        the choice of `operators.chunked_loss.head_next_token`.
       mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
         None for all.
       matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
@@ -55,7 +57,7 @@ class GPT2Config:
     tie_embeddings: bool = True
     norm_eps: float = 1e-5
     remat: str = "none"
-    loss_chunk: int | None = None
+    loss_chunk: int | Literal["auto"] | None = None
     mlp_chunk: int | None = None
     matmul_dtype: str | None = None
     bit_schedule: BitScheduleConfig = dataclasses.field(default_factory=BitScheduleConfig)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,8 @@ class T5Config:
       start_token: input id of the decoder before the first target token.
       remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
         `stacking.scan_blocks`).
-      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all.
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all, "auto" for
+        the choice of `operators.chunked_loss.head_next_token`.
     """
 
     vocab_size: int = 32128
@@ -81,7 +82,7 @@ class T5Config:
     scale_output: bool | None = None
     start_token: int = 0
     remat: str = "none"
-    loss_chunk: int | None = None
+    loss_chunk: int | Literal["auto"] | None = None
 
     # The export of every model reads these fields, which are fixed for T5.
     attention_layout: ClassVar[None] = None
@@ -106,7 +107,7 @@ class T5Config:
             "relative_max_distance",
         ):
             check_at_least_one(field, getattr(self, field))
-        if self.loss_chunk is not None:
+        if self.loss_chunk not in (None, "auto"):
             check_at_least_one("loss_chunk", self.loss_chunk)
         if self.relative_buckets % 4:
             raise ValueError(
