@@ -66,8 +66,6 @@ whether it fits, 4 a rule of expect is violated or the golden file differs. ZERO
 for cached results, or off."""
 
 MAX_DEVICES = 2**18
-MOST_UNROLLED = 64
-"""Maximum number of layers that a search unrolls; each unrolled layer is compiled separately."""
 
 
 def add(commands) -> None:
@@ -561,7 +559,7 @@ def can_unroll(config: RunConfig) -> bool:
     Unrolling is allowed for at most `MOST_UNROLLED` layers without experts (expert layers have a
     loop of their own), and with settings that `why_never_unrolled` permits.
     """
-    from zerojax.tracing.unrolling import why_never_unrolled
+    from zerojax.tracing.unrolling import MOST_UNROLLED, why_never_unrolled
 
     below_stage_3 = dataclasses.replace(config.mesh, zero=0, stage=1)
     few = config.model.num_layers <= MOST_UNROLLED

@@ -361,11 +361,12 @@ class MeshConfig:
     list of layers separately, as in {encoder: full, decoder: dots}: a pattern is the name of a loop
     in the plan, or a regular expression on that name or on parameter names. The first match counts,
     and loops without a match have auto. Reference models have `model.remat` instead."""
-    unroll: bool = False
+    unroll: bool | None = None
     """Whether the model's loops over layers (`jax.lax.scan` over stacked parameters, as in
     reference models) are unrolled. The step then does not stack the values for the backward pass,
     which saves memory and copies but takes longer to compile. Not with zero=3, stage > 1,
-    checkpoints around layers or offload by layer, which need the loop."""
+    checkpoints around layers or offload by layer, which need the loop. null: on GPUs, for at most
+    32 layers, where nothing needs the loop."""
     kernels: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
     """Implementation of the gradient statistics (with the loss scale) and of the optimizer's
     update. xla: fusions of the compiler; mosaic_gpu: this project's Pallas kernels, one for each

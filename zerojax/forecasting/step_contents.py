@@ -324,7 +324,7 @@ def read_layers(plan: Plan, step: Jaxpr) -> tuple[LoopOfLayers, ...]:
     """
     names = sorted(plan.placement.leaves)
     forward = plan.traced.forward
-    lengths = set(_lengths_of_loops(step)) if plan.settings.unroll else None
+    lengths = set(_lengths_of_loops(step)) if plan.program.unroll else None
     loops = find_stack_loops(forward, names)
     found = []
     for loop in loops:

@@ -479,7 +479,7 @@ def pass_config(plan: Plan) -> zero.PassConfig:
         metrics=plan.traced.metric_names,
         counted=plan.traced.counted_state,
         exact_leaves=frozenset(plan.traced.exact_leaves),
-        unroll=plan.settings.unroll,
+        unroll=plan.program.unroll,
         kept_layers=None if plan.layer_drop is None else plan.layer_drop.kept,
         tiles=plan.tiles.cut,
     )

@@ -77,12 +77,14 @@ class ProgramChoices:
       kernels: {"update" or "statistics" (of the gradients): Pallas kernel or XLA, and the reason}.
         After a measurement also {kind of attention call: implementation}.
       regather: whether the backward pass gathers parameters again (zero=3).
+      unroll: whether loops over layers are unrolled.
     """
 
     options: Mapping[str, Any]
     dropped: Mapping[str, str]
     kernels: Mapping[str, Choice]
     regather: bool
+    unroll: bool
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

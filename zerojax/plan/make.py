@@ -21,6 +21,7 @@ from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import HOST
+from zerojax.hardware import compile_client
 from zerojax.models.losses import split_result
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
@@ -123,7 +124,7 @@ from zerojax.runtime.distributed import check_joined
 from zerojax.tracing.activation_offload import describe_layer_inputs
 from zerojax.tracing.loops import find_stacks
 from zerojax.tracing.rolling import find_lists
-from zerojax.tracing.unrolling import describe_unrolled
+from zerojax.tracing.unrolling import choose_unrolling
 
 Tree = Any
 _ELSEWHERE = {
@@ -359,7 +360,10 @@ def _decide(
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
     offload = _plan_offload(task, placement, tx, stacked)
     tiles = plan_tiles(settings, mesh, offload, placement, _read(task, seen), seen.trace.jaxpr)
-    program = _choose_program(task, seen, placement, tx, tiled=bool(tiles.cut))
+    pays = not names and drop.is_off and _pays_to_unroll(settings, mesh)
+    forward = seen.trace.jaxpr, len(seen.params)
+    unroll, why_unrolled = choose_unrolling(settings, *forward, pays=pays)
+    program = _choose_program(task, seen, placement, tx, tiled=bool(tiles.cut), unroll=unroll)
     stored, portable, pruned = _forms(task, seen, placement, tx, (names, offload, inputs.pruning))
     return Plan(
         mesh=mesh,
@@ -409,8 +413,8 @@ def _decide(
             *rules,
             *(layer_drop.describe() if layer_drop else ()),
             *_describe_state(task, placement, offload, tiles, pruned),
-            *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
-            *describe_unrolled(settings, seen.trace.jaxpr, len(seen.params)),
+            *describe_layer_inputs(settings, *forward),
+            *why_unrolled,
             *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
             *why_padding,
             *describe_taken(tx, seen.trace, stored, placement, stacks - names.keys()),
@@ -680,6 +684,7 @@ def _choose_program(
     tx: optax.GradientTransformation,
     *,
     tiled: bool,
+    unroll: bool,
 ) -> ProgramChoices:
     settings = task.settings
     check_update_of_tables(placement, tx)
@@ -694,7 +699,16 @@ def _choose_program(
         tiled=tiled,
     )
     kernels = optim.choose_update(tx, task.mesh, settings.kernels)
-    return ProgramChoices(options=options, dropped=dropped, kernels=kernels, regather=regather)
+    return ProgramChoices(
+        options=options, dropped=dropped, kernels=kernels, regather=regather, unroll=unroll
+    )
+
+
+def _pays_to_unroll(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:
+    """Returns whether unrolled layers are faster than a loop: on GPUs, without experts, whose
+    layers have a loop of their own, and without offload, whose plans do not know the device."""
+    is_gpu = isinstance(mesh, Mesh) and compile_client.is_cuda(mesh)
+    return is_gpu and settings.offload.is_off and mesh.shape[EXPERT] == 1
 
 
 def _abstract_batch(task: _Task) -> Tree:

@@ -17,10 +17,13 @@ Layer = TypeVar("Layer", bound=nnx.Module)
 
 # Policies for the values of a layer that are saved for the backward pass; the rest is recomputed.
 # All policies except "none" discard gathered weights, which are not outputs of a dot product.
+_ATTENTION = jax.checkpoint_policies.save_only_these_names(KEPT)
 REMAT_POLICIES: Mapping[str, Callable[..., bool] | None] = {
     "full": None,
-    "attention": jax.checkpoint_policies.save_only_these_names(KEPT),
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": _ATTENTION,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ATTENTION
+    ),
 }
 REMAT_NAMES = ("none", *REMAT_POLICIES)
 
@@ -94,8 +97,8 @@ def scan_blocks(
       blocks: layers stacked by `stack_blocks`; their random counts advance in place.
       x: input of the first layer: an array, such as [batch, seq, embed], or a pytree of arrays.
       remat: "none" saves every residual; "full" saves only `x` of each layer; "attention" also
-        saves the output of chunked attention, which is then not recomputed; "dots" saves `x` and
-        the outputs of matrix products of activations with weights.
+        saves the output of attention in chunks or by cuDNN, which is then not recomputed; "dots"
+        saves the same, and the outputs of matrix products of activations with weights.
       kind_of_layer: one integer per layer, passed to the layer as its second argument; None: layers
         are called without this argument. The loop slices it like parameters.
       shared: further arguments of every layer, such as an encoded source; stored once, not for

@@ -39,11 +39,8 @@ from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
 from zerojax.plan.refusals import check_rows
-from zerojax.tracing.unrolling import why_never_unrolled
+from zerojax.tracing.unrolling import MOST_UNROLLED, why_never_unrolled
 from zerojax.training.run_spec import plan_elsewhere
-
-MOST_UNROLLED = 64
-"""Maximum layers that a search unrolls: each is compiled separately."""
 
 
 @dataclass(frozen=True, kw_only=True)

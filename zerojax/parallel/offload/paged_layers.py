@@ -317,7 +317,7 @@ class LayerPrograms:
         state = _here(state)
         work = weights.work(*_here(around), around=bool(weights.outer_reads()["around"]))
         whole = weights.rows.complete(rows, layer)
-        gradients, of_rows, of_consts, of_others = work.run_again(whole, layer, _here(entering))[1](
+        gradients, of_rows, of_consts, of_others = work.run_again(whole, layer, _here(entering))(
             state.gradients
         )
         waiting, small = split_by_name(weights.rows.reduce(of_rows), weights.rows.streamed)

@@ -156,7 +156,7 @@ def _of_buckets(plan: Plan) -> dict[str, Plan]:
 
 def _of_loops(plan: Plan) -> dict[str, Plan]:
     """Returns a variant with unrolled layer loops, if settings and model allow it."""
-    if plan.settings.unroll:
+    if plan.program.unroll:
         return {}
     remake: Any = plan.remake
     settings = dataclasses.replace(plan.settings, unroll=True)
@@ -164,7 +164,8 @@ def _of_loops(plan: Plan) -> dict[str, Plan]:
         unrolled = dataclasses.replace(remake, settings=settings)(plan.mesh)
     except ValueError:  # an option needs the loop, or there is no loop
         return {}
-    return {"mesh.unroll=true": dataclasses.replace(unrolled, program=plan.program)}
+    program = dataclasses.replace(plan.program, unroll=True)
+    return {"mesh.unroll=true": dataclasses.replace(unrolled, program=program)}
 
 
 def _zeros(plan: Plan) -> Any:
