@@ -360,10 +360,7 @@ def _decide(
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
     offload = _plan_offload(task, placement, tx, stacked)
     tiles = plan_tiles(settings, mesh, offload, placement, _read(task, seen), seen.trace.jaxpr)
-    pays = not names and drop.is_off and _pays_to_unroll(settings, mesh)
-    forward = seen.trace.jaxpr, len(seen.params)
-    unroll, why_unrolled = choose_unrolling(settings, *forward, pays=pays)
-    program = _choose_program(task, seen, placement, tx, tiled=bool(tiles.cut), unroll=unroll)
+    program, why_unrolled = _choose_program(task, seen, placement, tx, (tiles, names, drop))
     stored, portable, pruned = _forms(task, seen, placement, tx, (names, offload, inputs.pruning))
     return Plan(
         mesh=mesh,
@@ -413,7 +410,7 @@ def _decide(
             *rules,
             *(layer_drop.describe() if layer_drop else ()),
             *_describe_state(task, placement, offload, tiles, pruned),
-            *describe_layer_inputs(settings, *forward),
+            *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
             *why_unrolled,
             *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
             *why_padding,
@@ -682,11 +679,20 @@ def _choose_program(
     seen: _Seen,
     placement: Placement,
     tx: optax.GradientTransformation,
-    *,
-    tiled: bool,
-    unroll: bool,
-) -> ProgramChoices:
-    settings = task.settings
+    loops: tuple[LayerTiles, Stacks, Any],
+) -> tuple[ProgramChoices, tuple[str, ...]]:
+    """Chooses how the step is compiled.
+
+    Args:
+      loops: what the plan does with loops over layers: (weights gathered in tiles, lists of layers
+        that became loops, settings of layer drop).
+
+    Returns:
+      (choices, lines of the plan about unrolled loops).
+    """
+    settings, (tiles, lists, drop) = task.settings, loops
+    pays = not lists and drop.is_off and _pays_to_unroll(settings, task.mesh)
+    unroll, why = choose_unrolling(settings, seen.trace.jaxpr, len(seen.params), pays=pays)
     check_update_of_tables(placement, tx)
     regather = settings.zero == 3 and task.model.reads_lazily
     options, dropped = choose_options(
@@ -696,12 +702,13 @@ def _choose_program(
         deterministic=settings.deterministic is not None,
         unrolled=task.num_microbatches > 1
         and bool(unrolled(placement, straight_pieces(seen.trace.jaxpr.jaxpr))),
-        tiled=tiled,
+        tiled=bool(tiles.cut),
     )
     kernels = optim.choose_update(tx, task.mesh, settings.kernels)
-    return ProgramChoices(
+    choices = ProgramChoices(
         options=options, dropped=dropped, kernels=kernels, regather=regather, unroll=unroll
     )
+    return choices, why
 
 
 def _pays_to_unroll(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:

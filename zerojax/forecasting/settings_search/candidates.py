@@ -89,7 +89,7 @@ class Candidate:
             *[f"mesh.expert={self.expert}"] * (self.expert > 1),
             f"num_microbatches={self.num_microbatches}",
             *[self.remat_word] * (self.remat_option is not None),
-            *["mesh.unroll=true"] * self.unroll,
+            *[f"mesh.unroll={str(self._unroll).lower()}"] * (self._unroll is not None),
         )
 
     def mesh_options(self) -> dict[str, Any]:
@@ -100,11 +100,17 @@ class Candidate:
             "stage": self.stage,
             "expert": self.expert,
             "zero": self.zero,
-            "unroll": self.unroll,
+            "unroll": self._unroll,
         }
         if self.remat_option == LIST_OPTION:
             options["roll_remat"] = self.mix or self._remat_value
         return options
+
+    @property
+    def _unroll(self) -> bool | None:
+        """Value of `mesh.unroll`; None where a plan never unrolls by itself."""
+        may = self.remat == "none" and self.zero < 3 and self.stage == self.expert == 1
+        return self.unroll if may else None
 
     @property
     def _remat_value(self) -> str:

@@ -171,8 +171,9 @@ def words_of(result: SearchResult, trial: Trial) -> list[str]:
     is_searched = any(trial.candidate.expert > 1 for trial in result.trials)
     together = ["mesh.expert=1"] * (is_searched and candidate.expert == 1)
     is_unrolled = any(trial.candidate.unroll for trial in result.trials)
-    together += ["mesh.unroll=false"] * (is_unrolled and not candidate.unroll)
-    return [*result.settings, *candidate.words(), *together]
+    words, looped = candidate.words(), "mesh.unroll=false"
+    together += [looped] * (is_unrolled and not candidate.unroll and looped not in words)
+    return [*result.settings, *words, *together]
 
 
 def _bucket_lines(found: BucketSearch | None) -> list[str]:

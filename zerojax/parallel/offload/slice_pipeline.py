@@ -1,12 +1,11 @@
 """Updates slices in host memory with overlap: loads, computes and stores different slices at once.
 
-In iteration i the device computes slice i, loads slice i + 1 and stores slice i - 1, so that both
-directions of the link are in use. Each stack (an array of slices) is loaded and stored in place.
-Two copies of one stack cannot be in progress at the same time, because the compiler does not know
-that they touch different slices. So the stacks alternate: while one is loaded, another one is
-stored.
+Where stacks (arrays of slices) are updated in place, the device computes slice i, loads slice i + 1
+and stores slice i - 1 in iteration i, so that both directions of the link are in use. Two copies of
+one stack cannot be in progress at the same time, because the compiler does not know that they touch
+different slices. So the stacks alternate: while one is loaded, another one is stored.
 
-The device holds three slices of each stack in host memory: i - 1, i and i + 1.
+The device holds at most three slices of each stack in host memory: i - 1, i and i + 1.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class SliceStack:
 def update_slices(
     count: int, stacks: Sequence[SliceStack], update: Callable[[Any, Slices], Slices]
 ) -> tuple[jax.Array, ...]:
-    """Updates `count` slices of all stacks, in order (traced).
+    """Updates `count` slices of all stacks (traced).
 
     Args:
       count: number of slices to update, at least 1.
@@ -70,7 +69,36 @@ class _Pipeline:
     update: Callable[[Any, Slices], Slices]
 
     def run(self, count: int) -> tuple[jax.Array, ...]:
-        arrays = tuple(stack.array for stack in self.stacks)
+        in_place = any(one.on_host and one.is_read and one.is_written for one in self.stacks)
+        run = self._run_in_place if in_place else self._run_apart
+        arrays = run(tuple(stack.array for stack in self.stacks), count)
+        pairs = zip(self.stacks, arrays, strict=True)
+        return tuple(array for stack, array in pairs if stack.is_written)
+
+    def _run_apart(self, arrays: Slices, count: int) -> Slices:
+        """Runs all slices, where no stack is both read from the host and written to it.
+
+        A slice is stored in its own iteration, while the next one is loaded. If it were stored in
+        the next iteration, as in `_run_in_place`, the compiler would keep it in the memory of the
+        slice that is computed there, so that store, update and load wait for each other. Slices are
+        taken from the last to the first, since the number of the next one must not be the counter +
+        1: that is the loop's own sum, which waits for all copies that read the counter.
+        """
+        last = count - 1
+
+        def body(done: Any, carry: Any) -> Any:
+            arrays, loaded = carry
+            index = last - done
+            arrays, new = self._compute(arrays, loaded, index)
+            return self._exchange(arrays, load=index - 1, store=(new, index))
+
+        carry = self._exchange(arrays, load=last)
+        arrays, loaded = lax.fori_loop(0, last, body, carry)
+        arrays, new = self._compute(arrays, loaded, 0)
+        return self._exchange(arrays, store=(new, 0))[0]
+
+    def _run_in_place(self, arrays: Slices, count: int) -> Slices:
+        """Runs all slices, where a stack is read from the host and written to it."""
         arrays, loaded = self._exchange(arrays, load=0)
         if count > 1:
             arrays, following = self._exchange(arrays, load=1)
@@ -93,8 +121,7 @@ class _Pipeline:
             arrays, _ = self._exchange(arrays, store=(new, count - 2))
         arrays, new = self._compute(arrays, loaded, count - 1)
         arrays, _ = self._exchange(arrays, store=(new, count - 1))
-        pairs = zip(self.stacks, arrays, strict=True)
-        return tuple(array for stack, array in pairs if stack.is_written)
+        return arrays
 
     def _exchange(
         self, arrays: Slices, *, load: Any = None, store: tuple[Slices, Any] | None = None
