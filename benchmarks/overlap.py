@@ -29,6 +29,14 @@ TIERS: dict[str, tuple[dict[str, Any], float | None]] = {
         {"params": "host", "opt_state": "host", "update_in_backward": True},
         1.10,
     ),
+    "update in the backward pass, 0.12 of opt_state on the device": (
+        {
+            "params": "host",
+            "opt_state": {"device": 0.12, "host": 0.88},
+            "update_in_backward": True,
+        },
+        1.10,
+    ),
 }
 """{name: (offload settings, largest expected time relative to the step without offload)}."""
 MEMORY_TRAFFIC = {"gpt2": ({"unroll": True}, 66.0), "llama": ({}, 170.0)}

@@ -9,6 +9,7 @@ they are added up, also at stages 0 and 1. So runs are equal up to rounding: `TO
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -60,6 +61,7 @@ class Row:
 HOST_INPUTS = (("activations", "host"),)
 IN_BACKWARD = (("update_in_backward", True),)
 ON_DEVICE = (("opt_state", "device"),)
+IN_SHARES = (("opt_state", {"device": 0.05, "host": 0.95}),)
 ROWS = [
     Row(zero=3, model=2, microbatches=4, clip_norm=0.05, more=HOST_INPUTS, is_slow=False),
     Row(zero=1, model=2, more=IN_BACKWARD),
@@ -67,6 +69,7 @@ ROWS = [
     *(Row(zero=zero, model=2, clip_norm=0.05, more=ON_DEVICE) for zero in range(4)),
     *(Row(zero=zero, more=IN_BACKWARD) for zero in range(4)),
     Row(zero=3, model=2, more=(*IN_BACKWARD, *HOST_INPUTS, *ON_DEVICE)),
+    Row(zero=1, more=(*IN_BACKWARD, *IN_SHARES)),
 ]
 
 
@@ -356,12 +359,25 @@ def test_a_model_that_cannot_stream_is_refused(model, options, message):
         ({}, {"num_microbatches": 2}, "num_microbatches=2 cannot be accumulated"),
         ({}, {"optimizer": make_optimizer(1.0)}, "clipped to clip_norm=1; use clip_norm=None"),
         ({}, {"precision": "fp16"}, "use precision bf16 or fp32"),
-        ({"opt_state": {"device": 0.5, "host": 0.5}}, {}, "use offload.opt_state: host, or device"),
     ],
-    ids=["microbatches", "clipping", "float16", "shares"],
+    ids=["microbatches", "clipping", "float16"],
 )
 def test_what_an_update_in_backward_cannot_do_is_refused(offload, options, message):
     given = {**STREAMED, "update_in_backward": True, **offload}
     options = {"optimizer": make_optimizer(), **options}
     with pytest.raises(ValueError, match=message):
         plan_for(small(layers=4), devices=2, zero=1, offload=given, **options)
+
+
+def test_a_share_of_the_device_is_for_parameters_outside_of_the_layers():
+    def plan(shares):
+        given = {**STREAMED, "update_in_backward": True, "opt_state": shares}
+        options = {"optimizer": make_optimizer(), "offload": given}
+        return plan_for(small(layers=4), devices=2, zero=1, **options)
+
+    with pytest.raises(ValueError, match="same memory") as refusal:
+        plan({"device": 0.95, "host": 0.05})
+    device, host = re.findall(r"(?:device|host): ([\d.]+)", str(refusal.value))
+    for name, leaf in plan({"device": float(device), "host": float(host)}).offload.leaves.items():
+        tiers = {tier for tier, count in leaf.counts.items() if count}
+        assert tiers == {"host" if name.startswith("blocks/") else "device"}

@@ -222,13 +222,17 @@ def weights_are_on_their_way_beside_products(built):
 
 @claim(lambda case: case.in_backward)
 def the_update_is_copied_beside_products(built):
-    """In the loop backward: master and moments of each matrix in, and the same and its weights out.
+    """In the loop backward: master and moments of each matrix in, and the same and its weights out,
+    with both directions of the link in use.
 
     A gradient that waits for its reduction lets no product run beside the last copies."""
     for direction, arrays in (("to device", 3), ("to host", 4)):
-        beside = [
-            copy
-            for copy in built.in_loops(built.case.depths[-1])
-            if copy.direction == direction and copy.overlap.matmuls
-        ]
+        found = [copy for copy in built.in_loops(built.case.depths[-1]) if copy.opposite_bytes]
+        beside = [copy for copy in found if copy.direction == direction and copy.overlap.matmuls]
         assert len(beside) >= (arrays if built.case.devices == 1 else 1) * MATRICES
+
+
+@claim(lambda case: case.in_backward and case.devices == 1)
+def no_copy_in_a_loop_is_beside_nothing(built):
+    found = built.in_loops(built.case.depths[-1])
+    assert [copy.name for copy in found if not copy.overlap.matmuls] == []

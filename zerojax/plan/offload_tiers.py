@@ -81,7 +81,7 @@ def plan_offload(
     layers = frozenset(leaf.name for leaf in streamed if leaf.name in names)
     in_files = config.params == NVME
     return OffloadLayout(
-        leaves=_share_out(sliced, config, mesh),
+        leaves=_share_out(sliced, config, mesh, layers),
         arrays=(*((MASTER,) if precision.has_masters else ()), *_moments(tx)),
         streamed=frozenset() if in_files else layers,
         paged=layers if in_files else frozenset(),
@@ -107,7 +107,7 @@ def resliced(
     leaves = [placement.leaves[name] for name in layout.leaves]
     sliced = [(leaf, _shard_shape(leaf, mesh)) for leaf in leaves]
     _check_number_of_slices(sliced, config)
-    return dataclasses.replace(layout, leaves=_share_out(sliced, config, mesh))
+    return dataclasses.replace(layout, leaves=_share_out(sliced, config, mesh, layout.by_layer))
 
 
 def _why_not_streamed(leaf: LeafPlacement) -> str | None:
@@ -147,14 +147,45 @@ def _shard_shape(leaf: LeafPlacement, mesh: Mesh | AbstractMesh) -> tuple[int, .
     return NamedSharding(mesh, leaf.stored_spec).shard_shape(leaf.stored_shape)
 
 
+_Sliced = list[tuple[LeafPlacement, tuple[int, ...]]]
+
+
 def _share_out(
-    sliced: list[tuple[LeafPlacement, tuple[int, ...]]],
-    config: OffloadConfig,
-    mesh: Mesh | AbstractMesh,
+    sliced: _Sliced, config: OffloadConfig, mesh: Mesh | AbstractMesh, layers: frozenset[str]
 ) -> Mapping[str, SlicedLeaf]:
     """Distributes the slices of all parameters over device, host and files so that the requested
-    shares hold for their sum."""
+    shares hold for their sum.
+
+    With an update in the backward pass the state of all layers is in one memory. A share of device
+    memory is then for parameters outside of the layers, whose update is after the pass.
+
+    Raises:
+      ValueError: that share is larger than the parameters outside of the layers.
+    """
     shares = config.shares if config.moves_opt_state else {DEVICE: 1.0}
+    if not (config.update_in_backward and config.params == HOST and set(shares) == {DEVICE, HOST}):
+        return _in_shares(sliced, config, mesh, shares)
+    outer = [one for one in sliced if one[0].name not in layers]
+    size, total = (sum(trees.num_elements(x) for _, x in found) for found in (outer, sliced))
+    share, most = shares[DEVICE], math.ceil(1000 * size / total) / 1000
+    if share > most:
+        outside = f"{{device: {most:g}, host: {1 - most:g}}}, " if size else ""
+        raise ValueError(
+            f"offload.opt_state={dict(shares)}: with update_in_backward the optimizer state of all "
+            f"layers is in the same memory, and {most:g} of the state is outside of them; use "
+            f"offload.opt_state: {outside}host, or device"
+        )
+    here = min(1.0, share * total / size)
+    found = {
+        **_in_shares(outer, config, mesh, {DEVICE: here, HOST: 1 - here}),
+        **_in_shares([one for one in sliced if one not in outer], config, mesh, {HOST: 1.0}),
+    }
+    return {leaf.name: found[leaf.name] for leaf, _ in sliced}
+
+
+def _in_shares(
+    sliced: _Sliced, config: OffloadConfig, mesh: Mesh | AbstractMesh, shares: Mapping[str, float]
+) -> dict[str, SlicedLeaf]:
     # Target and assigned elements per tier, over the leaves so far.
     wanted, given = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0)
     result = {}

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels.choice import SAME_BYTES, Choice
 from zerojax.config import MeshConfig
-from zerojax.config.mesh import DEVICE
+from zerojax.config.mesh import DEVICE, HOST
 from zerojax.models.adapt import bound_attribute
 from zerojax.operators.rounded_weights import FORMATS
 from zerojax.optim import Optimizer
@@ -28,7 +28,7 @@ from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
-from zerojax.tracing.trees import flatten_names
+from zerojax.tracing.trees import flatten_names, format_bytes
 from zerojax.tracing.wide_products import find_wide_products
 from zerojax.zoo.fp8 import rounded_format
 
@@ -420,5 +420,18 @@ def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list
         lines.append(
             f"offload.params {config.params}: the weights of {len(layout.by_layer)} parameters "
             "are copied to the device layer by layer"
+        )
+    outer = [leaf for name, leaf in layout.leaves.items() if name not in layout.by_layer]
+    if layout.update_in_backward and layout.streamed and any(x.counts[HOST] for x in outer):
+        size, total = (
+            sum(math.prod(leaf.shard_shape) for leaf in leaves)
+            for leaves in (outer, layout.leaves.values())
+        )
+        share = math.ceil(1000 * size / total) / 1000
+        lines.append(
+            f"the optimizer state of {len(outer)} parameters outside of the layers "
+            f"({format_bytes(4 * size * len(layout.arrays))} per device) is updated after the "
+            f"backward pass; offload.opt_state={{device: {share:g}, host: {1 - share:g}}} keeps it "
+            "on the device"
         )
     return lines

@@ -131,6 +131,18 @@ def put_slice(slices: jax.Array, new: jax.Array, number: Any) -> jax.Array:
     return lax.dynamic_update_index_in_dim(slices, new, number, 0, allow_negative_indices=False)
 
 
+def take_slices(slices: jax.Array, first: Any, count: int) -> jax.Array:
+    """Returns slices[first : first + count], as `take_slice` does."""
+    starts, sizes = (first, *[0] * (slices.ndim - 1)), (count, *slices.shape[1:])
+    return lax.dynamic_slice(slices, starts, sizes, allow_negative_indices=False)
+
+
+def put_slices(slices: jax.Array, new: jax.Array, first: Any) -> jax.Array:
+    """Writes several slices from position `first` on, in place."""
+    starts = (first, *[0] * (slices.ndim - 1))
+    return lax.dynamic_update_slice(slices, new, starts, allow_negative_indices=False)
+
+
 # --- on the host, shard by shard ------------------------------------------------------------------
 
 

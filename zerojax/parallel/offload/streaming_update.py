@@ -37,7 +37,9 @@ from zerojax.plan.make import Plan
 from zerojax.plan.slices import (
     map_moments,
     put_slice,
+    put_slices,
     take_slice,
+    take_slices,
     to_device,
     to_host,
     without_moments,
@@ -336,25 +338,21 @@ class _LayerOfLeaf:
         bring = to_device if self._tier == HOST else _same
         row = [to_device(take_slice(weights, index))] if self._reads_row else []
         # Slice numbers are linear in the loop's counter, so that the copy engine moves the slices.
+        # All slices of the layer are one copy: several to one array would wait for each other.
         first = index * self._per_layer
-        return row + [
-            jnp.stack(
-                [bring(take_slice(one[self._tier], first + n)) for n in range(self._per_layer)]
-            )
-            for one in slices
-        ]
+        count = self._per_layer
+        return row + [bring(take_slices(one[self._tier], first, count)) for one in slices]
 
     def store(
         self, weights: jax.Array, slices: list[Arrays], new: list[jax.Array], index: Any
     ) -> tuple[jax.Array, list[Arrays]]:
         """Writes the result of `update` into the arrays; returns (stack of the weights, slices)."""
         leave = to_host if self._tier == HOST else _same
-        first, after = index * self._per_layer, []
-        for one, blocks in zip(slices, new[1:], strict=True):
-            array = one[self._tier]
-            for n in range(self._per_layer):
-                array = put_slice(array, leave(blocks[n]), first + n)
-            after.append({self._tier: array})
+        first = index * self._per_layer
+        after = [
+            {self._tier: put_slices(one[self._tier], leave(block), first)}
+            for one, block in zip(slices, new[1:], strict=True)
+        ]
         return put_slice(weights, to_host(new[0]), index), after
 
 
