@@ -168,7 +168,10 @@ def test_on_a_cpu_nothing_is_offloaded() -> None:
 @pytest.mark.timeout(900)
 @needs_compiler
 def test_a_run_takes_the_offload_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU devices are taken for GPUs whose memory lies between two compiled peaks."""
+    """CPU devices are taken for GPUs whose memory lies between two compiled peaks.
+
+    It is hardly more than the smaller one, since the compiler recomputes where memory is tight.
+    """
     wide = {"embed_dim": 256, "num_layers": 4}
     without = train({}, **wide).plan
     planned = lambda offload: plan_of(  # noqa: E731
@@ -183,7 +186,7 @@ def test_a_run_takes_the_offload_that_fits(monkeypatch: pytest.MonkeyPatch) -> N
     assert less is not None
     assert less < 0.9 * needed
     fraction = peaks[0].verdict.limit / H100.memory_bytes
-    card = dataclasses.replace(H100, memory_bytes=int((needed + less) / 2 / fraction))
+    card = dataclasses.replace(H100, memory_bytes=int(1.01 * less / fraction))
     monkeypatch.setattr(run_spec, "gpu_of_device", lambda kind: card)
     trainer = train(AUTO, **wide)
     offload = trainer.plan.settings.offload

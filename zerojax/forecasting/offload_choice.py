@@ -217,7 +217,7 @@ class _Choice:
 
     def try_share(self, whole: _Fitting, share: float) -> None:
         """Makes a share of the optimizer's state on the device the best choice, if that fits and is
-        faster.
+        not slower.
 
         Args:
           whole: the choice with the whole state in host memory.
@@ -231,7 +231,7 @@ class _Choice:
         except ValueError:
             return
         fits, seconds = computed_by_process_0(lambda: self.fits(plan, fields))
-        if fits and (seconds is None or seconds < whole.seconds):
+        if fits and (seconds is None or seconds <= whole.seconds):
             self.best = dataclasses.replace(whole, plan=plan, seconds=_or_infinite(seconds))
 
     def fits(self, plan: Plan, fields: Mapping[str, Any]) -> tuple[bool, float | None]:
