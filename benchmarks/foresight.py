@@ -5,6 +5,9 @@ Each program is compiled for its card without a GPU. The facts of the compiled p
 compiler. Measurements are read from the results of `benchmarks/gpu/run.sh`; they are of another
 version of JAX than the prediction where the notes say so. Where a run wrote a prediction before it
 timed the program, this prediction is shown beside that of today.
+
+The kept facts are of the programs that the cards ran. Since then offload, loops over layers and the
+loss have changed, so the programs of today are not comparable before a card has run them.
 """
 
 from __future__ import annotations

@@ -131,6 +131,13 @@ def test_foresight(tmp_path):
 
 
 @pytest.mark.slow
+def test_second_start(tmp_path):
+    record = run_benchmark("second_start", tmp_path)
+    assert set(column(record, "zero")) == {1}
+    assert all(value > 0 for value in column(record, "second_cpu_s"))
+
+
+@pytest.mark.slow
 @needs_compiler
 def test_overlap(tmp_path):
     record = run_benchmark("overlap", tmp_path)

@@ -312,7 +312,11 @@ def run_updating_backward(
 
 
 def _read_last(pull: Any, weights: Arrays) -> str:
-    """Returns the name of the weight that a layer reads last, and whose gradient comes first."""
+    """Returns the name of the weight that a layer reads last, and whose gradient comes first.
+
+    Values that the derivative reads are in the order of the layer, and a weight is known by its
+    shape. Of two weights with one shape it may be the other: that only changes when copies begin.
+    """
     shapes = [x.shape for x in jax.tree.leaves(pull)]
     place = {x: at for at, x in enumerate(shapes)}
     return max(weights, key=lambda name: place.get(weights[name].shape, -1))
