@@ -81,6 +81,12 @@ mesh.offload.durable=true | durable | opt_state nvme | mesh.offload.durable=true
 mesh.offload.update_in_backward=true | update_in_backward | params host nvme durable
   | mesh.offload.update_in_backward=true mesh.offload.params=host ;
     mesh.offload.update_in_backward=true mesh.offload.params=nvme mesh.offload.durable=true
+mesh.offload.delayed_update=true | delayed_update opt_state device | opt_state host
+  | mesh.offload.delayed_update=true mesh.offload.opt_state=host ; zero=1
+mesh.offload.delayed_update=true mesh.offload.params=host
+  | delayed_update params host | device update_in_backward
+  | mesh.offload.delayed_update=true mesh.offload.opt_state=host ;
+    mesh.offload.update_in_backward=true mesh.offload.params=host
 mesh.offload.update_in_backward=true mesh.offload.params=nvme | update_in_backward | durable
   | mesh.offload.update_in_backward=true mesh.offload.params=nvme mesh.offload.durable=true
 'mesh.partition=[2, 0]' | partition 0 | "[3, 3, 2, 2]" | mesh.stage=4 'mesh.partition=$'
@@ -306,6 +312,7 @@ FIXED = {"deterministic": "mesh"}
 HOST = {"opt_state": "host", "params": "host"}
 STATE = {"offload": {"opt_state": "host"}}
 BACKWARD = {**HOST, "update_in_backward": True}
+LATE = {"opt_state": "host", "delayed_update": True, "min_elements": 16}
 IN_FILES = {**BACKWARD, "opt_state": "nvme", "params": "nvme", "durable": True, "folder": "files"}
 BF16 = zerojax.Precision(param_dtype=jnp.bfloat16)
 DURABLE = {"durable": True, "folder": "files"}
@@ -350,6 +357,15 @@ piped("interleaved(1)", 4, num_microbatches=2) | interleaved 1 | 1f1b
   | piped("$", 4, num_microbatches=2)
 text({"stage": 2, "offload": HOST}) | offload.params=host stage=2 | stage=1 offload.params device
   | text({"offload": HOST}) ; text({"stage": 2, **STATE})
+text({"stage": 2, "offload": LATE}) | delayed_update stage=2 | stage=1 leave
+  | text({"offload": LATE}) ; text({"stage": 2, **STATE})
+text({"context": 2, "offload": LATE}) | context=2 delayed_update | context=1 leave
+  | text({"offload": LATE}) ; text({"context": 2, **STATE})
+line({"offload": LATE}) | delayed_update | leave | line(STATE)
+offloaded(**{**LATE, "min_elements": 10**6}) | delayed_update min_elements=1,000,000 | lower leave
+  | offloaded(**LATE) ; offloaded(opt_state="host")
+offloaded(microbatches=2, **LATE) | delayed_update num_microbatches=2 | num_microbatches=1 leave
+  | offloaded(**LATE) ; offloaded(microbatches=2, opt_state="host")
 offloaded(microbatches=2, **BACKWARD) | update_in_backward num_microbatches=2
   | num_microbatches=1 | offloaded(optimizer=UNCLIPPED, **BACKWARD)
 offloaded(optimizer=zerojax.adamw(1e-3, clip_norm=1.0), **BACKWARD)

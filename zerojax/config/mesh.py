@@ -63,6 +63,12 @@ class OffloadConfig:
     gradient is detected only after later layers were updated. With params: nvme it needs durable:
     true and has no such limits: the files' previous generation undoes an update whose gradients
     turn out to be clipped or not finite."""
+    delayed_update: bool = False
+    """Whether an update uses the gradients of the step before, so that it runs beside the backward
+    pass (the one-step delay of ZeRO-Offload): from the second step on, the new weights are those of
+    the step before, updated with the gradients of the step before. Losses differ slightly from
+    training without delay; clipping and loss scaling work. Needs opt_state: host, params: device
+    and one microbatch. The device holds the gradients between steps."""
     tile_bytes: int | None = None
     """Largest part of a layer's weight that a device gathers at once, in bytes of the compute
     dtype; with zero: 3, or with params: host or nvme. A larger weight of a loop over layers that
@@ -111,6 +117,8 @@ class OffloadConfig:
                 "with params: nvme goes back to the previous generation of the files if gradients "
                 "are clipped or not finite; set durable: true as well, which keeps it",
             )
+        if self.delayed_update:
+            self._check_delayed()
         if self.activations == NVME and self.params != NVME:
             refuse(
                 "activations",
@@ -124,9 +132,26 @@ class OffloadConfig:
                 "durable", True, "applies to files on a disk; set opt_state: nvme, or leave it out"
             )
 
+    def _check_delayed(self) -> None:
+        """Refuses settings with which an update cannot run beside the next backward pass."""
+        if self.params != DEVICE:
+            refuse(
+                "delayed_update",
+                True,
+                f"is for weights on the device, and params is {self.params}; set params: device, "
+                "or update_in_backward: true instead",
+            )
+        if HOST not in self.shares or NVME in self.shares:
+            refuse(
+                "delayed_update",
+                True,
+                f"is for optimizer state on the host, and opt_state is {self.opt_state!r}; set "
+                "opt_state: host, or leave it out",
+            )
+
     def _check_auto(self) -> None:
         """Refuses settings that `auto` chooses, or that need one of its choices."""
-        for name in ("opt_state", "params", "activations", "update_in_backward"):
+        for name in ("opt_state", "params", "activations", "update_in_backward", "delayed_update"):
             value = getattr(self, name)
             if value not in (DEVICE, False, None):
                 refuse(
@@ -186,6 +211,21 @@ class OffloadConfig:
     def on_host(self) -> bool:
         """Whether optimizer state, parameters or activations are in host memory."""
         return HOST in self.shares or HOST in (self.params, self.activations)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether the layers' weights are read, or updated, one layer at a time."""
+        return self.params != DEVICE or self.delayed_update
+
+    @property
+    def updates_in_pass(self) -> bool:
+        """Whether the program of the backward pass updates layers, in memory."""
+        return self.delayed_update or (self.update_in_backward and self.params == HOST)
+
+    @property
+    def by_layer_key(self) -> str:
+        """The setting that makes `by_layer` true, as messages name it."""
+        return "offload." + ("delayed_update" if self.delayed_update else f"params={self.params}")
 
     @property
     def is_off(self) -> bool:

@@ -71,6 +71,7 @@ _ARGUMENTS = {
     "frozen": FROZEN,
     "extras": EXTRAS,
     "masks": EXTRAS,
+    "delayed": OPTIMIZER,
 }
 
 

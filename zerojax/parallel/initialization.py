@@ -27,10 +27,12 @@ from zerojax.parallel.offload.pages import row_struct
 from zerojax.parallel.offload.sliced_state import cut_new_param, cut_new_state
 from zerojax.parallel.prune_masks import begin_pruned, first_masks, weights_at
 from zerojax.parallel.weight_copies import first_copies
+from zerojax.plan.kept_parts import no_gradients
 from zerojax.plan.layer_draws import find_draws, initial_arrays_of
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.state import (
     COPIES,
+    DELAYED,
     MASKS,
     StageRows,
     TrainState,
@@ -421,6 +423,8 @@ def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> Tr
         state["copies"] = first_copies(plan, trained)
     if MASKS in abstract:
         state["masks"] = masks
+    if DELAYED in abstract:
+        state["delayed"] = no_gradients(abstract[DELAYED])
     return state
 
 

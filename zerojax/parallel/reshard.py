@@ -30,11 +30,13 @@ from zerojax.parallel.offload.sliced_state import (
 from zerojax.parallel.weight_copies import new_copies
 from zerojax.plan.counts import shard_bytes
 from zerojax.plan.host_budget import has_pinned_room
+from zerojax.plan.kept_parts import no_gradients
 from zerojax.plan.layer_stacks import StackRows, group_rows, ungroup_rows
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import on_host
 from zerojax.plan.state import (
     COPIES,
+    DELAYED,
     ONE_BIT,
     StageRows,
     TrainState,
@@ -258,6 +260,12 @@ def from_portable_state(
         killed before its next step can continue.
     """
     stored, kept = _apart(plan.abstract_stored)
+    begins = DELAYED in stored and not _are_arrays(portable.get(DELAYED, 0))
+    if begins:  # no gradients wait
+        del stored[DELAYED]
+    if DELAYED not in stored:
+        portable = portable.copy()
+        portable.pop(DELAYED, None)
     stored["opt_state"] = decoded_opt_state(plan)
     if plan.offload is not None:
         stored = portable_on_host(stored, plan.offload)
@@ -270,11 +278,20 @@ def from_portable_state(
             recoded = _joined(recoded, _begun(plan, recoded, kept, given_kept or {}))
         return recoded
     state = cut_state(plan, recoded)
+    if begins:
+        state[DELAYED] = _no_gradients(plan)
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(portable)):
         return restore_pieces(plan, given, state, data_state=data_state)
     if plan.offload.on_disk:
         state["disk"] = fill_disk(plan, recoded, rest_writer(plan, state, data_state))
     return state
+
+
+def _no_gradients(plan: Plan) -> dict[str, Any]:
+    """Returns the `DELAYED` part of a state in which no gradients wait for their update."""
+    abstract = plan.abstract_stored[DELAYED]
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(lambda: no_gradients(abstract), out_shardings=shardings)()
 
 
 def _begun(

@@ -47,11 +47,12 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
             f"{asked} with stage={mesh.shape[STAGE]}: attention between devices inside the ticks "
             f"of a pipeline is not supported; use stage=1, or context=1"
         )
-    if settings.offload.update_in_backward:
-        raise ValueError(
-            f"{asked} together with offload.update_in_backward is not supported; leave "
-            "update_in_backward out, or use context=1"
-        )
+    for name in ("update_in_backward", "delayed_update"):
+        if getattr(settings.offload, name):
+            raise ValueError(
+                f"{asked} together with offload.{name} is not supported; leave {name} out, or use "
+                "context=1"
+            )
     if settings.sequence_sharding and mesh.shape[MODEL] > 1:
         raise ValueError(
             f"{asked} together with sequence_sharding is not supported; use "

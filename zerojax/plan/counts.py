@@ -60,7 +60,7 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
     Returns:
       {role: {memory: bytes}}, with these roles:
       master weights: parameters that the optimizer updates.
-      optimizer state.
+      optimizer state, with the gradients that wait for a delayed update.
       average of weights: if the optimizer keeps an average.
       weights: copies in the compute dtype that forward and backward read, for offloaded parameters
         and for parameters that are sent as codes of their change.
@@ -102,6 +102,7 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
         roles[role] = _memory_tiers(held)
         size = sum(map(_shard, jax.tree.leaves(all_of_it)))
         _add(roles[role], NVME, size - sum(roles[role].values()))
+    _add(roles[OPTIMIZER], DEVICE, shard_bytes(state.get("delayed")))
     return {**roles, STORED: weights, **in_device}
 
 
@@ -322,7 +323,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     With a pipeline gradients are always accumulated, and one microbatch adds the gradients of one
     chunk. Of streamed layers (`offload.by_layer`) a device stores two gathered layers and the
     gradients of one; all gradients are stored where the weights are, on the host or in files, or
-    not at all with an update of layers on the host in the backward pass. Parameters that are
+    not at all with an update of layers in the program of the backward pass. Parameters that are
     gathered on use are in memory together if one part of the loss without a loop reads them: one
     layer of a loop, or all layers that a Python loop calls
     (`zerojax.plan.placement.straight_pieces`). Weights in tiles are gathered one after the other.
@@ -373,7 +374,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
             if tiles is not None:  # the current tile, the next tile, and the gradient of one
                 weights += 2 * whole // layers // tiles.count * compute
                 gradients += whole // layers // tiles.count * compute
-            if layout.update_in_backward and not layout.paged:
+            if leaf.name in layout.updated_in_pass:
                 # gradients of the layer above, which waits for its update
                 gradients += shard // layers * _scattered_itemsize(plan)
             else:

@@ -27,7 +27,7 @@ from zerojax.plan.layer_choice import LayerDrop
 from zerojax.plan.layer_stacks import Stacks, row_placement
 from zerojax.plan.placement import Placement
 from zerojax.plan.pruned_parameters import PrunedLeaf
-from zerojax.plan.state import COPIES, ONE_BIT, TrainState
+from zerojax.plan.state import COPIES, DELAYED, ONE_BIT, TrainState
 from zerojax.plan.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.tracing import trees
 from zerojax.tracing.index_limits import IndexLimit
@@ -194,9 +194,10 @@ class Decisions:
         """Hash of the names, shapes and dtypes of the state, the same on every mesh.
 
         Error feedback of 1-bit optimizers and copies of weights depend on the mesh and are left
-        out. `reshard` requires equal fingerprints.
+        out, and so are gradients that wait for a delayed update. `reshard` requires equal
+        fingerprints.
         """
-        others = (ONE_BIT, COPIES)
+        others = (ONE_BIT, COPIES, DELAYED)
         state = {name: x for name, x in self.abstract_portable.items() if name not in others}
         leaves = trees.flatten_names(state)
         rows = [[name, list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()]

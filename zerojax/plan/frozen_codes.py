@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config import MeshConfig
-from zerojax.config.mesh import DEVICE
 from zerojax.optim.precision import Precision
 from zerojax.optim.weight_codes import BLOCK, WeightCodes, bytes_per_parameter, codes_for
 from zerojax.plan import device_mesh as meshes
@@ -105,11 +104,11 @@ def check_codes(
             f"{asked} with stage={mesh.shape[meshes.STAGE]}: the stages of a pipeline cannot "
             f"decode the weights that they use; use stage=1 (no pipeline), {remedy}"
         )
-    if settings.offload.params != DEVICE:
+    if settings.offload.by_layer:
+        what = settings.offload.by_layer_key
         raise ValueError(
-            f"{asked} with offload.params={settings.offload.params}: the weights of streamed "
-            "layers cannot be "
-            f"decoded; leave offload.params out, {remedy}"
+            f"{asked} with {what}: the weights of layers that run one by one cannot be decoded; "
+            f"leave {what.split('=')[0]} out, {remedy}"
         )
     if settings.deterministic is not None:
         raise ValueError(

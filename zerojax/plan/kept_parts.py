@@ -1,12 +1,12 @@
-"""Parts of a training state that have the same form in a run and in checkpoints: the residual
-errors of 1-bit optimizers (signed momentum), and each device's copies of weights
-(`wire.weights`)."""
+"""Parts that only some training states have: the residual errors of 1-bit optimizers (signed
+momentum) and each device's copies of weights (`wire.weights`), which have the same form in a run
+and in checkpoints, and the gradients that wait for a delayed update."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from zerojax.optim.precision import Precision
 from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement
 from zerojax.plan.signed_momentum import abstract_one_bit
-from zerojax.plan.state import COPIES, TrainState
+from zerojax.plan.state import COPIES, DELAYED, TrainState
 
 
 def followed_leaves(placement: Placement) -> dict[str, LeafPlacement]:
@@ -98,3 +98,50 @@ def with_kept_parts(
     if copies is not None:
         result["copies"] = copies
     return result
+
+
+def with_delayed(
+    state: TrainState,
+    sliced: Collection[str],
+    placement: Placement,
+    precision: Precision,
+    mesh: Mesh | AbstractMesh,
+) -> TrainState:
+    """Adds the gradients that wait for a delayed update, as `ShapeDtypeStruct`s, to an abstract
+    state.
+
+    Args:
+      state: abstract state without them, uncut.
+      sliced: names of the parameters whose optimizer state is in slices, and whose gradients keep
+        the dtype in which they were summed.
+      placement: placement table with the names of the state.
+      precision: dtypes of the plan.
+      mesh: mesh of the plan.
+    """
+
+    def gradient(name: str, param: Any) -> jax.ShapeDtypeStruct:
+        in_full = name not in sliced or placement.leaves[name].gradient_in_full
+        dtype = jnp.float32 if in_full else precision.reduce_dtype
+        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
+
+    def scalar(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+
+    result = state.copy()
+    result[DELAYED] = {
+        "grads": {name: gradient(name, x) for name, x in state["params"].items()},
+        "scale": scalar((), jnp.float32),
+        "skip": scalar((), jnp.bool),
+        "key": scalar(state["rng"].shape, state["rng"].dtype),
+    }
+    return result
+
+
+def no_gradients(abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `DELAYED` part of a state before its first step, in which nothing waits; traced.
+
+    Args:
+      abstract: the part as `ShapeDtypeStruct`s.
+    """
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(abstract))
+    return {**zeros, "skip": jnp.array(True)}

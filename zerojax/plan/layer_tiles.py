@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.config.mesh import DEVICE, HOST
+from zerojax.config.mesh import DEVICE
 from zerojax.operators.marks import inner_programs
 from zerojax.plan.device_mesh import DATA_AXES, EXPERT
 from zerojax.plan.leaf_placement import Access, LeafPlacement
@@ -104,11 +104,11 @@ def _obstacles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> Iterator[tupl
     for axis, size in mesh.shape.items():
         if size > 1 and (axis not in DATA_AXES or axis == EXPERT):
             yield f"cannot be combined with {axis}={size}, which splits layers", f"use {axis}=1"
-    if settings.offload.update_in_backward and settings.offload.params == HOST:
+    if settings.offload.updates_in_pass:
+        name = "delayed_update" if settings.offload.delayed_update else "update_in_backward"
         yield (
-            "gathers weights again in the backward pass, which is not tested with params: host and "
-            "update_in_backward",
-            "leave update_in_backward out",
+            f"gathers weights again in the backward pass, which is not tested with {name}",
+            f"leave {name} out",
         )
     if settings.lookup == "owners":
         yield "is not tested with lookup=owners", "use lookup=gather"

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from zerojax.config import MeshConfig
 from zerojax.config.checks import warn_user
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.config.mesh import HOST
 from zerojax.models.batch_weight import BatchWeight, find_batch_weight
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
 from zerojax.models.step_count import check_step_rules
@@ -165,8 +164,8 @@ def choose_batch_weight(
     found, why = find_batch_weight(trace, len(names)), ""
     if found is None:
         why = "the weight is random, or depends on the model or on the whole batch"
-    elif settings.offload.update_in_backward and settings.offload.params == HOST:
-        why = "offload.update_in_backward updates layers during the backward pass"
+    elif settings.offload.updates_in_pass:
+        why = "layers are updated during the backward pass (offload)"
     elif settings.deterministic is not None and found.needs_batch:
         why = "deterministic='mesh' sums weights in its own order"
     what = "derivatives of the model's own (jax.custom_vjp) get gradients of"

@@ -20,7 +20,7 @@ from zerojax.config import MeshConfig, OptimizerConfig
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.config.mesh import HOST
+from zerojax.config.mesh import NVME
 from zerojax.hardware import compile_client
 from zerojax.models.losses import split_result
 from zerojax.operators.attention_choice import attention_planned_for
@@ -43,7 +43,7 @@ from zerojax.plan.gradient_wire import (
     with_gradient_wire,
 )
 from zerojax.plan.inputs import MESH_OPTIONS, PlanInputs, plan_options, resolve_mesh
-from zerojax.plan.kept_parts import with_kept_parts
+from zerojax.plan.kept_parts import with_delayed, with_kept_parts
 from zerojax.plan.layer_choice import check_layer_drop, plan_layer_drop
 from zerojax.plan.layer_draws import describe_draws
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
@@ -60,6 +60,7 @@ from zerojax.plan.loss_checks import (
 )
 from zerojax.plan.offload_pages import check_pages
 from zerojax.plan.offload_tiers import (
+    check_delayed_update,
     check_durable,
     check_update_in_backward,
     find_stacked,
@@ -439,8 +440,9 @@ def _plan_offload(
     settings, mesh = task.settings, task.mesh
     check_durable(settings.offload, task.precision)
     layout = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
-    if settings.offload.params == HOST:
+    if settings.offload.params != NVME:
         check_update_in_backward(layout, task.num_microbatches, task.precision, tx)
+    check_delayed_update(settings.offload, layout, task.num_microbatches)
     averages = layout is not None and optim.EMA in layout.moments
     check_pages(settings, mesh, task.precision, averages=averages)
     return layout
@@ -461,9 +463,15 @@ def _forms(
     portable = build(by_name, placement=users, portable=True, pruned=masked_names(pruned, names))
     about = placement, task.precision, task.mesh, tx, seen.trace.jaxpr
     portable = with_kept_parts(portable, *about)
+    stored = with_kept_parts(stored, *about)
     if offload is not None:
-        portable = portable_on_host(portable, row_layout(offload, names))
-    return with_kept_parts(stored, *about), portable, pruned
+        users_layout = row_layout(offload, names)
+        portable = portable_on_host(portable, users_layout)
+        if task.settings.offload.delayed_update:
+            dtypes = task.precision, task.mesh
+            stored = with_delayed(stored, offload.leaves, placement, *dtypes)
+            portable = with_delayed(portable, users_layout.leaves, users, *dtypes)
+    return stored, portable, pruned
 
 
 def _describe_sent(

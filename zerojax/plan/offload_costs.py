@@ -92,6 +92,8 @@ class Hiding:
       disk_seconds: time of the disk alone, which all devices of a machine share; None if its rate
         is unknown.
       disk_in_pass: time of the disk during the forward and backward pass; 0 if its rate is unknown.
+      tokens_for_update: number of tokens per step of the whole mesh from which an update after the
+        backward pass makes a step at most 10 % longer than products do; None as in `tokens`.
       disk_after: by which the disk takes longer than the link in an update after the backward pass.
       flops: assumed FLOPs per second of one device's products.
       tokens: number of tokens per step of the whole mesh with which products take as long as all
@@ -105,6 +107,7 @@ class Hiding:
     disk_seconds: float | None
     flops: float
     tokens: float | None
+    tokens_for_update: float | None = None
     disk_in_pass: float = 0.0
     disk_after: float = 0.0
 
@@ -138,7 +141,8 @@ def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
     parts = [_update(plan)]
     number = plan.num_microbatches
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
-    streamed = [plan.placement.leaves[name] for name in sorted(layout.by_layer)]
+    far = layout.by_layer - layout.delayed
+    streamed = [plan.placement.leaves[name] for name in sorted(far)]
     in_files = bool(layout.paged)
     if streamed:
         shards = [
@@ -367,7 +371,9 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
     rates = rates or rates_of(gpu, plan.settings.offload.folder)
     layout = plan.offload
     # In the backward pass a layer is updated while the next layers are computed.
-    streaming = layout is not None and layout.update_in_backward and bool(layout.by_layer)
+    streaming = layout is not None and bool(
+        layout.updated_in_pass or (layout.update_in_backward and layout.paged)
+    )
     update = [part for part in moved if part.what == UPDATE and not streaming]
     beside = [part for part in moved if part.what in (WEIGHTS, GRADIENTS)]
     beside += [part for part in moved if part.what == UPDATE and streaming]
@@ -394,6 +400,7 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
         disk_seconds=disk_seconds,
         flops=flops,
         tokens=fixed / left if known else None,
+        tokens_for_update=update_seconds / (0.1 * left) if known else None,
         disk_in_pass=(in_pass + of_inputs) / disk,
         disk_after=max(in_update / disk - update_link, 0.0),
     )

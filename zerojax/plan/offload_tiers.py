@@ -56,9 +56,8 @@ def plan_offload(
     """
     if config.is_off:
         return None
-    by_layer = config.params != DEVICE
-    moved = config.moves_opt_state or by_layer
-    if moved:
+    by_layer = config.by_layer
+    if config.moves_opt_state or by_layer:
         _check_optimizer(tx, config)
     trained = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
     streamed, kept, sliced = [], [], []
@@ -79,12 +78,12 @@ def plan_offload(
     names = {leaf.name for leaf, _ in sliced}
     _check_number_of_slices(sliced, config)
     layers = frozenset(leaf.name for leaf in streamed if leaf.name in names)
-    in_files = config.params == NVME
+    place = {HOST: "streamed", NVME: "paged", DEVICE: "delayed"}[config.params]
+    where = {name: frozenset() for name in ("streamed", "paged", "delayed")}
     return OffloadLayout(
         leaves=_share_out(sliced, config, mesh, layers),
         arrays=(*((MASTER,) if precision.has_masters else ()), *_moments(tx)),
-        streamed=frozenset() if in_files else layers,
-        paged=layers if in_files else frozenset(),
+        **{**where, place: layers},
         activations=config.activations,
         update_in_backward=config.update_in_backward,
         kept=tuple(kept),
@@ -157,41 +156,55 @@ def _share_out(
     shares hold for their sum.
 
     With an update in the backward pass the state of all layers is in one memory. A share of device
-    memory is then for parameters outside of the layers, whose update is after the pass.
+    memory is then for parameters outside of the layers.
 
     Raises:
       ValueError: that share is larger than the parameters outside of the layers.
     """
     shares = config.shares if config.moves_opt_state else {DEVICE: 1.0}
-    if not (config.update_in_backward and config.params == HOST and set(shares) == {DEVICE, HOST}):
-        return _in_shares(sliced, config, mesh, shares)
     outer = [one for one in sliced if one[0].name not in layers]
+    inner = [one for one in sliced if one[0].name in layers]
+    beside = inner[0][1][0] if config.delayed_update and inner else 0
+    if not (config.updates_in_pass and set(shares) == {DEVICE, HOST}):
+        if not beside:
+            return _in_shares(sliced, config, mesh, shares)
+        found = {
+            **_in_shares(outer, config, mesh, shares, beside),
+            **_in_shares(inner, config, mesh, shares),
+        }
+        return {leaf.name: found[leaf.name] for leaf, _ in sliced}
     size, total = (sum(trees.num_elements(x) for _, x in found) for found in (outer, sliced))
     share, most = shares[DEVICE], math.ceil(1000 * size / total) / 1000
     if share > most:
+        name = "delayed_update" if config.delayed_update else "update_in_backward"
         outside = f"{{device: {most:g}, host: {1 - most:g}}}, " if size else ""
         raise ValueError(
-            f"offload.opt_state={dict(shares)}: with update_in_backward the optimizer state of all "
-            f"layers is in the same memory, and {most:g} of the state is outside of them; use "
-            f"offload.opt_state: {outside}host, or device"
+            f"offload.opt_state={dict(shares)}: with {name} the optimizer state of all layers is "
+            f"in the same memory, and {most:g} of the state is outside of them; use "
+            f"offload.opt_state: {outside}host" + ", or device" * (not config.delayed_update)
         )
     here = min(1.0, share * total / size)
     found = {
-        **_in_shares(outer, config, mesh, {DEVICE: here, HOST: 1 - here}),
-        **_in_shares([one for one in sliced if one not in outer], config, mesh, {HOST: 1.0}),
+        **_in_shares(outer, config, mesh, {DEVICE: here, HOST: 1 - here}, beside),
+        **_in_shares(inner, config, mesh, {HOST: 1.0}),
     }
     return {leaf.name: found[leaf.name] for leaf, _ in sliced}
 
 
 def _in_shares(
-    sliced: _Sliced, config: OffloadConfig, mesh: Mesh | AbstractMesh, shares: Mapping[str, float]
+    sliced: _Sliced,
+    config: OffloadConfig,
+    mesh: Mesh | AbstractMesh,
+    shares: Mapping[str, float],
+    beside: int = 0,
 ) -> dict[str, SlicedLeaf]:
+    """Distributes slices over memories; with `beside`, they are updated beside so many layers."""
     # Target and assigned elements per tier, over the leaves so far.
     wanted, given = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0)
     result = {}
     for leaf, shard in sliced:
         size = trees.num_elements(shard)
-        elements = _elements_of_slice(leaf, shard, config, config.slice_limit)
+        elements = _elements_of_slice(leaf, shard, config, config.slice_limit, beside)
         left = count = size // elements
         counts = dict.fromkeys(TIERS, 0)
         for tier, share in shares.items():
@@ -218,11 +231,17 @@ def _in_shares(
 
 
 def _elements_of_slice(
-    leaf: LeafPlacement, shard: tuple[int, ...], config: OffloadConfig, limit: int
+    leaf: LeafPlacement,
+    shard: tuple[int, ...],
+    config: OffloadConfig,
+    limit: int,
+    beside: int = 0,
 ) -> int:
+    if beside:
+        return slice_elements_beside(trees.num_elements(shard), beside, limit)
     layers = shard[0] if leaf.stack_dims else 1
     layer = trees.num_elements(shard) // layers
-    whole_layers = config.update_in_backward or config.params == NVME
+    whole_layers = config.updates_in_pass or config.update_in_backward or config.params == NVME
     return slice_elements(layer, layers, limit, whole_layers=whole_layers)
 
 
@@ -275,11 +294,29 @@ def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -
     return together * layer
 
 
+def slice_elements_beside(elements: int, layers: int, limit: int) -> int:
+    """Returns the number of elements of a slice of which each iteration of a loop over layers
+    updates the same number, so that as few slices as possible are left.
+
+    Args:
+      elements: number of elements of a shard.
+      layers: number of layers.
+      limit: largest number of elements of a slice.
+
+    >>> slice_elements_beside(65_536_000, 22, 2**24)  # 640 slices, of which 2 are left
+    102400
+    """
+    fewest = max(layers, -(-elements // limit))
+    counts = [n for n in range(fewest, 64 * fewest + 1) if elements % n == 0]
+    count = min(counts, key=lambda n: (n % layers) / n, default=1)
+    return elements // count
+
+
 def find_stacked(
     settings: MeshConfig, model: Model, loss: Loss, arrays: tuple[Arrays, Arrays, Any]
 ) -> frozenset[str]:
     """Returns the names of the parameters that the loop over layers reads layer by layer; none if
-    `offload.params` is device.
+    no setting needs them.
 
     Args:
       settings: mesh options.
@@ -297,7 +334,7 @@ def find_stacked(
 def cut_into_layers(
     settings: MeshConfig, model: Model, loss: Loss, arrays: tuple[Arrays, Arrays, Any]
 ) -> LossPieces | None:
-    """Splits the loss at its loop over layers; returns None if `offload.params` is device.
+    """Splits the loss at its loop over layers; returns None if no setting needs it.
 
     Args:
       settings: mesh options.
@@ -308,22 +345,23 @@ def cut_into_layers(
       ValueError: the layers do not run in one loop, or `offload.params` is combined with a pipeline
         or 8-bit products.
     """
-    tier = settings.offload.params
-    if tier == DEVICE:
+    if not settings.offload.by_layer:
         return None
+    asked = settings.offload.by_layer_key
+    is_delayed = settings.offload.delayed_update
+    away = f"leave {asked} out" if is_delayed else "leave offload.params on the device"
     params, extras, batch = arrays
     if settings.stage > 1:
         raise ValueError(
-            f"offload.params={tier} cannot be combined with a pipeline of stage={settings.stage} "
-            "stages: each runs its layers once per microbatch, and would copy them to the device "
-            "each time; use stage=1 (no pipeline), or leave offload.params on the device and put "
-            "opt_state on the host"
+            f"{asked} cannot be combined with a pipeline of stage={settings.stage} stages: each "
+            "runs its layers once per microbatch, and would load them or their state each time; "
+            f"use stage=1 (no pipeline), or {away} and put opt_state on the host"
         )
     if model.overwritten:
         raise ValueError(
-            f"offload.params={tier} cannot be combined with 8-bit products: their scales (such as "
+            f"{asked} cannot be combined with 8-bit products: their scales (such as "
             f"{min(model.overwritten)}) are gradients of the whole loop over layers; use "
-            "matmul_dtype=None, or leave offload.params on the device"
+            f"matmul_dtype=None, or {away}"
         )
 
     def run(values: Any, extras: Any, key: Any, batch: Any) -> Any:
@@ -335,9 +373,8 @@ def cut_into_layers(
         return cut_loss(run, dict(params), dict(extras), key, batch)
     except ValueError as error:
         raise ValueError(
-            f"offload.params={tier} streams layers one by one, so it needs layers that pipeline "
-            f"stages could divide, and this model does not have them: {error}. Or leave "
-            "offload.params on the device"
+            f"{asked} runs layers one by one, so it needs layers that pipeline stages could "
+            f"divide, and this model does not have them: {error}. Or {away}"
         ) from error
 
 
@@ -385,6 +422,30 @@ def check_update_in_backward(
                 f"{what}, and {name} has its optimizer state in {' and '.join(tiers)}; all layers "
                 "must have it in the same memory: use offload.opt_state: host, or device"
             )
+
+
+def check_delayed_update(
+    config: OffloadConfig, layout: OffloadLayout | None, num_microbatches: int
+) -> None:
+    """Raises if a delayed update is requested but cannot run beside the backward pass of layers.
+
+    Raises:
+      ValueError: the message states the conflicting setting and the remedy.
+    """
+    if not config.delayed_update:
+        return
+    what = "offload.delayed_update updates layers in the backward pass of the next step"
+    if num_microbatches != 1:
+        raise ValueError(
+            f"{what}, and with num_microbatches={num_microbatches} there are several; use "
+            "num_microbatches=1, or leave delayed_update out: with that many tokens a step the "
+            "update costs less"
+        )
+    if layout is None or not layout.delayed:
+        raise ValueError(
+            f"{what}, and no parameter of a layer has a shard of offload.min_elements="
+            f"{config.min_elements:,}; lower it, or leave delayed_update out"
+        )
 
 
 def check_durable(config: OffloadConfig, precision: Precision) -> None:

@@ -110,8 +110,8 @@ def why_slices_are_fixed(plan: Decisions) -> str | None:
         return f"offload.slice_elements={config.slice_elements} sets the size"
     if config.on_disk:
         return "files keep the slice size with which they were written"
-    if config.update_in_backward:
-        return "with offload.update_in_backward a slice is a layer"
+    if config.updates_in_pass:
+        return "an update in the backward pass has slices of a layer"
     stored = (plan.precision.param_dtype, plan.precision.moments_dtype)
     if any(np.dtype(dtype) != np.float32 for dtype in stored):
         return "16-bit state is rounded stochastically, slice by slice"

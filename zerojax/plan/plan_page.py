@@ -296,11 +296,17 @@ def hiding_lines(found: Hiding, tokens: int | None) -> list[str]:
             *_wrap(f"products at {rate}, take longer than the transfers with any number of tokens"),
         ]
     now = "" if tokens is None else f" (now {trees.format_count(tokens)})"
-    return lines + _wrap(
+    lines += _wrap(
         f"products at {rate}, take as long as the transfers with "
         f"{trees.format_count(found.tokens)} tokens "
         f"per step{now}"
     )
+    if found.tokens_for_update:
+        lines += _wrap(
+            "the update makes a step at most 10 % longer from "
+            f"{trees.format_count(found.tokens_for_update)} tokens per step on"
+        )
+    return lines
 
 
 def _slices_sentence(layout: OffloadLayout) -> str:

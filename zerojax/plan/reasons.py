@@ -416,13 +416,20 @@ def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list
         f"{what}: {len(layout.leaves)} parameters, in slices of at most {largest:,} elements"
         + stay * bool(layout.kept)
     ]
-    if layout.by_layer:
+    if layout.delayed:
+        beside = sum(bool(layout.beside_a_layer(name)) for name in layout.leaves)
+        lines.append(
+            f"offload.delayed_update: {len(layout.delayed)} parameters of layers, and slices of "
+            f"{beside} others, are updated in the backward pass of the next step; weights are one "
+            "step behind"
+        )
+    elif layout.by_layer:
         lines.append(
             f"offload.params {config.params}: the weights of {len(layout.by_layer)} parameters "
             "are copied to the device layer by layer"
         )
     outer = [leaf for name, leaf in layout.leaves.items() if name not in layout.by_layer]
-    if layout.update_in_backward and layout.streamed and any(x.counts[HOST] for x in outer):
+    if layout.updated_in_pass - layout.delayed and any(x.counts[HOST] for x in outer):
         size, total = (
             sum(math.prod(leaf.shard_shape) for leaf in leaves)
             for leaves in (outer, layout.leaves.values())

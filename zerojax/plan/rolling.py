@@ -255,7 +255,7 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether the settings require layers that run in a loop, as a pipeline and offload by
     layer do."""
-    by_layer = settings.offload.params != DEVICE or settings.offload.activations != DEVICE
+    by_layer = settings.offload.by_layer or settings.offload.activations != DEVICE
     return mesh.shape[STAGE] > 1 or by_layer
 
 

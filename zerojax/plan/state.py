@@ -38,6 +38,9 @@ COPIES = "copies"
 """Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in a state and in the
 names of a checkpoint."""
 MASKS = "masks"
+DELAYED = "delayed"
+"""Key of the gradients that wait for their update (`offload.delayed_update`) in a state and in the
+names of a checkpoint."""
 """Key of the masks of pruned parameters in a state and in the names of a checkpoint."""
 
 
@@ -69,6 +72,9 @@ class TrainState(TypedDict):
         skipped step updates them, too, although it changes no master weight.
       masks: only with pruning: {name: bool array}, placed like the parameter; False where a weight
         is pruned.
+      delayed: only with `offload.delayed_update`: "grads" {name: gradient of the last step}, placed
+        like the parameter, and of the same step "scale" (float32 [], their factor, clipping
+        included), "skip" (bool [], whether they are not used) and "key" (its key data).
     """
 
     step: Any
@@ -84,6 +90,7 @@ class TrainState(TypedDict):
     one_bit: NotRequired[dict[str, Any]]
     copies: NotRequired[dict[str, Any]]
     masks: NotRequired[dict[str, Any]]
+    delayed: NotRequired[dict[str, Any]]
 
 
 def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
@@ -257,6 +264,8 @@ def rows_of_state(
     )
     if MASKS in stored:
         result[MASKS] = {name: params[name] for name in stored[MASKS]}
+    if DELAYED in stored:
+        result[DELAYED] |= {"grads": {name: params[name] for name in stored[DELAYED]["grads"]}}
     result["opt_state"] = _opt_state_rows(tx, stored["params"], params)
     return result
 

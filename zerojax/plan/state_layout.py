@@ -102,6 +102,8 @@ class OffloadLayout:
       streamed: names of the parameters whose weights are in host memory and are read layer by
         layer.
       paged: names of the parameters whose weights are in files and are read layer by layer.
+      delayed: names of the parameters of layers that the backward pass updates with the gradients
+        of the step before; their weights are on the device.
       activations: memory in which the input of each layer is stored until the backward pass.
       update_in_backward: whether layers are updated as soon as their gradients are computed.
       kept: (name, reason) of every parameter that stays on the device while others are offloaded.
@@ -111,6 +113,7 @@ class OffloadLayout:
     arrays: tuple[str, ...]
     streamed: frozenset[str]
     paged: frozenset[str]
+    delayed: frozenset[str] = frozenset()
     activations: str
     update_in_backward: bool
     kept: tuple[tuple[str, str], ...]
@@ -122,8 +125,26 @@ class OffloadLayout:
 
     @property
     def by_layer(self) -> frozenset[str]:
-        """Names of the parameters whose weights are copied to the device layer by layer."""
-        return self.streamed | self.paged
+        """Names of the parameters whose weights are read layer by layer."""
+        return self.streamed | self.paged | self.delayed
+
+    @property
+    def updated_in_pass(self) -> frozenset[str]:
+        """Names of the parameters of layers that the program of the backward pass updates."""
+        return self.delayed | (self.streamed if self.update_in_backward else frozenset())
+
+    def updated_beside(self, name: str) -> int:
+        """Returns the number of slices of a parameter outside of the layers that the backward pass
+        of the layers updates."""
+        layers = self.leaves[min(self.delayed)].shard_shape[0] if self.delayed else 0
+        return layers * self.beside_a_layer(name)
+
+    def beside_a_layer(self, name: str) -> int:
+        """Returns the number of slices of a parameter outside of the layers that are updated beside
+        each layer; 0 unless the update is delayed."""
+        if not self.delayed or name in self.delayed:
+            return 0
+        return self.leaves[name].counts[HOST] // self.leaves[min(self.delayed)].shard_shape[0]
 
     @property
     def paged_order(self) -> tuple[str, ...]:

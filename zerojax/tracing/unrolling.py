@@ -108,8 +108,8 @@ def why_never_unrolled(settings: MeshConfig) -> str | None:
         return f"stage={settings.stage}: a pipeline gives each stage iterations of the loop"
     if settings.zero == 3:
         return "zero=3, which gathers the weights of one layer at a time in the loop"
-    if settings.offload.params != DEVICE or settings.offload.activations != DEVICE:
-        return "offload.params or offload.activations, which move one layer at a time in the loop"
+    if settings.offload.by_layer or settings.offload.activations != DEVICE:
+        return "offload that moves one layer at a time in the loop"
     if settings.deterministic:
         return (
             f"deterministic={settings.deterministic}: fusion across layers may change the rounding "

@@ -35,7 +35,7 @@ from zerojax.plan.frozen_codes import decoded
 from zerojax.plan.kept_parts import copies_begin_anew
 from zerojax.plan.make import Plan
 from zerojax.plan.signed_momentum import coefficients_begin_anew, errors_begin_anew
-from zerojax.plan.state import COPIES, ONE_BIT, TrainState, zero_counter
+from zerojax.plan.state import COPIES, DELAYED, ONE_BIT, TrainState, zero_counter
 from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.trees import flatten_names, format_bytes, num_bytes
 from zerojax.zoo.hugging_face import Pretrained
@@ -167,7 +167,7 @@ def restore_state(
     abstract = portable_to_read(plan)
     names = average_names(abstract["params"])
     has_average = isinstance(abstract["opt_state"], EmaState)
-    averages, kept = [*names, AVERAGE_COUNT], [f"{ONE_BIT}/", f"{COPIES}/"]
+    averages, kept = [*names, AVERAGE_COUNT], [f"{part}/" for part in (ONE_BIT, COPIES, DELAYED)]
     restored = checkpointer.restore(
         abstract,
         step,
@@ -192,9 +192,11 @@ def restore_state(
 def _optional_groups(abstract: Mapping[str, Any]) -> list[list[str]]:
     """Returns groups of names of optional arrays; a checkpoint has all arrays of a group or none.
 
-    Optional arrays are the error feedback of 1-bit optimizers and the copies of weights.
+    Optional arrays are the error feedback of 1-bit optimizers, the copies of weights, and gradients
+    that wait for their update.
     """
-    return [
+    waiting = {DELAYED: abstract[DELAYED]} if DELAYED in abstract else {}
+    return [list(flatten_names(waiting))] * bool(waiting) + [
         list(flatten_names({kind: {name: part}}))
         for kind in (ONE_BIT, COPIES)
         for name, part in abstract.get(kind, {}).items()

@@ -43,7 +43,7 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
     fields = ("params", "opt_state", "masters")
     specs = {name: specs_of(plan.abstract_state[name]) for name in fields}  # type: ignore[literal-required]
 
-    done = layout.streamed if layout.update_in_backward else frozenset()
+    done = layout.updated_in_pass
     given = {name: spec for name, spec in specs["params"].items() if name not in done}
 
     def local(grads: Arrays, old: dict[str, Any], *numbers: jax.Array) -> dict[str, Any]:
@@ -64,7 +64,8 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
                 for moment, empty in zip(after, moments, strict=True):
                     moment[name] = empty
                 continue
-            update = LeafUpdate(begun, leaf, on_host=name in layout.streamed)
+            before = layout.updated_beside(name)
+            update = LeafUpdate(begun, leaf, on_host=name in layout.streamed, before=before)
             master = old["masters"].get(name)
             if last is not None and name not in done:
                 # XLA unrolls a loop over one slice: without a barrier the compiler would load
@@ -90,6 +91,7 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 
     def update(grads: Arrays, state: TrainState, now: ThisStep) -> dict[str, Any]:
         old = {name: state[name] for name in fields}  # type: ignore[literal-required]
+        grads = {name: grads[name] for name in given}
         return mapped(grads, old, clipped_scale(tx, now), now.skip, jax.random.key_data(now.key))
 
     return update
@@ -143,10 +145,19 @@ def update_slice(
 class LeafUpdate:
     """Updates one parameter's optimizer-state slices in memory: first the slices on the device,
     then those on the host.
+
+    Args:
+      begun: the update of this step.
+      leaf: slices of the parameter.
+      on_host: whether the weights are in host memory.
+      before: number of slices on the host that were updated before.
     """
 
-    def __init__(self, begun: BegunUpdate, leaf: SlicedLeaf, *, on_host: bool) -> None:
+    def __init__(
+        self, begun: BegunUpdate, leaf: SlicedLeaf, *, on_host: bool, before: int = 0
+    ) -> None:
         self._begun, self._leaf, self._on_host = begun, leaf, on_host
+        self._before = {DEVICE: 0, HOST: before}
 
     def __call__(
         self,
@@ -168,7 +179,8 @@ class LeafUpdate:
             state = (None if master is None else master[tier], *(m[tier] for m in moments))
             at_once = tier == DEVICE and not self._on_host
             run = self._together if at_once else self._in_loop
-            weights, state = run(tier, weights, state, grad)
+            if leaf.counts[tier] > self._before[tier]:
+                weights, state = run(tier, weights, state, grad)
             if master is not None:
                 new_master[tier] = state[0]
             for own, new in zip(new_moments, state[1:], strict=True):
@@ -189,10 +201,11 @@ class LeafUpdate:
 
     def _in_loop(self, tier: str, weights: Any, state: tuple[Any, ...], grad: Any) -> Any:
         """Updates one slice after the other, in place, in a loop."""
-        first, count = self._leaf.first(tier), self._leaf.counts[tier]
+        before = self._before[tier]
+        first, count = self._leaf.first(tier) + before, self._leaf.counts[tier] - before
         master, *moments = state
         sliced = moments if master is None else [master, *moments]
-        stacks = [SliceStack(array=x, on_host=tier == HOST) for x in sliced]
+        stacks = [SliceStack(array=x, first=before, on_host=tier == HOST) for x in sliced]
         on_host = self._on_host
         stacks.append(SliceStack(array=grad, first=first, on_host=on_host, is_written=False))
         # Without a master the update starts from the weights.

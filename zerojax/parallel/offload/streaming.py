@@ -30,6 +30,7 @@ from zerojax.parallel.offload.streaming_layers import (
     floating,
     join,
     run_backward,
+    run_delayed_backward,
     run_forward,
     run_updating_backward,
 )
@@ -406,11 +407,11 @@ class StreamedPass:
             of_head, gradients = lax.optimization_barrier((of_head, gradients))
         totals = sink.start(totals, sums)
         pulled = work, last, inputs, gradients, totals
-        gradients, consts, others, totals = (
-            run_updating_backward(*pulled, updates=sink)
-            if isinstance(sink, Updates)
-            else run_backward(*pulled, take=sink.take)
-        )
+        if isinstance(sink, Updates):
+            run = run_delayed_backward if sink.is_delayed else run_updating_backward
+            gradients, consts, others, totals = run(*pulled, updates=sink)
+        else:
+            gradients, consts, others, totals = run_backward(*pulled, take=sink.take)
         found = [of_head]
         if pull_around is not None:
             found += pull_around((consts, others))

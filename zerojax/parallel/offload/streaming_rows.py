@@ -41,21 +41,26 @@ Arrays = dict[str, Any]
 _AXES_OF_EXPERTS = tuple(axis for axis in DATA_AXES if axis != EXPERT)
 
 
-class HostStacks:
-    """Creates, reads and writes stacks in host memory, {name: [rows, ...]}, row by row in a loop.
+class RowStacks:
+    """Creates, reads and writes stacks {name: [rows, ...]}, row by row in a loop.
 
     Args:
       specs: {name: partition spec of a row over the axes that the compiler partitions}.
+      on_host: whether the stacks are in pinned host memory.
     """
 
-    def __init__(self, specs: Mapping[str, P]) -> None:
-        self.specs = dict(specs)
+    def __init__(self, specs: Mapping[str, P], *, on_host: bool = True) -> None:
+        self.specs, self.on_host = dict(specs), on_host
+
+    def leave(self, row: jax.Array) -> jax.Array:
+        """Copies a row on the device to the memory of the stacks."""
+        return to_host(row) if self.on_host else row
 
     def _stack_specs(self, names: Any) -> dict[str, P]:
         return {name: P(None, *self.specs[name]) for name in names}
 
     def empty(self, rows: int, like: Mapping[str, Any]) -> Arrays:
-        """Creates uninitialized stacks {name: [rows, *shape]} in host memory.
+        """Creates stacks {name: [rows, *shape]} with arbitrary values.
 
         Args:
           rows: number of rows of each stack.
@@ -66,7 +71,7 @@ class HostStacks:
             # Each stack gets other values. The compiler would merge two equal stacks into one
             # array, and copy that in host memory before a loop writes to it.
             return {
-                name: to_host(jnp.full((rows, *row.shape), number, like[name].dtype))
+                name: self.leave(jnp.full((rows, *row.shape), number, like[name].dtype))
                 for number, (name, row) in enumerate(rows_like.items())
             }
 
@@ -79,7 +84,9 @@ class HostStacks:
         """Loads one row of each stack to the device."""
 
         def local(stacks: Arrays, index: jax.Array) -> Arrays:
-            return {name: to_device(take_slice(stack, index)) for name, stack in stacks.items()}
+            take = lambda stack: take_slice(stack, index)  # noqa: E731
+            bring = (lambda stack: to_device(take(stack))) if self.on_host else take
+            return {name: bring(stack) for name, stack in stacks.items()}
 
         rows = {name: self.specs[name] for name in stacks}
         given = self._stack_specs(stacks), P()
@@ -90,7 +97,7 @@ class HostStacks:
 
         def local(stacks: Arrays, rows: Arrays, index: jax.Array) -> Arrays:
             return {
-                name: put_slice(stack, to_host(rows[name].astype(stack.dtype)), index)
+                name: put_slice(stack, self.leave(rows[name].astype(stack.dtype)), index)
                 for name, stack in stacks.items()
             }
 
@@ -104,7 +111,8 @@ class LayerRows:
 
     Args:
       config: configuration of the pass.
-      waiting: {name: this device's shard of a stack in host memory}.
+      waiting: {name: this device's shard of a stack that is read row by row}: of those in host
+        memory, or of those that a delayed update changes during the pass.
       inputs, constants: of the stacks on the device, see
         `zerojax.parallel.zero.prepare_parameters`.
       frozen: names of the parameters without gradient.
@@ -134,7 +142,9 @@ class LayerRows:
             for name in sharded
         }
         self.tiles = {name: tiles for name, tiles in config.tiles.items() if name in waiting}
-        self.stacks = HostStacks({name: P(*self.leaves[name].axes[1:]) for name in waiting})
+        assert config.offload is not None
+        rows = {name: P(*self.leaves[name].axes[1:]) for name in waiting}
+        self.stacks = RowStacks(rows, on_host=not config.offload.delayed)
 
     @property
     def names(self) -> list[str]:
@@ -152,7 +162,7 @@ class LayerRows:
 
     @property
     def streamed(self) -> list[str]:
-        """Names of the trained stacks in host memory."""
+        """Names of the trained stacks in `waiting`."""
         return [name for name in self.trained if name in self.waiting]
 
     @property
@@ -323,7 +333,7 @@ def host_inputs(specs: list[P]) -> Inputs:
     Args:
       specs: partition spec of each activation over the axes that the compiler partitions.
     """
-    stacks = HostStacks({str(at): spec for at, spec in enumerate(specs)})
+    stacks = RowStacks({str(at): spec for at, spec in enumerate(specs)})
     here = device_inputs()
 
     def split(values: Any) -> tuple[Arrays, list]:

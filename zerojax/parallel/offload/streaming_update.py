@@ -22,6 +22,7 @@ from zerojax.config.mesh import HOST
 from zerojax.parallel import model_state
 from zerojax.parallel.offload.sliced_update import begin, context_of, update_slice
 from zerojax.parallel.offload.streaming import StreamedPass, one_of
+from zerojax.parallel.offload.streaming_layers import divide
 from zerojax.parallel.offload.streaming_rows import LayerRows, put_rows, split_by_name
 from zerojax.parallel.sums import over_auto_axes, sum_replicated
 from zerojax.parallel.zero import (
@@ -92,12 +93,10 @@ def build_updating_gradients(
     def gradients(state: TrainState, key_data: Any, batch: Arrays):
         params, frozen = state["params"], state["frozen"]
         leaves = {name: layout.leaves[name] for name in layout.streamed}
-        slices = _slices_of(state, leaves)
+        slices = slices_of(state, leaves)
         specs = specs_of(config, params), specs_of(config, frozen), P()
         slice_specs = {
-            name: [
-                {tier: _slice_spec(layout.leaves[name], PASS_AXES) for tier in x} for x in arrays
-            ]
+            name: [{tier: slice_spec(layout.leaves[name], PASS_AXES) for tier in x} for x in arrays]
             for name, arrays in slices.items()
         }
         streamed, others = split_by_name(specs[0], layout.streamed)
@@ -118,7 +117,7 @@ def build_updating_gradients(
             key_data,
             batch,
         )
-        return sums, grads, extras, _with_slices(state, leaves, weights, slices)
+        return sums, grads, extras, with_slices(state, leaves, weights, slices)
 
     return gradients
 
@@ -162,14 +161,12 @@ class LayerUpdates:
         loss = summed["loss"] / summed["weight"]
         return {**totals, "scale": 1 / summed["weight"], "skip": ~jnp.isfinite(loss)}
 
+    is_delayed = False
+
     @property
-    def halves(self) -> tuple[list[str], list[str]]:
-        """Names of the streamed parameters in two groups with about as many bytes."""
-        size = {name: self.rows.waiting[name].size for name in self.rows.streamed}
-        halves: tuple[list[str], list[str]] = ([], [])
-        for name in sorted(size, key=lambda name: (-size[name], name)):
-            min(halves, key=lambda half: sum(size[one] for one in half)).append(name)
-        return halves
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the streamed parameters in groups with about as many bytes."""
+        return divide({name: self.rows.waiting[name].size for name in self.rows.streamed})
 
     def load(self, totals: Arrays, index: Any, names: Sequence[str]) -> Arrays:
         """Loads this device's shards of weights of one layer, before the layer's update."""
@@ -179,6 +176,10 @@ class LayerUpdates:
         """Adds the weights that are not updated here, and all-gathers."""
         frozen = {name: x for name, x in self.rows.waiting.items() if name in self.rows.frozen}
         return self.rows.complete({**self.rows.stacks.load(frozen, index), **shards}, index)
+
+    def waiting(self, totals: Arrays, index: Any) -> Any:
+        """Is not called: the gradients are those of this step."""
+        raise NotImplementedError
 
     def receive(self, totals: Arrays, index: Any, grads: Arrays) -> tuple[Arrays, Any]:
         """Sums a layer's gradients over devices; returns (totals, (gradients, whether to skip the
@@ -200,7 +201,7 @@ class LayerUpdates:
         """Updates parameters of a layer; returns {name: [new weights of the layer, new slices of
         each array]}.
         """
-        grads, skip = {name: waiting[0][name] for name in names}, waiting[1]
+        grads, skip = self._gradients(waiting[0], names), waiting[1]
         loaded = {name: loaded[name] for name in names}
 
         def local(loaded: Arrays, grads: Arrays, bare: Any, index: Any, *numbers: Any) -> Any:
@@ -210,7 +211,7 @@ class LayerUpdates:
                 for name, grad in grads.items()
             }
 
-        rows = {name: self._row_spec(name) for name in grads}
+        rows = {name: self._gradient_spec(name) for name in grads}
         given = self._state_specs(totals, names, self._reads_row), rows, P(), P(), P(), P(), P()
         return over_auto_axes(local, given, self._state_specs(totals, names, has_row=True))(
             loaded,
@@ -267,7 +268,7 @@ class LayerUpdates:
 
     def _specs(self, totals: Arrays, names: Sequence[str]) -> tuple[Arrays, Arrays]:
         """Returns the partition specs of the result of `_arrays`."""
-        stacks = {name: P(*self.rows.leaves[name].axes) for name in names}
+        stacks = {name: self._whole_spec(name) for name in names}
         slices = {
             name: [{tier: self._leaf(name).spec for tier in x} for x in totals["slices"][name]]
             for name in names
@@ -281,13 +282,24 @@ class LayerUpdates:
         """
         return not self.plan.precision.has_masters
 
-    def _leaf(self, name: str) -> _LayerOfLeaf:
+    def _gradients(self, waiting: Arrays, names: Sequence[str]) -> Arrays:
+        """Returns the gradients of these parameters for `update`."""
+        return {name: waiting[name] for name in names}
+
+    def _gradient_spec(self, name: str) -> P:
+        """Returns the partition spec of a gradient in the result of `_gradients`."""
+        return self._row_spec(name)
+
+    def _leaf(self, name: str) -> LayerOfLeaf:
         assert self.plan.offload is not None
         leaf = self.plan.offload.leaves[name]
-        return _LayerOfLeaf(leaf, self.rows.waiting[name].dtype, reads_row=self._reads_row)
+        return LayerOfLeaf(leaf, self.rows.waiting[name].dtype, reads_row=self._reads_row)
+
+    def _whole_spec(self, name: str) -> P:
+        return P(*self.plan.placement.leaves[name].axes)
 
     def _row_spec(self, name: str) -> P:
-        return P(*self.rows.leaves[name].axes[1:])
+        return P(*self.plan.placement.leaves[name].axes[1:])
 
     def _state_specs(
         self, totals: Arrays, names: Sequence[str], has_row: bool
@@ -300,18 +312,27 @@ class LayerUpdates:
         }
 
 
-class _LayerOfLeaf:
+class LayerOfLeaf:
     """Loads, updates and stores the slices of one parameter in one layer, on one device.
+
+    Args:
+      leaf: the parameter's slices.
+      dtype: dtype of its weights.
+      reads_row: whether the update starts from the weights, because there are no masters.
+      on_host: whether the weights are in host memory.
 
     Attributes:
       spec: partition spec of slices over the axes that the compiler partitions.
     """
 
-    def __init__(self, leaf: SlicedLeaf, dtype: Any, *, reads_row: bool) -> None:
+    def __init__(
+        self, leaf: SlicedLeaf, dtype: Any, *, reads_row: bool, on_host: bool = True
+    ) -> None:
         self._leaf, self._dtype, self._reads_row = leaf, dtype, reads_row
+        self._on_host = on_host
         (self._tier,) = [tier for tier, count in leaf.counts.items() if count]
         self._per_layer = leaf.num_slices // leaf.shard_shape[0]
-        self.spec = _slice_spec(leaf, (MODEL,))
+        self.spec = slice_spec(leaf, (MODEL,))
 
     def update(
         self, begun: Any, loaded: list[jax.Array], grad: jax.Array, index: Any
@@ -336,7 +357,8 @@ class _LayerOfLeaf:
         array].
         """
         bring = to_device if self._tier == HOST else _same
-        row = [to_device(take_slice(weights, index))] if self._reads_row else []
+        bring_row = to_device if self._on_host else _same
+        row = [bring_row(take_slice(weights, index))] if self._reads_row else []
         # Slice numbers are linear in the loop's counter, so that the copy engine moves the slices.
         # All slices of the layer are one copy: several to one array would wait for each other.
         first = index * self._per_layer
@@ -348,19 +370,20 @@ class _LayerOfLeaf:
     ) -> tuple[jax.Array, list[Arrays]]:
         """Writes the result of `update` into the arrays; returns (stack of the weights, slices)."""
         leave = to_host if self._tier == HOST else _same
+        leave_row = to_host if self._on_host else _same
         first = index * self._per_layer
         after = [
             {self._tier: put_slices(one[self._tier], leave(block), first)}
             for one, block in zip(slices, new[1:], strict=True)
         ]
-        return put_slice(weights, to_host(new[0]), index), after
+        return put_slice(weights, leave_row(new[0]), index), after
 
 
 def _same(x: jax.Array) -> jax.Array:
     return x
 
 
-def _slice_spec(leaf: SlicedLeaf, axes: tuple[str, ...]) -> P:
+def slice_spec(leaf: SlicedLeaf, axes: tuple[str, ...]) -> P:
     """Returns the partition spec of slices over those of their mesh axes that are in `axes`.
 
     Among the slices' mesh axes, those in `axes` have to be all before or all after the others.
@@ -372,7 +395,7 @@ def _slice_spec(leaf: SlicedLeaf, axes: tuple[str, ...]) -> P:
 # --- the parts of a state -------------------------------------------------------------------------
 
 
-def _slices_of(state: TrainState, leaves: Mapping[str, SlicedLeaf]) -> Arrays:
+def slices_of(state: TrainState, leaves: Mapping[str, SlicedLeaf]) -> Arrays:
     """Returns {name: [master if there is one, moments], each {storage tier: slices}} of a state."""
     masters = state["masters"]
     slices = {name: [masters[name]] if name in masters else [] for name in sorted(leaves)}
@@ -385,10 +408,10 @@ def _slices_of(state: TrainState, leaves: Mapping[str, SlicedLeaf]) -> Arrays:
     return slices
 
 
-def _with_slices(
+def with_slices(
     state: TrainState, leaves: Mapping[str, SlicedLeaf], weights: Arrays, slices: Arrays
 ) -> TrainState:
-    """Returns the state with these weights and slices (which `_slices_of` returned)."""
+    """Returns the state with these weights and slices (which `slices_of` returned)."""
     old = state["masters"]
 
     def put(leaf: SlicedLeaf, number: int, _: Any) -> Any:
