@@ -21,11 +21,11 @@ from zerojax.models.adapt import bound_attribute
 from zerojax.models.losses import own_means
 from zerojax.models.step_count import after_step
 from zerojax.operators.attention_choice import attention_measured
-from zerojax.optim import Optimizer, loss_scale, one_bit_of
+from zerojax.optim import loss_scale, one_bit_of
 from zerojax.parallel import pipeline, zero
 from zerojax.parallel.deterministic_update import build_chunked_update, build_fixed_norm
 from zerojax.parallel.offload import streaming
-from zerojax.parallel.offload.delayed_update import build_delayed_gradients
+from zerojax.parallel.offload.delayed_update import build_delayed_gradients, with_delay
 from zerojax.parallel.offload.disk_durable import write_rest
 from zerojax.parallel.offload.disk_step import DiskStep, pending_of, pending_shardings
 from zerojax.parallel.offload.paged_layers import LayerPrograms, build_paged_gradients
@@ -40,7 +40,7 @@ from zerojax.parallel.one_bit_update import (
 )
 from zerojax.parallel.prune_masks import mask_gradients, masked_weights
 from zerojax.parallel.step_numbers import StepWithNumbers, takes_numbers
-from zerojax.parallel.update import ThisStep, build_norm, build_update, clipped_scale
+from zerojax.parallel.update import ThisStep, build_norm, build_update
 from zerojax.parallel.weight_copies import build_following
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.kept_parts import copies_key
@@ -136,7 +136,6 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
 
     def compute(state: TrainState, batch: Any, numbers: Any) -> tuple[Any, ...]:
         key = step_key(state["rng"], state["step"])
-        waiting = state.get(DELAYED)
         factor = factor_of(state, batch["batch"] if paged else batch)
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
         grads = mask_gradients(plan, grads, state)
@@ -147,11 +146,7 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         grad_norm = read.norm
         finite = jnp.isfinite(loss) & (read.read_finite if in_backward else jnp.isfinite(grad_norm))
         now = ThisStep(scale, grad_norm, ~finite, key, loss, numbers)
-        if waiting is None:
-            updated = update(grads, state, now)
-        else:
-            updated = update(waiting["grads"], state, _late(waiting))
-            updated[DELAYED] = _waiting(plan, grads, now)
+        updated = update(grads, state, now)
         extras = after_step(extras, plan.model.step_rules)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         skipped = 1 - finite.astype(jnp.int32)
@@ -219,19 +214,6 @@ def _with_optional_parts(
         new_state["masks"] = state["masks"]
         new_state["params"], new_state["opt_state"] = masked_weights(plan, new_state)
     return new_state
-
-
-def _waiting(plan: Plan, grads: Any, now: ThisStep) -> dict[str, Any]:
-    """Returns the `DELAYED` part of a state: gradients, and what their update needs."""
-    assert isinstance(plan.tx, Optimizer)
-    scale, key = clipped_scale(plan.tx, now), jax.random.key_data(now.key)
-    return {"grads": grads, "scale": scale, "skip": now.skip, "key": key}
-
-
-def _late(waiting: dict[str, Any]) -> ThisStep:
-    """Returns the inputs of the update of gradients that waited, whose scale includes clipping."""
-    zero, key = jnp.float32(0), jax.random.wrap_key_data(waiting["key"])
-    return ThisStep(waiting["scale"], zero, waiting["skip"], key, zero)
 
 
 class _OneProgram:
@@ -411,7 +393,7 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
             return *end(state["params"], state["extras"], given["totals"]), state
 
         return ending
-    if plan.settings.offload.delayed_update:
+    if plan.offload is not None and plan.offload.delayed:
         return build_delayed_gradients(plan, config)
     if _updates_in_backward(plan):
         updating = build_updating_gradients(plan, config)
@@ -459,7 +441,8 @@ def draw_layers(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
 def _build_update(plan: Plan) -> Any:
     """Builds the traced update, `(gradients, state, ThisStep) -> changed parts of the state`."""
     if plan.offload is not None and plan.offload.leaves:
-        return build_offload_update(plan)
+        update = build_offload_update(plan)
+        return with_delay(plan, update) if plan.offload.delayed else update
     one_bit = one_bit_of(plan.tx)
     if one_bit is not None and one_bit.per_layer:
         return build_averaging_update(plan)

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.mesh import HOST
+from zerojax.optim import Optimizer
 from zerojax.parallel import model_state
 from zerojax.parallel.offload.sliced_update import update_slice
 from zerojax.parallel.offload.streaming import StreamedPass, one_of
@@ -31,6 +33,7 @@ from zerojax.parallel.offload.streaming_update import (
     with_slices,
 )
 from zerojax.parallel.sums import sum_replicated
+from zerojax.parallel.update import ThisStep, clipped_scale
 from zerojax.parallel.zero import (
     PassConfig,
     over_batch,
@@ -138,6 +141,34 @@ def build_delayed_gradients(
         return sums, grads, extras, with_slices(state, leaves, weights, slices)
 
     return gradients
+
+
+def with_delay(
+    plan: Plan, update: Callable[..., dict[str, Any]]
+) -> Callable[[Arrays, TrainState, ThisStep], dict[str, Any]]:
+    """Returns an update that uses the gradients that wait in the state, and puts those that it is
+    given in their place.
+
+    Args:
+      update: result of `zerojax.parallel.offload.sliced_update.build_offload_update`.
+    """
+    assert isinstance(plan.tx, Optimizer)
+    tx = plan.tx
+
+    def updated(grads: Arrays, state: TrainState, now: ThisStep) -> dict[str, Any]:
+        old, zero = state[DELAYED], jnp.float32(0)
+        key = jax.random.wrap_key_data(old["key"])
+        # The scale includes clipping already, so that the norm is not needed.
+        late = ThisStep(scale=old["scale"], norm=zero, skip=old["skip"], key=key, loss=zero)
+        new = {
+            "grads": grads,
+            "scale": clipped_scale(tx, now),
+            "skip": now.skip,
+            "key": jax.random.key_data(now.key),
+        }
+        return {**update(old["grads"], state, late), DELAYED: new}
+
+    return updated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
