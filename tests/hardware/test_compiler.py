@@ -20,7 +20,13 @@ from zerojax import make_mesh
 from zerojax.config import MeshConfig
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.plan.compiler_options import NO_KERNELS_OPTIONS, PREFETCH_OPTIONS, choose_options
+from zerojax.plan.compiler_options import (
+    NO_KERNELS_OPTIONS,
+    PREFETCH_OPTIONS,
+    TWO_AT_ONCE_OPTIONS,
+    UNFILLED_OPTIONS,
+    choose_options,
+)
 from zerojax.plan.device_mesh import make_abstract_mesh
 
 H100 = find_gpu("h100")
@@ -233,14 +239,15 @@ def test_arithmetic_on_the_host_is_refused_with_a_remedy():
 @pytest.mark.gpu_programs
 def test_steps_with_host_memory_are_compiled_with_the_guard():
     mesh = make_mesh({"data": 8}, devices=compile_client.gpu_devices(H100, 8))
-    assert choose_options(mesh, regather=False) == ({}, {})
-    assert choose_options(mesh, regather=False, on_host=True) == (compile_client.HOST_OPTIONS, {})
+    assert choose_options(mesh, regather=False) == (UNFILLED_OPTIONS, {})
+    with_host = UNFILLED_OPTIONS | compile_client.HOST_OPTIONS
+    assert choose_options(mesh, regather=False, on_host=True) == (with_host, {})
     chosen, dropped = choose_options(mesh, regather=True, unrolled=True)
-    assert chosen == {}
+    assert chosen == UNFILLED_OPTIONS
     (why,) = (dropped[name] for name in PREFETCH_OPTIONS)
     assert why == "layers outside of loops would all be gathered for the next microbatch, too"
     chosen, dropped = choose_options(mesh, regather=True, on_host=True)
-    assert chosen.keys() | dropped.keys() == {*compile_client.HOST_OPTIONS, *PREFETCH_OPTIONS}
+    assert chosen.keys() | dropped.keys() == {*with_host, *PREFETCH_OPTIONS, *TWO_AT_ONCE_OPTIONS}
 
 
 @needs_compiler
@@ -248,10 +255,10 @@ def test_steps_with_host_memory_are_compiled_with_the_guard():
 def test_small_all_reduces_over_many_devices_do_not_end_the_process():
     """Without the option XLA aborts, and this process with it."""
     few = make_mesh({"data": 32}, devices=compile_client.gpu_devices(H100, 32))
-    assert choose_options(few, regather=False) == ({}, {})
+    assert choose_options(few, regather=False) == (UNFILLED_OPTIONS, {})
     mesh = make_mesh({"data": 64}, devices=compile_client.gpu_devices(H100, 64))
     chosen, dropped = choose_options(mesh, regather=False)
-    assert (chosen, dropped) == (NO_KERNELS_OPTIONS, {})
+    assert (chosen, dropped) == (UNFILLED_OPTIONS | NO_KERNELS_OPTIONS, {})
     numbers = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=NamedSharding(mesh, P()))
     summed = jax.shard_map(
         lambda x: lax.psum(2 * x, "data"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
