@@ -45,6 +45,7 @@ Tiers = Mapping[str, Mapping[str, Any]]
 TIERS: Tiers = {
     "none": {},
     "opt_state host": {"opt_state": "host"},
+    "opt_state host, delayed": {"opt_state": "host", "delayed_update": True},
     "params host": {"params": "host", "opt_state": "host"},
     "update in the backward pass": {
         "params": "host",

@@ -250,3 +250,10 @@ def the_update_is_copied_beside_products(built):
 def no_copy_in_a_loop_is_beside_nothing(built):
     found = built.in_loops(built.case.depths[-1])
     assert [copy.name for copy in found if not copy.overlap.matmuls] == []
+
+
+@claim(lambda case: not case.updates and case.devices == 1)
+def the_update_is_copied_in_both_directions_at_once(built):
+    found = [copy for copy in built.in_loops(built.case.depths[-1]) if not copy.overlap.matmuls]
+    assert {copy.direction for copy in found} == {"to device", "to host"}
+    assert [copy.name for copy in found if not copy.opposite_bytes] == []
