@@ -2,8 +2,8 @@
 
 Compared with `write` and `fsync` of the same bytes into one file, with Orbax's checkpointer, and
 with `torch.save`, which DeepSpeed's default checkpoint engine calls. 522 MB of float32 in 52 and in
-232 arrays, on 1 and on 8 CPU devices; all ways alternate in one process, and the disk is idle before
-each.
+232 arrays, on 1 and on 8 CPU devices; all ways alternate in one process, and the disk is idle
+before each.
 """
 
 from __future__ import annotations
