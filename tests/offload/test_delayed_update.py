@@ -185,6 +185,7 @@ def uninterrupted() -> tuple[dict[str, bytes], list[float]]:
     return bits(trainer), losses
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_holds_the_gradients_that_wait(tmp_path):
     _, losses = train(2, DELAYED, checkpoint=tmp_path / "run")
     trainer, more = train(4, DELAYED, checkpoint=tmp_path / "run")

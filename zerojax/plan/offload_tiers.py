@@ -349,6 +349,7 @@ def cut_into_layers(
         return None
     asked = settings.offload.by_layer_key
     is_delayed = settings.offload.delayed_update
+    does = "updates" if is_delayed else "streams"
     away = f"leave {asked} out" if is_delayed else "leave offload.params on the device"
     params, extras, batch = arrays
     if settings.stage > 1:
@@ -373,7 +374,7 @@ def cut_into_layers(
         return cut_loss(run, dict(params), dict(extras), key, batch)
     except ValueError as error:
         raise ValueError(
-            f"{asked} runs layers one by one, so it needs layers that pipeline stages could "
+            f"{asked} {does} layers one by one, so it needs layers that pipeline stages could "
             f"divide, and this model does not have them: {error}. Or {away}"
         ) from error
 

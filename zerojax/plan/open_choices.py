@@ -111,7 +111,7 @@ def why_slices_are_fixed(plan: Decisions) -> str | None:
     if config.on_disk:
         return "files keep the slice size with which they were written"
     if config.updates_in_pass:
-        return "an update in the backward pass has slices of a layer"
+        return "with an update in the backward pass a slice is a layer"
     stored = (plan.precision.param_dtype, plan.precision.moments_dtype)
     if any(np.dtype(dtype) != np.float32 for dtype in stored):
         return "16-bit state is rounded stochastically, slice by slice"

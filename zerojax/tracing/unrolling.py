@@ -108,8 +108,10 @@ def why_never_unrolled(settings: MeshConfig) -> str | None:
         return f"stage={settings.stage}: a pipeline gives each stage iterations of the loop"
     if settings.zero == 3:
         return "zero=3, which gathers the weights of one layer at a time in the loop"
-    if settings.offload.by_layer or settings.offload.activations != DEVICE:
-        return "offload that moves one layer at a time in the loop"
+    if settings.offload.by_layer:
+        return f"{settings.offload.by_layer_key}, which moves one layer at a time in the loop"
+    if settings.offload.activations != DEVICE:
+        return "offload.activations, which move one layer at a time in the loop"
     if settings.deterministic:
         return (
             f"deterministic={settings.deterministic}: fusion across layers may change the rounding "
