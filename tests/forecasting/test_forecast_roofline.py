@@ -309,6 +309,7 @@ def test_remedies_stand_in_order_and_each_is_for_this_plan():
         ({"rows": 8}, "num_microbatches"),
         ({"rows": 8}, "--devices"),
         ({"model": 4}, "mesh.model"),  # a node of this card has 4
+        ({"delayed": True}, "offload.params"),  # which it excludes
     ],
 )
 def test_a_remedy_that_cannot_help_this_plan_is_not_named(settings, absent):

@@ -15,16 +15,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import zerojax
 from tests.support.pipeline_runs import function_model
 from tests.support.small_models import reference_model, regression_loss
-from tests.support.trajectories import TOLERANCE, advance, plan_for, regression_batch, text_batch
+from tests.support.trajectories import (
+    TOLERANCE,
+    advance,
+    plan_for,
+    regression_batch,
+    text_batch,
+    train_for,
+)
 from zerojax.config import LogConfig
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.precision import as_precision
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import from_portable_state, to_portable_state
+from zerojax.plan.host_budget import host_remedies
 
 DELAYED = {
     "opt_state": "host",
@@ -231,3 +240,46 @@ def test_an_overflow_of_float16_is_not_applied_later():
     assert 10 < int(run.state["skipped"]) < 25
     assert np.all(np.isfinite(run.losses))
     assert run.losses[-1] < run.losses[0]
+
+
+# What else a run has
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, grad: (jnp.clip(grad, -1e-3, 1e-3),))
+
+
+class Clipped(nnx.Module):
+    """Layers whose gradients are clipped by a derivative of the model's own."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(12, 16, rngs=rngs)
+        self.blocks = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs))(rngs.split(3))
+        self.last = nnx.Linear(16, 5, rngs=rngs)
+
+    def loss(self, batch: dict) -> Any:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def apply(block: nnx.Linear, x: jax.Array) -> jax.Array:
+            return clipped(x + jnp.tanh(block(x)))
+
+        found = self.last(apply(self.blocks, self.first(batch["x"])))
+        return jnp.mean(jnp.square(found - batch["y"]))
+
+
+@pytest.mark.thorough
+def test_a_derivative_of_the_models_own_gets_the_gradient_of_the_mean():
+    options = {"batch": regression_batch, "optimizer": make_optimizer(), "steps": 6}
+    options |= {"offload": DELAYED, "persistence_threshold": 10}
+    one, several = (train_for(Clipped, devices=n, zero=1, **options) for n in (1, 4))
+    np.testing.assert_allclose(several.losses, one.losses, rtol=0, atol=TOLERANCE)
+    assert one.losses[0] - one.losses[-1] > 0.1
+
+
+def test_too_little_host_memory_is_not_answered_with_files():
+    remedies = list(host_remedies(delayed_plan(Row(zero=1)), needed=2**20, there=2**10))
+    assert remedies
+    assert not [remedy for remedy in remedies if "opt_state" in remedy]

@@ -50,6 +50,7 @@ def sample_plan(
     remat: str = "none",
     rows: int = 64,
     stage: int = 1,
+    delayed: bool = False,
 ) -> Plan:
     """A Llama of four layers on an abstract mesh."""
     config = ModelConfig(
@@ -62,6 +63,7 @@ def sample_plan(
         example_batch={"tokens": tokens, "targets": tokens},
         zero=zero,
         num_microbatches=num_microbatches,
+        offload={"opt_state": "host", "delayed_update": True} if delayed else {},
     )
 
 

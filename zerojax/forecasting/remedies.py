@@ -28,6 +28,7 @@ from zerojax.plan.counts import (
     PIPELINE_BUFFERS,
     STORED,
     kept_activation_bytes,
+    shard_bytes,
     whole_elements,
 )
 from zerojax.plan.device_mesh import DATA, MODEL, STAGE, num_data_shards, state_axes
@@ -338,7 +339,15 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
         why = "the input of each layer is stored in host memory"
         waiting = min(kept_inputs, _sum(sizes, ACTIVATIONS))
         yield Remedy("mesh.offload.activations=host", why, waiting * (1 - 2 / num_layers(plan)), 5)
-    if config.params == DEVICE and in_slices and config.moves_opt_state:
+    if config.delayed_update:
+        why = "gradients no longer wait on the device between steps; the update is then not hidden"
+        yield Remedy(
+            "mesh.offload.delayed_update=false",
+            why,
+            shard_bytes(plan.abstract_state.get("delayed")),
+            5,
+        )
+    elif config.params == DEVICE and in_slices and config.moves_opt_state:
         leaves = plan.placement.leaves.values()
         stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.num_slices > 1)
         share = stacked / plan.placement.num_parameters() * (1 - 2 / num_layers(plan))
