@@ -130,7 +130,9 @@ def test_a_program_becomes_kernels_and_transfers_in_the_order_of_its_schedule():
     ]
 
 
-def expected(facts: dict, card: str, in_pass: float = 0.0, after: float = 0.0) -> Expected | None:
+def expected(
+    facts: dict, card: str, in_pass: float = 0.0, after: float = 0.0, link: float = 0.0
+) -> Expected | None:
     return expected_time(
         facts,
         find_gpu(card),
@@ -139,6 +141,7 @@ def expected(facts: dict, card: str, in_pass: float = 0.0, after: float = 0.0) -
         folder=None,
         disk_in_pass=in_pass,
         disk_after=after,
+        link_after=link,
         model_flops=1.0,
         model_peak=1.0,
         tokens=None,
@@ -159,6 +162,10 @@ def test_files_are_hidden_by_the_program_but_not_those_of_an_update_after_it():
     found = expected(facts, "h200", in_pass=half, after=half)
     assert found.seconds == alone.seconds + half
     assert found.disk_seconds == pytest.approx(half)
+    # Half of the program is the link of the update, beside which the files of the passes wait.
+    found = expected(facts, "h200", in_pass=twice, after=2 * alone.seconds, link=half)
+    assert found.seconds == pytest.approx(twice + 2 * alone.seconds)
+    assert expected(facts, "h200", in_pass=half, after=half, link=half).seconds == alone.seconds
 
 
 @pytest.mark.parametrize("program", programs(), ids=lambda one: one.name)

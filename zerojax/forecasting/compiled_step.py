@@ -465,6 +465,7 @@ def _expected(
         folder=plan.settings.offload.folder,
         disk_in_pass=0.0 if hidden is None else hidden.disk_in_pass,
         disk_after=0.0 if hidden is None else hidden.disk_after,
+        link_after=0.0 if hidden is None else hidden.link_after,
         model_flops=least.model_flops,
         model_peak=gpu.peak_flops(dtype, eight_bit_share(plan.traced.forward)),
         tokens=tokens_per_step(plan),

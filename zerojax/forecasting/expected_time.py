@@ -42,6 +42,7 @@ def expected_time(
     folder: str | None,
     disk_in_pass: float,
     disk_after: float,
+    link_after: float,
     model_flops: float,
     model_peak: float | None,
     tokens: int | None,
@@ -54,10 +55,11 @@ def expected_time(
       mesh: {mesh axis: size}, outermost axis first.
       dtype: of the matrix products.
       folder: of files of offload, whose disk may have been measured.
-      disk_in_pass: seconds of files that are read and written while the program runs, and not by
-        the program; they are added as far as they are longer than it.
-      disk_after: seconds of files in an update after the backward pass beyond those of the link,
-        which the program shows; they are added.
+      disk_in_pass: seconds of files that are read and written beside the forward and backward
+        pass, and not by the program; they are added as far as they are longer than these.
+      disk_after: seconds of files in an update after the backward pass; they are added as far as
+        they are longer than `link_after`, which the program contains.
+      link_after: seconds of the link to host memory in an update after the backward pass.
       model_flops: FLOPs of one device without recomputation; model_peak: published FLOP per second
         for them. Their quotient over the step is the MFU.
       tokens: tokens of one global batch.
@@ -70,7 +72,8 @@ def expected_time(
     found = replay_at(facts, reached, mesh, dtype, folder=folder)
     if found is None or not found.seconds:
         return None
-    seconds = max(found.seconds, disk_in_pass) + disk_after
+    passes = max(found.seconds - link_after, 0.0)
+    seconds = found.seconds + max(disk_in_pass - passes, 0.0) + max(disk_after - link_after, 0.0)
     kinds: dict[str, float] = collections.defaultdict(float)
     for (kind, _), taken in found.kernels.items():
         kinds[kind] += taken

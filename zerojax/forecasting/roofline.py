@@ -125,7 +125,7 @@ def estimate(
       exposed = communication time that does not overlap with matrix products in the schedule, and
       the part of the remaining communication time above max(compute, memory)
       offload = time of the update's link or disk, and the part of the other transfers' time above
-      max(compute, memory)
+      max(compute, memory) + exposed
       step    = max(compute, memory) + exposed + offload
 
     Args:
@@ -175,7 +175,7 @@ def estimate(
     exposed = max(wire - min(hidden, busy), 0.0)
     offload = 0.0
     if hiding is not None:
-        offload = hiding.update_seconds + max(hiding.stream_seconds - busy, 0.0)
+        offload = hiding.update_seconds + max(hiding.stream_seconds - busy - exposed, 0.0)
     step = None if compute is None else busy + exposed + offload
     return Estimate(
         flops=flops,

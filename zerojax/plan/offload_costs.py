@@ -94,7 +94,8 @@ class Hiding:
       disk_in_pass: time of the disk during the forward and backward pass; 0 if its rate is unknown.
       tokens_for_update: number of tokens per step of the whole mesh from which an update after the
         backward pass makes a step at most 10 % longer than products do; None as in `tokens`.
-      disk_after: by which the disk takes longer than the link in an update after the backward pass.
+      disk_after: time of the disk in an update after the backward pass; 0 if its rate is unknown.
+      link_after: time of the link in such an update.
       flops: assumed FLOPs per second of one device's products.
       tokens: number of tokens per step of the whole mesh with which products take as long as all
         transfers. None if no number is enough, because activations take longer than products, or if
@@ -110,6 +111,7 @@ class Hiding:
     tokens_for_update: float | None = None
     disk_in_pass: float = 0.0
     disk_after: float = 0.0
+    link_after: float = 0.0
 
 
 def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
@@ -402,7 +404,8 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
         tokens=fixed / left if known else None,
         tokens_for_update=update_seconds / (0.1 * left) if known else None,
         disk_in_pass=(in_pass + of_inputs) / disk,
-        disk_after=max(in_update / disk - update_link, 0.0),
+        disk_after=in_update / disk,
+        link_after=update_link,
     )
 
 
