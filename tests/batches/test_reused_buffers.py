@@ -14,7 +14,7 @@ import pytest
 import zerojax
 from tests.support import torch_stand_in
 from zerojax.data import DatasetSource, as_feed, prefetch
-from zerojax.deepspeed_engine.engine import as_batch
+from zerojax.deepspeed_engine.engine_batches import as_batch
 from zerojax.equality import make_request
 
 ROWS, STEPS = 16, 6

@@ -118,7 +118,34 @@ def test_of_an_engine_layer_drop_and_curriculum_are_planned(tmp_path):
     )
     plan = plan_of_script(write(tmp_path, text), [], 8)
     assert plan.layer_drop.config == zerojax.LayerDropConfig(theta=0.5)
-    assert plan.inputs.curriculum.min_length == 8
+    assert plan.inputs.features.get(zerojax.CurriculumConfig).min_length == 8
+
+
+def test_of_an_engine_what_initialize_refuses_is_refused(tmp_path):
+    config = {"train_batch_size": 8, "expert_parallel": {"enabled": True, "top_k": 2}}
+    text = (
+        "from zerojax.config import ModelConfig, MoEConfig\n"
+        "moe = MoEConfig(num_experts=4, experts_per_token=1)\n"
+        "size = ModelConfig(num_layers=2, num_heads=2, embed_dim=8, max_seq_len=16, moe=moe)\n"
+        f"zerojax.initialize(zerojax.zoo.build_model(size, 32), {config})"
+    )
+    with pytest.raises(ValueError, match="experts_per_token=1"):
+        plan_of_script(write(tmp_path, text), [], 2)
+
+
+def test_before_its_first_batch_an_engine_that_is_planned_answers_as_one_that_runs(tmp_path):
+    """Rows of an iterator's micro-batches, and a checkpoint to resume from."""
+    config = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+    text = (
+        f"engine = zerojax.initialize((init, apply), {config}, loss=loss, "
+        "optimizer=optax.adam(0.1))\n"
+        "assert engine.zero_optimization_stage() == 2 and engine.mesh.size == 4\n"
+        "assert engine.load_checkpoint('nowhere') == (None, {})\n"
+        "engine.train_batch(data_iter=iter([batch, batch, batch]))"
+    )
+    plan = plan_of_script(write(tmp_path, text), [], 4)
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(plan.abstract_batch)}
+    assert (rows, plan.num_microbatches) == ({2 * 64}, 2)
 
 
 def test_a_ds_config_in_train_is_translated_for_the_devices_to_plan_for(tmp_path):

@@ -73,7 +73,7 @@ def test_a_ds_config_prunes_as_the_runs_own_settings():
     kernel = np.asarray(runs[0].state["params"]["blocks/mlp/down/kernel"])
     assert (kernel == 0).sum() == kernel.size // 2
     engine = zerojax.initialize(model=model, config=PRUNED, example_batch=text_batch(0))
-    assert engine.plan.inputs.pruning == PRUNING
+    assert engine.plan.inputs.features.given == (PRUNING,)
     other = PruningConfig(groups=PRUNING.groups[:1])
     refused(
         lambda: trained(PRUNED, model, pruning=other), "compression_training", error=ConfigError

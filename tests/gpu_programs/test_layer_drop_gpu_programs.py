@@ -13,10 +13,10 @@ import pytest
 
 import zerojax
 from tests.support.gpu_plans import compile_step
+from tests.support.inputs_with_features import plan_inputs
 from zerojax.forecasting.hlo import Program, find_collectives, find_in_branches, read_program
 from zerojax.hardware import compile_client, gpus
 from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan, plan_of
 from zerojax.plan.wire import wire_bytes
 from zerojax.zoo import GPT2, GPT2Config
@@ -39,7 +39,7 @@ def compiled(config: zerojax.LayerDropConfig, stages: int = 1) -> tuple[Plan, Pr
     )
     microbatches = 4 * stages if stages > 1 else 1
     tokens = jax.ShapeDtypeStruct((2 * DEVICES * microbatches // stages, TOKENS), np.int32)
-    inputs = PlanInputs(
+    inputs = plan_inputs(
         model=lambda rngs: GPT2(model, rngs=rngs),
         example_batch={"tokens": tokens, "targets": tokens},
         precision="bf16",

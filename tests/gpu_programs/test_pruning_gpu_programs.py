@@ -15,6 +15,7 @@ from tests.support.gpu_plans import compile_step, text_plan
 from tests.support.marks import needs_kernels
 from tests.support.small_models import reference_model
 from zerojax.config import PruningConfig, PruningGroup
+from zerojax.config.features import Features
 from zerojax.forecasting import hlo
 from zerojax.plan.counts import shard_bytes
 from zerojax.plan.make import plan_of
@@ -29,7 +30,9 @@ def test_masks_add_their_shards_to_a_step_and_nothing_to_the_wire():
     options = {"optimizer": zerojax.adamw(1e-3), "zero": 3, "precision": "bf16"}
     plain = text_plan(model, 16, 128, persistence_threshold=0, **options)
     group = PruningGroup(pattern="kernel", dense_ratio=0.5, start_step=10)
-    inputs = dataclasses.replace(plain.inputs, pruning=PruningConfig(groups=(group,)))
+    inputs = dataclasses.replace(
+        plain.inputs, features=Features.of(pruning=PruningConfig(groups=(group,)))
+    )
     plans = plain, plan_of(inputs, plain.mesh, zero=3, persistence_threshold=0)
     found = []
     for plan in plans:

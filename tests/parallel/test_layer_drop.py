@@ -11,12 +11,12 @@ from flax import nnx
 from jax import lax
 
 import zerojax
+from tests.support.inputs_with_features import plan_inputs
 from tests.support.refusals import refused
 from zerojax.config import ConfigError, ModelConfig
 from zerojax.forecasting.hlo import find_collectives, find_in_branches, read_program
 from zerojax.parallel.step import draw_layers
 from zerojax.plan.counts import model_flops
-from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan, plan_of
 from zerojax.plan.wire import wire_bytes
 from zerojax.tracing.dropped_layers import draw_scales
@@ -156,7 +156,7 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
 
 
 def plan_for(model=Stacked, mesh=None, *, drop=DROP, batch=None, **options) -> Plan:
-    inputs = PlanInputs(
+    inputs = plan_inputs(
         model=model(nnx.Rngs(0)) if isinstance(model, type) else model,
         example_batch=batch_of(0) if batch is None else batch,
         optimizer=optax.sgd(0.01),

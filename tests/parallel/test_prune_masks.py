@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from tests.support.inputs_with_features import plan_inputs
 from tests.support.refusals import refused
 from tests.support.small_models import reference_model
 from tests.support.trajectories import failing_at, text_batch
@@ -17,7 +18,6 @@ from zerojax.config import ConfigError, PruningConfig, PruningGroup
 from zerojax.forecasting.hlo import find_collectives, read_program
 from zerojax.parallel.prune_masks import largest
 from zerojax.parallel.reshard import model_parts
-from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan, plan_of
 
 LAYERS, WIDTH, ROWS, START = 3, 10, 16, 2
@@ -83,7 +83,7 @@ def optimizer():
 
 def plan_for(model=Stacked, mesh=None, *, pruning=PRUNING, **options) -> Plan:
     options = {"optimizer": optimizer(), "example_batch": batch_of(0), **options}
-    inputs = PlanInputs(model=model(nnx.Rngs(0)), pruning=pruning, **options)
+    inputs = plan_inputs(model=model(nnx.Rngs(0)), pruning=pruning, **options)
     return plan_of(inputs, {"persistence_threshold": 0, **(mesh or {})})
 
 

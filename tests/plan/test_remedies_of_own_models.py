@@ -27,10 +27,10 @@ from tests.parallel.test_expert_axis import (
     Regression,
     Undeclared,
 )
+from tests.support.inputs_with_features import plan_inputs
 from tests.support.refusals import Refusal, table
 from zerojax.models.step_count import StepCount
 from zerojax.plan.device_mesh import make_abstract_mesh
-from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import plan_of
 from zerojax.plan.rung_plans import with_rungs
 
@@ -111,7 +111,7 @@ def looping(apply: Callable[..., jax.Array], mesh: Any = None, **options: Any) -
     layers = jnp.ones((4, 8, 8))
     given = {"loss": mean, "num_microbatches": 2, "optimizer": zerojax.adamw(1e-3), **options}
     init = lambda key, batch: {"layers": layers, "other": layers}  # noqa: E731
-    return with_rungs(plan_of(PlanInputs(model=(init, apply), example_batch=BATCH, **given), mesh))
+    return with_rungs(plan_of(plan_inputs(model=(init, apply), example_batch=BATCH, **given), mesh))
 
 
 class Block(nnx.Module):
@@ -139,7 +139,7 @@ class Scanned(nnx.Module):
 def scanning(mesh: Any, reads_both: bool = True, **options: Any) -> zerojax.Plan:
     model = lambda rngs: Scanned(rngs, reads_both)  # noqa: E731
     given = {"loss": mean, "num_microbatches": 2, "optimizer": zerojax.adamw(1e-3), **options}
-    return plan_of(PlanInputs(model=model, example_batch=BATCH, **given), mesh)
+    return plan_of(plan_inputs(model=model, example_batch=BATCH, **given), mesh)
 
 
 def staging(mesh: Any, **options: Any) -> zerojax.Plan:
@@ -148,7 +148,7 @@ def staging(mesh: Any, **options: Any) -> zerojax.Plan:
         return zerojax.Stages(same(rngs), same, same(rngs), num_layers=2, rngs=rngs)
 
     given = {"loss": mean, "optimizer": zerojax.adamw(1e-3), **options}
-    return plan_of(PlanInputs(model=model, example_batch=BATCH, **given), mesh)
+    return plan_of(plan_inputs(model=model, example_batch=BATCH, **given), mesh)
 
 
 ACTIVATIONS = {"offload": {"activations": "host"}}
@@ -491,7 +491,7 @@ def growing(
     """Plans every length of a curriculum over 24 tokens."""
     tokens = np.ones((8, 24), np.int32)
     given = dict.fromkeys(("tokens", "targets"), tokens) | (batch or {})
-    inputs = PlanInputs(
+    inputs = plan_inputs(
         model=model or Causal(nnx.Rngs(0), way),
         loss=zerojax.losses.next_token_of_call if loss is None else loss,
         example_batch=given if not isinstance(batch, tuple) else tuple(given.values()),

@@ -11,6 +11,7 @@ from flax import nnx
 
 import zerojax
 from tests.support.curriculum_runs import TOKENS, Causal
+from tests.support.inputs_with_features import plan_inputs
 from tests.support.refusals import refused
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import plan_of
@@ -34,7 +35,7 @@ def inputs_of(**options) -> PlanInputs:
         "optimizer": RATE,
         "steps": STEPS,
     }
-    return PlanInputs(**{**settings, **options})
+    return plan_inputs(**{**settings, **options})
 
 
 def test_a_curriculum_gives_the_tokens_of_each_step():

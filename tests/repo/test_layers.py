@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -354,15 +355,26 @@ def repeated(found: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
 
 
 def long_functions(sources: Sources) -> list[str]:
-    """Functions that are too long, from `def` to the last line, without the docstring."""
+    """Functions that are long, from `def` to the last line without the docstring, and do not say
+    why in a comment `# Long: ...` above their first line."""
     functions = ast.FunctionDef | ast.AsyncFunctionDef
     return [
-        f"{sources.where(module, node)}: {node.name} has {lines} lines of code; "
-        f"{MAX_FUNCTION_LINES} is the limit, name its steps"
-        for module in sources.paths
+        f"{sources.where(module, node)}: {node.name} has {lines} lines of code; name its steps, or "
+        f"say in a comment '# Long: ...' above it why more than {MAX_FUNCTION_LINES} are one idea"
+        for module, path in sources.paths.items()
         for node in sources.nodes[module]
         if isinstance(node, functions) and (lines := lines_of_code(node)) > MAX_FUNCTION_LINES
+        if not says_why_long(path, node)
     ]
+
+
+def says_why_long(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    first = min([function.lineno, *(node.lineno for node in function.decorator_list)])
+    above = itertools.takewhile(
+        lambda line: line.lstrip().startswith("#"),
+        reversed(path.read_text().splitlines()[: first - 1]),
+    )
+    return any(line.lstrip().startswith("# Long: ") for line in above)
 
 
 def lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -20,12 +20,12 @@ STEPS = 8
 
 def inputs_of(theta: float) -> Any:
     """The inputs of planning, the same with and without stages."""
+    from tests.support.inputs_with_features import plan_inputs
     from tests.support.pipeline_runs import small
     from tests.support.trajectories import optimizer, text_batch
     from zerojax import LayerDropConfig
-    from zerojax.plan.inputs import PlanInputs
 
-    return PlanInputs(
+    return plan_inputs(
         model=small(layers=4, rate=0.1),
         example_batch=text_batch(0),
         optimizer=optimizer(),

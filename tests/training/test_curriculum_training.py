@@ -22,12 +22,12 @@ from tests.support.curriculum_runs import (
     batch_of,
     plain_training,
 )
+from tests.support.inputs_with_features import plan_inputs
 from tests.support.marks import thorough
 from tests.support.refusals import refused
 from tests.support.trajectories import failing_at
 from zerojax.config import ModelConfig, MoEConfig
 from zerojax.plan.counts import model_flops
-from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import plan_of
 from zerojax.plan.rung_plans import with_rungs
 from zerojax.training.metrics import read_metrics
@@ -394,7 +394,7 @@ def test_experts_count_all_tokens_so_every_length_is_compiled():
 
 def make_plan_with(curriculum, model):
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch_of(0).items()}
-    inputs = PlanInputs(model=model, example_batch=batch, curriculum=curriculum)
+    inputs = plan_inputs(model=model, example_batch=batch, curriculum=curriculum)
     return with_rungs(plan_of(inputs, {"zero": 1}))
 
 
@@ -443,7 +443,7 @@ def test_the_work_of_deepspeeds_usual_schedule_is_four_fifths():
     model = decoder(num_layers=12, embed_dim=128, num_heads=4, max_seq_len=1024)
     tokens = jax.ShapeDtypeStruct((ROWS, 1024), np.int32)
     curriculum = zerojax.CurriculumConfig(type="seqlen", min_length=8, total_steps=400)
-    inputs = PlanInputs(
+    inputs = plan_inputs(
         model=model, example_batch={"tokens": tokens, "targets": tokens}, curriculum=curriculum
     )
     plan = with_rungs(plan_of(inputs, {"zero": 1}))

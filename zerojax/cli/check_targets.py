@@ -25,10 +25,13 @@ from zerojax.cli.script_errors import told_as_the_scripts
 from zerojax.config import MeshConfig, RunConfig, load
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import as_feed, as_source
+from zerojax.deepspeed_engine.first_batch import EngineUntilBatch
+from zerojax.deepspeed_engine.ported_run import PortedRun
 from zerojax.equality import make_request
 from zerojax.models.adapt import as_model, bound_attribute, default_loss, width_of
 from zerojax.models.given_arrays import as_arrays
 from zerojax.models.losses import next_token_of_call
+from zerojax.plan.device_mesh import make_mesh
 from zerojax.training.auto_settings import AUTO
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 
@@ -201,25 +204,11 @@ def _of_plan(given: Mapping[str, Any], end: End) -> Any:
 
 
 def _of_engine(given: Mapping[str, Any], end: End) -> Any:
-    names = ("model", "loss", "freeze", "seed")
-    parts = {name: given[name] for name in names}
-    args = getattr(given["args"], "deepspeed_config", None)
-    config = next(x for x in (given["config"], given["config_params"], args) if x is not None)
-    parts["optimizer"] = _optimizer_of(config, given)
-    return _Engine(parts, end)
-
-
-class _Engine:
-    """Stand-in for a DeepSpeed engine in a checked script; its first step provides a batch."""
-
-    def __init__(self, parts: Parts, end: End):
-        self._parts, self._end = parts, end
-
-    def train_batch(self, batch: Any = None, *, data_iter: Any = None) -> Any:
-        self._end({**self._parts, "batch": next(data_iter) if batch is None else batch})
-
-    def prepare(self, example_batch: Any) -> Any:
-        self._end({**self._parts, "batch": example_batch})
+    run = PortedRun.of_call(given, jax.device_count())
+    parts = {name: given[name] for name in ("model", "loss", "freeze", "seed")}
+    parts["optimizer"] = run.translation.optimizer
+    mesh = make_mesh(run.translation.mesh)
+    return EngineUntilBatch(run, mesh, lambda batch: end({**parts, "batch": batch}))
 
 
 def _optimizer_of(config: Any, given: Mapping[str, Any]) -> Any:

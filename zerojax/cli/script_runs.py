@@ -14,7 +14,7 @@ import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import jax
@@ -27,10 +27,11 @@ from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import coerce_fields, load_dataclass
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import abstract_global
-from zerojax.deepspeed_config import CallerValues, DsConfig, explain
-from zerojax.deepspeed_config.attention_keys import with_layout
+from zerojax.deepspeed_config import explain
+from zerojax.deepspeed_engine.engine_batches import rows_of
+from zerojax.deepspeed_engine.first_batch import EngineUntilBatch
+from zerojax.deepspeed_engine.ported_run import PortedRun
 from zerojax.hardware.gpus import Gpu
-from zerojax.models.adapt import as_model, width_of
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
@@ -128,7 +129,7 @@ def _call_and_mesh(
 
 
 def _train(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
-    arguments = Arguments(**given)
+    arguments = Arguments.of_call(given)
     settings = _settings(arguments.mesh_config, target.overrides)
     if settings is None:  # a DeepSpeed configuration, which is translated for `target`'s devices
         mesh = target.mesh_of(explain(arguments.mesh_config, num_devices=target.num_devices).mesh)
@@ -169,51 +170,27 @@ def _make_plan(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
 
 
 def _engine(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
-    args = getattr(given["args"], "deepspeed_config", None)
-    source = next(x for x in (given["config"], given["config_params"], args) if x is not None)
     if target.overrides:
         raise ValueError(_IN_THE_FILE.format(target.overrides[0]))
-    return _Engine(given, end, source, target)
+    run = PortedRun.of_call(given, target.num_devices)
+    mesh = target.mesh_of(run.translation.mesh)
 
-
-class _Engine:
-    """Stand-in for a DeepSpeed engine in a planned script; its first step provides a batch."""
-
-    def __init__(self, given: Mapping[str, Any], end: End, source: Any, target: _Target) -> None:
-        self._given, self._end, self._target = given, end, target
-        self._model = as_model(given["model"])
-        width = width_of(self._model)
-        values = CallerValues(optimizer=given["optimizer"], steps=given["steps"], hidden_size=width)
-        self._config = DsConfig(source, target.num_devices, values)
-
-    def train_batch(self, batch: Any = None, *, data_iter: Any = None) -> Any:
-        self.prepare(next(data_iter) if batch is None else batch)
-
-    def prepare(self, example_batch: Any) -> Any:
-        says = self._config.translate()
-        mesh = self._target.mesh_of(says.mesh)
-        batch = abstract_global(example_batch, mesh)
-        rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape]
-        size = says.train_batch_size or (rows[0] if rows else None)
-        says = self._config.with_rows(size)
-        inputs = PlanInputs(
-            model=self._model,
-            example_batch=jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]) if x.shape else (), x.dtype),
-                batch,
-            ),
-            loss=with_layout(self._model, self._given["loss"], says.attention_layout),
-            optimizer=says.optimizer,
-            precision=says.precision,
-            num_microbatches=says.num_microbatches,
-            freeze=self._given["freeze"],
-            steps=says.total_steps if self._given["steps"] is None else self._given["steps"],
-            curriculum=says.curriculum,
-            layer_drop=says.layer_drop,
-            pruning=says.pruning,
+    def plan_for(batch: Any) -> NoReturn:
+        batch = abstract_global(batch, mesh)
+        size = run.translation.train_batch_size or rows_of(batch)
+        settled = run.with_rows(size)
+        # A script under several processes passes the rows of one process.
+        whole = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]) if x.shape else (), x.dtype), batch
         )
-        call = PlannedCall(inputs=inputs, settings=says.mesh, is_deepspeed=True)
-        self._end(lambda: (call, mesh))
+        settings = settled.translation.mesh
+        call = PlannedCall(inputs=settled.inputs(whole), settings=settings, is_deepspeed=True)
+        end(lambda: (call, mesh))
+
+    engine = EngineUntilBatch(run, mesh, plan_for)
+    if given["example_batch"] is not None:
+        engine.prepare(given["example_batch"])
+    return engine
 
 
 def _settings(mesh: Any, overrides: Sequence[str]) -> _Settings | None:

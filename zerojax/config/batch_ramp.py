@@ -5,11 +5,12 @@ This module only computes numbers and imports no JAX. The schedule is that of Me
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerojax.config.checks import check_size, names_keywords, refuse
+from zerojax.config.feature_settings import FeatureSettings
 from zerojax.config.loader import ConfigError, coerce_fields
 
 MAX_BATCH_SIZES = 8
@@ -18,9 +19,12 @@ MAX_BATCH_SIZES = 8
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
-class BatchRampConfig:
+class BatchRampConfig(FeatureSettings):
     """Ramp of the global batch: early steps have fewer rows. The three settings are those of
     Megatron's `--rampup-batch-size`."""
+
+    keyword = "batch_ramp"
+    changes_work = True
 
     start: int | None = None
     """Number of rows of the batch in the first step. null: every step has the run's batch."""
@@ -41,10 +45,12 @@ class BatchRampConfig:
         check_size(self, "start", "increment")
         check_size(self, "ramp_rows", most=2**62)
 
-    @property
-    def is_off(self) -> bool:
-        """Whether every step has the run's batch."""
-        return self.start is None
+    @staticmethod
+    def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
+        return (
+            f"the batch_ramp of this call, {new or 'none'}, is used from step {step} on; the saved "
+            f"run had {old or 'none'}; tokens_seen counts earlier steps by that of this call"
+        )
 
     def check_steps(self, steps: int | None) -> None:
         """Raises if there is a ramp, but the user has not set the number of steps.

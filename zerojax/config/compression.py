@@ -7,10 +7,12 @@ weights those of `compression/basic_layer.py` with `method: l1` (0.19.6).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zerojax.config.checks import check_regex, check_size, names_keywords, refuse
+from zerojax.config.feature_settings import FeatureSettings
 from zerojax.config.loader import coerce_fields
 
 MAX_BITS = 16
@@ -19,8 +21,10 @@ MAX_BITS = 16
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
-class BitScheduleConfig:
+class BitScheduleConfig(FeatureSettings):
     """Schedule of the bit width of rounded kernels, for matmul_dtype fake_int8 and fake_int4."""
+
+    keyword = "bit_schedule"
 
     start_step: int = 0
     """Number of applied updates after which kernels are rounded; before, they are not."""
@@ -48,10 +52,12 @@ class BitScheduleConfig:
                 "needs period, the number of updates until the first smaller width; set both",
             )
 
-    @property
-    def is_off(self) -> bool:
-        """Whether kernels always have the width of matmul_dtype."""
-        return self.start_step == 0 and self.start_bits is None
+    @staticmethod
+    def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
+        return (
+            f"the bit_schedule of this call, {new}, is used from step {step} on; the saved run "
+            f"had {old}"
+        )
 
     def check_target(self, bits: int) -> None:
         """Raises a ConfigError if the schedule begins below its last width, `bits`."""
@@ -136,9 +142,12 @@ class PruningGroup:
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
-class PruningConfig:
+class PruningConfig(FeatureSettings):
     """Pruning of weights by their magnitude: pruned weights are 0 in the model from some step
     on."""
+
+    keyword = "pruning"
+    ds_section = "compression_training"
 
     groups: tuple[PruningGroup, ...] = ()
     """Rules; a parameter may belong to one of them. (): no weight is pruned."""
@@ -146,7 +155,9 @@ class PruningConfig:
     def __post_init__(self) -> None:
         coerce_fields(self)
 
-    @property
-    def is_off(self) -> bool:
-        """Whether no weight is pruned."""
-        return not self.groups
+    @staticmethod
+    def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
+        return (
+            f"the masks of pruned weights are those of the checkpoint, chosen by {old}; of {new} "
+            "of this call only each start_step is used"
+        )

@@ -8,11 +8,12 @@ fixed_discrete are DeepSpeed's (`data_pipeline/curriculum_scheduler.py`). The fi
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from zerojax.config.checks import check_positive, check_size, names_keywords, refuse
+from zerojax.config.feature_settings import FeatureSettings
 from zerojax.config.loader import ConfigError, coerce_fields
 
 MAX_RUNGS = 8
@@ -26,9 +27,13 @@ _NEVER = 2**62
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
-class CurriculumConfig:
+class CurriculumConfig(FeatureSettings):
     """Curriculum of the row length (arXiv:2108.06084): early steps train only on the first tokens
     of each row."""
+
+    keyword = "curriculum"
+    ds_section = "curriculum_learning"
+    changes_work = True
 
     type: Literal["seqlen"] | None = None
     """seqlen: the length of rows grows with the steps. null: rows always have full length."""
@@ -81,6 +86,13 @@ class CurriculumConfig:
             self._check_lists()
         else:
             self._check_growth()
+
+    @staticmethod
+    def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
+        return (
+            f"the curriculum of this call is used from step {step} on, and differs from that of "
+            "the saved run; tokens_seen counts earlier steps by this curriculum, too"
+        )
 
     def _check_growth(self) -> None:
         if self.total_steps is None:

@@ -6,11 +6,12 @@ This module only computes numbers and imports no JAX. The schedule is DeepSpeed'
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zerojax.config.checks import check_at_least, names_keywords, refuse
+from zerojax.config.feature_settings import FeatureSettings
 from zerojax.config.loader import coerce_fields
 
 GAMMA = 0.001
@@ -18,9 +19,12 @@ GAMMA = 0.001
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
-class LayerDropConfig:
+class LayerDropConfig(FeatureSettings):
     """Settings of progressive layer drop (arXiv:2010.13369): each step skips randomly chosen
     layers, which are drawn again for every microbatch."""
+
+    keyword = "layer_drop"
+    ds_section = "progressive_layer_drop"
 
     theta: float = 1.0
     """Probability, after many steps, that the last layer is kept. Earlier layers are kept more
@@ -35,13 +39,15 @@ class LayerDropConfig:
             reason = "must be above 0 and at most 1; 0.5 is usual, and 1 keeps every layer"
             refuse("theta", self.theta, reason)
         check_at_least(self, 0, "gamma")
-        if self.is_off and self.gamma != GAMMA:
+        if self.theta == 1 and self.gamma != GAMMA:
             refuse("gamma", self.gamma, "has no effect with theta=1; set theta, such as 0.5")
 
-    @property
-    def is_off(self) -> bool:
-        """Whether every layer is kept in every step."""
-        return self.theta == 1.0
+    @staticmethod
+    def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
+        return (
+            f"the layer_drop of this call, {new or 'none'}, is used from step {step} on; the saved "
+            f"run had {old or 'none'}"
+        )
 
     def theta_of(self, step: Any, exp: Callable[[Any], Any] = math.exp) -> Any:
         """Returns the probability of keeping the last layer in a step.

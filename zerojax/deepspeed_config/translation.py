@@ -21,6 +21,7 @@ from zerojax.config import (
 )
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.display import printable, quoted
+from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim import Optimizer, Schedule
 from zerojax.optim.precision import Precision
@@ -146,6 +147,11 @@ class Translation:
     lines: tuple[Line, ...]
     warnings: tuple[str, ...]
     reasons: tuple[str, ...]
+
+    @property
+    def features(self) -> Features:
+        """Settings of the optional features that the file has."""
+        return Features.found_in(self)
 
     @property
     def zero_stage(self) -> int:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
-from zerojax import deepspeed_config, models, optim, tracing
+from zerojax import deepspeed_config, tracing
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import MeshConfig, WatchConfig
-from zerojax.config.checks import as_patterns, names_keywords
+from zerojax.config.checks import names_keywords
 from zerojax.config.loader import user_path
 from zerojax.data import abstract_global
-from zerojax.deepspeed_config.attention_keys import with_layout
-from zerojax.deepspeed_config.compression_keys import check_rounding
-from zerojax.deepspeed_config.expert_keys import check_router
 from zerojax.deepspeed_engine.engine_absent import AbsentMethods
+from zerojax.deepspeed_engine.engine_batches import as_arrays_of_batch, as_batch, rows_of
 from zerojax.deepspeed_engine.engine_guard import Guard, close_at_exit
 from zerojax.deepspeed_engine.engine_queries import EngineQueries
 from zerojax.deepspeed_engine.engine_tags import (
@@ -31,15 +28,12 @@ from zerojax.deepspeed_engine.engine_tags import (
     hold_tags,
     save_tagged,
 )
+from zerojax.deepspeed_engine.ported_run import PortedRun
 from zerojax.forecasting.out_of_memory import explaining_memory
-from zerojax.models.given_arrays import as_arrays, check_arrays, own_arrays
 from zerojax.optim import Weights
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.host_budget import check_offload
-from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
-from zerojax.plan.refusals import check_rows
-from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.kept_programs import keep_programs
 from zerojax.runtime.standstill import WAITING_FOR_DATA
@@ -134,50 +128,12 @@ def initialize(
       ConfigError: a key of the configuration is invalid; the message has value, limit and remedy.
       ValueError, TypeError: an argument is invalid; raised before device memory is allocated.
     """
-    if hasattr(model, "deepspeed_config"):
-        raise TypeError(
-            "the first argument of initialize is the model, but it is the result of argparse; "
-            "pass that as args=args"
-        )
-    source = _configuration(config, args, config_params)
-    join_processes()
-    internal = models.as_model(model)
-    width = models.width_of(internal)
-    optim.check_optimizer(optimizer)
-    given = deepspeed_config.CallerValues(optimizer=optimizer, steps=steps, hidden_size=width)
-    ported = deepspeed_config.DsConfig(source, jax.device_count(), given)
-    translation = ported.translate()
-    deepspeed_config.warn_of(translation)
-    engine = Engine(
-        internal,
-        ported,
-        translation,
-        loss=loss,
-        steps=translation.total_steps if steps is None else steps,
-        watch=watch,
-        freeze=freeze,
-        run_dir=translation.run_dir if run_dir is None else user_path(run_dir),
-        seed=seed,
-    )
+    run = PortedRun.of_call(locals())  # before any other name is set
+    deepspeed_config.warn_of(run.translation)
+    engine = Engine(run, watch=watch, seed=seed)
     if example_batch is not None:
         engine.prepare(example_batch)
     return engine
-
-
-def _configuration(config: Any, args: Any, config_params: Any) -> Any:
-    """Returns the ds_config that the caller passed as `config`, `args` or `config_params`."""
-    ways = {
-        "config": config,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-        "config_params": config_params,
-    }
-    given = {name: value for name, value in ways.items() if value is not None}
-    if len(given) != 1:
-        found = (
-            f"both {' and '.join(given)} were passed" if given else "no configuration was passed"
-        )
-        raise TypeError(f"{found}; pass one: zerojax.initialize(model, config='ds_config.json')")
-    return next(iter(given.values()))
 
 
 class Engine(EngineQueries, AbsentMethods):
@@ -194,29 +150,13 @@ class Engine(EngineQueries, AbsentMethods):
       metrics: metrics of the last step, still on the devices; {} before the first step.
     """
 
-    def __init__(
-        self,
-        model: tracing.Model,
-        ported: deepspeed_config.DsConfig,
-        translation: deepspeed_config.Translation,
-        *,
-        loss: tracing.Loss | None,
-        steps: int | None,
-        watch: WatchConfig | None,
-        freeze: str | Sequence[str],
-        run_dir: Path | None,
-        seed: int,
-    ) -> None:
-        self._mesh_settings = with_disk_folder(translation.mesh, run_dir)
-        super().__init__(translation, meshes.make_mesh(self._mesh_settings))
-        check_router(model, translation.router)
-        check_rounding(model, translation.rounding)
-        loss = with_layout(model, loss, translation.attention_layout)
-        self._model, self._loss, self._freeze, self._seed = model, loss, freeze, seed
-        self._ported, self._steps, self._run_dir = ported, steps, run_dir
+    def __init__(self, run: PortedRun, *, watch: WatchConfig | None, seed: int) -> None:
+        self._mesh_settings = with_disk_folder(run.translation.mesh, run.folder)
+        super().__init__(run.translation, meshes.make_mesh(self._mesh_settings))
+        self._run, self._run_dir, self._seed = run, run.folder, seed
         self._source: Path | None = None
         self._holds: set[Hold] = set()  # locks of the folders into which this process saves
-        self._guard = Guard(watch, run_dir)
+        self._guard = Guard(watch, run.folder)
         self._watch = watch
         close_at_exit(self)
 
@@ -272,7 +212,7 @@ class Engine(EngineQueries, AbsentMethods):
         return self._prepared(example_batch).plan
 
     def _prepared(self, example_batch: Any) -> StepRunner:
-        example = _taken(example_batch)
+        example = as_arrays_of_batch(example_batch)
         if self._runner is None:
             self._settle_rows(example)
         self._check_rows(example)
@@ -287,7 +227,7 @@ class Engine(EngineQueries, AbsentMethods):
                     self._begin(runner)
                 self._runner = runner
                 if self._run_dir is not None:
-                    runner.open_log(self._steps)
+                    runner.open_log(self._run.steps)
                 for text in (*([] if cache is None else [cache]), *runner.take_notes()):
                     self._say(text)
         return self._runner
@@ -338,12 +278,12 @@ class Engine(EngineQueries, AbsentMethods):
 
     def _settle_rows(self, example: Any) -> None:
         """Resolves settings of the ds_config that depend on the rows of the first batch."""
-        self.translation = self._ported.with_rows(self._rows_of(example))
+        self._run = self._run.with_rows(self._rows_of(example))
+        self.translation = self._run.translation
         self._num_rows = self.translation.train_batch_size
 
     def _rows_of(self, batch: Any) -> int | None:
-        leaves = jax.tree.leaves(abstract_global(batch, self.mesh))
-        return next((leaf.shape[0] for leaf in leaves if leaf.shape), None)
+        return rows_of(abstract_global(batch, self.mesh))
 
     def _check_rows(self, batch: Any) -> None:
         rows = self._rows_of(batch)
@@ -361,19 +301,7 @@ class Engine(EngineQueries, AbsentMethods):
         """Returns the description of the run for global batches of the shapes of `batch`."""
         says = self.translation
         return RunSpec(
-            inputs=PlanInputs(
-                model=self._model,
-                example_batch=batch,
-                loss=self._loss,
-                optimizer=says.optimizer,
-                precision=says.precision,
-                num_microbatches=says.num_microbatches,
-                freeze=as_patterns("freeze", self._freeze),
-                steps=self._steps,
-                curriculum=says.curriculum,
-                layer_drop=says.layer_drop,
-                pruning=says.pruning,
-            ),
+            inputs=self._run.inputs(batch),
             mesh=self._mesh_settings,
             seed=self._seed,
             loop=LoopSettings(callbacks=(self._print_report,)),
@@ -567,57 +495,6 @@ class Engine(EngineQueries, AbsentMethods):
         if self._runner is None or self.state is None:
             raise ValueError(_NO_STATE)
         return self._runner.to_model(weights=weights)
-
-
-def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int) -> Any:
-    """Returns this process's rows of one step's batch, as NumPy or JAX arrays.
-
-    Args:
-      batch: all rows of this process, or None.
-      data_iter: alternative to `batch`: an iterator, from which `num_microbatches` micro-batches
-        are taken and joined.
-      num_microbatches: number of micro-batches of a step.
-
-    Raises:
-      TypeError: both or neither were passed, or `batch` is a loader or iterator.
-      StopIteration: `data_iter` has no further micro-batch.
-    """
-    if (batch is None) == (data_iter is None):
-        raise TypeError("both or neither of batch and data_iter= were passed; pass one of them")
-    if data_iter is None:
-        _check_is_batch(batch)
-        return _taken(batch)
-    if not isinstance(data_iter, Iterator):
-        raise TypeError(
-            f"data_iter is a {type(data_iter).__name__}, which is not an iterator; before the "
-            "loop, write it = iter(loader), and pass data_iter=it"
-        )
-    parts = [own_arrays(_taken(next(data_iter))) for _ in range(num_microbatches)]
-    for part in parts:
-        check_rows(part)
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-
-
-def _check_is_batch(batch: Any) -> None:
-    """Raises TypeError if `batch` is a loader, a dataset or a generator."""
-    is_tree = isinstance(batch, Mapping | Sequence) or hasattr(batch, "shape")
-    gives = isinstance(batch, Iterator) or hasattr(batch, "__getitem__")
-    if not is_tree and (gives or isinstance(batch, Iterable)):
-        raise TypeError(
-            f"the batch is a {type(batch).__name__}, not a batch; before the loop, write "
-            "it = iter(loader), and pass data_iter=it"
-        )
-
-
-def _taken(batch: Any) -> Any:
-    """Converts a batch to NumPy or JAX arrays; `ShapeDtypeStruct`s are unchanged.
-
-    Raises:
-      TypeError: the batch contains text, or rows as Python lists.
-    """
-    batch = as_arrays(batch)
-    check_arrays(batch)
-    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
 
 
 def _line(values: Metrics, own: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import deepspeed_config
 from zerojax.config import OptimizerConfig
@@ -27,8 +27,11 @@ class ConfigQueries:
       mesh: mesh of the devices.
     """
 
-    def __init__(self, translation: deepspeed_config.Translation, mesh: Mesh) -> None:
-        self.translation, self.mesh = translation, mesh
+    def __init__(
+        self, translation: deepspeed_config.Translation, mesh: Mesh | AbstractMesh
+    ) -> None:
+        self.translation = translation
+        self.mesh: Any = mesh
         self._num_rows = translation.train_batch_size
 
     def train_batch_size(self) -> int:
@@ -64,7 +67,10 @@ class ConfigQueries:
 
     def local_rows(self) -> tuple[int, int]:
         """Returns (low, high): this process passes rows low to high - 1 of every global batch."""
-        return local_rows_of_mesh(self.mesh, self.train_batch_size())
+        size = self.train_batch_size()
+        if isinstance(self.mesh, AbstractMesh):  # of a plan, which has one process
+            return 0, size
+        return local_rows_of_mesh(self.mesh, size)
 
     def gradient_clipping(self) -> float:
         """Returns the maximum global gradient norm; 0: no clipping."""

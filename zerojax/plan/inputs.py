@@ -9,15 +9,9 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import tracing
-from zerojax.config import (
-    BatchRampConfig,
-    CurriculumConfig,
-    LayerDropConfig,
-    MeshConfig,
-    PruningConfig,
-    as_mesh_config,
-)
+from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, check_whole_number
+from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.recognition import is_deepspeed
 from zerojax.optim.precision import Precision
@@ -58,16 +52,12 @@ class PlanInputs:
     arguments of `make_plan`.
 
     Attributes:
-      curriculum: curriculum of the row length, planned by `rung_plans.with_rungs`; a `type` of None
-        means no curriculum.
-      batch_ramp: ramp of the batch size, planned by `rung_plans.with_rungs`; a `start` of None
-        means no ramp.
-      layer_drop: progressive layer drop; a `theta` of 1 means no layer drop.
-      pruning: parameters that are pruned by magnitude.
+      features: settings of optional features of the run. Sizes of steps that change during the run
+        are planned by `rung_plans.with_rungs`.
       numbers_are_inputs: whether the step takes learning rate, decays and clipping of an optimizer
         as inputs, if it can, so that runs that differ only in these run the same program.
       step_sizes: rows and tokens of the run's steps, if `example_batch` is a step of one compiled
-        size only; None: they follow from the batch, the curriculum and the ramp.
+        size only; None: they follow from the batch and the features.
       reasons: sentences about the defaults that were chosen before planning; they become part of
         the plan.
 
@@ -85,10 +75,7 @@ class PlanInputs:
     num_microbatches: int | None = None
     freeze: tuple[str, ...] = ()
     steps: int | None = None
-    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
-    batch_ramp: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
-    layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
-    pruning: PruningConfig = dataclasses.field(default_factory=PruningConfig)
+    features: Features = dataclasses.field(default_factory=Features)
     step_sizes: StepSizes | None = None
     numbers_are_inputs: bool = False
     reasons: tuple[str, ...] = ()

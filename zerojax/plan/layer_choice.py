@@ -112,11 +112,11 @@ def plan_layer_drop(
     params: Mapping[str, Any],
     zero: int,
     pipeline: PipelineLayout | None,
-) -> LayerDrop:
-    """Plans the layer drop of a run.
+) -> LayerDrop | None:
+    """Plans the layer drop of a run; returns None without it.
 
     Args:
-      config: settings of layer drop, with a theta below 1.
+      config: settings of layer drop.
       model: model that is trained.
       trace: trace of the loss of one microbatch.
       params: {name: shape and dtype of the parameter}.
@@ -126,6 +126,8 @@ def plan_layer_drop(
     Raises:
       ConfigError: the layers cannot be dropped; the message states the remedy.
     """
+    if config.is_off:
+        return None
     if model.overwritten:
         raise _refusal(
             f"cannot be combined with the state {min(model.overwritten)}, whose new value is "

@@ -16,7 +16,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import models, optim, tracing
-from zerojax.config import MeshConfig, OptimizerConfig
+from zerojax.config import (
+    BatchRampConfig,
+    LayerDropConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PruningConfig,
+)
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.late_dataclasses import dataclass
@@ -311,13 +317,13 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
     task, *reasons = _resolve(settings, mesh, inputs)
     seen = _trace(task)
     task = dataclasses.replace(task, optimizer=task.optimizer.on_tree_of(task.model))
-    check_layer_drop(inputs.layer_drop, settings, mesh, task.optimizer.tx)
+    check_layer_drop(inputs.features.get(LayerDropConfig), settings, mesh, task.optimizer.tx)
     wishes = Wishes(
         settings=settings,
         mesh=mesh,
         freeze=inputs.freeze,
         tx=task.optimizer.tx,
-        drops_layers=not inputs.layer_drop.is_off,
+        drops_layers=not inputs.features.get(LayerDropConfig).is_off,
     )
     has_lists = bool(find_lists(sorted(seen.params)))
     rolling = (
@@ -342,6 +348,7 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
             raise (error if wishes.needs_loop else unrolled) from None
 
 
+# Long: the order in which a plan is decided, one line a decision, and its fields.
 def _decide(
     task: _Task, seen: _Seen, rolling: Rolling, inputs: PlanInputs, why: Sequence[Sequence[str]]
 ) -> Plan:
@@ -351,8 +358,8 @@ def _decide(
     names = rolling.stacks
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
     placement, layout, stacked = _place(task, seen, inputs.freeze, names)
-    drop, given = inputs.layer_drop, (task.model, seen.trace, seen.params, settings.zero, layout)
-    layer_drop = None if drop.is_off else plan_layer_drop(drop, *given)
+    drop, given = inputs.features.get(LayerDropConfig), (seen.trace, seen.params, settings.zero)
+    layer_drop = plan_layer_drop(drop, task.model, *given, layout)
     traced, why_traced, rules = _examine_loss(task, seen, placement)
     tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
     tx = with_matrices(tx, seen.trace, placement)
@@ -361,8 +368,9 @@ def _decide(
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
     offload = _plan_offload(task, placement, tx, stacked)
     tiles = plan_tiles(settings, mesh, offload, placement, _read(task, seen), seen.trace.jaxpr)
-    program, why_unrolled = _choose_program(task, seen, placement, tx, (tiles, names, drop))
-    stored, portable, pruned = _forms(task, seen, placement, tx, (names, offload, inputs.pruning))
+    program, why_unrolled = _choose_program(task, seen, placement, tx, (tiles, names, layer_drop))
+    layouts = names, offload, inputs.features.get(PruningConfig)
+    stored, portable, pruned = _forms(task, seen, placement, tx, layouts)
     return Plan(
         mesh=mesh,
         model=task.model,
@@ -520,7 +528,8 @@ def _resolve(
     number = check_deterministic(settings, mesh, precision, inputs.num_microbatches)
     why_ramp: list[str] = []
     if settings.deterministic is None:
-        number, why_ramp = ramp_microbatches(inputs.batch_ramp, number, mesh, batch)
+        ramp = inputs.features.get(BatchRampConfig)
+        number, why_ramp = ramp_microbatches(ramp, number, mesh, batch)
     number, why_number = choose_microbatches(number, mesh, batch)
     check_batch(batch, mesh, number)
     task = _Task(
@@ -699,7 +708,7 @@ def _choose_program(
       (choices, lines of the plan about unrolled loops).
     """
     settings, (tiles, lists, drop) = task.settings, loops
-    pays = not lists and drop.is_off and _pays_to_unroll(settings, task.mesh)
+    pays = not lists and drop is None and _pays_to_unroll(settings, task.mesh)
     unroll, why = choose_unrolling(settings, seen.trace.jaxpr, len(seen.params), pays=pays)
     check_update_of_tables(placement, tx)
     regather = settings.zero == 3 and task.model.reads_lazily

@@ -35,7 +35,8 @@ def with_rungs(plan: Plan) -> Plan:
     Raises:
       ConfigError: the curriculum or ramp does not fit the run, or a size cannot be planned.
     """
-    curriculum, ramp = plan.inputs.curriculum, plan.inputs.batch_ramp
+    features = plan.inputs.features
+    curriculum, ramp = features.get(CurriculumConfig), features.get(BatchRampConfig)
     if curriculum.type is None and ramp.is_off:
         return plan
     if curriculum.type is not None and not ramp.is_off:
@@ -68,7 +69,7 @@ def _plan_length(plan: Plan, ladder: Ladder, length: int) -> Plan:
     inputs = dataclasses.replace(
         plan.inputs,
         example_batch=shortened_structs(plan.abstract_batch, ladder, length),
-        curriculum=CurriculumConfig(),
+        features=plan.inputs.features.replaced(CurriculumConfig()),
         num_microbatches=plan.num_microbatches,
         step_sizes=sizes_of_steps(plan.inputs),
     )
@@ -86,7 +87,7 @@ def _plan_batch(plan: Plan, ladder: BatchLadder, rows: int) -> Plan:
     inputs = dataclasses.replace(
         plan.inputs,
         example_batch=resized_structs(plan.abstract_batch, rows),
-        batch_ramp=BatchRampConfig(),
+        features=plan.inputs.features.replaced(BatchRampConfig()),
         num_microbatches=number,
         step_sizes=dataclasses.replace(sizes_of_steps(plan.inputs), own_rows=rows),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from zerojax.config import BatchRamp, CurriculumConfig
+from zerojax.config import BatchRamp, BatchRampConfig, CurriculumConfig
 from zerojax.config.checks import MAX_SIZE
 from zerojax.optim.step_sizes import StepSizes
 from zerojax.plan.inputs import PlanInputs
@@ -31,7 +31,8 @@ def sizes_of_steps(inputs: PlanInputs) -> StepSizes:
     """
     if inputs.step_sizes is not None:
         return inputs.step_sizes
-    batch, curriculum, ramp = inputs.example_batch, inputs.curriculum, inputs.batch_ramp
+    batch, features = inputs.example_batch, inputs.features
+    curriculum, ramp = features.get(CurriculumConfig), features.get(BatchRampConfig)
     rows = jax.tree.leaves(batch)[0].shape[0]
     seq_len, why = _seq_len(batch)
     if not ramp.is_off:

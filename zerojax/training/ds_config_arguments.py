@@ -67,23 +67,20 @@ class DsConfigArguments:
         """Returns the arguments with the settings of the ds_config, before batches are known.
 
         Raises:
-          ConfigError: the call has another curriculum, layer drop or pruning than the file.
+          ConfigError: the call has other settings of a feature than the file.
         """
         says = self.translation
         changes = _settings_of(says)
-        sections = {
-            "curriculum": ("curriculum_learning", says.curriculum, says.curriculum.type is None),
-            "layer_drop": ("progressive_layer_drop", says.layer_drop, says.layer_drop.is_off),
-            "pruning": ("compression_training", says.pruning, says.pruning.is_off),
-        }
-        for name, (section, value, is_off) in sections.items():
-            if is_off:
-                continue
-            if (passed := getattr(arguments, name)) not in (None, value):
+        in_file = [settings for settings in says.features.given if not settings.is_off]
+        for settings in in_file:
+            if (passed := arguments.features.find(type(settings))) not in (None, settings):
+                assert settings.ds_section is not None
                 raise ConfigError(
-                    f"differs from {name}={passed}; pass only one of them", (section,), says.source
+                    f"differs from {settings.keyword}={passed}; pass only one of them",
+                    (settings.ds_section,),
+                    says.source,
                 )
-            changes[name] = value
+        changes["features"] = arguments.features.replaced(*in_file)
         changes |= {"mesh_config": says.mesh, "global_batch_size": says.train_batch_size}
         if arguments.steps is None and says.total_steps is not None:
             reason = f"steps={says.total_steps}, the length of the schedule in {says.source}"

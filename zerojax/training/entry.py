@@ -29,6 +29,7 @@ from zerojax.config import (
     to_dict,
 )
 from zerojax.config.checks import check_folder, names_keywords
+from zerojax.config.features import FEATURES_OF_MODELS, Features
 from zerojax.config.loader import user_path
 from zerojax.data import (
     DatasetSource,
@@ -199,37 +200,10 @@ def train(
         allocated.
       Interrupted: Ctrl-C or SIGTERM, after saving.
     """
+    arguments = Arguments.of_call(locals())  # before any other name is set
+    if mesh_config == AUTO:
+        arguments = dataclasses.replace(arguments, mesh_config=None)
     join_processes()
-    arguments = Arguments(
-        model=model,
-        mesh_config=None if mesh_config == AUTO else mesh_config,
-        batches=batches,
-        data=data,
-        loss=loss,
-        optimizer=optimizer,
-        precision=precision,
-        reduce_dtype=reduce_dtype,
-        accumulate_dtype=accumulate_dtype,
-        num_microbatches=num_microbatches,
-        deterministic=deterministic,
-        steps=steps,
-        global_batch_size=global_batch_size,
-        seq_len=seq_len,
-        freeze=freeze,
-        curriculum=curriculum,
-        batch_ramp=batch_ramp,
-        layer_drop=layer_drop,
-        pruning=pruning,
-        checkpoint=checkpoint,
-        run_dir=run_dir,
-        log=log,
-        watch=watch,
-        validation=validation,
-        eval_every=eval_every,
-        eval_batches=eval_batches,
-        callbacks=callbacks,
-        seed=seed,
-    )
     spec = spec_of(arguments)
     if mesh_config == AUTO:
         spec = with_found_settings(spec)
@@ -302,7 +276,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
             num_microbatches=arguments.num_microbatches,
             freeze=arguments.freeze,
             steps=steps,
-            **_schedules(arguments),
+            features=arguments.features,
         ),
         mesh=mesh_config if isinstance(mesh_config, Mesh) else as_mesh_config(mesh_config),
         mesh_options={} if exact is None else {"deterministic": exact},
@@ -328,31 +302,16 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     )
 
 
-def _schedules(arguments: Arguments) -> dict[str, Any]:
-    """Returns the settings of a plan that change a run by its step, with their defaults."""
-    return {
-        "curriculum": arguments.curriculum or CurriculumConfig(),
-        "batch_ramp": arguments.batch_ramp or BatchRampConfig(),
-        "layer_drop": arguments.layer_drop or LayerDropConfig(),
-        "pruning": arguments.pruning or PruningConfig(),
-    }
-
-
 def _settings_in_folder(seed: int, steps: int | None, plan: Plan) -> dict[str, Any]:
-    found = {"seed": seed, "steps": steps, "zero": plan.zero, "mesh": to_dict(plan.settings)}
-    curriculum, layer_drop = plan.inputs.curriculum, plan.inputs.layer_drop
-    if not plan.inputs.batch_ramp.is_off:
-        found["batch_ramp"] = to_dict(plan.inputs.batch_ramp)
-    if curriculum.type is not None:
-        found["curriculum"] = to_dict(curriculum)
-    if not layer_drop.is_off:
-        found["layer_drop"] = to_dict(layer_drop)
-    if not plan.inputs.pruning.is_off:
-        found["pruning"] = to_dict(plan.inputs.pruning)
-    schedule = getattr(models.bound_attribute(plan.model, "config"), "bit_schedule", None)
-    if schedule is not None and not schedule.is_off:
-        found["bit_schedule"] = to_dict(schedule)
-    return found
+    of_model = Features.found_in(models.bound_attribute(plan.model, "config"), FEATURES_OF_MODELS)
+    return {
+        "seed": seed,
+        "steps": steps,
+        "zero": plan.zero,
+        "mesh": to_dict(plan.settings),
+        **plan.inputs.features.as_dict(),
+        **of_model.as_dict(),
+    }
 
 
 def _loop_settings(
@@ -520,8 +479,7 @@ def _with_default_steps(arguments: Arguments, steps: int | None, why: str) -> Ar
     """
     if arguments.steps is not None or steps is None:
         return arguments
-    if arguments.batch_ramp is not None:
-        arguments.batch_ramp.check_steps(None)
+    arguments.features.get(BatchRampConfig).check_steps(None)
     reasons = (*arguments.reasons, f"steps={steps}: {why}")
     return dataclasses.replace(arguments, steps=steps, reasons=reasons)
 

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.checkpoint.agreement import gather
+from zerojax.config.features import FEATURES
 from zerojax.config.loader import to_dict
 from zerojax.data import abstract_global, local_rows_of_mesh
 from zerojax.data.feed import Feed, SourceFeed
@@ -178,10 +179,7 @@ def describe_run(
         "precision": str(plan.precision),
         "the parameters": str(placed),
         "the batch": str([(x.shape, x.dtype.name) for x in jax.tree.leaves(plan.abstract_batch)]),
-        "the curriculum": json.dumps(to_dict(plan.inputs.curriculum)),
-        "batch_ramp": json.dumps(to_dict(plan.inputs.batch_ramp)),
-        "layer_drop": json.dumps(to_dict(plan.inputs.layer_drop)),
-        "pruning": json.dumps(to_dict(plan.inputs.pruning)),
+        **{kind.keyword: json.dumps(to_dict(plan.inputs.features.get(kind))) for kind in FEATURES},
         "the data": json.dumps(data, default=str),
         "the optimizer (its learning rate or another number of its update)": _update_of(plan),
         _CODE: _digest_of(plan.traced.forward),

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.config.features import resume_notes
 from zerojax.plan.make import Plan
 
 NEXT_RATE = "next_learning_rate"
@@ -39,11 +40,7 @@ def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -
     return [
         *_kept(plan, restored),
         *_jumped(plan, restored, config),
-        *_other_curriculum(restored, config),
-        *_other_layer_drop(restored, config),
-        *_other_batch_ramp(restored, config),
-        *_other_pruning(restored, config),
-        *_other_bit_schedule(restored, config),
+        *resume_notes(restored.config, config, restored.step + 1),
     ]
 
 
@@ -80,69 +77,6 @@ def _settings_of(opt_state: Any) -> dict[str, Any]:
             found |= {name: node.hyperparams[name] for name in sorted(fixed)}
             found |= _settings_of(node.inner_state)
     return found
-
-
-def _other_curriculum(restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """Returns a line if the curriculum of row lengths differs from that of the saved run."""
-    both = [settings.get("curriculum") or {} for settings in (restored.config, config)]
-    old, new = (found if found.get("type") else {} for found in both)
-    if old == new:
-        return []
-    return [
-        f"the curriculum of this call is used from step {restored.step + 1} on, and differs from "
-        "that of the saved run; tokens_seen counts earlier steps by this curriculum, too"
-    ]
-
-
-def _other_layer_drop(restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """Returns a line if the probabilities of keeping layers differ from those of the saved run."""
-    both = [settings.get("layer_drop") or {"theta": 1.0} for settings in (restored.config, config)]
-    old, new = (found if found["theta"] < 1 else {} for found in both)
-    if old == new:
-        return []
-    return [
-        f"the layer_drop of this call, {new or 'none'}, is used from step {restored.step + 1} on; "
-        f"the saved run had {old or 'none'}"
-    ]
-
-
-def _other_pruning(restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """Returns a line if the rules of pruning differ from those of the saved run."""
-    old, new = (settings.get("pruning") or {} for settings in (restored.config, config))
-    if old == new:
-        return []
-    return [
-        f"the masks of pruned weights are those of the checkpoint, chosen by {old}; of {new} of "
-        "this call only each start_step is used"
-    ]
-
-
-def _other_bit_schedule(restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """Returns a line if the widths of rounded kernels follow another schedule than before."""
-
-    def schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
-        values = settings.get("bit_schedule") or (settings.get("model") or {}).get("bit_schedule")
-        return {name: value for name, value in (values or {}).items() if value}
-
-    old, new = schedule(restored.config), schedule(config)
-    if old == new:
-        return []
-    return [
-        f"the bit_schedule of this call, {new}, is used from step {restored.step + 1} on; the "
-        f"saved run had {old}"
-    ]
-
-
-def _other_batch_ramp(restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """Returns a line if the batch ramp differs from that of the saved run."""
-    both = [settings.get("batch_ramp") or {} for settings in (restored.config, config)]
-    old, new = (found if found.get("start") else {} for found in both)
-    if old == new:
-        return []
-    return [
-        f"the batch_ramp of this call, {new or 'none'}, is used from step {restored.step + 1} on; "
-        f"the saved run had {old or 'none'}; tokens_seen counts earlier steps by that of this call"
-    ]
 
 
 def _jumped(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:

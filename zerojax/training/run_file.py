@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from zerojax.config import DataConfig, MeshConfig, ModelConfig, RunConfig, to_dict
 from zerojax.config.checks import names_keywords
+from zerojax.config.features import Features
 from zerojax.config.loader import user_path
 from zerojax.data import RowSource, array_names, as_feed, as_source
 from zerojax.data.text_set import is_text_set, read_text_sidecar
@@ -334,10 +335,7 @@ def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | N
         num_microbatches=config.num_microbatches,
         freeze=(*config.freeze, *config.model.lora.freeze),
         steps=config.steps,
-        curriculum=config.curriculum,
-        batch_ramp=config.batch_ramp,
-        layer_drop=config.layer_drop,
-        pruning=config.pruning,
+        features=Features.found_in(config),
         reasons=tuple(why_precision),
     )
 

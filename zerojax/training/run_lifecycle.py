@@ -13,7 +13,7 @@ from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.checkpoint.arrays import check_storable
 from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.checkpoint.folders import list_steps
-from zerojax.config import SamplesConfig, WatchConfig
+from zerojax.config import BatchRampConfig, SamplesConfig, WatchConfig
 from zerojax.config.display import quoted
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import to_dict, user_path
@@ -67,7 +67,7 @@ def open_run(spec: RunSpec, plan: Plan) -> Run:
     if (cache := keep_programs()) is not None:
         reasons.append(cache)
     check_offload(plan)
-    if spec.feed is not None and not plan.inputs.batch_ramp.is_off:
+    if spec.feed is not None and not plan.inputs.features.get(BatchRampConfig).is_off:
         check_ramp_of_feed(spec.feed)
     if jax.process_count() > 1:
         assert spec.feed is not None

@@ -18,6 +18,7 @@ import numpy as np
 
 from zerojax.config import ConfigError, RunConfig, SweepAxis, SweepConfig, to_dict
 from zerojax.config.checks import MAX_SIZE, check_whole_number
+from zerojax.config.features import FEATURES
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import load_dataclass, resolve_key, type_of_key
 from zerojax.config.sweep_settings import MAX_TRIALS
@@ -30,8 +31,7 @@ _NO_PART = "it changes nothing that is trained"
 _FIXED = {
     "steps": _ONE_LENGTH,
     "global_batch_size": _SAME_WORK,
-    "curriculum": _SAME_WORK,
-    "batch_ramp": _SAME_WORK,
+    **{kind.keyword: _SAME_WORK for kind in FEATURES if kind.changes_work},
     "elasticity": _SAME_WORK,
     "data": _SAME_ROWS,
     "eval_batches": _SAME_ROWS,

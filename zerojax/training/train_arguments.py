@@ -9,19 +9,12 @@ import dataclasses
 import inspect
 import numbers
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from zerojax.config import (
-    BatchRampConfig,
-    CheckpointConfig,
-    CurriculumConfig,
-    LayerDropConfig,
-    LogConfig,
-    PruningConfig,
-    WatchConfig,
-)
+from zerojax.config import CheckpointConfig, LogConfig, WatchConfig
 from zerojax.config.checks import MAX_SIZE, check_kind, check_whole_number
+from zerojax.config.features import FEATURES, Features
 from zerojax.config.late_dataclasses import dataclass
 
 
@@ -31,6 +24,7 @@ class Arguments:
 
     Attributes:
       model: model that the user passed; later a `tracing.Model`.
+      features: settings of optional features, which `train` takes as a keyword each.
       reasons: one sentence for each default that was chosen.
     """
 
@@ -49,10 +43,7 @@ class Arguments:
     global_batch_size: int | None
     seq_len: int | None
     freeze: Any
-    curriculum: CurriculumConfig | None
-    batch_ramp: BatchRampConfig | None
-    layer_drop: LayerDropConfig | None
-    pruning: PruningConfig | None
+    features: Features
     checkpoint: Any
     run_dir: Any
     log: LogConfig | None
@@ -63,6 +54,18 @@ class Arguments:
     callbacks: Any
     seed: int
     reasons: tuple[str, ...] = ()
+
+    @classmethod
+    def of_call(cls, given: Mapping[str, Any]) -> Arguments:
+        """Returns the arguments of a call of `train`, {keyword: value}.
+
+        Raises:
+          TypeError: settings of a feature have another type.
+        """
+        keywords = {kind.keyword for kind in FEATURES}
+        features = Features.of(**{name: given[name] for name in given if name in keywords})
+        others = {name: given[name] for name in given if name not in keywords}
+        return cls(**others, features=features)
 
 
 def checked(arguments: Arguments) -> Arguments:
@@ -87,13 +90,6 @@ def checked(arguments: Arguments) -> Arguments:
     check_kind("seed", arguments.seed, numbers.Integral, "a whole number")
     check_kind("log", arguments.log, LogConfig, "a zerojax.LogConfig")
     check_kind("watch", arguments.watch, WatchConfig, "a zerojax.WatchConfig")
-    wanted = "a zerojax.CurriculumConfig"
-    check_kind("curriculum", arguments.curriculum, CurriculumConfig, wanted)
-    wanted = "a zerojax.BatchRampConfig"
-    check_kind("batch_ramp", arguments.batch_ramp, BatchRampConfig, wanted)
-    wanted = "a zerojax.LayerDropConfig"
-    check_kind("layer_drop", arguments.layer_drop, LayerDropConfig, wanted)
-    check_kind("pruning", arguments.pruning, PruningConfig, "a zerojax.PruningConfig")
     kinds = CheckpointConfig, str, os.PathLike
     wanted = "a folder, or a zerojax.CheckpointConfig"
     check_kind("checkpoint", arguments.checkpoint, kinds, wanted)

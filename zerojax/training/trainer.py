@@ -16,6 +16,7 @@ import jax
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.checkpoint.store import StoreError
+from zerojax.config import BatchRampConfig
 from zerojax.data import Feed, RowSource, as_feed, local_rows, one_pass, prefetch
 from zerojax.data.ramped_feed import in_ramp
 from zerojax.hardware.local_devices import device_memory
@@ -149,7 +150,7 @@ class Trainer(StepRunner):
         if steps is None:
             batches, count = one_pass(batches)
             if count is not None:
-                self.plan.inputs.batch_ramp.check_steps(None)
+                self.plan.inputs.features.get(BatchRampConfig).check_steps(None)
             steps = count if count is None else self.num_steps - self.num_steps % count + count
         feed, self._last_step = self._as_feed(batches), steps
         before = self.num_steps, int(self.state["skipped"])

@@ -1,0 +1,52 @@
+"""Defines the base of the settings of an optional feature of a run.
+
+Imports no JAX. `zerojax.config.features` lists the features.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from zerojax.config.loader import to_dict
+
+
+class FeatureSettings:
+    """Base of the settings of an optional feature: a frozen dataclass whose default is off.
+
+    Attributes:
+      keyword: name of the feature in a run: the keyword of `train`, the section of a run file, and
+        the key in the run folder and in checkpoints.
+      ds_section: section of a ds_config that sets the feature; None: no section does.
+      changes_work: whether the feature changes the rows or tokens of a step.
+    """
+
+    keyword: ClassVar[str]
+    ds_section: ClassVar[str | None] = None
+    changes_work: ClassVar[bool] = False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the settings change nothing."""
+        return self == type(self)()
+
+    @classmethod
+    def saved_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings in the configuration of a saved run; {} if the feature was off.
+
+        Args:
+          config: configuration as a checkpoint stores it.
+        """
+        default = to_dict(cls())
+        found = config.get(cls.keyword) or (config.get("model") or {}).get(cls.keyword) or {}
+        found = {**default, **found}
+        return {} if found == default else found
+
+    @staticmethod
+    def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
+        """Returns the line of the log for a resumed run whose settings differ from the saved run's.
+
+        Args:
+          old: settings of the saved run; {} if the feature was off.
+          new: settings of this call; {} if the feature is off.
+          step: the first step of this call.
+        """
+        raise NotImplementedError
