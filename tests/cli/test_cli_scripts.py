@@ -126,7 +126,7 @@ def test_of_an_engine_what_initialize_refuses_is_refused(tmp_path):
     text = (
         "from zerojax.config import ModelConfig, MoEConfig\n"
         "moe = MoEConfig(num_experts=4, experts_per_token=1)\n"
-        "size = ModelConfig(num_layers=2, num_heads=2, embed_dim=8, max_seq_len=16, moe=moe)\n"
+        "size = ModelConfig(name='llama', num_layers=2, num_heads=2, embed_dim=8, moe=moe)\n"
         f"zerojax.initialize(zerojax.zoo.build_model(size, 32), {config})"
     )
     with pytest.raises(ValueError, match="experts_per_token=1"):
