@@ -184,7 +184,7 @@ BAD_FILES = [
     ("optimizer: {clip_norm: 0}", "optimizer.clip_norm: 0.0 must be above 0"),
     (
         "num_microbatches: 5",
-        "global_batch_size: 32 is not divisible by num_microbatches (5)",
+        "global_batch_size: 32 is not divisible by num_microbatches=5",
     ),
     ("data: {seq_len: 512}", "data.seq_len: 512 is above model.max_seq_len (256)"),
     ("optimizer:\n  warmup_steps: 999", "warmup_steps: 999 is above steps (300); lower it"),

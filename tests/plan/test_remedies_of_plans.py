@@ -338,7 +338,7 @@ def test_numbers_of_microbatches_and_rows():
     check = lambda number: check_batch(batch, mesh, number)  # noqa: E731
     Refusal(0, "num_microbatches=0", "1", [1]).check(check)
     made = lambda rows: line_with(rows=rows, mesh={"data": 8})  # noqa: E731
-    Refusal(4, "4 8 1", "8", [8]).check(made)
+    Refusal(4, "4 8", "8", [8]).check(made)
 
 
 def test_shards_that_the_devices_do_not_divide():

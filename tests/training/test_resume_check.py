@@ -146,7 +146,7 @@ def test_a_resume_on_fewer_devices_is_compared_in_processes(tmp_path, capsys):
     assert main(["checkpoint", "resume-check", str(tmp_path), *options]) == 4
     assert re.search("learning rate +differs", capsys.readouterr().out)
     assert main(["checkpoint", "resume-check", str(tmp_path), "--devices", "3"]) == 2
-    assert "batch size 8 is not divisible by data shards (3)" in capsys.readouterr().err
+    assert "batch size 8 is not divisible by 3 data shards" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from zerojax.config.attention_layouts import LayoutConfig
+from zerojax.config.batch_division import BatchDivision
 from zerojax.config.batch_ramp import BatchRamp, BatchRampConfig
 from zerojax.config.checks import (
     MAX_LAYERS,
@@ -435,15 +436,10 @@ class RunConfig:
         check_folder("run_dir", self.run_dir)
         expand_folders(self, "run_dir")
         self._check_elasticity()
-        batch, parts = self.global_batch_size, self.num_microbatches or 1
-        if batch % parts and not self.elasticity.enabled:
-            low = batch // parts * parts
-            near = f"{low} or {low + parts}" if low else str(parts)
-            refuse(
-                "global_batch_size",
-                batch,
-                f"is not divisible by num_microbatches ({parts}); use {near}",
-            )
+        division = BatchDivision(1, self.num_microbatches or 1)
+        why = division.why_not(self.global_batch_size)
+        if why is not None and not self.elasticity.enabled:
+            refuse("global_batch_size", self.global_batch_size, why)
         self._check_batch_ramp()
         scaled = "fp16" in (self.precision, self.reduce_dtype)
         if self.loss_scale != LossScale() and not scaled:

@@ -7,6 +7,7 @@ determine the third.
 from __future__ import annotations
 
 from zerojax.config import ConfigError, ElasticityConfig
+from zerojax.config.batch_division import BatchDivision
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.deepspeed_config.ds_config import File
 from zerojax.deepspeed_config.translation import CallerValues
@@ -83,9 +84,9 @@ def _with_shards(file: File, batch: Batch, shards: int) -> Batch:
         return Batch(micro * parts * shards, micro, parts)
     if micro is None:
         assert parts is not None
-        return Batch(train, _divide(file, train, shards * parts, f"{PARTS}={parts}", shards), parts)
+        return Batch(train, _divide(file, train, BatchDivision(shards, parts, PARTS)), parts)
     if parts is None:
-        return Batch(train, micro, _divide(file, train, shards * micro, f"{MICRO}={micro}", shards))
+        return Batch(train, micro, _divide(file, train, BatchDivision(shards, micro, MICRO)))
     if train != micro * parts * shards:
         file.notes.refuse(
             TRAIN,
@@ -96,17 +97,12 @@ def _with_shards(file: File, batch: Batch, shards: int) -> Batch:
     return batch
 
 
-def _divide(file: File, train: int, unit: int, named: str, shards: int) -> int | None:
-    if train % unit:
-        low = train // unit * unit
-        near = f"{low} or {low + unit}" if low else f"{unit}"
-        file.notes.refuse(
-            TRAIN,
-            train,
-            f"is not divisible by {shards} data shards x {named} = {unit}; use {near}",
-        )
-        return None
-    return train // unit
+def _divide(file: File, train: int, division: BatchDivision) -> int | None:
+    why = division.why_not(train)
+    if why is None:
+        return train // division.unit
+    file.notes.refuse(TRAIN, train, why)
+    return None
 
 
 def settle_elastic(

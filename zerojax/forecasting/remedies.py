@@ -158,7 +158,7 @@ def all_remedies(plan: Plan, gpu: Gpu | None, sizes: dict[str, int]) -> Iterator
 
 def rows_at_once(plan: Plan) -> int:
     """Returns the number of rows of one microbatch on one data shard."""
-    return plan.global_batch_size // (num_data_shards(plan.mesh) * plan.num_microbatches)
+    return plan.global_batch_size // plan.division.unit
 
 
 def remat_of(plan: Plan) -> str | None:

@@ -42,7 +42,6 @@ from zerojax.parallel.prune_masks import mask_gradients, masked_weights
 from zerojax.parallel.step_numbers import StepWithNumbers, takes_numbers
 from zerojax.parallel.update import ThisStep, build_norm, build_update
 from zerojax.parallel.weight_copies import build_following
-from zerojax.plan import device_mesh as meshes
 from zerojax.plan.kept_parts import copies_key
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_variants import streamed_from_host
@@ -296,7 +295,7 @@ def _build_factor(plan: Plan) -> Callable[[TrainState, Any], jax.Array | None]:
     The factor is float32 [], or None if the loss is not multiplied.
     """
     scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
-    num_pieces = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
+    num_pieces = plan.division.unit
 
     def factor_of(state: TrainState, batch: Any) -> jax.Array | None:
         if plan.traced.batch_weight is None:
@@ -317,7 +316,7 @@ def _expected_weight(plan: Plan) -> float:
     """
     leaves = jax.tree.leaves(plan.abstract_batch)
     if not plan.traced.has_weight:
-        count = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
+        count = plan.division.unit
     else:  # a language model's integers are [rows, seq], a classifier's [rows]
         integers = [x.size for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
         count = max(integers, default=leaves[0].shape[0])

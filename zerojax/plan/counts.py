@@ -16,7 +16,7 @@ from zerojax.optim import EmaState
 from zerojax.optim.precision import Precision
 from zerojax.optim.weight_codes import bytes_per_parameter
 from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import CONTEXT, MODEL, STAGE, num_data_shards
+from zerojax.plan.device_mesh import CONTEXT, MODEL, STAGE
 from zerojax.plan.leaf_placement import FULL_ENOUGH, Access, LeafPlacement
 from zerojax.plan.pipeline_costs import total_buffer_bytes
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
@@ -491,7 +491,7 @@ def model_flops(plan: Decisions) -> float:
         flops -= flops_without_gradient(forward, [*is_trained, *[False] * others])
     if plan.layer_drop is not None:
         flops *= plan.layer_drop.work()
-    return flops * plan.num_microbatches * num_data_shards(plan.mesh)
+    return flops * plan.division.unit
 
 
 def active_parameters(plan: Decisions) -> int | None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.choice import Choice
 from zerojax.config import MeshConfig
+from zerojax.config.batch_division import BatchDivision
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.models.adapt import bound_attribute
 from zerojax.models.batch_weight import BatchWeight
@@ -22,7 +23,7 @@ from zerojax.operators.attending import Call
 from zerojax.operators.context import ContextSplit
 from zerojax.optim import Schedule
 from zerojax.optim.precision import Precision
-from zerojax.plan.device_mesh import DATA_AXES
+from zerojax.plan.device_mesh import DATA_AXES, num_data_shards
 from zerojax.plan.layer_choice import LayerDrop
 from zerojax.plan.layer_stacks import Stacks, row_placement
 from zerojax.plan.placement import Placement
@@ -178,6 +179,11 @@ class Decisions:
         """Placement table with one row per parameter of the user's model; stacked parameters of
         rolled layers are split into rows."""
         return row_placement(self.placement, self.stacks) if self.stacks else self.placement
+
+    @property
+    def division(self) -> BatchDivision:
+        """Division of a batch over data shards and microbatches."""
+        return BatchDivision(num_data_shards(self.mesh), self.num_microbatches)
 
     @property
     def global_batch_size(self) -> int:

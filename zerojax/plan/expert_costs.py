@@ -15,7 +15,7 @@ from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.optimizer import map_state
 from zerojax.plan.counts import gradient_bytes, model_flops, shard_bytes
 from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import EXPERT, num_data_shards
+from zerojax.plan.device_mesh import EXPERT
 from zerojax.tracing import trees
 from zerojax.tracing.expert_calls import RowsOfCall, find_expert_calls, find_rows
 from zerojax.tracing.flops import TRAINING_FACTOR, further_round_flops
@@ -63,7 +63,7 @@ def expert_costs(plan: Decisions) -> ExpertCosts | None:
     arrays = [stored["frozen" if leaves[name].frozen else "params"][name] for name in names]
     # One product in the forward pass, recomputed in the backward pass, which has two of its own.
     passes = 1 + TRAINING_FACTOR
-    a_pass = plan.num_microbatches * num_data_shards(plan.mesh) / plan.mesh.size
+    a_pass = plan.division.unit / plan.mesh.size
     further = passes * a_pass * further_round_flops(plan.traced.forward)
     step = model_flops(plan) / plan.mesh.size
     return ExpertCosts(

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
+from zerojax.config.batch_division import BatchDivision
 from zerojax.optim.precision import Precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.placement import Placement
@@ -96,18 +97,10 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} is below 1; give at least 1")
-    first = check_rows(batch)
-    shards = meshes.num_data_shards(mesh)
-    unit = shards * num_microbatches
-    if first % unit or first == 0:
-        low, high = first // unit * unit, (first // unit + 1) * unit
-        near = f"{low} or {high}" if low else f"{high}"
-        fewer = [n for n in range(1, num_microbatches) if first and first % (shards * n) == 0]
-        remedy = f", or num_microbatches={fewer[-1]}" if fewer else ""
-        raise ValueError(
-            f"global batch size {first} is not divisible by data shards ({shards}) x "
-            f"num_microbatches ({num_microbatches}) = {unit}; use {near} rows{remedy}"
-        )
+    rows = check_rows(batch)
+    why = BatchDivision(meshes.num_data_shards(mesh), num_microbatches).why_not(rows)
+    if why is not None:
+        raise ValueError(f"global batch size {rows} {why}")
 
 
 def check_deterministic(

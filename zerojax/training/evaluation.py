@@ -19,7 +19,6 @@ from typing import Any, Literal
 from zerojax.config.checks import names_keywords, warn_user
 from zerojax.data import local_rows, shard_batch
 from zerojax.optim import EMA
-from zerojax.plan.device_mesh import num_data_shards
 from zerojax.plan.make import Plan
 from zerojax.plan.state import abstract_model, as_read, slice_batch
 from zerojax.runtime.memory import allocating_for
@@ -44,7 +43,7 @@ def check_evaluation_mode(plan: Plan) -> None:
     """
     if not (plan.abstract_portable["extras"] or has_random_numbers(plan.traced.forward)):
         return
-    pieces = plan.num_microbatches * num_data_shards(plan.mesh)
+    pieces = plan.division.unit
     microbatch = slice_batch(plan.abstract_batch, pieces, plan.precision, plan.traced.exact_leaves)
     params, extras = abstract_model(plan.users_model, plan.abstract_batch, plan.loss)
     read = as_read(params, plan.precision)

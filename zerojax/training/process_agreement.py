@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.checkpoint.agreement import gather
+from zerojax.config.batch_division import BatchDivision
 from zerojax.config.features import FEATURES
 from zerojax.config.loader import to_dict
 from zerojax.data import abstract_global, local_rows_of_mesh
@@ -96,11 +97,11 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
             f"batches: each process has rows of its own of a global batch of {num_rows[0]}",
         )
     [size] = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
-    if size % (shards := num_data_shards(mesh)):
+    why = BatchDivision(num_data_shards(mesh)).why_not(size)
+    if why is not None:
         raise ValueError(
-            f"all processes have the same batch, which is then the global batch, but its {size} "
-            f"rows are not divisible by data shards ({shards}); use {-(-size // shards) * shards} "
-            "rows, or give each process rows of its own"
+            "all processes have the same batch, which is then the global batch, but its size "
+            f"{size} {why}, or give each process rows of its own"
         )
     low, high = local_rows_of_mesh(mesh, size)
     feed.take_rows(low, high)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import DataConfig, MeshConfig, ModelConfig, RunConfig, to_dict
+from zerojax.config.batch_division import BatchDivision
 from zerojax.config.checks import names_keywords
 from zerojax.config.features import Features
 from zerojax.config.loader import user_path
@@ -394,17 +395,9 @@ def plan_from_config(
 
 def _check_pieces(config: RunConfig, shards: int) -> None:
     """Raises ValueError if the batch is not divisible by data shards times microbatches."""
-    parts = config.num_microbatches or 1
-    batch, pieces = config.global_batch_size, shards * parts
-    if batch % pieces == 0:
-        return
-    fewer = [n for n in range(1, parts) if batch % (shards * n) == 0]
-    remedies = [f"num_microbatches={fewer[-1]}"] if fewer else []
-    remedies.append(f"global_batch_size={-(-batch // pieces) * pieces}")
-    raise ValueError(
-        f"global_batch_size={batch} is not divisible by {shards} data shards x num_microbatches="
-        f"{parts} = {pieces}; use {' or '.join(remedies)}"
-    )
+    why = BatchDivision(shards, config.num_microbatches or 1).why_not(config.global_batch_size)
+    if why is not None:
+        raise ValueError(f"global_batch_size={config.global_batch_size} {why}")
 
 
 def vocab_size_of(config: RunConfig) -> int:

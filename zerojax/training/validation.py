@@ -29,7 +29,7 @@ from zerojax.data import (
 from zerojax.data.feed import check_function
 from zerojax.models.given_arrays import as_arrays, own_arrays
 from zerojax.operators.attention_choice import attention_planned_for
-from zerojax.plan.device_mesh import COMPILER_AXES, num_data_shards
+from zerojax.plan.device_mesh import COMPILER_AXES
 from zerojax.plan.loss_checks import part_with_mixed_rows
 from zerojax.plan.make import Plan
 from zerojax.plan.state import abstract_model, as_read, slice_batch
@@ -250,7 +250,7 @@ def why_not_filled(plan: Plan) -> str | None:
     of rows. Then missing rows are filled with copies of one row, and the copies' contribution is
     subtracted.
     """
-    pieces = num_data_shards(plan.mesh) * plan.num_microbatches
+    pieces = plan.division.unit
     if pieces == plan.global_batch_size:  # with one row, the row dimension cannot be found
         pieces = 1
     piece = slice_batch(plan.abstract_batch, pieces, plan.precision, plan.traced.exact_leaves)

@@ -142,8 +142,7 @@ def costs_of_mixes(loops: Sequence[Loop], values: Sequence[str]) -> dict[Mix, Mi
 
 def flops_of_shard(plan: Plan) -> float:
     """Returns the FLOPs without recomputation of a microbatch on one data shard."""
-    shards = plan.mesh.size // plan.settings.devices_per_shard
-    return counts.model_flops(plan) / (shards * plan.num_microbatches)
+    return counts.model_flops(plan) / plan.division.unit
 
 
 def _compiled(result: SearchResult, chosen: Trial, num_loops: int) -> set[Mix]:
