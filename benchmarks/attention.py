@@ -22,7 +22,7 @@ from zerojax.forecasting.hlo.costs import hbm_bytes, matmul_flops
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.tracing.flops import count_program_flops
 
 HEADS, HEAD_DIM = 32, 128

@@ -26,11 +26,11 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.data import local_rows, shard_batch
 from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw, decay_mask
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
 from zerojax.runtime.distributed import ProcessGroup, join_processes
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.training.checkpointing import restore_state, save_state
 
 DEVICES = 4

@@ -29,10 +29,10 @@ from tests.support.foreign_shapes import SHAPES, ForeignModel
 from zerojax.config import MeshConfig
 from zerojax.models.adapt import as_model
 from zerojax.operators.marks import inner_programs
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.tracing.protocol import Arrays, Model
 from zerojax.tracing.rolling import FoundLoops, RolledModel, find_loops
 from zerojax.tracing.trace import trace_model

@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks.machine import load_average
 from benchmarks.offload_disk_run import plan_of
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.offload.disk_step import SliceUpdates
+from zerojax.offload.disk_step import SliceUpdates
+from zerojax.step.initialization import init_state
 from zerojax.training.checkpointing import end_state
 
 ROOT = Path(__file__).resolve().parent.parent

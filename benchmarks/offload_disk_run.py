@@ -25,10 +25,10 @@ from zerojax.config import OffloadConfig
 from zerojax.data import shard_batch
 from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw, decay_mask
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.training.checkpointing import end_state
 
 WIDTH, INNER = 512, 2048

@@ -25,11 +25,11 @@ import zerojax.data
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.config import ModelConfig
+from zerojax.features.one_bit import one_bit_update
 from zerojax.forecasting import hlo
 from zerojax.optim import one_bit_adam, one_bit_lamb
 from zerojax.optim.optimizer import Arrays
-from zerojax.parallel import one_bit_update
-from zerojax.plan.device_mesh import DATA
+from zerojax.placement.device_mesh import DATA
 from zerojax.zoo import build_model
 
 NUM_DEVICES = 4

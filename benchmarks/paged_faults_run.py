@@ -22,7 +22,7 @@ from flax import nnx
 import zerojax
 from zerojax.config import LogConfig, MeshConfig, OffloadConfig
 from zerojax.models.losses import mean_squared_error
-from zerojax.parallel.offload.disk import DiskState
+from zerojax.offload.disk import DiskState
 
 LAYERS, WIDTH, ROWS = 12, 256, 8
 

@@ -32,7 +32,7 @@ from benchmarks.recording import Goal, Record, add_arguments, write_record
 from zerojax.forecasting import hlo
 from zerojax.forecasting.roles import bytes_by_role
 from zerojax.hardware import compile_client
-from zerojax.plan.pipeline_costs import message_bytes, total_buffer_bytes
+from zerojax.pipeline.pipeline_costs import message_bytes, total_buffer_bytes
 
 FLAT = 1.001
 EXACT = 1.01
@@ -119,7 +119,7 @@ def measure_memory(smoke: bool) -> Record:
     notes = [
         f"GPT of {GPT_1B.num_parameters / 1e9:.2f} billion parameters, 8 H100, zero=1, remat full, "
         f"one row of {GPT_1B.max_seq_len} tokens per data shard and microbatch, {_compiler()}",
-        "planned_buffers: zerojax.plan.pipeline_costs.total_buffer_bytes; it is part of temp",
+        "planned_buffers: zerojax.pipeline.pipeline_costs.total_buffer_bytes; it is part of temp",
         *_roles_notes(),
     ]
     return Record(name="pipeline_memory", rows=rows, goals=goals, notes=notes)

@@ -23,8 +23,8 @@ import zerojax
 from benchmarks.measuring import Side, interleave, least_of, sample
 from benchmarks.recipe import CLIPPED
 from benchmarks.recording import Goal, Record
-from zerojax.parallel.sums import over_auto_axes
-from zerojax.plan.schedules import Costs, simulate
+from zerojax.schedules import Costs, simulate
+from zerojax.transport.sums import over_auto_axes
 
 NUM_DEVICES = 4
 SCHEDULES = ("1f1b", "gpipe", "interleaved(2)", "zb_h1", "1f1b_classic")

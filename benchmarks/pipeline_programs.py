@@ -19,9 +19,9 @@ from zerojax.config import MeshConfig
 from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.live_buffers import LiveAtPeak, read_live
 from zerojax.hardware import compile_client, gpus
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.step.build import build_step
 from zerojax.zoo import GPT2, GPT2Config
 
 BF16 = 2

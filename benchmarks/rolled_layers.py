@@ -26,9 +26,9 @@ from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.step.build import build_step
 
 NUM_DEVICES = 8
 CPU, H100 = "8 CPU devices", "8 H100"

@@ -27,14 +27,14 @@ from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from pallas_kernels import choice, optimizers
 from pallas_kernels.update import update as update_leaf
 from pallas_kernels.update import update_trees
+from zerojax import passes
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.optim.precision import as_precision
-from zerojax.parallel import zero
-from zerojax.parallel.step import pass_config
-from zerojax.parallel.update import ThisStep, build_norm, build_update
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.passes.update import ThisStep, build_norm, build_update
+from zerojax.placement.device_mesh import make_mesh
+from zerojax.step.build import pass_config
 
 CARD = "h200"
 WIDTH, LAYERS, VOCAB, LENGTH = 768, 12, 50257, 1024
@@ -256,7 +256,7 @@ def _abstract_gradients(plan: zerojax.Plan) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes of the gradients that the plan's backward pass returns."""
     state, key = plan.abstract_state, jax.random.key_data(jax.random.key(0))
     given = (state["params"], state["frozen"], state["extras"], key, plan.abstract_batch, None)
-    grads = jax.eval_shape(zero.build_gradients(pass_config(plan)), *given)[1]
+    grads = jax.eval_shape(passes.build_gradients(pass_config(plan)), *given)[1]
     return {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state["params"][name].sharding)
         for name, x in grads.items()

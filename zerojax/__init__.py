@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from zerojax.operators import attention, batch_mean, batch_sum, experts
     from zerojax.optim import adam8bit, adamw, lamb, lion, muon, sgd, with_ema
     from zerojax.optim.precision import Precision
-    from zerojax.parallel.initialization import init_state
-    from zerojax.parallel.reshard import from_portable_state, reshard_state, to_portable_state
-    from zerojax.parallel.step import build_evaluation, build_step
-    from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+    from zerojax.placement.device_mesh import make_abstract_mesh, make_mesh
+    from zerojax.placement.state import TrainState
     from zerojax.plan.make import Plan, make_plan
     from zerojax.plan.rule_proposal import RuleProposal, propose_rules
-    from zerojax.plan.state import TrainState
     from zerojax.runtime.distributed import join_processes
+    from zerojax.step.build import build_evaluation, build_step
+    from zerojax.step.initialization import init_state
+    from zerojax.step.reshard import from_portable_state, reshard_state, to_portable_state
     from zerojax.training.entry import train
     from zerojax.training.evaluation import EarlyStopping, KeepBest
     from zerojax.training.hugging_face_export import to_hugging_face, to_peft
@@ -158,7 +158,7 @@ _HOME_OF_NAME = {
     "SamplesConfig": "config",
     "Stages": "zoo",
     "TokenSource": "data",
-    "TrainState": "plan.state",
+    "TrainState": "placement.state",
     "Trainer": "training.trainer",
     "WatchConfig": "config",
     "adam8bit": "optim",
@@ -167,32 +167,32 @@ _HOME_OF_NAME = {
     "attention": "operators",
     "batch_mean": "operators",
     "batch_sum": "operators",
-    "build_evaluation": "parallel.step",
-    "build_step": "parallel.step",
+    "build_evaluation": "step.build",
+    "build_step": "step.build",
     "check": "equality",
     "expect": "forecasting.program_rules",
     "experts": "operators",
     "forecast": "forecasting",
-    "from_portable_state": "parallel.reshard",
+    "from_portable_state": "step.reshard",
     "from_hugging_face": "zoo.hugging_face",
-    "init_state": "parallel.initialization",
+    "init_state": "step.initialization",
     "initialize": "deepspeed_engine",
     "join_processes": "runtime.distributed",
     "lamb": "optim",
     "lion": "optim",
     "load_run": "training.loading",
-    "make_abstract_mesh": "plan.device_mesh",
-    "make_mesh": "plan.device_mesh",
+    "make_abstract_mesh": "placement.device_mesh",
+    "make_mesh": "placement.device_mesh",
     "make_plan": "plan.make",
     "merge_lora": "zoo",
     "muon": "optim",
     "propose_rules": "plan.rule_proposal",
-    "reshard_state": "parallel.reshard",
+    "reshard_state": "step.reshard",
     "run_from_config": "training.run_file",
     "search": "training.search_runs",
     "sgd": "optim",
     "shard_batch": "data",
-    "to_portable_state": "parallel.reshard",
+    "to_portable_state": "step.reshard",
     "to_hugging_face": "training.hugging_face_export",
     "to_peft": "training.hugging_face_export",
     "train": "training.entry",
@@ -213,8 +213,8 @@ _PUBLIC_MODULES = {
     "models": "models",
     "operators": "operators",
     "optim": "optim",
-    "parallel": "parallel",
-    "pipeline_schedules": "plan.schedules",
+    "parallel": "step",
+    "pipeline_schedules": "schedules",
     "plan": "plan",
     "runtime": "runtime",
     "tracing": "tracing",

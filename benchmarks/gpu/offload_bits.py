@@ -23,7 +23,7 @@ from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
 from benchmarks.gpu.workloads import Workload, choose_workload
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
-from zerojax.parallel.reshard import to_portable_state
+from zerojax.step.reshard import to_portable_state
 
 STEPS = 20
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"

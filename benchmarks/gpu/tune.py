@@ -23,8 +23,8 @@ from benchmarks.gpu.workloads import LEARNING_RATE, Workload, choose_workload
 from benchmarks.machine import load_average
 from benchmarks.recipe import ADAMW, CLIPPED
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
-from zerojax.plan.offload_variants import with_slices
 from zerojax.plan.open_choices import NO_MORE_MEMORY, SIZES, open_calls
+from zerojax.step.offload_variants import with_slices
 from zerojax.training.tuning import (
     Answer,
     KeptChoices,

@@ -20,8 +20,8 @@ from zerojax.data.chats.template_files import find_template
 from zerojax.data.preparation import encode_files
 from zerojax.data.record_files import read_records
 from zerojax.deepspeed_config.ds_config import read as read_ds_config
-from zerojax.plan.schedules import known_schedules
 from zerojax.runtime import bounded_json
+from zerojax.schedules import known_schedules
 
 MARK = codecs.BOM_UTF8.decode()
 RUN = "seed: 3\n"

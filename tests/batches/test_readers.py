@@ -33,8 +33,8 @@ from zerojax.config.display import MAX_MESSAGE
 from zerojax.data import as_source
 from zerojax.data.preparation import prepare
 from zerojax.data.tokenizer import load_tokenizer
-from zerojax.plan.schedules.known_schedules import read_csv
 from zerojax.runtime.user_files import open_appending, replace_text, replacing
+from zerojax.schedules.known_schedules import read_csv
 from zerojax.training.loading import load_run
 from zerojax.training.metrics import RunLog, write_report
 from zerojax.training.metrics.metric_files import read_metrics

@@ -26,8 +26,8 @@ from zerojax.checkpoint.metadata import FORMAT, problem_with, read_metadata
 from zerojax.cli import main
 from zerojax.config import CheckpointConfig, LoraConfig
 from zerojax.optim.precision import as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state
 from zerojax.tracing.trees import format_bytes, num_bytes
 from zerojax.training.checkpointing import as_begun, base_of, restore_state, save_state
 from zerojax.zoo.hugging_face import UnsupportedError, arrays_in
@@ -501,7 +501,7 @@ WORKER = """
     from tests.checkpoint.test_base_weights import lora_plan, restore, save, flip_file, local_bits
     from zerojax.checkpoint import CheckpointError
     from zerojax.zoo.hugging_face import folder as opened
-    from zerojax.parallel.initialization import init_state
+    from zerojax.step.initialization import init_state
 
     read = [0]
     read_block = opened.read_block

@@ -16,7 +16,7 @@ from tests.support.trajectories import regression_batch
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.optim import adamw
-from zerojax.parallel.reshard import to_portable_state
+from zerojax.step.reshard import to_portable_state
 from zerojax.tracing.trees import flatten_names
 from zerojax.training.checkpointing import restore_state, save_state
 from zerojax.training.entry import train

@@ -40,19 +40,19 @@ from zerojax.data import TokenSource, tokens_of_array
 from zerojax.forecasting import hlo
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.optim.weight_codes import BLOCK, bytes_per_parameter
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import (
+from zerojax.placement.frozen_codes import decoded
+from zerojax.placement.leaf_placement import Access
+from zerojax.plan.counts import role_bytes
+from zerojax.plan.plan_page import plan_dict
+from zerojax.plan.wire import leaf_transfers
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import (
     from_portable_state,
     model_parts,
     reshard_state,
     to_portable_state,
 )
-from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan.counts import role_bytes
-from zerojax.plan.frozen_codes import decoded
-from zerojax.plan.leaf_placement import Access
-from zerojax.plan.plan_page import plan_dict
-from zerojax.plan.wire import leaf_transfers
 from zerojax.tracing import trees
 from zerojax.training.checkpointing import model_of, restore_state, save_state
 from zerojax.training.run_file import plan_from_config

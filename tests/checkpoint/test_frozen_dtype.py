@@ -23,11 +23,11 @@ from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import LoraConfig, ModelConfig, RunConfig, load
 from zerojax.operators.marks import inner_programs
 from zerojax.optim.precision import Precision, as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import model_parts, reshard_state
-from zerojax.parallel.step import build_step
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.counts import GATHERED, role_bytes
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import model_parts, reshard_state
 from zerojax.tracing import trees
 from zerojax.training.checkpointing import model_of, restore_state, save_state
 from zerojax.training.run_file import plan_from_config

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cli_complaints import fails
 from zerojax.cli import main
-from zerojax.plan.schedules import SCHEDULES, make_schedule, read_csv
+from zerojax.schedules import SCHEDULES, make_schedule, read_csv
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--stages", "4", "--microbatches", "8"]

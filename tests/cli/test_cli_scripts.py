@@ -14,7 +14,7 @@ from zerojax import forecasting
 from zerojax.cli import main
 from zerojax.cli.script_runs import plan_of_script
 from zerojax.hardware import compile_client
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 
 MODEL = """
 import numpy as np

@@ -20,7 +20,7 @@ from zerojax.checkpoint.folders import writable_error
 from zerojax.cli import main
 from zerojax.cli.complaints import explain
 from zerojax.data.preparation import prepare
-from zerojax.plan.host_budget import NoSpaceError
+from zerojax.step.host_budget import NoSpaceError
 from zerojax.training.metrics import runlog
 from zerojax.training.run_file import make_folder
 

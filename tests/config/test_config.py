@@ -30,7 +30,7 @@ from zerojax.config import (
     load,
     to_dict,
 )
-from zerojax.plan.schedules import ScheduleError, make_schedule
+from zerojax.schedules import ScheduleError, make_schedule
 
 SECTIONS = [
     MeshConfig,

@@ -127,7 +127,7 @@ TINY = [
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_same_batch_on_other_devices(tmp_path, monkeypatch):
     """8 devices, then 6 (which 8 is not a multiple of): the losses are those of 8 throughout."""
-    from zerojax.plan import device_mesh
+    from zerojax.placement import device_mesh
     from zerojax.training import run_file
 
     def losses(run: str, counts: list[int]) -> list[float]:

@@ -27,7 +27,7 @@ from zerojax.config.mesh import OffloadConfig, as_mesh_config
 from zerojax.config.sections import LossScale
 from zerojax.data import as_source
 from zerojax.optim.schedules import build_deepspeed_schedule
-from zerojax.plan.state_layout import store_folder
+from zerojax.placement.state_layout import store_folder
 
 # --- settings of a run ----------------------------------------------------------------------------
 

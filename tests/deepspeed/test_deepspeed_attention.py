@@ -21,7 +21,7 @@ from zerojax.hardware.gpus import find_gpu
 from zerojax.models.losses import next_token
 from zerojax.operators.attending import calls_of_attention, layout_in_force
 from zerojax.operators.attention_choice import attention_planned_for
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 
 ROWS, LENGTH, VOCAB = 8, 16, 32
 FIXED = {"mode": "fixed", "block": 2, "num_local_blocks": 2}

@@ -29,8 +29,8 @@ from zerojax.equality.short_runs import (
     one_unit_away,
     plan_of,
 )
-from zerojax.parallel.zero import gradients
-from zerojax.parallel.zero.microbatch import split_batch
+from zerojax.passes import gradients
+from zerojax.passes.microbatch import split_batch
 
 DEVICES = 4
 STEEP = optax.adamw(1e-2, eps=1e-4)

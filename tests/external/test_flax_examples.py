@@ -35,8 +35,8 @@ from flax.training.train_state import TrainState
 
 from tests.support.trajectories import TOLERANCE, advance, plan_for, train_for
 from zerojax.data.corpus import read_text
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 from zerojax.training.entry import train
 
 CHECKOUT = os.environ.get("FLAX_CHECKOUT")

@@ -39,8 +39,8 @@ from tests.support.foreign_checkouts import MODELS
 from tests.support.foreign_modules import is_given, load
 from tests.support.foreign_shapes import SHAPES, ForeignModel
 from tests.support.trajectories import TOLERANCE
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 from zerojax.tracing.rolling import RolledModel
 
 REQUIRED = {

@@ -17,8 +17,8 @@ from zerojax.forecasting import COMPILED, FORMULA
 from zerojax.forecasting.compiled_facts import cache_key
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.plan.device_mesh import make_abstract_mesh
-from zerojax.plan.signed_momentum import compressed_bytes
+from zerojax.placement.device_mesh import make_abstract_mesh
+from zerojax.placement.signed_momentum import compressed_bytes
 
 
 def plan_of(zero: int = 3, mesh=None, rows: int = 8):

@@ -12,8 +12,8 @@ from tests.support.pipelines import layout_of
 from tests.support.pipelines import plan_of as pipelined
 from tests.support.small_models import reference_model
 from zerojax import make_plan
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan import counts
-from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.wire import wire_bytes, wire_unit
 
 DEVICES = 8

@@ -22,8 +22,8 @@ from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.roles import Roles, argument_roles, bytes_by_role
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
+from zerojax.placement.device_mesh import AXES
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.device_mesh import AXES
 from zerojax.zoo import GPT2, GPT2Config, Llama, LlamaConfig
 
 # --- by hand --------------------------------------------------------------------------------------

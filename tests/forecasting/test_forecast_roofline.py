@@ -20,7 +20,7 @@ from zerojax.forecasting.roofline import (
 from zerojax.hardware.gpus import find_gpu
 from zerojax.plan.counts import role_bytes
 from zerojax.plan.offload_costs import Hiding, TierRates
-from zerojax.plan.schedules import lower, make_schedule
+from zerojax.schedules import lower, make_schedule
 
 MESH = {"replica": 1, "data": 8, "stage": 1, "model": 1}
 # 1e12 FLOP/s, 1e9 B/s of memory, 1e8 B/s in a node, 1e7 B/s between nodes: seconds by hand.

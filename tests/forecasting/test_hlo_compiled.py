@@ -26,9 +26,9 @@ from zerojax.forecasting.hlo import (
     read_program,
 )
 from zerojax.hardware import compile_client, gpus
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import AXES
+from zerojax.placement.device_mesh import AXES
 from zerojax.plan.make import make_plan
+from zerojax.step.build import build_step
 from zerojax.zoo import build_model
 
 ON_GPU = pytest.mark.gpu_programs

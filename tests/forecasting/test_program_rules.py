@@ -27,7 +27,7 @@ from zerojax.forecasting.program_rules import (
     plan_record,
 )
 from zerojax.forecasting.step_contents import read_layers
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
 from zerojax.tracing.flops import without_waste
 
 TOKENS = np.zeros((16, 16), np.int32)

@@ -19,7 +19,7 @@ from zerojax.forecasting.hlo.communication import find_collectives
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.program_rules import check_golden
 from zerojax.hardware.gpus import find_gpu
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.rule_proposal import propose_for
 
 

@@ -51,9 +51,9 @@ from zerojax.forecasting.settings_search.search_result import (
 )
 from zerojax.hardware.compile_client import CompileError
 from zerojax.hardware.gpus.achieved import WIRE_SHARE
-from zerojax.plan import pipeline_costs as costs
+from zerojax.pipeline import pipeline_costs as costs
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.counts import role_bytes, shard_bytes
-from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.expert_costs import exchange_bytes
 from zerojax.plan.make import make_plan
 from zerojax.plan.wire import wire_bytes

@@ -31,9 +31,9 @@ from zerojax.forecasting.settings_search.search_result import (
     TOO_LARGE,
 )
 from zerojax.hardware.compile_client import CompileError
-from zerojax.parallel import bucket_sizes
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.make import make_plan
+from zerojax.transport import bucket_sizes
 from zerojax.zoo import build_model
 
 CARD = sample_card("h100")

@@ -14,7 +14,7 @@ from zerojax.config import ModelConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
 from zerojax.operators.context import WAYS, Sizes, wire_bytes
-from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.make import make_plan
 
 pytestmark = pytest.mark.gpu_programs

@@ -19,10 +19,10 @@ from tests.support.program_claims import Claims
 from zerojax.forecasting import hlo
 from zerojax.forecasting.roofline import with_network_bytes
 from zerojax.hardware import compile_client, gpus
-from zerojax.parallel import collectives
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.wire import wire_bytes
+from zerojax.transport import collectives
 
 pytestmark = pytest.mark.gpu_programs
 

@@ -20,9 +20,9 @@ from zerojax.forecasting import forecast, hlo
 from zerojax.forecasting.compiled_step import forecast_attached
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
+from zerojax.step.build import build_step
 
 pytestmark = [pytest.mark.gpu_programs, pytest.mark.slow]
 ROOM = 0.9 * 78 * 2**30

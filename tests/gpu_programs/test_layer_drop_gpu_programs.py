@@ -16,7 +16,7 @@ from tests.support.gpu_plans import compile_step
 from tests.support.inputs_with_features import plan_inputs
 from zerojax.forecasting.hlo import Program, find_collectives, find_in_branches, read_program
 from zerojax.hardware import compile_client, gpus
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, plan_of
 from zerojax.plan.wire import wire_bytes
 from zerojax.zoo import GPT2, GPT2Config

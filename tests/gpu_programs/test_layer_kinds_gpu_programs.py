@@ -17,7 +17,7 @@ from tests.support.gpu_plans import text_plan
 from tests.support.recipe import RECIPE
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
 from zerojax.zoo import Decoder, DecoderConfig, LayerKind, Rope
 
 pytestmark = pytest.mark.gpu_programs

@@ -25,14 +25,14 @@ from zerojax.config.mesh import OffloadConfig
 from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.hardware import compile_client, gpus
+from zerojax.offload.layer_draws import find_draws
 from zerojax.optim import adamw
-from zerojax.parallel.initialization import build_layer_draw
-from zerojax.parallel.step import build_step
+from zerojax.placement.device_mesh import make_mesh
+from zerojax.placement.state import run_key_data
 from zerojax.plan.compiler_options import choose_options
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.layer_draws import find_draws
 from zerojax.plan.make import Plan, make_plan
-from zerojax.plan.state import run_key_data
+from zerojax.step.build import build_step
+from zerojax.step.initialization import build_layer_draw
 from zerojax.training.run_file import plan_from_config
 from zerojax.zoo import GPT2, GPT2Config
 

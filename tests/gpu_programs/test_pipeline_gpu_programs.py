@@ -13,7 +13,7 @@ import pytest
 from benchmarks.pipeline_programs import BF16, SMALL, Case, compile_case, wire
 from tests.support.program_claims import Claims
 from zerojax.forecasting import hlo
-from zerojax.plan.pipeline_costs import total_buffer_bytes
+from zerojax.pipeline.pipeline_costs import total_buffer_bytes
 
 pytestmark = pytest.mark.gpu_programs
 

@@ -26,8 +26,8 @@ from benchmarks.rolled_layers import (
 )
 from zerojax.forecasting.hlo.live_buffers import LiveAtPeak, LiveValue, read_live
 from zerojax.hardware import compile_client, gpus
-from zerojax.parallel.step import build_step
-from zerojax.parallel.zero import rewrite
+from zerojax.passes import rewrite
+from zerojax.step.build import build_step
 
 pytestmark = pytest.mark.gpu_programs
 SMALL = Sizes(width=256, heads=4, vocab=512, tokens=256, rows=4, precision="bf16")

@@ -30,8 +30,8 @@ from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.operators.attending import Call
 from zerojax.optim.precision import as_precision
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.compiler_options import choose_options
-from zerojax.plan.device_mesh import make_mesh
 from zerojax.training.tuning import attention_choices
 
 pytestmark = [pytest.mark.gpu_programs, needs_kernels]

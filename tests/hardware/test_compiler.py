@@ -20,6 +20,7 @@ from zerojax import make_mesh
 from zerojax.config import MeshConfig
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.compiler_options import (
     NO_KERNELS_OPTIONS,
     PREFETCH_OPTIONS,
@@ -27,7 +28,6 @@ from zerojax.plan.compiler_options import (
     UNFILLED_OPTIONS,
     choose_options,
 )
-from zerojax.plan.device_mesh import make_abstract_mesh
 
 H100 = find_gpu("h100")
 

@@ -19,8 +19,8 @@ from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.operators import attending
 from zerojax.operators.attention_choice import Device, attention_planned_for
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh, make_mesh
+from zerojax.step.build import build_step
 from zerojax.tracing.flops import count_program_flops
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

@@ -29,7 +29,7 @@ from tests.support.trajectories import text_batch
 from zerojax.hardware.gpus import find_gpu
 from zerojax.operators import grouped_products, routed_experts
 from zerojax.operators.attention_choice import Device
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.expert_costs import expert_costs
 from zerojax.plan.make import make_plan
 from zerojax.tracing.flops import count_flops

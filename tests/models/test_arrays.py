@@ -11,10 +11,10 @@ from flax import linen, nnx
 from tests.support import equal_trees, small_models
 from tests.support.small_models import reference_model
 from tests.support.trajectories import advance, plan_for, regression_batch
-from zerojax.parallel.initialization import build_initialiser, init_state
-from zerojax.parallel.reshard import from_portable_state, reshard_state, to_portable_state
+from zerojax.placement.state import run_key_data
 from zerojax.plan.counts import shard_bytes
-from zerojax.plan.state import run_key_data
+from zerojax.step.initialization import build_initialiser, init_state
+from zerojax.step.reshard import from_portable_state, reshard_state, to_portable_state
 
 USER = {
     "loss": small_models.regression_loss,

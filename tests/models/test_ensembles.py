@@ -16,7 +16,7 @@ from flax import linen, nnx
 import zerojax
 from tests.support.small_models import regression_loss
 from tests.support.trajectories import TOLERANCE, plan_for, regression_batch, train_for
-from zerojax.plan.leaf_placement import Access
+from zerojax.placement.leaf_placement import Access
 
 OPTIONS = {"loss": regression_loss, "batch": regression_batch, "persistence_threshold": 8}
 STEPS = 6

@@ -15,11 +15,11 @@ from tests.support.small_models import Recurrent, WithStatistics, regression_los
 from tests.support.trajectories import plan_for, regression_batch
 from zerojax.models.adapt import as_model, default_loss
 from zerojax.models.losses import mean_squared_error
-from zerojax.parallel import model_state
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan.leaf_placement import Access
+from zerojax.passes import model_state
+from zerojax.placement.leaf_placement import Access
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 from zerojax.tracing.trace import trace_model
 
 WIDTH = 16

@@ -17,8 +17,8 @@ from tests.support.small_models import regression_loss
 from tests.support.trajectories import plan_for
 from zerojax.config import LogConfig
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
 from zerojax.training.metrics.console import OWN_WORDS
 from zerojax.training.metrics.report import write_report
 

@@ -17,8 +17,8 @@ from zerojax.equality.check_in_child import check_here
 from zerojax.models import StepCount
 from zerojax.models.losses import mean_squared_error
 from zerojax.optim.precision import as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
 
 STEPS = 4
 PLACES = 5

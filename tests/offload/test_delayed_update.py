@@ -31,9 +31,9 @@ from tests.support.trajectories import (
 from zerojax.config import LogConfig
 from zerojax.optim.loss_scale import LossScale
 from zerojax.optim.precision import as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import from_portable_state, to_portable_state
-from zerojax.plan.host_budget import host_remedies
+from zerojax.step.host_budget import host_remedies
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import from_portable_state, to_portable_state
 
 DELAYED = {
     "opt_state": "host",

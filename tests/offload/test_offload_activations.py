@@ -18,9 +18,9 @@ from tests.support.trajectories import TOLERANCE, plan_for, regression_batch, tr
 from zerojax.config.mesh import OffloadConfig
 from zerojax.hardware import compile_client
 from zerojax.operators.marks import inner_programs
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.make import make_plan
+from zerojax.step.build import build_step
 from zerojax.tracing.activation_offload import find_layer_scans, keep_inputs_on_host
 from zerojax.tracing.jaxpr import is_checkpoint
 

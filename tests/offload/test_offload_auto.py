@@ -18,7 +18,7 @@ from zerojax.forecasting import forecast
 from zerojax.forecasting.offload_choice import OffloadChoice, choose_offload
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.make import Plan, make_plan, plan_of
 from zerojax.training import run_spec
 

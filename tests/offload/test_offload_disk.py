@@ -27,11 +27,11 @@ from zerojax.checkpoint.store import StoreError
 from zerojax.config import MeshConfig, OffloadConfig
 from zerojax.optim import adamw
 from zerojax.optim.precision import as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state
 
 STEPS = 5
 

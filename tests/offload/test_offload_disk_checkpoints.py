@@ -20,9 +20,9 @@ from tests.support.offload_disk_runs import (
 )
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError
 from zerojax.checkpoint.fingerprint_math import as_text, of_array
-from zerojax.parallel.offload import sliced_state as offload_state
-from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
-from zerojax.parallel.reshard import from_portable_state, to_portable_state
+from zerojax.offload import sliced_state as offload_state
+from zerojax.offload.disk_saving import saved_names, write_pieces
+from zerojax.step.reshard import from_portable_state, to_portable_state
 
 
 def save(folder, plan, state, step=1):

@@ -33,15 +33,15 @@ from zerojax.checkpoint.store.manifest import load_manifest
 from zerojax.checkpoint.store.pieces import PieceReader
 from zerojax.config import MeshConfig
 from zerojax.models.losses import mean_squared_error
+from zerojax.offload import disk_step
+from zerojax.offload.disk_durable import resume, resume_step
+from zerojax.offload.disk_places import owners_of
 from zerojax.optim import adamw
-from zerojax.parallel import initialization
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.offload import disk_step
-from zerojax.parallel.offload.disk_durable import resume, resume_step
-from zerojax.parallel.offload.disk_places import owners_of
-from zerojax.parallel.reshard import model_parts, reshard_state
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
+from zerojax.step import initialization
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import model_parts, reshard_state
 from zerojax.training.checkpointing import first_state, restore_state
 from zerojax.training.entry import train as train_run
 

@@ -23,15 +23,15 @@ from tests.support.refusals import refused
 from tests.support.trajectories import regression_batch
 from zerojax.checkpoint.store import StoreError
 from zerojax.config import MeshConfig
-from zerojax.optim import adamw
-from zerojax.optim.precision import Precision, as_precision
-from zerojax.parallel.offload.disk_durable import (
+from zerojax.offload.disk_durable import (
     Generations,
     common_generation,
     resume,
     resume_step,
 )
-from zerojax.plan.offload_tiers import check_durable
+from zerojax.offload.offload_tiers import check_durable
+from zerojax.optim import adamw
+from zerojax.optim.precision import Precision, as_precision
 from zerojax.training.checkpointing import first_state
 from zerojax.training.entry import train as train_run
 

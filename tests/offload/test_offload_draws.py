@@ -21,11 +21,11 @@ from tests.support.refusals import check_words
 from tests.support.small_models import VOCAB, LinenText, linen_loss, reference_model
 from tests.support.trajectories import plan_for
 from zerojax.models.losses import next_token
-from zerojax.parallel.initialization import build_layer_draw, init_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.layer_draws import LayerDraws, find_draws
+from zerojax.offload.layer_draws import LayerDraws, find_draws
+from zerojax.placement.state import run_key_data
 from zerojax.plan.make import Plan
-from zerojax.plan.state import run_key_data
+from zerojax.step.build import build_step
+from zerojax.step.initialization import build_layer_draw, init_state
 
 WIDTH, LAYERS = 32, 3
 

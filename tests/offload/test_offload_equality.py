@@ -24,7 +24,7 @@ from tests.support.trajectories import STEPS, Trajectory, regression_batch, trai
 from zerojax.config import LossScale
 from zerojax.config.mesh import DEVICE, HOST
 from zerojax.optim.precision import Precision
-from zerojax.parallel.reshard import to_portable_state
+from zerojax.step.reshard import to_portable_state
 
 OPTIMIZERS = {
     "adamw": functools.partial(zerojax.adamw, 1e-3, eps=1e-5, **RECIPE),

@@ -20,9 +20,9 @@ from tests.support.trajectories import plan_for, train_for
 from zerojax.checkpoint.store import StoreError
 from zerojax.config import OffloadConfig
 from zerojax.config.loader import ConfigError
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
 from zerojax.plan.counts import ACTIVATIONS, kept_activation_bytes, role_tiers
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 
 
 @pytest.mark.thorough

@@ -15,8 +15,8 @@ from tests.support.recipe import RECIPE
 from tests.support.small_models import reference_model
 from tests.support.trajectories import text_batch
 from zerojax.config import OffloadConfig
+from zerojax.offload.offload_tiers import plan_offload, slice_elements
 from zerojax.optim.precision import Precision
-from zerojax.plan.offload_tiers import plan_offload, slice_elements
 
 SMALL = {"min_elements": 64, "slice_elements": 256}
 

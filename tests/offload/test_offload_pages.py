@@ -42,16 +42,16 @@ from tests.support.trajectories import (
 from zerojax.checkpoint.store import StoreError
 from zerojax.config import CheckpointConfig, LogConfig, OffloadConfig
 from zerojax.config.loader import ConfigError
+from zerojax.offload import paged_step
+from zerojax.offload.disk_durable import resume
+from zerojax.offload.disk_errors import DiskErrors
 from zerojax.optim.precision import as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.offload import paged_step
-from zerojax.parallel.offload.disk_durable import resume
-from zerojax.parallel.offload.disk_errors import DiskErrors
-from zerojax.parallel.reshard import reshard_state
-from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan.host_budget import disk_bytes
+from zerojax.placement.state_layout import store_folder
 from zerojax.plan.offload_costs import moved_bytes
-from zerojax.plan.state_layout import store_folder
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.host_budget import disk_bytes
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state
 
 MODEL = {"layers": 3, "width": 16}
 DROPOUT = {**MODEL, "rate": 0.2, "rate_behind": 0.2}

@@ -24,16 +24,16 @@ from tests.support.trajectories import plan_for
 from zerojax.checkpoint.store import StoreError, store
 from zerojax.config import OffloadConfig
 from zerojax.config.loader import ConfigError
+from zerojax.offload import paged_step
+from zerojax.offload.disk_durable import resume
+from zerojax.offload.disk_errors import DiskErrors
+from zerojax.offload.paged_step import PagedStep
 from zerojax.optim.precision import LossScale, as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.offload import paged_step
-from zerojax.parallel.offload.disk_durable import resume
-from zerojax.parallel.offload.disk_errors import DiskErrors
-from zerojax.parallel.offload.paged_step import PagedStep
-from zerojax.parallel.step import build_step
 from zerojax.plan.counts import layer_update_bytes
-from zerojax.plan.host_budget import disk_bytes
 from zerojax.plan.offload_costs import hiding, moved_bytes, redone_bytes
+from zerojax.step.build import build_step
+from zerojax.step.host_budget import disk_bytes
+from zerojax.step.initialization import init_state
 
 NORM = 0.43
 """Between the norms of the gradients of the first and of the last steps of `train`."""

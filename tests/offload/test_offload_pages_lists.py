@@ -19,10 +19,10 @@ from tests.support.offload_disk_runs import close, differing, portable
 from tests.support.trajectories import TOLERANCE
 from tests.tracing.test_rolled_training import ADAMW, NUM_LAYERS, Listed, batch
 from zerojax.checkpoint import Checkpointer
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.offload.disk_saving import saved_names
-from zerojax.parallel.reshard import reshard_state
-from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.offload.disk_saving import saved_names
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state
 from zerojax.training.checkpointing import restore_state, save_state
 
 pytestmark = pytest.mark.slow

@@ -32,9 +32,9 @@ from tests.support.trajectories import (
     train_for,
 )
 from zerojax.models.losses import next_token
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 
 STREAMED = {"params": "host", "opt_state": "host", "min_elements": 30, "slice_elements": 60}
 """Weights of layers, masters and moments on the host; a layer is several slices."""

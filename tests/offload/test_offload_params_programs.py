@@ -19,11 +19,11 @@ from tests.support.program_claims import Claims
 from zerojax.config import OffloadConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.parallel.offload import streaming
-from zerojax.parallel.step import build_step, pass_config
+from zerojax.offload import streaming
+from zerojax.placement.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.compiler_options import choose_options
-from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.step.build import build_step, pass_config
 from zerojax.zoo import GPT2, GPT2Config
 
 WIDTH, SEQ, ROWS = 256, 128, 2

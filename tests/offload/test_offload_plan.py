@@ -21,6 +21,7 @@ from zerojax.hardware.gpus import find_gpu
 from zerojax.hardware.machine_rates import MeasuredDisk, MeasuredLink, disk_name, keep_rates
 from zerojax.optim import adamw
 from zerojax.optim.precision import Precision
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.counts import (
     kept_activation_bytes,
     model_flops,
@@ -30,7 +31,6 @@ from zerojax.plan.counts import (
     state_bytes,
     tokens_per_step,
 )
-from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.make import Plan, make_plan
 from zerojax.plan.offload_costs import (
     ATTAINED,

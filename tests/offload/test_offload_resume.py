@@ -19,7 +19,7 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import TOLERANCE, advance, plan_for, text_batch, train_for
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import LogConfig
-from zerojax.parallel.reshard import from_portable_state, to_portable_state
+from zerojax.step.reshard import from_portable_state, to_portable_state
 
 BATCHES = [text_batch(index) for index in range(4)]
 SLICES = {"slice_elements": 400, "min_elements": 100}

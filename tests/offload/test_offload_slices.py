@@ -14,10 +14,10 @@ from tests.offload.test_offload_layout import SMALL, plan_of
 from tests.support.equal_trees import assert_same
 from tests.support.recipe import CLIPPED, DECAYED, RECIPE
 from zerojax.hardware import compile_client
+from zerojax.offload.sliced_update import build_offload_update
 from zerojax.optim.precision import Precision
-from zerojax.parallel.offload.sliced_update import build_offload_update
-from zerojax.parallel.reshard import from_portable_state, to_portable_state
-from zerojax.parallel.update import ThisStep, build_update
+from zerojax.passes.update import ThisStep, build_update
+from zerojax.step.reshard import from_portable_state, to_portable_state
 
 HOST = {"opt_state": "host", **SMALL}
 SHARES = {"opt_state": {"device": 0.4, "host": 0.6}, **SMALL}

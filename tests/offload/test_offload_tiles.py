@@ -21,10 +21,10 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import TOLERANCE, plan_for, text_batch, train_for
 from zerojax.hardware import compile_client
 from zerojax.optim.precision import LossScale, as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_evaluation
 from zerojax.plan.counts import role_tiers
 from zerojax.plan.wire import wire_bytes
+from zerojax.step.build import build_evaluation
+from zerojax.step.initialization import init_state
 
 WIDTH, TILE = 64, 8192
 """A layer's largest matrices have 64 KiB in float32, so they have 8 tiles."""

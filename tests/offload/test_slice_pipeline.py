@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from zerojax.parallel.offload.slice_pipeline import SliceStack, update_slices
+from zerojax.offload.slice_pipeline import SliceStack, update_slices
 
 
 @pytest.mark.parametrize("host", [(True, True, True), (True, False, True), (False, False, False)])

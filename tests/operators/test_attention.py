@@ -18,7 +18,7 @@ from zerojax.operators.attending import calls_of_attention
 from zerojax.operators.attention_choice import LONGEST_STORED
 from zerojax.operators.attention_tiles import tiles_of
 from zerojax.operators.chunked_attention import Visibility
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
 from zerojax.tracing.batch_rows import follow_rows
 from zerojax.tracing.row_dependence import Fixed, Rows, Total
 from zerojax.tracing.stacking import REMAT_NAMES, REMAT_POLICIES

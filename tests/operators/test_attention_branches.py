@@ -12,7 +12,7 @@ from zerojax.hardware.gpus import named_gpu
 from zerojax.operators import attention, chunked_attention
 from zerojax.operators.attending import WindowOfLayer, attend_with, calls_of_attention
 from zerojax.operators.attention_choice import attention_measured, attention_planned_for
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.tracing.flops import count_flops
 from zerojax.tracing.stacking import REMAT_POLICIES
 

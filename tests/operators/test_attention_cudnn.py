@@ -26,8 +26,8 @@ from zerojax.operators.attending import calls_of_attention
 from zerojax.operators.attention_choice import Device, attention_planned_for
 from zerojax.operators.chunked_attention import Visibility
 from zerojax.operators.cudnn_attention import BACKWARD, FORWARD, cudnn_attention, obstacle
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
+from zerojax.step.build import build_step
 from zerojax.tracing.flops import count_flops
 
 

@@ -19,7 +19,7 @@ from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
 from zerojax.models.losses import next_token
 from zerojax.operators.chunked_loss import head_next_token
-from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.step.build import build_evaluation, build_step
 from zerojax.tracing.flops import count_flops, count_program_flops
 
 BATCH, SEQ, WIDTH, VOCAB = 2, 13, 16, 37

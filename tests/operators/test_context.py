@@ -33,7 +33,7 @@ from zerojax.operators.context import (
     wire_bytes,
 )
 from zerojax.operators.context.choice import why_not
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.tracing.stacking import REMAT_POLICIES
 
 TOKENS, HEADS, ROWS = 96, 8, 4

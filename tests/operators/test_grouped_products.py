@@ -51,7 +51,7 @@ from zerojax.config import MoEConfig
 from zerojax.hardware.gpus import find_gpu
 from zerojax.operators.grouped_products import most_rows, whole_slots, whole_tiles
 from zerojax.operators.routed_experts import experts_split_over, rounds_needed
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.make import make_plan
 from zerojax.zoo.moe import _GatedMlps
 

@@ -11,7 +11,7 @@ import zerojax
 from zerojax.forecasting.hlo import matmul_flops, read_program
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 16, 32, 3
 

@@ -38,7 +38,7 @@ from zerojax.operators import BlockTable, chunked_attention, layout_table
 from zerojax.operators.attending import calls_of_attention
 from zerojax.operators.attention_tiles import Extent, tiles_of
 from zerojax.operators.marks import inner_programs
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
 from zerojax.tracing.batch_rows import follow_rows
 from zerojax.tracing.row_dependence import Fixed, Rows, Total
 from zerojax.training.run_file import _model_of

@@ -20,10 +20,10 @@ from tests.support.trajectories import regression_batch, text_batch
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import BitScheduleConfig, LossScale, MeshConfig, OptimizerConfig
 from zerojax.optim import one_bit_adam
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import plan_of
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.training.checkpointing import restore_state, save_state
 
 FITS, FACTOR, OVERFLOWS = 2.0**6, 2.0**18, 3

@@ -20,8 +20,8 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import regression_batch, text_batch
 from zerojax.config.mesh import HOST_KIND
 from zerojax.optim import EMA, ema_of
-from zerojax.parallel.reshard import model_parts, with_weights
 from zerojax.plan.counts import AVERAGE, MASTERS, state_tiers
+from zerojax.step.reshard import model_parts, with_weights
 
 BATCHES = [regression_batch(index) for index in range(4)]
 TEXTS = [text_batch(index) for index in range(3)]
@@ -109,7 +109,7 @@ def test_layers_that_come_one_by_one_move_it(in_backward, zero):
     assert on_host == plan.offload.streamed
     plain = layered_plan(None, zero=zero)
     parts = {**model_parts(plan, run.state, weights="ema"), "rng": run.state["rng"]}
-    moved = zerojax.parallel.reshard.from_model_parts(plain, parts)
+    moved = zerojax.step.reshard.from_model_parts(plain, parts)
     batch = zerojax.shard_batch(plain, TEXTS[0])
     found = zerojax.build_evaluation(plain)(moved, batch)
     expected = float(found["loss"] / found["weight"])

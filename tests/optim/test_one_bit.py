@@ -28,10 +28,10 @@ from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.optim import decay_mask, one_bit_adam
 from zerojax.optim.one_bit import BLOCK, decode_signs, encode_signs, message_bytes
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.signed_momentum import compressed_bytes, errors_key, row_elements, signs_sent
+from zerojax.placement.signed_momentum import compressed_bytes, errors_key, row_elements, signs_sent
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state
 from zerojax.training.checkpointing import restore_state, save_state, what_differs
 
 MODEL = (lambda key, batch: init_functions(key), apply_functions)

@@ -32,16 +32,16 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.config import ConfigError
 from zerojax.optim import UpdateContext, decay_mask, one_bit_adam, one_bit_lamb
 from zerojax.optim.one_bit_layers import COEFFICIENTS, FACTORS, FRESH, SCALES
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.signed_momentum import (
+from zerojax.placement.signed_momentum import (
     compressed_bytes,
     errors_key,
     layers_key,
     row_elements,
     signs_sent,
 )
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state
 from zerojax.training.checkpointing import save_state
 
 RATE, DECAY = 0.02, 0.1

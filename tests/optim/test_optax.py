@@ -21,9 +21,9 @@ from tests.support.optax_table import (
 )
 from tests.support.trajectories import plan_for
 from zerojax.optim import OnTrueShapes
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 
 STEPS = 3
 SHAPES = {"bias": (13,), "kernel": (6, 11), "table": (9, 7, 3)}

@@ -20,7 +20,7 @@ from tests.support.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.forecasting import hlo
 from zerojax.optim import muon_dimensions
 from zerojax.optim.matrices import as_stack, newton_schulz, on_whole_matrices
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
 
 TX = muon(0.02, adam_eps_root=1e-5, muon_weight_dimension_numbers=muon_dimensions)
 SHAPES = {

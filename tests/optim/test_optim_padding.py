@@ -13,9 +13,9 @@ from tests.optim.test_optax import STEPS, advance, alone, assert_equal, plan_of,
 from zerojax.checkpoint import Checkpointer
 from zerojax.forecasting.hlo import find_collectives, read_program
 from zerojax.optim import OnTrueShapes, why_padding_shows
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state, to_portable_state
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state, to_portable_state
 
 TRUE = {"a": (5, 6), "b": (7,), "whole": (4, 2)}
 STORED = {"a": (8, 6), "b": (8,), "whole": (4, 2)}

@@ -11,9 +11,9 @@ import zerojax
 from tests.support.trajectories import plan_for, regression_batch
 from zerojax.data import shard_batch
 from zerojax.optim.parameter_tree import OnParameterTree, ParameterTree
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 from zerojax.tracing import trees
 
 TOLERANCE = 2e-6

@@ -13,7 +13,7 @@ from tests.support import equal_trees
 from tests.support.recipe import DECAYED
 from zerojax.optim import adamw, extra_arguments, lamb
 from zerojax.optim.padding import why_padding_shows
-from zerojax.plan.layer_stacks import RowsDifferError, StackRows, group_rows, ungroup_rows
+from zerojax.placement.layer_stacks import RowsDifferError, StackRows, group_rows, ungroup_rows
 from zerojax.plan.stacked_updates import over_stacks
 
 STACKS = {

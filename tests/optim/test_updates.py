@@ -22,7 +22,7 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import TOLERANCE, regression_batch, text_batch, train_for
 from zerojax.optim import decay_mask
 from zerojax.optim.precision import Precision
-from zerojax.parallel.update import build_norm
+from zerojax.passes.update import build_norm
 from zerojax.plan.reasons import describe_update
 
 STEPS = 6

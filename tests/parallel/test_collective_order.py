@@ -17,10 +17,10 @@ from tests.support.collective_order import unordered
 from tests.support.marks import gathers_twice
 from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for
-from zerojax.parallel.collective_order import in_program_order
-from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.parallel.zero import microbatch
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.passes import microbatch
+from zerojax.placement.device_mesh import make_mesh
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.transport.collective_order import in_program_order
 
 LAYERS, WIDTH = 3, 32
 

@@ -27,11 +27,11 @@ from tests.support.trajectories import regression_batch, text_batch
 from zerojax.config import LossScale, MeshConfig
 from zerojax.optim import adamw, lamb
 from zerojax.optim.precision import as_precision
-from zerojax.parallel.step import build_step
-from zerojax.parallel.sums import TreeOrder, tree_sum, tree_total
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.leaf_placement import Access
+from zerojax.placement.device_mesh import make_mesh
+from zerojax.placement.leaf_placement import Access
 from zerojax.plan.make import make_plan
+from zerojax.step.build import build_step
+from zerojax.transport.sums import TreeOrder, tree_sum, tree_total
 
 slow = pytest.mark.slow
 

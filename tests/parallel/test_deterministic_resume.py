@@ -15,10 +15,10 @@ from tests.support.trajectories import regression_batch
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import LossScale
 from zerojax.optim.precision import as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_step
 from zerojax.plan.make import Plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 from zerojax.training.checkpointing import restore_state, save_state
 
 SCALE = LossScale(initial=2.0**11, window=4, hysteresis=1)

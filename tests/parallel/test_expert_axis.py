@@ -28,16 +28,16 @@ from tests.support.trajectories import (
     train_for,
 )
 from tests.zoo.test_moe import llama, of_microbatches
+from zerojax import passes
 from zerojax.cli import main
 from zerojax.config import MoEConfig
 from zerojax.models.losses import mean_squared_error, next_token
 from zerojax.operators.routed_experts import experts_split_over
 from zerojax.optim import precision as precisions
 from zerojax.optim.precision import Precision
-from zerojax.parallel import zero as passes
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state, to_portable_state
-from zerojax.parallel.step import build_evaluation, pass_config
+from zerojax.step.build import build_evaluation, pass_config
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state, to_portable_state
 from zerojax.zoo import MoE, Routing, balance_losses
 
 STEPS = 6

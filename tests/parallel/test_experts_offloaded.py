@@ -13,7 +13,7 @@ from tests.parallel.test_expert_axis import mixture
 from tests.support.offload_disk_runs import close
 from tests.support.trajectories import TOLERANCE, advance, plan_for, train_for
 from tests.zoo.test_moe import llama
-from zerojax.parallel.reshard import reshard_state, to_portable_state
+from zerojax.step.reshard import reshard_state, to_portable_state
 
 STEPS = 4
 MESH = {"data": 2, "expert": 4}

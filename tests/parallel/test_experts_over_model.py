@@ -14,7 +14,7 @@ import zerojax
 from tests.parallel.test_expert_axis import OVER_MODEL, STEPS, assert_same_run, split
 from tests.support.trajectories import TOLERANCE, advance, plan_for, train_for
 from tests.zoo.test_moe import llama
-from zerojax.parallel.reshard import reshard_state, to_portable_state
+from zerojax.step.reshard import reshard_state, to_portable_state
 
 
 @pytest.mark.thorough

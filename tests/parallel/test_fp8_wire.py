@@ -21,10 +21,10 @@ from tests.support.trajectories import plan_for, train_for
 from zerojax.config import ConfigError, LoraConfig, ModelConfig, WireConfig
 from zerojax.forecasting import hlo
 from zerojax.operators.marks import inner_programs
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import GATHERED, role_bytes
 from zerojax.plan.wire import leaf_transfers, wire_bytes, wire_unit
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
 from zerojax.zoo import build_model, fp8
 from zerojax.zoo.lora import add_lora
 

@@ -13,10 +13,10 @@ import pytest
 
 from benchmarks.rolled_layers import ROLLED, SCANNED, TINY, UNROLLED, Listed, plan_form
 from zerojax.operators.marks import inner_programs, mark_read
-from zerojax.parallel.step import build_step
-from zerojax.parallel.zero.gradient_order import shards_read_once, with_gradients_first
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.passes.gradient_order import shards_read_once, with_gradients_first
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.step.build import build_step
 
 SIZES = dataclasses.replace(TINY, vocab=48)
 """No other array of a device has the shape of the head's piece, [16, 48 / 8] or [16 / 8, 48]."""

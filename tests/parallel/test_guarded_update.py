@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from zerojax.parallel.guarded_update import guarded_update
+from zerojax.passes.guarded_update import guarded_update
 
 OPTIMIZERS = {
     "adamw": optax.adamw(0.1),

@@ -26,10 +26,10 @@ from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.config import ElasticityConfig, MeshConfig, RunConfig, WireConfig
 from zerojax.forecasting import hlo, roles
 from zerojax.optim.precision import as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import role_bytes
 from zerojax.plan.wire import leaf_transfers, wire_bytes
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
 from zerojax.training.checkpointing import restore_state, save_state
 
 SECONDARY = {"secondary": True}

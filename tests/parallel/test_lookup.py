@@ -16,17 +16,17 @@ from tests.processes.test_processes import losses_of
 from tests.support.recipe import RECIPE
 from tests.support.trajectories import TOLERANCE, advance, plan_for, train_for
 from zerojax import deepspeed_config as deepspeed
+from zerojax import passes
 from zerojax.cli import main
 from zerojax.models.losses import next_token
 from zerojax.optim.precision import Precision
-from zerojax.parallel import zero as passes
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.owned_tables import OwnedTable
-from zerojax.parallel.reshard import reshard_state, to_portable_state
-from zerojax.parallel.step import build_evaluation, build_step, pass_config
-from zerojax.parallel.zero.table_reads import StandIn, with_lookups
-from zerojax.plan.leaf_placement import Access
+from zerojax.passes.table_reads import StandIn, with_lookups
+from zerojax.placement.leaf_placement import Access
+from zerojax.step.build import build_evaluation, build_step, pass_config
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state, to_portable_state
 from zerojax.tracing.row_lookups import Asked
+from zerojax.transport.owned_tables import OwnedTable
 from zerojax.zoo.llama import Llama, LlamaConfig
 
 STEPS = 6

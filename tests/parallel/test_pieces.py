@@ -12,8 +12,8 @@ from flax import linen, nnx
 
 import zerojax
 from tests.support.trajectories import plan_for
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.training.checkpointing import model_of
 
 ROWS = 32

@@ -14,9 +14,9 @@ from tests.support.own_transformers import LENGTH, VOCAB, WIDTH, LinenDecoder, M
 from tests.support.small_models import linen_loss, reference_model
 from tests.support.trajectories import ROWS, STEPS, TOLERANCE, optimizer, text_batch, train_for
 from zerojax.forecasting.hlo import find_collectives, read_program
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
 from zerojax.plan.make import make_plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.zoo import T5, Bert
 from zerojax.zoo.bert import BertConfig
 from zerojax.zoo.t5 import T5Config

@@ -15,10 +15,10 @@ from tests.support.refusals import refused
 from tests.support.small_models import reference_model
 from tests.support.trajectories import failing_at, text_batch
 from zerojax.config import ConfigError, PruningConfig, PruningGroup
+from zerojax.features.pruning.prune_masks import largest
 from zerojax.forecasting.hlo import find_collectives, read_program
-from zerojax.parallel.prune_masks import largest
-from zerojax.parallel.reshard import model_parts
 from zerojax.plan.make import Plan, plan_of
+from zerojax.step.reshard import model_parts
 
 LAYERS, WIDTH, ROWS, START = 3, 10, 16, 2
 

@@ -13,9 +13,9 @@ import zerojax
 from tests.config.test_remedies_of_options import text
 from tests.support.refusals import Refusal, refused
 from tests.support.small_models import Line
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state, to_portable_state
-from zerojax.parallel.step import build_evaluation
+from zerojax.step.build import build_evaluation
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state, to_portable_state
 
 BATCH = {"x": np.ones((16, 4), np.float32)}
 

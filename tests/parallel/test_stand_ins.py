@@ -22,10 +22,10 @@ from jax import lax
 
 from tests.support.small_models import regression_loss
 from tests.support.trajectories import TOLERANCE, plan_for, regression_batch, train_for
-from zerojax.parallel import zero
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import pass_config
-from zerojax.plan.leaf_placement import Access
+from zerojax import passes
+from zerojax.placement.leaf_placement import Access
+from zerojax.step.build import pass_config
+from zerojax.step.initialization import init_state
 
 SHAPE = (6, 5)
 OPTIONS = {"loss": regression_loss, "batch": regression_batch, "persistence_threshold": 4}
@@ -192,13 +192,13 @@ def test_it_answers_as_the_array_does(kind, stage):
                     differing[name] = known, expected
             return {} if differing else found
 
-        inputs, constants = zero.prepare_parameters(config, params, frozen)
-        values = zero.values_to_read(config, inputs, constants, frozen)
-        reads = zero.build_reads(config, frozen)
+        inputs, constants = passes.prepare_parameters(config, params, frozen)
+        values = passes.values_to_read(config, inputs, constants, frozen)
+        reads = passes.build_reads(config, frozen)
         return plan.model.run(values, extras, jax.random.key(0), look, on_read=reads)[0]
 
     given = state["params"], state["frozen"], state["extras"], state["rng"]
-    found = jax.jit(zero.map_forward(config, local))(*given, {"x": jnp.ones((4, 1))})
+    found = jax.jit(passes.map_forward(config, local))(*given, {"x": jnp.ones((4, 1))})
     assert not differing
     assert len([name for name, (arrays, _) in found.items() if arrays]) > 80
     for name, (arrays, expected) in found.items():

@@ -16,9 +16,9 @@ from tests.support.small_models import regression_loss
 from tests.support.trajectories import plan_for, regression_batch
 from zerojax.config.mesh import OffloadConfig
 from zerojax.optim import sgd
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 
 
 class Model(nnx.Module):

@@ -17,13 +17,13 @@ from tests.support.marks import needs_kernels, thorough
 from tests.support.recipe import CLIPPED, DECAYED, RECIPE
 from zerojax.config import LossScale, ModelConfig
 from zerojax.data import shard_batch
+from zerojax.offload import slice_pipeline
 from zerojax.optim import adam8bit_state
 from zerojax.optim.precision import as_precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.offload import slice_pipeline
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_step
-from zerojax.plan import slices
+from zerojax.placement import slices
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 
 STEPS = 3
 TOLERANCE = 2e-6

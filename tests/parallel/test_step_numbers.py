@@ -11,9 +11,9 @@ from tests.support.equal_trees import assert_same
 from tests.support.small_models import regression_loss
 from tests.support.trajectories import plan_for, regression_batch
 from zerojax.config import OptimizerConfig
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
 from zerojax.plan.make import plan_of
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 
 FIRST = {
     "learning_rate": 3e-3,

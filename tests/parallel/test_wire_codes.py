@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from zerojax.optim.wire_codes import BLOCKS, GradientCodes, bytes_sent
-from zerojax.parallel.sums import sum_in_codes
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
+from zerojax.transport.sums import sum_in_codes
 
 LARGEST = {8: 127, 4: 7}
 

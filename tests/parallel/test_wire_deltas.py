@@ -14,13 +14,13 @@ from tests.tracing import test_rolled_training
 from zerojax.checkpoint import Checkpointer
 from zerojax.forecasting import hlo
 from zerojax.optim.wire_codes import BLOCKS
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import from_model_parts, model_parts, reshard_state, with_weights
-from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.placement.kept_parts import copies_key
 from zerojax.plan.counts import GATHERED, STORED, role_bytes, state_bytes
-from zerojax.plan.kept_parts import copies_key
 from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.plan.wire import leaf_transfers, wire_bytes
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import from_model_parts, model_parts, reshard_state, with_weights
 from zerojax.training.checkpointing import restore_state, save_state, what_differs
 
 WIDE = lambda rngs: Layers(rngs, width=96)  # noqa: E731

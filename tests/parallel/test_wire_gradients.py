@@ -19,11 +19,11 @@ from zerojax.config import ConfigError, MeshConfig, WireConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import gpus
 from zerojax.optim.wire_codes import GradientCodes
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.gradient_wire import shards_in_node
 from zerojax.plan.wire import leaf_transfers
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 
 MODEL = (lambda key, batch: init_functions(key), apply_functions)
 REGRESSION = {"batch": regression_batch, "loss": regression_loss}

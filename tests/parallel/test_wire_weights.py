@@ -13,9 +13,9 @@ from tests.support.small_models import Layers, reference_model, regression_loss
 from tests.support.trajectories import plan_for, regression_batch, train_for
 from zerojax.forecasting import hlo
 from zerojax.optim.wire_codes import GradientCodes
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.wire import leaf_transfers, wire_bytes
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
 
 CODED = {"weights": "int8"}
 WIDE = lambda rngs: Layers(rngs, width=96)  # noqa: E731

@@ -21,11 +21,11 @@ import zerojax
 from tests.support import small_models
 from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for, regression_batch, text_batch
-from zerojax.parallel.collectives import make_buckets
-from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan.leaf_placement import Access
+from zerojax.placement.leaf_placement import Access
+from zerojax.step.build import build_evaluation, build_step
 from zerojax.tracing.jaxpr import split_scan
 from zerojax.tracing.trees import num_elements
+from zerojax.transport.collectives import make_buckets
 
 LAYERS = 3
 # No activation of a batch of [4, 16] rows per device has the dimensions of a parameter.

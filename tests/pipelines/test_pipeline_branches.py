@@ -17,7 +17,7 @@ from tests.support.small_models import VOCAB, reference_model
 from tests.support.trajectories import plan_for
 from zerojax.forecasting.hlo import find_in_branches, read_program
 from zerojax.operators.marks import inner_programs
-from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.step.build import build_evaluation, build_step
 
 MESHES = {"whole": {"data": 2, "stage": 4}, "tensor parallel": {"data": 2, "stage": 2, "model": 2}}
 

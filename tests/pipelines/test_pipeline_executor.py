@@ -17,8 +17,8 @@ from tests.support.pipeline_toy import (
     store,
 )
 from zerojax.config import MeshConfig
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.schedules import check_schedule, forward_schedule, make_schedule
+from zerojax.placement.device_mesh import make_mesh
+from zerojax.schedules import check_schedule, forward_schedule, make_schedule
 from zerojax.tracing.loops.split import split_passes
 
 KEY = jnp.uint32(7)

@@ -11,7 +11,7 @@ import pytest
 from tests.pipelines.test_pipeline_executor import check, relative_error, run
 from tests.support import pipeline_toy
 from tests.support.pipeline_toy import Toy
-from zerojax.plan.schedules import lower, make_schedule
+from zerojax.schedules import lower, make_schedule
 
 STAGES, MICROBATCHES = 4, 4
 MIDDLE = 1

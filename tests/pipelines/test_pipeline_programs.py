@@ -13,11 +13,11 @@ from tests.support.program_claims import collectives_in_branches
 from tests.support.small_models import reference_model
 from zerojax import make_plan
 from zerojax.forecasting import hlo
-from zerojax.parallel.step import build_step
+from zerojax.pipeline import pipeline_costs as costs
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan import counts
-from zerojax.plan import pipeline_costs as costs
-from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.wire import wire_bytes
+from zerojax.step.build import build_step
 from zerojax.tracing.flops import count_program_flops
 
 STAGES, DATA, MICROBATCHES = 2, 2, 4

@@ -15,7 +15,7 @@ from tests.support.refusals import complaint, refused, table
 from tests.support.small_models import VOCAB, reference_model, regression_loss
 from tests.support.trajectories import plan_for, regression_batch
 from zerojax.models.losses import next_token
-from zerojax.plan.schedules import make_schedule
+from zerojax.schedules import make_schedule
 
 TWO = {"data": 4, "stage": 2}
 FOUR = {"data": 2, "stage": 4}

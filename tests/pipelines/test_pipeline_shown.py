@@ -6,12 +6,12 @@ import json
 import pytest
 
 from tests.support.pipelines import layout_of, plan_of
-from zerojax.plan import pipeline_costs as costs
+from zerojax.pipeline import pipeline_costs as costs
+from zerojax.pipeline.pipeline_page import pipeline_dict, pipeline_lines
 from zerojax.plan.counts import role_bytes, whole_elements
-from zerojax.plan.pipeline_page import pipeline_dict, pipeline_lines
-from zerojax.plan.schedules import Schedule, simulate
-from zerojax.plan.schedules.drawing import ELLIPSIS, SHORT_ROWS, WIDTH, draw, draw_short
-from zerojax.plan.schedules.simulation import bubble_formula
+from zerojax.schedules import Schedule, simulate
+from zerojax.schedules.drawing import ELLIPSIS, SHORT_ROWS, WIDTH, draw, draw_short
+from zerojax.schedules.simulation import bubble_formula
 
 SIZES = [(2, 2), (2, 8), (4, 4), (4, 16)]
 NAMES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]
@@ -239,7 +239,7 @@ def test_the_dictionary_is_json_and_holds_the_table(name):
 def test_a_huge_table_stays_out_of_the_dictionary(monkeypatch):
     layout = layout_of("1f1b", stages=2, microbatches=4)  # 6 ticks x 2 stages
     for most, kept in [(11, False), (12, True)]:
-        monkeypatch.setattr("zerojax.plan.pipeline_page.MAX_CELLS", most)
+        monkeypatch.setattr("zerojax.pipeline.pipeline_page.MAX_CELLS", most)
         assert (pipeline_dict(layout, plan_of().placement)["table"] is not None) == kept
 
 

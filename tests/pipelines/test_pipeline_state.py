@@ -18,11 +18,11 @@ from tests.support.small_models import Layers, regression_loss
 from tests.support.trajectories import plan_for, regression_batch
 from zerojax.checkpoint import Checkpointer
 from zerojax.optim import OnTrueShapes
-from zerojax.parallel import reshard
-from zerojax.parallel.initialization import build_initialiser, init_state
-from zerojax.parallel.reshard import from_portable_state, reshard_state, to_portable_state
-from zerojax.parallel.update import ThisStep, build_update
-from zerojax.plan.state import rows_of_state, run_key_data
+from zerojax.passes.update import ThisStep, build_update
+from zerojax.placement.state import rows_of_state, run_key_data
+from zerojax.step import reshard
+from zerojax.step.initialization import build_initialiser, init_state
+from zerojax.step.reshard import from_portable_state, reshard_state, to_portable_state
 
 TENSOR_PARALLEL = [("blocks/kernel", ("model",)), ("blocks/bias", ("model",))]
 LAYOUTS = {

@@ -22,9 +22,9 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for, text_batch, train_for
 from zerojax.config import LossScale
 from zerojax.optim.precision import Precision
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_evaluation
+from zerojax.step.build import build_evaluation
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 
 TWO_STAGES = {"data": 2, "stage": 2, "model": 2}
 FOUR_STAGES = {"data": 2, "stage": 4}

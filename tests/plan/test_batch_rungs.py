@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.refusals import refused
 from zerojax.config import BatchRampConfig, MeshConfig
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.batch_rungs import ramp_microbatches
-from zerojax.plan.device_mesh import make_abstract_mesh
 
 RAMP = BatchRampConfig(start=64, increment=64, ramp_rows=10_000)
 

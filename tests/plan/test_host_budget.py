@@ -19,8 +19,11 @@ from zerojax.checkpoint.store import StoreError
 from zerojax.cli.complaints import explain
 from zerojax.cli.jax_environment import allow_pinned_memory
 from zerojax.config import CheckpointConfig, MeshConfig, OffloadConfig
-from zerojax.plan import host_budget
-from zerojax.plan.host_budget import (
+from zerojax.plan.make import Plan, make_plan
+from zerojax.runtime import memory
+from zerojax.runtime.memory import PINNED_LIMIT, SPARE, Room, least_room, pinned_limit_for, rooms
+from zerojax.step import host_budget
+from zerojax.step.host_budget import (
     check_disk,
     check_host_memory,
     check_pinned_limit,
@@ -28,9 +31,6 @@ from zerojax.plan.host_budget import (
     has_pinned_room,
     host_bytes,
 )
-from zerojax.plan.make import Plan, make_plan
-from zerojax.runtime import memory
-from zerojax.runtime.memory import PINNED_LIMIT, SPARE, Room, least_room, pinned_limit_for, rooms
 from zerojax.training import step_programs
 
 GIB = 2**30

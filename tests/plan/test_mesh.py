@@ -9,8 +9,8 @@ from jax.sharding import AxisType, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.hardware.gpus import find_gpu
-from zerojax.plan import device_mesh as meshes
-from zerojax.plan.device_mesh import (
+from zerojax.placement import device_mesh as meshes
+from zerojax.placement.device_mesh import (
     AXES,
     describe_mesh,
     make_abstract_mesh,

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from zerojax.config.mesh import PARTITIONS
-from zerojax.plan.pipeline import METHODS, partition_layers
+from zerojax.pipeline.planning import METHODS, partition_layers
 
 
 def all_partitions(num_layers, num_parts):

@@ -6,8 +6,8 @@ import math
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zerojax.plan.leaf_placement import Access, PlacementRules
-from zerojax.plan.placement import place_parameters
+from zerojax.placement.leaf_placement import Access, PlacementRules
+from zerojax.placement.table import place_parameters
 
 AXES = {"replica": 1, "data": 8, "stage": 1, "model": 1}
 TENSOR_PARALLEL = {**AXES, "data": 4, "model": 2}

@@ -16,11 +16,11 @@ import zerojax
 from tests.support.small_models import UserText, reference_model, regression_loss
 from tests.support.trajectories import plan_for, regression_batch
 from zerojax.config import MeshConfig
-from zerojax.parallel.step import build_step
+from zerojax.placement.device_mesh import make_abstract_mesh
+from zerojax.placement.leaf_placement import Access
 from zerojax.plan.counts import role_bytes
-from zerojax.plan.device_mesh import make_abstract_mesh
-from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import make_plan
+from zerojax.step.build import build_step
 from zerojax.tracing.trees import flatten_names
 
 

@@ -12,9 +12,9 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for
 from zerojax.checkpoint import Checkpointer
 from zerojax.cli import main
-from zerojax.parallel.reshard import to_portable_state
 from zerojax.plan.explain import checkpoint_names
 from zerojax.plan.wire import leaf_transfers, wire_bytes
+from zerojax.step.reshard import to_portable_state
 
 KERNEL = "blocks/mlp/up/kernel"
 """float32[2, 32, 64] in the model of these tests: stacked over the layers."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from zerojax import make_abstract_mesh, make_plan
-from zerojax.plan.pipeline_costs import executed_flops
+from zerojax.pipeline.pipeline_costs import executed_flops
 from zerojax.zoo.gpt2 import GPT2, GPT2Config
 
 SMALL = GPT2Config(

@@ -19,7 +19,7 @@ import zerojax
 from tests.support.refusals import Refusal, check_words, code_in, refused
 from zerojax.config import ConfigError
 from zerojax.models.adapt import as_model
-from zerojax.plan.state import run_key_data
+from zerojax.placement.state import run_key_data
 
 
 class Line(nnx.Module):

@@ -30,7 +30,7 @@ from tests.parallel.test_expert_axis import (
 from tests.support.inputs_with_features import plan_inputs
 from tests.support.refusals import Refusal, table
 from zerojax.models.step_count import StepCount
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.make import plan_of
 from zerojax.plan.rung_plans import with_rungs
 

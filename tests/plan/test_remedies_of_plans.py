@@ -20,20 +20,20 @@ from tests.config.test_remedies_of_options import line, mean, text
 from tests.support.refusals import Refusal, code_in, refused, table
 from zerojax import zoo
 from zerojax.cli import main
-from zerojax.plan.device_mesh import make_abstract_mesh
-from zerojax.plan.leaf_placement import tensor_parallel_axes
-from zerojax.plan.pipeline import partition_layers
+from zerojax.pipeline.planning import partition_layers
+from zerojax.placement.device_mesh import make_abstract_mesh
+from zerojax.placement.leaf_placement import tensor_parallel_axes
 from zerojax.plan.refusals import check_batch
-from zerojax.plan.schedules import (
+from zerojax.schedules import (
     Operation,
     Schedule,
     check_schedule,
     count_in_flight,
     make_schedule,
 )
-from zerojax.plan.schedules.known_schedules import MAX_OPERATIONS, read_csv
-from zerojax.plan.schedules.lowering import lower
-from zerojax.plan.schedules.simulation import Costs
+from zerojax.schedules.known_schedules import MAX_OPERATIONS, read_csv
+from zerojax.schedules.lowering import lower
+from zerojax.schedules.simulation import Costs
 
 wrong_type = functools.partial(refused, error=TypeError)
 
@@ -88,9 +88,9 @@ def test_tables_that_are_too_large(bad, value, remedy, good, monkeypatch):
     more = stages if name == "interleaved" else 1
     assert stages * (microbatches + more) * chunks > MAX_OPERATIONS
     # A table of so many takes seconds; whether it would be refused does not.
-    monkeypatch.setattr("zerojax.plan.schedules.known_schedules.check_schedule", lambda it: it)
+    monkeypatch.setattr("zerojax.schedules.known_schedules.check_schedule", lambda it: it)
     for build in ("build_1f1b", "build_interleaved"):
-        monkeypatch.setattr(f"zerojax.plan.schedules.known_schedules.{build}", lambda *n: n)
+        monkeypatch.setattr(f"zerojax.schedules.known_schedules.{build}", lambda *n: n)
     assert scheduled(*good)[:2] == (stages, microbatches)
 
 

@@ -22,7 +22,7 @@ from tests.support.trajectories import plan_for, regression_batch, text_batch
 from zerojax.cli import main
 from zerojax.config import LoraConfig, MoEConfig
 from zerojax.models.losses import mean_squared_error, next_token
-from zerojax.plan.leaf_placement import tensor_parallel_axes
+from zerojax.placement.leaf_placement import tensor_parallel_axes
 from zerojax.plan.rule_proposal import group_names
 from zerojax.zoo import T5, Bert, Decoder, DecoderConfig
 from zerojax.zoo.bert import BertConfig

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests.support.schedule_formulas import asynchronous_bubble_formula, in_flight_formula
-from zerojax.plan.schedules import (
+from zerojax.schedules import (
     SCHEDULES,
     Costs,
     Operation,
@@ -18,8 +18,8 @@ from zerojax.plan.schedules import (
     make_schedule,
     simulate,
 )
-from zerojax.plan.schedules.schedule_table import format_cell, parse_cell, virtual_stage
-from zerojax.plan.schedules.simulation import bubble_formula, tick_starts
+from zerojax.schedules.schedule_table import format_cell, parse_cell, virtual_stage
+from zerojax.schedules.simulation import bubble_formula, tick_starts
 
 SIZES = [
     (1, 1),

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from zerojax.plan.schedules import (
+from zerojax.schedules import (
     SCHEDULES,
     Costs,
     ScheduleError,
@@ -17,7 +17,7 @@ from zerojax.plan.schedules import (
     simulate,
     write_csv,
 )
-from zerojax.plan.schedules.drawing import LEFT, MAX_LINES, WIDTH, describe, draw, draw_svg
+from zerojax.schedules.drawing import LEFT, MAX_LINES, WIDTH, describe, draw, draw_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 CASES = [

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from zerojax.plan.schedules import (
+from zerojax.schedules import (
     SCHEDULES,
     ExecutorTable,
     Schedule,
@@ -20,7 +20,7 @@ from zerojax.plan.schedules import (
     lower,
     make_schedule,
 )
-from zerojax.plan.schedules.schedule_table import virtual_stage
+from zerojax.schedules.schedule_table import virtual_stage
 
 SHIFTS = {"right": 1, "left": -1, "local": 0}
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from zerojax.plan.schedules import (
+from zerojax.schedules import (
     SCHEDULES,
     Operation,
     Schedule,
@@ -15,8 +15,8 @@ from zerojax.plan.schedules import (
     check_schedule,
     make_schedule,
 )
-from zerojax.plan.schedules.known_schedules import MAX_OPERATIONS
-from zerojax.plan.schedules.schedule_table import locate, parse_cell
+from zerojax.schedules.known_schedules import MAX_OPERATIONS
+from zerojax.schedules.schedule_table import locate, parse_cell
 
 # Broken tables
 

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from tests.support.process_groups import run_group
 from tests.support.trajectories import TOLERANCE
 from zerojax import make_abstract_mesh, make_mesh
-from zerojax.parallel import sums
-from zerojax.parallel.collectives import LeafCollectives, scatter_buckets
-from zerojax.plan.device_mesh import DATA, DATA_AXES, communicates_through_gloo
+from zerojax.placement.device_mesh import DATA, DATA_AXES, communicates_through_gloo
+from zerojax.transport import sums
+from zerojax.transport.collectives import LeafCollectives, scatter_buckets
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "zerojax/parallel/README.md"
+TABLE = ROOT / "zerojax/step/README.md"
 MOST = 29
 
 

@@ -98,7 +98,7 @@ assert config_from_hugging_face("config.json").family == "toy"
     ),
     "A mesh axis": (
         {
-            "zerojax/plan/device_mesh.py": (
+            "zerojax/placement/device_mesh.py": (
                 "    Axis(name=DATA, ",
                 '    Axis(name="toy", splits="batch", shards_state=True, manual=True),\n'
                 "    Axis(name=DATA, ",

@@ -14,7 +14,7 @@ from zerojax.config.loader import from_dict, user_path
 from zerojax.data import as_source, load_tokenizer
 from zerojax.data.tokenizer import as_tokenizer, save_tokenizer
 from zerojax.models.losses import mean_squared_error
-from zerojax.plan.schedules.known_schedules import build_gpipe, read_csv, write_csv
+from zerojax.schedules.known_schedules import build_gpipe, read_csv, write_csv
 from zerojax.training.metrics import read_metrics, write_report
 
 SOURCES = Path(zerojax.__file__).parent

@@ -15,7 +15,7 @@ from zerojax.cli.complaints import explain
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.data import as_source
 from zerojax.data.packed_source import PackedSource
-from zerojax.parallel.offload import disk
+from zerojax.offload import disk
 from zerojax.training.metrics import read_metrics
 
 ROWS = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}

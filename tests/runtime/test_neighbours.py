@@ -18,7 +18,7 @@ from zerojax.cli import profile_command
 from zerojax.config import LogConfig, MeshConfig, OffloadConfig, RunConfig
 from zerojax.data.preparation import prepare
 from zerojax.deepspeed_engine import engine_tags
-from zerojax.parallel.offload.disk import SIDE_FILES
+from zerojax.offload.disk import SIDE_FILES
 from zerojax.runtime.folder_lock import EXPIRES, hold
 from zerojax.training.metrics.metric_files import FILE_NAME, set_aside
 from zerojax.training.metrics.runlog import RunLog

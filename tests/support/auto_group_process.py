@@ -38,8 +38,8 @@ def main(folder: Path) -> None:
 def _offload(folder: Path, process: int) -> dict[str, Any]:
     from zerojax.forecasting import offload_choice
     from zerojax.hardware.gpus import find_gpu
-    from zerojax.plan import host_budget
     from zerojax.runtime.memory import SPARE, Room
+    from zerojax.step import host_budget
     from zerojax.training import run_spec
 
     real = offload_choice.forecast

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from zerojax.data import shard_batch
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_step
 from zerojax.plan.make import Plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 
 DECAY = 0.75
 """1 - DECAY is a power of two, by which no product is rounded: a machine that multiplies and adds

@@ -20,7 +20,7 @@ from zerojax.forecasting.forecast_numbers import (
 )
 from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.hardware.gpus import Gpu, find_gpu
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.make import Plan, make_plan
 from zerojax.zoo import build_model
 

@@ -15,9 +15,9 @@ import numpy as np
 import zerojax
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.step.build import build_step
 from zerojax.zoo import GPT2, GPT2Config
 
 LAYERS, WIDTH, HEADS, VOCAB, SEQ = 24, 2048, 16, 50304, 1024

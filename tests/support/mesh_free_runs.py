@@ -19,11 +19,11 @@ from tests.support.trajectories import regression_batch
 from zerojax.config import MeshConfig
 from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 
 STEPS = 20
 SMALL = 40

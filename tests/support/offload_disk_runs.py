@@ -16,11 +16,11 @@ from zerojax.config import MeshConfig, OffloadConfig
 from zerojax.data import shard_batch
 from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 from zerojax.tracing.trees import flatten_names
 
 SHARES = {"device": 0.3, "host": 0.3, "nvme": 0.4}

@@ -27,7 +27,7 @@ def plan_of(folder: Path, layers: int) -> Any:
     from tests.support.pipeline_runs import small
     from zerojax.config import MeshConfig, OffloadConfig
     from zerojax.optim import adamw
-    from zerojax.plan.device_mesh import make_mesh
+    from zerojax.placement.device_mesh import make_mesh
     from zerojax.plan.make import make_plan
 
     return make_plan(
@@ -47,9 +47,9 @@ def batch_of(index: int) -> dict[str, np.ndarray]:
 
 def run(folder: Path, layers: int, *, new: bool) -> dict[str, Any]:
     """Takes a step of a new state, or resumes and takes `STEPS` steps."""
-    from zerojax.parallel.initialization import init_state
-    from zerojax.parallel.offload.disk_durable import resume
-    from zerojax.parallel.step import build_step
+    from zerojax.offload.disk_durable import resume
+    from zerojax.step.build import build_step
+    from zerojax.step.initialization import init_state
 
     plan = plan_of(folder, layers)
     state = init_state(plan) if new else resume(plan)[0]

@@ -25,9 +25,9 @@ from tests.support.trajectories import (
 )
 from zerojax.forecasting.hlo import find_in_branches, read_program
 from zerojax.models.losses import next_token
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
 from zerojax.plan.make import Plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.zoo.layers import Dropout
 
 THRESHOLD = 50

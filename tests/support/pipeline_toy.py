@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.parallel.pipeline.passes import execute
-from zerojax.parallel.pipeline.stage import StageWork
-from zerojax.plan.schedules import lower
-from zerojax.plan.state_layout import layer_rows
+from zerojax.pipeline.pipeline_passes import execute
+from zerojax.pipeline.stage import StageWork
+from zerojax.placement.state_layout import layer_rows
+from zerojax.schedules import lower
 
 WIDTH, ROWS, VOCAB = 6, 3, 11
 

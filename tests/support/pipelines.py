@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from tests.support.small_models import reference_model
 from zerojax import make_plan
-from zerojax.plan.device_mesh import make_abstract_mesh
-from zerojax.plan.leaf_placement import Access
+from zerojax.placement.device_mesh import make_abstract_mesh
+from zerojax.placement.leaf_placement import Access
+from zerojax.placement.state_layout import PipelineLayout
 from zerojax.plan.make import Plan
-from zerojax.plan.schedules import lower, make_schedule
-from zerojax.plan.state_layout import PipelineLayout
+from zerojax.schedules import lower, make_schedule
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import numpy as np
 
 import zerojax
 from zerojax.config import ModelConfig
-from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.placement.leaf_placement import LeafPlacement
 
 NAME = "blocks/mlp/up/kernel"
 ROOT = os.path.dirname(zerojax.__file__)

@@ -5,7 +5,7 @@ Below, p is the number of stages, m of microbatches and v of chunks.
 
 from __future__ import annotations
 
-from zerojax.plan.schedules.simulation import Costs
+from zerojax.schedules.simulation import Costs
 
 
 def asynchronous_bubble_formula(

@@ -15,10 +15,10 @@ import optax
 
 from tests.support.small_models import VOCAB
 from zerojax.config import MeshConfig
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 
 TOLERANCE = 4e-6
 """|difference of losses| of float32 runs of 20 steps: the noise of summing one device's batch in

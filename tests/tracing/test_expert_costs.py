@@ -16,9 +16,9 @@ from zerojax.forecasting import forecast
 from zerojax.models.losses import next_token
 from zerojax.operators.marks import FURTHER_ROUNDS, inner_programs
 from zerojax.operators.routed_experts import slots_of_further_rounds, slots_per_expert
-from zerojax.parallel.step import build_step
 from zerojax.plan.counts import gradient_bytes
 from zerojax.plan.expert_costs import exchange_bytes, expert_costs, expert_names
+from zerojax.step.build import build_step
 from zerojax.tracing.flops import without_waste
 
 MESH = {"data": 2, "expert": 4}

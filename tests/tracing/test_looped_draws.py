@@ -18,8 +18,8 @@ from flax import nnx
 
 from tests.support import equal_trees
 from zerojax import make_mesh, make_plan
-from zerojax.parallel import initialization
-from zerojax.plan.state import run_key_data
+from zerojax.placement.state import run_key_data
+from zerojax.step import initialization
 from zerojax.tracing.rolling.looped_draws import LOOP_BYTES, loop_draws
 
 WIDTH, LAYERS = 24, 4

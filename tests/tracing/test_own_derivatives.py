@@ -10,8 +10,8 @@ from flax import nnx
 import zerojax
 from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.tracing.jaxpr import has_own_rules
 from zerojax.zoo import fp8
 

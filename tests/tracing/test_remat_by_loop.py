@@ -27,9 +27,9 @@ from tests.support.two_lists import (
 from zerojax import tracing
 from zerojax.config.loader import ConfigError, load_dataclass
 from zerojax.data import shard_batch
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 from zerojax.tracing.rolling import kept_bytes, trained_flops
 
 VALUES = ("model", "none", "full", "attention", "dots", "elementwise")

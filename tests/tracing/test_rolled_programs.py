@@ -22,7 +22,7 @@ from benchmarks.rolled_layers import (
 )
 from tests.parallel.test_zero_program import Collectives, count_collectives
 from zerojax.hardware.compile_client import memory_of
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
 
 FEW, MANY, VERY_MANY = 4, 12, 48
 

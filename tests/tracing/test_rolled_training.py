@@ -22,16 +22,16 @@ from zerojax import tracing
 from zerojax.checkpoint import Checkpointer
 from zerojax.config.mesh import HOST_KIND
 from zerojax.data import shard_batch
-from zerojax.parallel import reshard
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import (
+from zerojax.passes.update import build_norm, leaf_names
+from zerojax.step import reshard
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import (
     from_portable_state,
     portable_to_read,
     reshard_state,
     to_portable_state,
 )
-from zerojax.parallel.step import build_step
-from zerojax.parallel.update import build_norm, leaf_names
 from zerojax.training.checkpointing import model_of, restore_state, save_state
 
 AXES = ("data", "stage", "model")

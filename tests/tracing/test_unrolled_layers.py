@@ -15,9 +15,9 @@ from flax import nnx
 
 from tests.parallel.test_zero_program import count_collectives, lower
 from tests.support.trajectories import STEPS, TOLERANCE, plan_for, regression_batch, train_for
-from zerojax.parallel import collectives
-from zerojax.parallel.step import build_evaluation
+from zerojax.step.build import build_evaluation
 from zerojax.tracing.trees import layer_of
+from zerojax.transport import collectives
 
 WIDTH = 24
 SINGLE = 4

@@ -12,7 +12,7 @@ import zerojax
 from tests.support.gpu_plans import gpu_mesh
 from zerojax.config import MeshConfig, ModelConfig
 from zerojax.hardware import compile_client
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
 from zerojax.tracing.unrolling import choose_unrolling
 from zerojax.zoo import build_model
 

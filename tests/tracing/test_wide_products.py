@@ -14,7 +14,7 @@ from flax import nnx
 import zerojax
 from tests.support import small_models
 from zerojax.operators.marks import mark_read
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.tracing.wide_products import find_wide_products
 
 WIDTH = 16

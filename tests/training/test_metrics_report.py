@@ -14,8 +14,8 @@ from tests.support.small_models import reference_model
 from zerojax.config import LogConfig, RunConfig, to_dict
 from zerojax.models.adapt import as_loss, as_model
 from zerojax.models.losses import NATS_PER_TOKEN, loss_unit
-from zerojax.plan.schedules import make_schedule
-from zerojax.plan.schedules.schedule_table import format_cell
+from zerojax.schedules import make_schedule
+from zerojax.schedules.schedule_table import format_cell
 from zerojax.training.metrics import RunLog, read_metrics, write_report
 from zerojax.training.metrics.charts import Chart, Series, draw, log_ticks, nice_ticks, smooth, thin
 from zerojax.training.metrics.comparison import write_comparison

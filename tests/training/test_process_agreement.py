@@ -15,8 +15,8 @@ from tests.support.offload_disk_runs import Regression
 from tests.support.process_groups import run_group
 from tests.support.trajectories import TOLERANCE, plan_for, regression_batch
 from zerojax.data import as_feed, shard_batch
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.training import process_agreement
 from zerojax.training.process_agreement import check_same_run, describe_run
 

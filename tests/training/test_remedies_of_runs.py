@@ -31,10 +31,10 @@ from zerojax.checkpoint.store.direct_io import StoreError
 from zerojax.cli import main
 from zerojax.config import ConfigError, RunConfig, load
 from zerojax.models.losses import next_token
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_evaluation
-from zerojax.plan import host_budget
 from zerojax.runtime.memory import PINNED_LIMIT, Room
+from zerojax.step import host_budget
+from zerojax.step.build import build_evaluation
+from zerojax.step.initialization import init_state
 from zerojax.training import run_file
 from zerojax.training.run_file import spec_from_config
 from zerojax.training.run_record import abstract_of, read_record

@@ -22,8 +22,7 @@ from zerojax.cli import main
 from zerojax.config import MeshConfig
 from zerojax.hardware import compile_client, gpus
 from zerojax.operators.attending import Call, calls_of_attention
-from zerojax.parallel import bucket_sizes
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.open_choices import describe_open_choices
 from zerojax.training import tuning
 from zerojax.training.tuning import (
@@ -35,6 +34,7 @@ from zerojax.training.tuning import (
     tuned_plan,
     whole_steps,
 )
+from zerojax.transport import bucket_sizes
 
 
 def test_on_a_cpu_nothing_is_measured() -> None:

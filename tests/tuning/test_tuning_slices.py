@@ -21,15 +21,15 @@ from zerojax.config.mesh import SLICE_ELEMENTS, OffloadConfig
 from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.hardware import compile_client, gpus
+from zerojax.offload.sliced_update import LeafUpdate
 from zerojax.optim.precision import Precision
-from zerojax.parallel.offload.sliced_update import LeafUpdate
-from zerojax.parallel.reshard import to_portable_state
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.counts import role_tiers
-from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
-from zerojax.plan.offload_variants import with_slices
 from zerojax.runtime.memory import Room
+from zerojax.step.offload_variants import with_slices
+from zerojax.step.reshard import to_portable_state
 from zerojax.training.tuning import (
     Answer,
     KeptChoices,

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support import bert_weights as tiny
 from zerojax.config import MeshConfig
 from zerojax.data import load_tokenizer, read_text
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.inputs import plan_options
 from zerojax.plan.make import make_plan
 from zerojax.training.hugging_face_export import to_hugging_face

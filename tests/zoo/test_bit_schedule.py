@@ -15,8 +15,8 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import failing_at, plan_for, text_batch, train_for
 from zerojax.config import BitScheduleConfig, ConfigError, ModelConfig
 from zerojax.operators.rounded_weights import FORMATS, rounded
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
 from zerojax.zoo import GPT2Config
 from zerojax.zoo.bit_widths import levels_after
 from zerojax.zoo.hugging_face import UnsupportedError

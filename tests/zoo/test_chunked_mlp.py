@@ -17,7 +17,7 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.config import LoraConfig
 from zerojax.forecasting import hlo
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
 from zerojax.zoo import GPT2Config, add_lora
 from zerojax.zoo.layers import Mlp, in_chunks
 

@@ -20,12 +20,12 @@ from zerojax.data import Boundary, TokenSource, tokens_of_array
 from zerojax.forecasting.transfers import attention_wire_bytes
 from zerojax.operators import chunked_attention
 from zerojax.operators.context import WAYS, Sizes, wire_bytes
-from zerojax.parallel import collectives
-from zerojax.parallel.reshard import reshard_state, to_portable_state
-from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.parallel.zero import microbatch, parameters
+from zerojax.passes import microbatch, parameters
+from zerojax.placement.device_mesh import CONTEXT, DATA_AXES
 from zerojax.plan.counts import kept_activation_bytes
-from zerojax.plan.device_mesh import CONTEXT, DATA_AXES
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.reshard import reshard_state, to_portable_state
+from zerojax.transport import collectives
 from zerojax.zoo import GPT2, GPT2Config, decoder
 
 

@@ -13,9 +13,9 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for, train_for
 from zerojax.config import MeshConfig, ModelConfig
 from zerojax.operators.marks import inner_programs
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
+from zerojax.step.build import build_step
 from zerojax.zoo import build_model, layers, self_attention
 
 SHARED = {"gpt2": 2, "llama": 3}

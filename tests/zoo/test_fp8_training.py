@@ -23,10 +23,10 @@ from zerojax.config import ConfigError, MeshConfig, ModelConfig
 from zerojax.data.corpus import read_text
 from zerojax.hardware import compile_client
 from zerojax.operators.marks import inner_programs
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
+from zerojax.step.build import build_evaluation, build_step
+from zerojax.step.initialization import init_state
 from zerojax.zoo import GPT2Config, build_model, fp8, generate
 
 HISTORY = "blocks/mlp/up/amax_history"

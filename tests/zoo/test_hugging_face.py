@@ -18,11 +18,11 @@ from tests.support.refusals import refused
 from tests.support.trajectories import advance
 from zerojax.checkpoint import CheckpointError
 from zerojax.config import MeshConfig, OptimizerConfig
-from zerojax.parallel.initialization import fill_on_devices, init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.inputs import plan_options
 from zerojax.plan.make import make_plan
+from zerojax.step.initialization import fill_on_devices, init_state
+from zerojax.step.reshard import to_portable_state
 from zerojax.training.checkpointing import end_state, model_of
 from zerojax.training.loading import load_run
 from zerojax.zoo.hugging_face import UnsupportedError, config_from_hugging_face, from_hugging_face

@@ -18,9 +18,9 @@ from tests.zoo.test_hugging_face import PLANS, plan_for
 from zerojax.cli import main
 from zerojax.config import ConfigError, LoraConfig, RunConfig
 from zerojax.models.adapt import as_model
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import model_parts
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import model_parts
 from zerojax.training.checkpointing import end_state, model_of
 from zerojax.training.hugging_face_export import to_hugging_face
 from zerojax.training.loading import load_run

@@ -19,9 +19,9 @@ from tests.zoo.test_context_training import packed_batch
 from zerojax.config import LoraConfig
 from zerojax.forecasting.hlo import find_in_branches, read_program
 from zerojax.operators import chunked_attention
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.leaf_placement import Access
+from zerojax.placement.device_mesh import make_mesh
+from zerojax.placement.leaf_placement import Access
+from zerojax.step.build import build_step
 from zerojax.training.loading import load_run
 from zerojax.zoo import Decoder, DecoderConfig, LayerKind, NormConfig, Rope, RopeScaling, add_lora
 from zerojax.zoo.decoder_config import decoder_config_of

@@ -17,7 +17,7 @@ from tests.support.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.config import ConfigError, LoraConfig, ModelConfig, RunConfig, from_dict, load
 from zerojax.models.losses import next_token
 from zerojax.operators.marks import inner_programs
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
 from zerojax.tracing import trees
 from zerojax.training.loading import load_run
 from zerojax.training.run_file import plan_from_config, run_from_config

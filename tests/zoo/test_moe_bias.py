@@ -21,9 +21,9 @@ from zerojax.cli import main
 from zerojax.config import ConfigError, MoEConfig
 from zerojax.models import StepCount
 from zerojax.models.losses import next_token
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state
-from zerojax.parallel.step import build_evaluation
+from zerojax.step.build import build_evaluation
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import reshard_state
 from zerojax.zoo import MoE, Routing, balance_losses
 from zerojax.zoo.moe import Router, TowardsMean
 

@@ -13,8 +13,8 @@ from tests.zoo.test_hugging_face import trained_model
 from tests.zoo.test_quantized_export import WIDE, decoded, write_plain
 from zerojax.config import LoraConfig
 from zerojax.operators.rounded_weights import FORMATS, rounded, rounded_dot
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.training.hugging_face_export import to_hugging_face
 from zerojax.zoo import GPT2Config, add_lora
 from zerojax.zoo.hugging_face import from_hugging_face

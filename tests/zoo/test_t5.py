@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 import zerojax
 from tests.support.hugging_face_weights import weights_of_t5
 from tests.support.trajectories import TOLERANCE, advance
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.training.trainer import Trainer
 from zerojax.zoo import T5, T5Config, generate, generate_from_source
 from zerojax.zoo.hugging_face import UnsupportedError, from_hugging_face

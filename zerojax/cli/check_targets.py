@@ -31,7 +31,7 @@ from zerojax.equality import make_request
 from zerojax.models.adapt import as_model, bound_attribute, default_loss, width_of
 from zerojax.models.given_arrays import as_arrays
 from zerojax.models.losses import next_token_of_call
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.placement.device_mesh import make_mesh
 from zerojax.training.auto_settings import AUTO
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 

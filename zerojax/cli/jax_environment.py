@@ -67,7 +67,7 @@ def allow_pinned_memory(offload: OffloadConfig) -> None:
     """Raises XLA's limit of pinned host memory to all host memory, for a run with offload.
 
     XLA reads its limit, 64 GiB by default, when JAX starts its devices. A limit that the user has
-    set is not changed; `zerojax.plan.host_budget` refuses a run for which it is too small.
+    set is not changed; `zerojax.step.host_budget` refuses a run for which it is too small.
     """
     limit = None if offload.is_off else pinned_limit_for(least_room())
     if limit is not None:

@@ -289,7 +289,7 @@ def _answer(args: argparse.Namespace, plan: Plan) -> str:
 
 def _check_mesh(config: RunConfig, devices: int) -> None:
     """Raises ValueError if the mesh of the settings does not fit the number of devices."""
-    from zerojax.plan.device_mesh import make_abstract_mesh
+    from zerojax.placement.device_mesh import make_abstract_mesh
 
     try:
         make_abstract_mesh(config.mesh_on(devices), devices)

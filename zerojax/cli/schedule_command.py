@@ -11,7 +11,7 @@ from zerojax.config.loader import user_path
 from zerojax.runtime.user_files import replace_text
 
 if TYPE_CHECKING:
-    from zerojax.plan.schedules.simulation import Costs
+    from zerojax.schedules.simulation import Costs
 
 
 _HELP = """\
@@ -57,9 +57,9 @@ def add(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `zerojax schedule`: prints the names, or the drawing of one schedule; writes the
     requested files."""
-    from zerojax.plan.schedules.drawing import describe, draw, draw_svg
-    from zerojax.plan.schedules.known_schedules import make_schedule, write_csv
-    from zerojax.plan.schedules.simulation import simulate
+    from zerojax.schedules.drawing import describe, draw, draw_svg
+    from zerojax.schedules.known_schedules import make_schedule, write_csv
+    from zerojax.schedules.simulation import simulate
 
     if args.name is None:
         show(list_names())
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def list_names() -> str:
     """Returns a text with the name of every pipeline schedule and its use."""
-    from zerojax.plan.schedules.known_schedules import SCHEDULES
+    from zerojax.schedules.known_schedules import SCHEDULES
 
     width = max(map(len, SCHEDULES)) + 2
     lines = [f"{name:<{width}}{text}" for name, text in SCHEDULES.items()]
@@ -101,7 +101,7 @@ def parse_costs(text: str) -> Costs:
     Raises:
       ValueError: the text is not three numbers.
     """
-    from zerojax.plan.schedules.simulation import Costs
+    from zerojax.schedules.simulation import Costs
 
     try:
         forward, backward, weight = (float(word) for word in text.split(","))

@@ -32,7 +32,7 @@ from zerojax.deepspeed_engine.engine_batches import rows_of
 from zerojax.deepspeed_engine.first_batch import EngineUntilBatch
 from zerojax.deepspeed_engine.ported_run import PortedRun
 from zerojax.hardware.gpus import Gpu
-from zerojax.plan import device_mesh as meshes
+from zerojax.placement import device_mesh as meshes
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
 from zerojax.training import entry

@@ -32,8 +32,8 @@ Shares = tuple[tuple[str, float], ...]
 Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
 RollRemat = Literal["auto", "model", "none", "full", "attention", "dots", "elementwise"]
 PARTITIONS = ("uniform", "parameters", "flops")
-"""Names of the methods that divide layers among pipeline stages; `zerojax.plan.pipeline` implements
-them."""
+"""Names of the methods that divide layers among pipeline stages; `zerojax.pipeline.planning`
+implements them."""
 
 
 @names_keywords()

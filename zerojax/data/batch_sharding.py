@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
 from zerojax.models.given_arrays import as_arrays, check_arrays, own_array
-from zerojax.plan.device_mesh import DATA_AXES, num_data_shards
+from zerojax.placement.device_mesh import DATA_AXES, num_data_shards
 from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.index_limits import IndexLimit
 from zerojax.tracing.trees import flatten_names, unflatten_like

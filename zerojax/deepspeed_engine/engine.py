@@ -31,12 +31,12 @@ from zerojax.deepspeed_engine.engine_tags import (
 from zerojax.deepspeed_engine.ported_run import PortedRun
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.optim import Weights
-from zerojax.plan import device_mesh as meshes
-from zerojax.plan.host_budget import check_offload
+from zerojax.placement import device_mesh as meshes
 from zerojax.plan.make import Plan
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.kept_programs import keep_programs
 from zerojax.runtime.standstill import WAITING_FOR_DATA
+from zerojax.step.host_budget import check_offload
 from zerojax.training.checkpointing import end_state
 from zerojax.training.metrics.stragglers import DATA, SAVE
 from zerojax.training.reporting import Metrics

@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax import deepspeed_config
 from zerojax.config import OptimizerConfig
 from zerojax.data import local_rows_of_mesh
-from zerojax.plan import device_mesh as meshes
+from zerojax.placement import device_mesh as meshes
+from zerojax.placement.state import TrainState
 from zerojax.plan.make import Plan
-from zerojax.plan.state import TrainState
 from zerojax.training.step_runner import StepRunner
 
 

@@ -22,8 +22,8 @@ from zerojax.checkpoint.folders import is_of_checkpointer, unwritable
 from zerojax.checkpoint.saving import is_first_process
 from zerojax.config.checks import warn_user
 from zerojax.config.display import quoted
+from zerojax.placement.state import TrainState
 from zerojax.plan.make import Plan
-from zerojax.plan.state import TrainState
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
 from zerojax.runtime.user_files import not_for_everybody, replace_text, to_disk
 from zerojax.training.checkpointing import save_state

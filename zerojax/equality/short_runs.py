@@ -23,14 +23,14 @@ from zerojax.models.adapt import evaluation_mode
 from zerojax.models.losses import as_sums
 from zerojax.models.step_count import after_step
 from zerojax.optim import extra_arguments
-from zerojax.parallel import model_state
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.parallel.step import build_step
-from zerojax.parallel.update import stacks_of
-from zerojax.plan.device_mesh import make_mesh
+from zerojax.passes import model_state
+from zerojax.passes.update import stacks_of
+from zerojax.placement.device_mesh import make_mesh
+from zerojax.placement.state import step_key
 from zerojax.plan.make import Plan, make_plan
-from zerojax.plan.state import step_key
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import to_portable_state
 from zerojax.tracing.protocol import Loss, Model
 
 Arrays = dict[str, Any]

@@ -14,6 +14,7 @@ import numpy as np
 from zerojax.config.checks import names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.mesh import HOST
+from zerojax.features.one_bit.one_bit_update import TwoPrograms
 from zerojax.forecasting import forecast_cache
 from zerojax.forecasting.compiled_facts import (
     Facts,
@@ -48,9 +49,8 @@ from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.hardware.gpus.achieved import published_rates
 from zerojax.optim.one_bit import one_bit_of
-from zerojax.parallel.one_bit_update import TwoPrograms
-from zerojax.parallel.step import build_step
-from zerojax.plan import device_mesh as meshes
+from zerojax.placement import device_mesh as meshes
+from zerojax.placement.signed_momentum import compressed_bytes
 from zerojax.plan.counts import (
     LAYER_UPDATE,
     PIPELINE_BUFFERS,
@@ -65,13 +65,13 @@ from zerojax.plan.counts import (
 from zerojax.plan.eight_bits import describe_eight_bits, eight_bit_share, wire_bytes_saved
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_costs import hiding
-from zerojax.plan.offload_variants import streamed_from_host
 from zerojax.plan.open_choices import describe_open_choices
 from zerojax.plan.reasons import WIDE_PRODUCTS
 from zerojax.plan.rung_plans import with_rungs
-from zerojax.plan.signed_momentum import compressed_bytes
 from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level, wire_bytes
+from zerojax.step.build import build_step
+from zerojax.step.offload_variants import streamed_from_host
 from zerojax.tracing.flops import count_program_flops
 from zerojax.tracing.trees import format_bytes
 

@@ -20,7 +20,7 @@ from zerojax.config.late_dataclasses import dataclass
 from zerojax.forecasting.forecast_numbers import TrafficRow
 from zerojax.forecasting.roofline import link_bandwidth, members_per_node
 from zerojax.hardware.gpus import Gpu
-from zerojax.plan.device_mesh import MODEL, STAGE
+from zerojax.placement.device_mesh import MODEL, STAGE
 from zerojax.plan.make import Plan
 from zerojax.tracing.trees import format_bytes
 from zerojax.zoo.decoder import MEGATRON_RULES, Decoder

@@ -18,6 +18,9 @@ from zerojax.forecasting.forecast_numbers import Memory
 from zerojax.hardware.gpus import Gpu
 from zerojax.models.adapt import bound_attribute
 from zerojax.optim import Optimizer
+from zerojax.pipeline.pipeline_costs import activation_bytes, total_buffer_bytes
+from zerojax.placement.device_mesh import DATA, MODEL, STAGE, num_data_shards, state_axes
+from zerojax.placement.leaf_placement import Access
 from zerojax.plan.counts import (
     ACTIVATIONS,
     AVERAGE,
@@ -31,12 +34,9 @@ from zerojax.plan.counts import (
     shard_bytes,
     whole_elements,
 )
-from zerojax.plan.device_mesh import DATA, MODEL, STAGE, num_data_shards, state_axes
-from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import link_seconds, rates_of
-from zerojax.plan.pipeline_costs import activation_bytes, total_buffer_bytes
-from zerojax.plan.schedules import lower, make_schedule
+from zerojax.schedules import lower, make_schedule
 from zerojax.tracing import jaxpr
 from zerojax.tracing.trees import format_bytes, num_elements
 

@@ -17,7 +17,7 @@ from zerojax.forecasting.forecast_numbers import (
 )
 from zerojax.forecasting.remedies import find_remedies, largest_role
 from zerojax.hardware.gpus import Gpu
-from zerojax.plan.device_mesh import CONTEXT, DATA, EXPERT, MODEL, PASS_AXES, STAGE
+from zerojax.placement.device_mesh import CONTEXT, DATA, EXPERT, MODEL, PASS_AXES, STAGE
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import Hiding
 from zerojax.tracing.trees import format_bytes

@@ -43,7 +43,7 @@ _WEIGHTS = ("params", "masters", "copies", "frozen")
 _ARGUMENT = re.compile(r"state\['(\w+)'\]\['([^']*)'\]")
 _FRAMES = 100
 """Frames of Python that a lowered program keeps for each operation; JAX's own default."""
-_STEP = str(Path("zerojax", "parallel", "step.py"))
+_STEP = str(Path("zerojax", "step", "build.py"))
 """End of the path of the file whose functions are the step; frames around it called zerojax."""
 _NAMES = 3
 """Parameters of a collective that are named in a text."""

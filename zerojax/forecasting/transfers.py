@@ -18,12 +18,12 @@ from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.forecasting.roofline import link_bandwidth, with_network_bytes
 from zerojax.hardware.gpus import Gpu
 from zerojax.operators.marks import inner_programs
+from zerojax.pipeline.pipeline_costs import message_bytes
+from zerojax.placement.device_mesh import CONTEXT, EXPERT, MANUAL_AXES, STAGE
 from zerojax.plan.counts import role_tiers
-from zerojax.plan.device_mesh import CONTEXT, EXPERT, MANUAL_AXES, STAGE
 from zerojax.plan.expert_costs import exchange_bytes
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import all_file_bytes, buffer_bytes, hiding, moved_bytes
-from zerojax.plan.pipeline_costs import message_bytes
 from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import wire_unit
 from zerojax.tracing.flops import without_waste

@@ -173,7 +173,7 @@ class UpdateContext:
     def sum_over(self, axes: tuple[str, ...], values: Sums) -> Sums:
         """Sums arrays over mesh axes, in one collective.
 
-        Needs at least two arrays: see `zerojax.parallel.update.build_norm` for the problem with a
+        Needs at least two arrays: see `zerojax.passes.update.build_norm` for the problem with a
         single one.
         """
         return lax.psum(values, axes) if axes else values

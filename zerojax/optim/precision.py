@@ -35,7 +35,7 @@ class Precision:
       moments_dtype: dtype of the optimizer's stored moments; its arithmetic is float32.
       freeze_dtype: dtype of stored frozen parameters; None uses the property `frozen_dtype`.
       freeze_codes: "nf4" or "int8" stores kernels among frozen parameters, as chosen by
-        `zerojax.plan.frozen_codes`, in codes of 4 or 8 bits. None stores no codes.
+        `zerojax.placement.frozen_codes`, in codes of 4 or 8 bits. None stores no codes.
       loss_scale: scale of the loss, so that small float16 gradients are not lost. None uses
         `LossScale()` if the compute or reduce dtype is float16, and otherwise no scale.
     """

@@ -1,7 +1,6 @@
-"""Plans of runs before any array exists: mesh, shardings, memory, stages, bytes, and reasons.
+"""Plans of runs before any array exists: choices, refusals, bytes, costs, and the reasons.
 
-The package works with abstract models and settings; it makes no array and runs nothing. Its
-sub-package `schedules` represents pipeline schedules as tables.
+The package works with abstract models and settings; it makes no array and runs nothing.
 """
 
 from __future__ import annotations
@@ -10,17 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
     from zerojax.plan.make import Plan, make_plan
     from zerojax.plan.rule_proposal import RuleProposal, propose_rules
-    from zerojax.plan.state import TrainState
 
 __all__ = [
     "Plan",
     "RuleProposal",
-    "TrainState",
-    "make_abstract_mesh",
-    "make_mesh",
     "make_plan",
     "propose_rules",
 ]
@@ -28,9 +22,6 @@ __all__ = [
 _HOME_OF_NAME = {
     "Plan": "make",
     "RuleProposal": "rule_proposal",
-    "TrainState": "state",
-    "make_abstract_mesh": "device_mesh",
-    "make_mesh": "device_mesh",
     "make_plan": "make",
     "propose_rules": "rule_proposal",
 }

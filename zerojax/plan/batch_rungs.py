@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import BatchRamp, BatchRampConfig, ConfigError
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import STAGE, num_data_shards
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.device_mesh import STAGE, num_data_shards
 from zerojax.plan.rungs import check_ladder_settings
 
 

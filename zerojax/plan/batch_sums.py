@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.operators.whole_batch import IN_TURN
-from zerojax.plan import device_mesh as meshes
-from zerojax.plan.placement import Placement
+from zerojax.placement import device_mesh as meshes
+from zerojax.placement.table import Placement
 from zerojax.tracing.batch_calls import BatchSum, find_batch_sums
 from zerojax.tracing.trace import ModelTrace
 from zerojax.tracing.trees import format_bytes

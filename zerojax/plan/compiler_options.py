@@ -6,7 +6,7 @@ from __future__ import annotations
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.hardware import compile_client
-from zerojax.plan.device_mesh import EXPERT, STAGE, are_here
+from zerojax.placement.device_mesh import EXPERT, STAGE, are_here
 
 PREFETCH_OPTIONS = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 """Compiler options that start the all-gathers of the next layer before this layer's matrix products

@@ -13,7 +13,7 @@ from zerojax.operators.attending import Call
 from zerojax.operators.attention_choice import SET_BY_CALL
 from zerojax.operators.context import Choice, ContextSplit, Sizes, choose_way
 from zerojax.operators.marks import what_takes_whole_sequences
-from zerojax.plan.device_mesh import CONTEXT, MODEL, STAGE
+from zerojax.placement.device_mesh import CONTEXT, MODEL, STAGE
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,17 +15,18 @@ from zerojax.models.adapt import bound_attribute
 from zerojax.optim import EmaState
 from zerojax.optim.precision import Precision
 from zerojax.optim.weight_codes import bytes_per_parameter
-from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import CONTEXT, MODEL, STAGE
-from zerojax.plan.leaf_placement import FULL_ENOUGH, Access, LeafPlacement
-from zerojax.plan.pipeline_costs import total_buffer_bytes
-from zerojax.plan.placement import Placement, straight_pieces, unrolled
+from zerojax.pipeline.pipeline_costs import total_buffer_bytes
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.device_mesh import CONTEXT, MODEL, STAGE
+from zerojax.placement.leaf_placement import FULL_ENOUGH, Access, LeafPlacement
+from zerojax.placement.table import Placement, straight_pieces, unrolled
 from zerojax.tracing import jaxpr, trees
 from zerojax.tracing.flops import (
     TRAINING_FACTOR,
     count_program_flops,
     flops_without_gradient,
 )
+from zerojax.tracing.loops.largest import carried_arrays, largest_loop
 
 MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
 AVERAGE = "average of weights"
@@ -53,9 +54,9 @@ def _on_host(leaf: Any) -> bool:
 def state_tiers(plan: Decisions) -> dict[str, Tiers]:
     """Counts the exact bytes of the training state between steps, by role and memory.
 
-    The state of offloaded parameters is cut into slices (`zerojax.plan.state_layout`), so a role
-    may have bytes in several memories. The bytes in files are the bytes of the uncut state minus
-    the bytes in memory.
+    The state of offloaded parameters is cut into slices (`zerojax.placement.state_layout`), so a
+    role may have bytes in several memories. The bytes in files are the bytes of the uncut state
+    minus the bytes in memory.
 
     Returns:
       {role: {memory: bytes}}, with these roles:
@@ -230,54 +231,14 @@ def kept_activation_bytes(plan: Decisions) -> int | None:
     The loop with the most bytes of stacked weights counts. If layer weights are streamed from the
     host, the last layer's input stays on the device and is not counted.
     """
-    loop = _largest_loop(plan)
+    loop = largest_loop(plan.traced.forward.jaxpr)
     if loop is None:
         return None
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in _carried(loop))
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in carried_arrays(loop))
     split = plan.mesh.shape[MODEL] if plan.settings.sequence_sharding else 1
     streamed = plan.offload is not None and bool(plan.offload.by_layer)
     split *= plan.mesh.shape[CONTEXT] * plan.mesh.shape[STAGE]
     return size * (loop.params["length"] - streamed) // split
-
-
-def layer_inputs(plan: Decisions) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the floating-point inputs of one layer that are stored for the backward pass, without
-    scalars.
-
-    Their shapes are those of one microbatch of one data shard.
-    """
-    loop = _largest_loop(plan)
-    return () if loop is None else _carried(loop)
-
-
-def _largest_loop(plan: Decisions) -> Any:
-    """Returns the loop over layers with the most bytes of stacked weights; None if there is no
-    loop."""
-    return max(_loops(plan.traced.forward.jaxpr), key=_stacked_bytes, default=None)
-
-
-def _carried(loop: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-    constants, carried = jaxpr.split_scan(loop)
-    given = [v.aval for v in loop.invars[constants : constants + carried]]
-    return tuple(
-        jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for x in given
-        if x.shape and jnp.issubdtype(x.dtype, jnp.floating)
-    )
-
-
-def _loops(program: Any) -> Iterator[Any]:
-    for equation in program.eqns:
-        if equation.primitive.name == "scan":
-            yield equation
-        else:
-            for inner in jaxpr.inner_programs(equation.params):
-                yield from _loops(inner)
-
-
-def _stacked_bytes(loop: Any) -> int:
-    stacks = loop.invars[sum(jaxpr.split_scan(loop)) :]
-    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in stacks)
 
 
 def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
@@ -326,7 +287,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     not at all with an update of layers in the program of the backward pass. Parameters that are
     gathered on use are in memory together if one part of the loss without a loop reads them: one
     layer of a loop, or all layers that a Python loop calls
-    (`zerojax.plan.placement.straight_pieces`). Weights in tiles are gathered one after the other.
+    (`zerojax.placement.table.straight_pieces`). Weights in tiles are gathered one after the other.
 
     Three kinds of parameters need no copy: frozen parameters stored in the compute dtype, shards
     that are gathered on use, and copies that are part of the state (`wire.weights`). Coded

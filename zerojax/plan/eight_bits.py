@@ -17,9 +17,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from zerojax.config import MeshConfig
 from zerojax.operators.marks import inner_programs
 from zerojax.optim.precision import Precision
-from zerojax.plan.decisions import Decisions
-from zerojax.plan.leaf_placement import Access
-from zerojax.plan.placement import Placement
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.leaf_placement import Access
+from zerojax.placement.table import Placement
 from zerojax.plan.wire import leaf_transfers
 from zerojax.tracing import trees
 from zerojax.tracing.flops import count_program_flops, eight_bit_flops

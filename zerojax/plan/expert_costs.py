@@ -13,9 +13,9 @@ from typing import Any
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.optimizer import map_state
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.device_mesh import EXPERT
 from zerojax.plan.counts import gradient_bytes, model_flops, shard_bytes
-from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import EXPERT
 from zerojax.tracing import trees
 from zerojax.tracing.expert_calls import RowsOfCall, find_expert_calls, find_rows
 from zerojax.tracing.flops import TRAINING_FACTOR, further_round_flops

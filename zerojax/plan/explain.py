@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from zerojax.config.display import printable
 from zerojax.config.mesh import DEVICE
 from zerojax.optim.optimizer import Optimizer, map_state
-from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import describe_mesh
-from zerojax.plan.layer_stacks import find_row, users_names
-from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.device_mesh import describe_mesh
+from zerojax.placement.layer_stacks import find_row, users_names
+from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.plan.whole_matrices import exchanges_of_parameter
 from zerojax.plan.wire import LeafTransfer, leaf_transfers
 from zerojax.tracing import trees

@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.optim.wire_codes import BLOCKS, GradientCodes
+from zerojax.placement.device_mesh import REPLICA, has_nvidia_gpus
+from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.table import Placement
 from zerojax.plan.context_split import GPUS_OF_A_NODE
-from zerojax.plan.device_mesh import REPLICA, has_nvidia_gpus
-from zerojax.plan.leaf_placement import Access, LeafPlacement
-from zerojax.plan.placement import Placement
 from zerojax.plan.refusals import check_no_other_way
 from zerojax.tracing import trees
 

@@ -16,8 +16,8 @@ from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.recognition import is_deepspeed
 from zerojax.optim.precision import Precision
 from zerojax.optim.step_sizes import StepSizes
-from zerojax.plan import device_mesh as meshes
-from zerojax.plan.device_mesh import DATA
+from zerojax.placement import device_mesh as meshes
+from zerojax.placement.device_mesh import DATA
 
 Tree = Any
 MESH_OPTIONS = (

@@ -22,12 +22,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import DEVICE
+from zerojax.offload.offload_tiers import cut_into_layers
 from zerojax.operators.marks import inner_programs
-from zerojax.plan.device_mesh import DATA_AXES, EXPERT
-from zerojax.plan.leaf_placement import Access, LeafPlacement
-from zerojax.plan.offload_tiers import cut_into_layers
-from zerojax.plan.placement import Placement
-from zerojax.plan.state_layout import LayerTiles, OffloadLayout, WeightTiles
+from zerojax.placement.device_mesh import DATA_AXES, EXPERT
+from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.state_layout import LayerTiles, OffloadLayout, WeightTiles
+from zerojax.placement.table import Placement
 from zerojax.tracing.activation_offload import keep_inputs_on_host
 from zerojax.tracing.flops import without_waste
 from zerojax.tracing.jaxpr import cut_piece

@@ -22,7 +22,7 @@ from zerojax.models.batch_weight import BatchWeight, find_batch_weight
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
 from zerojax.models.step_count import check_step_rules
 from zerojax.operators.marks import BatchCall
-from zerojax.plan.placement import Placement
+from zerojax.placement.table import Placement
 from zerojax.tracing.batch_rows import follow_rows, number_of_output
 from zerojax.tracing.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
 from zerojax.tracing.protocol import Model

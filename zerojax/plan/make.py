@@ -27,32 +27,56 @@ from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import NVME
+from zerojax.features.layer_drop.layer_choice import check_layer_drop, plan_layer_drop
+from zerojax.features.pruning.pruned_parameters import describe_pruning, masked_names, plan_pruning
 from zerojax.hardware import compile_client
 from zerojax.models.losses import split_result
+from zerojax.offload.layer_draws import describe_draws
+from zerojax.offload.offload_pages import check_pages
+from zerojax.offload.offload_tiers import (
+    check_delayed_update,
+    check_durable,
+    check_update_in_backward,
+    find_stacked,
+    plan_offload,
+)
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
-from zerojax.plan import device_mesh as meshes
+from zerojax.pipeline.planning import choose_microbatches, plan_pipeline
+from zerojax.placement import device_mesh as meshes
+from zerojax.placement.decisions import Decisions, ProgramChoices, TracedLoss
+from zerojax.placement.device_mesh import COMPILER_AXES, DATA_AXES, EXPERT, STAGE
+from zerojax.placement.expert_axis import check_expert_axis, plan_experts
+from zerojax.placement.frozen_codes import check_codes, describe_codes
+from zerojax.placement.kept_parts import with_delayed, with_kept_parts
+from zerojax.placement.layer_stacks import Stacks, row_layout, row_placement, row_structs
+from zerojax.placement.signed_momentum import check_one_bit, describe_one_bit
+from zerojax.placement.state import (
+    TrainState,
+    abstract,
+    abstract_model,
+    abstract_offloaded,
+    abstract_state,
+    as_read,
+    portable_on_host,
+    slice_batch,
+)
+from zerojax.placement.state_layout import LayerTiles, OffloadLayout, PipelineLayout
+from zerojax.placement.table import Placement, place_model, straight_pieces, unrolled
+from zerojax.placement.user_shardings import check_constraints, check_context_mesh
 from zerojax.plan.batch_rungs import ramp_microbatches
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.context_split import check_context, plan_context
 from zerojax.plan.counts import describe_constants
-from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
-from zerojax.plan.device_mesh import COMPILER_AXES, DATA_AXES, EXPERT, STAGE
 from zerojax.plan.eight_bits import describe_wire
-from zerojax.plan.expert_axis import check_expert_axis, plan_experts
 from zerojax.plan.explain import explain_parameter
-from zerojax.plan.frozen_codes import check_codes, describe_codes
 from zerojax.plan.gradient_wire import (
     check_gradient_wire,
     describe_gradient_wire,
     with_gradient_wire,
 )
 from zerojax.plan.inputs import MESH_OPTIONS, PlanInputs, plan_options, resolve_mesh
-from zerojax.plan.kept_parts import with_delayed, with_kept_parts
-from zerojax.plan.layer_choice import check_layer_drop, plan_layer_drop
-from zerojax.plan.layer_draws import describe_draws
-from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
 from zerojax.plan.layer_tiles import describe_tiles, plan_tiles
 from zerojax.plan.loss_checks import (
     check_divisor,
@@ -64,19 +88,8 @@ from zerojax.plan.loss_checks import (
     describe_pieces,
     trace_pieces,
 )
-from zerojax.plan.offload_pages import check_pages
-from zerojax.plan.offload_tiers import (
-    check_delayed_update,
-    check_durable,
-    check_update_in_backward,
-    find_stacked,
-    plan_offload,
-)
 from zerojax.plan.optimizer_shapes import fit_padding
-from zerojax.plan.pipeline import choose_microbatches, plan_pipeline
-from zerojax.plan.placement import Placement, place_model, straight_pieces, unrolled
 from zerojax.plan.plan_page import plan_dict, plan_line, plan_table
-from zerojax.plan.pruned_parameters import describe_pruning, masked_names, plan_pruning
 from zerojax.plan.reasons import (
     describe_batch,
     describe_choices,
@@ -110,21 +123,8 @@ from zerojax.plan.rolling import (
     stack_structs,
 )
 from zerojax.plan.secondary_shards import check_secondary, describe_secondary, with_secondary
-from zerojax.plan.signed_momentum import check_one_bit, describe_one_bit
 from zerojax.plan.sizes_of_steps import sizes_of_steps
-from zerojax.plan.state import (
-    TrainState,
-    abstract,
-    abstract_model,
-    abstract_offloaded,
-    abstract_state,
-    as_read,
-    portable_on_host,
-    slice_batch,
-)
-from zerojax.plan.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.plan.table_lookups import Lookups, check_lookup, check_update_of_tables, plan_lookups
-from zerojax.plan.user_shardings import check_constraints, check_context_mesh
 from zerojax.plan.weight_wire import check_weight_wire, describe_weight_wire, with_weight_wire
 from zerojax.plan.whole_matrices import describe_matrices, describe_taken, with_matrices
 from zerojax.runtime.distributed import check_joined

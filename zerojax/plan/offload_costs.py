@@ -21,6 +21,9 @@ from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.hardware.gpus import Gpu, gpu_of_device
 from zerojax.hardware.gpus.achieved import rates_here
 from zerojax.hardware.machine_rates import MeasuredLink, measured_disk
+from zerojax.offload.pages import page_gradient_dtype
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.state_layout import OffloadLayout
 from zerojax.plan.counts import (
     ACTIVATIONS,
     GRADIENTS,
@@ -31,9 +34,7 @@ from zerojax.plan.counts import (
     role_tiers,
     tokens_per_step,
 )
-from zerojax.plan.decisions import Decisions
 from zerojax.plan.eight_bits import eight_bit_share
-from zerojax.plan.state_layout import OffloadLayout
 from zerojax.runtime.memory import nearest_folder
 
 UPDATE, WEIGHTS = "update of the state", "weights"
@@ -208,13 +209,6 @@ def redone_bytes(plan: Decisions) -> Moved:
     )
 
 
-def page_gradient_dtype(plan: Decisions) -> Any:
-    """Returns the dtype in which gradients of layers are stored in files until the update."""
-    precision = plan.precision
-    several = plan.num_microbatches > 1
-    return jnp.dtype(precision.accumulate_dtype if several else precision.reduce_dtype)
-
-
 def all_file_bytes(plan: Decisions, num_devices: int) -> int:
     """Returns the bytes of all files of `num_devices` devices: all generations of the state,
     weights (twice with an update in the backward pass), gradients and layer inputs."""
@@ -268,22 +262,16 @@ def buffer_bytes(plan: Decisions, layout: OffloadLayout, num_devices: int) -> in
     rows = [sizes[leaf.name] * min(num_devices, leaf.num_shards) for leaf in layout.on_disk]
     rings = max(rows, default=0)
     if not layout.paged:
-        return num_buffers(layout) * rings
+        return layout.num_buffers * rings
     layers = plan.placement.leaves[layout.paged_order[0]].stored_shape[0]
     weights, gradients = (size // layers for size in _page_bytes(plan, num_devices))
     inputs = _input_bytes(plan) * num_devices // max(layers - 1, 1)
     weights *= 1 + layout.update_in_backward
     return (
-        num_buffers(layout) * rings
+        layout.num_buffers * rings
         + FEWEST_BUFFERS * weights
         + (FEWEST_BUFFERS + 1) * (gradients + inputs)
     )
-
-
-def num_buffers(layout: OffloadLayout) -> int:
-    """Returns the number of buffers for slices of the optimizer state in files: one set of slices
-    is read, one is updated and one is written."""
-    return FEWEST_BUFFERS * layout.slices_at_once
 
 
 def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:

@@ -13,7 +13,7 @@ from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config.mesh import HOST, SLICE_ELEMENTS
 from zerojax.operators.attending import Call
 from zerojax.optim import Optimizer
-from zerojax.plan.decisions import Decisions
+from zerojax.placement.decisions import Decisions
 
 CALLS = 2
 """Largest number of kinds of attention calls that are measured; the kinds with the most products

@@ -23,9 +23,9 @@ from zerojax.optim import (
     with_raw_keys,
 )
 from zerojax.optim.precision import Precision
-from zerojax.plan.leaf_placement import LeafPlacement
-from zerojax.plan.placement import Placement
-from zerojax.plan.state import StageRows, fit
+from zerojax.placement.leaf_placement import LeafPlacement
+from zerojax.placement.state import StageRows, fit
+from zerojax.placement.table import Placement
 
 Structs = dict[str, jax.ShapeDtypeStruct]
 

@@ -13,6 +13,12 @@ import jax.numpy as jnp
 from zerojax.config.display import printable
 from zerojax.config.mesh import DEVICE, HOST, NVME, TIERS
 from zerojax.optim.weight_codes import FROZEN_CODES
+from zerojax.pipeline.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.device_mesh import MODEL, describe_mesh
+from zerojax.placement.leaf_placement import Access
+from zerojax.placement.state_layout import OffloadLayout
+from zerojax.placement.table import Placement, straight_pieces, unrolled
 from zerojax.plan.counts import (
     Tiers,
     active_parameters,
@@ -21,14 +27,8 @@ from zerojax.plan.counts import (
     state_bytes,
     tokens_per_step,
 )
-from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import MODEL, describe_mesh
 from zerojax.plan.expert_costs import costs_dict, expert_lines
-from zerojax.plan.leaf_placement import Access
 from zerojax.plan.offload_costs import Hiding, Moved, card_of, hiding, moved_bytes, redone_bytes
-from zerojax.plan.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
-from zerojax.plan.placement import Placement, straight_pieces, unrolled
-from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing import trees
 
 _NAMES = 3

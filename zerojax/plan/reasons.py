@@ -17,14 +17,14 @@ from zerojax.models.adapt import bound_attribute
 from zerojax.operators.rounded_weights import FORMATS
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
-from zerojax.plan import device_mesh as meshes
-from zerojax.plan.device_mesh import MODEL, STAGE
+from zerojax.placement import device_mesh as meshes
+from zerojax.placement.device_mesh import MODEL, STAGE
+from zerojax.placement.expert_axis import describe_experts
+from zerojax.placement.leaf_placement import Access
+from zerojax.placement.state import dtype_in_loss
+from zerojax.placement.state_layout import OffloadLayout
+from zerojax.placement.table import Placement, straight_pieces, unrolled
 from zerojax.plan.eight_bits import describe_eight_bits
-from zerojax.plan.expert_axis import describe_experts
-from zerojax.plan.leaf_placement import Access
-from zerojax.plan.placement import Placement, straight_pieces, unrolled
-from zerojax.plan.state import dtype_in_loss
-from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace

@@ -20,9 +20,9 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax.config import MeshConfig
 from zerojax.config.batch_division import BatchDivision
 from zerojax.optim.precision import Precision
-from zerojax.plan import device_mesh as meshes
-from zerojax.plan.placement import Placement
-from zerojax.plan.user_shardings import about_no_mesh
+from zerojax.placement import device_mesh as meshes
+from zerojax.placement.table import Placement
+from zerojax.placement.user_shardings import about_no_mesh
 from zerojax.tracing import trees
 
 Tree = Any

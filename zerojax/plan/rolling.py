@@ -22,9 +22,9 @@ from zerojax.config import MeshConfig
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, RollRemat
 from zerojax.optim import Optimizer
-from zerojax.plan.device_mesh import MODEL, STAGE
-from zerojax.plan.layer_stacks import RowsDifferError, Stacks, group_rows
-from zerojax.plan.leaf_placement import tensor_parallel_axes
+from zerojax.placement.device_mesh import MODEL, STAGE
+from zerojax.placement.layer_stacks import RowsDifferError, Stacks, group_rows
+from zerojax.placement.leaf_placement import tensor_parallel_axes
 from zerojax.plan.stacked_updates import over_stacks
 from zerojax.tracing import trees
 from zerojax.tracing.rolling import (

@@ -17,7 +17,7 @@ from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details, printable
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.precision import Precision
-from zerojax.plan.device_mesh import (
+from zerojax.placement.device_mesh import (
     AXES,
     DATA,
     MODEL,

@@ -15,7 +15,7 @@ from zerojax.config.curriculum import MAX_RUNGS
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.models import losses
 from zerojax.optim import one_bit_of
-from zerojax.plan.decisions import Decisions
+from zerojax.placement.decisions import Decisions
 from zerojax.tracing.expert_calls import find_rows
 
 WEIGHTS, SEGMENTS = "weights", "segments"

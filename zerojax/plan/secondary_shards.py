@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.plan.device_mesh import state_axes
+from zerojax.placement.device_mesh import state_axes
+from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.table import Placement
 from zerojax.plan.gradient_wire import shards_in_node
-from zerojax.plan.leaf_placement import Access, LeafPlacement
-from zerojax.plan.placement import Placement
 from zerojax.plan.refusals import check_no_other_way
 from zerojax.tracing import trees
 

@@ -16,7 +16,7 @@ import optax
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.padding import NotProven
-from zerojax.plan.layer_stacks import StackRows, Stacks, group_rows, ungroup_rows
+from zerojax.placement.layer_stacks import StackRows, Stacks, group_rows, ungroup_rows
 from zerojax.tracing.rolling import map_rows
 
 Tree = Any

@@ -14,8 +14,8 @@ from zerojax.config import MeshConfig
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
-from zerojax.plan.device_mesh import AXES, DATA, DATA_AXES, EXPERT
-from zerojax.plan.placement import Placement
+from zerojax.placement.device_mesh import AXES, DATA, DATA_AXES, EXPERT
+from zerojax.placement.table import Placement
 from zerojax.tracing.row_lookups import Asked, find_row_lookups
 from zerojax.tracing.trace import ModelTrace
 from zerojax.tracing.trees import format_bytes, num_elements

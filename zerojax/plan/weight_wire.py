@@ -28,10 +28,10 @@ from zerojax.config import MeshConfig
 from zerojax.optim import one_bit_of
 from zerojax.optim.precision import Precision
 from zerojax.optim.wire_codes import BLOCKS, GradientCodes
-from zerojax.plan.device_mesh import EXPERT, STAGE
-from zerojax.plan.kept_parts import followed_leaves
-from zerojax.plan.leaf_placement import Access, LeafPlacement
-from zerojax.plan.placement import Placement
+from zerojax.placement.device_mesh import EXPERT, STAGE
+from zerojax.placement.kept_parts import followed_leaves
+from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.table import Placement
 from zerojax.plan.refusals import check_no_other_way
 from zerojax.tracing import trees
 from zerojax.tracing.trees import format_bytes

@@ -19,10 +19,10 @@ from zerojax import optim
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.matrices import MatrixExchange, as_stack, classes_of, exchanges_of, fans
 from zerojax.optim.optimizer import Optimizer
-from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import REPLICA
-from zerojax.plan.placement import Placement, axes_of_dims
-from zerojax.plan.state import TrainState
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.device_mesh import REPLICA
+from zerojax.placement.state import TrainState
+from zerojax.placement.table import Placement, axes_of_dims
 from zerojax.tracing.matrix_uses import ParameterUse, find_matrix_uses
 from zerojax.tracing.trace import ModelTrace
 from zerojax.tracing.trees import format_bytes

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.wire_codes import bytes_sent
+from zerojax.pipeline.pipeline_costs import ticks_of
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.device_mesh import DATA_AXES, EXPERT, REPLICA
+from zerojax.placement.leaf_placement import Access, LeafPlacement
 from zerojax.plan.counts import coded_bytes, layers_of, padded_elements, whole_elements
-from zerojax.plan.decisions import Decisions
-from zerojax.plan.device_mesh import DATA_AXES, EXPERT, REPLICA
-from zerojax.plan.leaf_placement import Access, LeafPlacement
-from zerojax.plan.pipeline_costs import ticks_of
 
 WIRE_UNIT_BYTES = 2
 """Bytes per parameter of the unit in which sent bytes are stated: bfloat16."""
@@ -89,7 +89,7 @@ def bytes_by_level(plan: Decisions) -> tuple[int, int]:
 def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
     """Returns the collectives that a step runs for one parameter, in their order.
 
-    They follow from how the parameter is read (`zerojax.plan.leaf_placement.Access`):
+    They follow from how the parameter is read (`zerojax.placement.leaf_placement.Access`):
       whole: one all-reduce of its gradient, which sends twice (N-1)/N of it.
       gather once: one all-gather and one reduce-scatter.
       gather once, scatter early: one all-gather, and one reduce-scatter per microbatch.

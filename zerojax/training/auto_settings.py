@@ -15,7 +15,7 @@ from zerojax.config.loader import from_dict, to_dict
 from zerojax.data import local_rows_of_mesh
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, gpu_of_device
-from zerojax.plan.device_mesh import make_mesh, num_data_shards
+from zerojax.placement.device_mesh import make_mesh, num_data_shards
 from zerojax.training.run_spec import RunSpec
 from zerojax.training.search_runs import PlannedCall, find_for
 

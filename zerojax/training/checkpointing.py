@@ -18,25 +18,25 @@ from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.base_weights import BaseWeights, base_weights
 from zerojax.checkpoint.export import without_average
 from zerojax.checkpoint.restoring import fingerprints_of
+from zerojax.offload.disk_durable import AnotherPlanError, resume, resume_step
+from zerojax.offload.disk_saving import saved_names, write_pieces
+from zerojax.offload.sliced_state import average_like
 from zerojax.optim import COUNT, EMA, EmaState, Weights
 from zerojax.optim.parameter_tree import ParameterTree
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.offload.disk_durable import AnotherPlanError, resume, resume_step
-from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
-from zerojax.parallel.offload.sliced_state import average_like
-from zerojax.parallel.reshard import (
+from zerojax.placement.frozen_codes import decoded
+from zerojax.placement.kept_parts import copies_begin_anew
+from zerojax.placement.signed_momentum import coefficients_begin_anew, errors_begin_anew
+from zerojax.placement.state import COPIES, DELAYED, ONE_BIT, TrainState, zero_counter
+from zerojax.plan.make import Plan
+from zerojax.runtime.memory import allocating_for
+from zerojax.step.initialization import init_state
+from zerojax.step.reshard import (
     from_portable_state,
     frozen_part,
     model_parts,
     portable_to_read,
     to_portable_state,
 )
-from zerojax.plan.frozen_codes import decoded
-from zerojax.plan.kept_parts import copies_begin_anew
-from zerojax.plan.make import Plan
-from zerojax.plan.signed_momentum import coefficients_begin_anew, errors_begin_anew
-from zerojax.plan.state import COPIES, DELAYED, ONE_BIT, TrainState, zero_counter
-from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.trees import flatten_names, format_bytes, num_bytes
 from zerojax.zoo.hugging_face import Pretrained
 

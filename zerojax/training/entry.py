@@ -46,7 +46,7 @@ from zerojax.data import (
 from zerojax.data.tokenizer import Tokenizer
 from zerojax.models.losses import NATS_PER_TOKEN, LossWithUnit, next_token_of_call
 from zerojax.optim.precision import Precision
-from zerojax.plan import device_mesh as meshes
+from zerojax.placement import device_mesh as meshes
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import join_processes

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from zerojax.config.checks import names_keywords, warn_user
 from zerojax.data import local_rows, shard_batch
 from zerojax.optim import EMA
+from zerojax.placement.state import abstract_model, as_read, slice_batch
 from zerojax.plan.make import Plan
-from zerojax.plan.state import abstract_model, as_read, slice_batch
 from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.trace import has_random_numbers, is_random
 from zerojax.training.validation import Filler, LeftOutError, each_batch, in_batches

@@ -36,7 +36,7 @@ from zerojax.data.chats.template_files import NAMED_TEMPLATES
 from zerojax.data.tokenizer import TEMPLATE_FILE, hugging_face_json, load_tokenizer
 from zerojax.optim import Weights, check_weights
 from zerojax.optim.weight_codes import WeightCodes
-from zerojax.parallel.reshard import model_parts
+from zerojax.step.reshard import model_parts
 from zerojax.training.run_folder import DESCRIPTION_FILE, TOKENIZER_FILE
 from zerojax.zoo.bit_widths import is_update_count
 from zerojax.zoo.hugging_face.folder import CONFIG, GENERATION_CONFIG, read_json

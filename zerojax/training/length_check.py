@@ -15,9 +15,9 @@ import numpy as np
 
 from zerojax.config.curriculum import MAX_RUNGS
 from zerojax.data.row_lengths import without_end
-from zerojax.parallel.step import build_evaluation
 from zerojax.plan.make import Plan
 from zerojax.plan.rungs import WEIGHTS
+from zerojax.step.build import build_evaluation
 
 _SUM_TOLERANCE = 1e-4
 """Relative difference of two sums of weights that rounding of float32 sums may cause."""

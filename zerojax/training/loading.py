@@ -23,14 +23,14 @@ from zerojax.config.mesh import DEVICE
 from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
 from zerojax.models.losses import next_token_of_call
 from zerojax.optim.precision import Precision
-from zerojax.parallel.reshard import from_model_parts, model_parts
-from zerojax.parallel.step import build_evaluation
-from zerojax.plan import device_mesh as meshes
+from zerojax.placement import device_mesh as meshes
 from zerojax.plan.inputs import plan_options
 from zerojax.plan.make import Plan, make_plan
 from zerojax.plan.refusals import check_rows
 from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.runtime import bounded_json
+from zerojax.step.build import build_evaluation
+from zerojax.step.reshard import from_model_parts, model_parts
 from zerojax.tracing import trees
 from zerojax.training.checkpointing import folder_of, model_of, read_parts
 from zerojax.training.evaluation import mean_loss

@@ -27,7 +27,7 @@ from zerojax.data import abstract_global, local_rows_of_mesh
 from zerojax.data.feed import Feed, SourceFeed
 from zerojax.operators.marks import inner_programs
 from zerojax.optim import extra_arguments
-from zerojax.plan.device_mesh import num_data_shards
+from zerojax.placement.device_mesh import num_data_shards
 from zerojax.plan.make import Plan
 from zerojax.plan.refusals import check_rows
 from zerojax.tracing.source_lines import line_of_equation

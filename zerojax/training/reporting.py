@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.hardware import compile_client
 from zerojax.optim import Schedule
-from zerojax.parallel.update import leaf_names
+from zerojax.passes.update import leaf_names
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.tracing import trees

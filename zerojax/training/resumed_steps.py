@@ -24,8 +24,8 @@ from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.data import Feed
 from zerojax.models.adapt import as_model, evaluation_mode
-from zerojax.parallel.reshard import to_portable_state
-from zerojax.plan.state import run_key_data
+from zerojax.placement.state import run_key_data
+from zerojax.step.reshard import to_portable_state
 from zerojax.tracing.trees import flatten_names
 from zerojax.training.run_file import spec_from_config
 from zerojax.training.trainer import Trainer

@@ -21,15 +21,15 @@ from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.hardware.gpus import Gpu, gpu_of_device
 from zerojax.optim.precision import Precision, as_precision, default_precision
-from zerojax.plan import device_mesh as meshes
-from zerojax.plan.host_budget import check_host_memory, host_bytes
+from zerojax.placement import device_mesh as meshes
+from zerojax.placement.state import abstract
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
-from zerojax.plan.state import abstract
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.memory import SPARE, least_room
 from zerojax.runtime.start_clock import phase
 from zerojax.runtime.user_files import not_for_everybody
+from zerojax.step.host_budget import check_host_memory, host_bytes
 from zerojax.tracing.trees import format_bytes
 from zerojax.training.run_folder import TOKENIZER_FILE
 from zerojax.training.run_lifecycle import fit, open_run

@@ -18,11 +18,11 @@ from zerojax.config.generation_limits import check_generation
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.data import BpeTokenizer, HuggingFaceTokenizer
 from zerojax.optim import Weights
-from zerojax.parallel.reshard import model_parts
+from zerojax.placement.state import TrainState
 from zerojax.plan.make import Plan
-from zerojax.plan.state import TrainState
 from zerojax.runtime.bounded_json import load
 from zerojax.runtime.memory import allocating_for
+from zerojax.step.reshard import model_parts
 from zerojax.training.metrics.metric_files import SAMPLE
 from zerojax.training.metrics.runlog import RunLog
 from zerojax.training.process_agreement import check_same_run

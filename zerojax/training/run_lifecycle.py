@@ -18,12 +18,12 @@ from zerojax.config.display import quoted
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import to_dict, user_path
 from zerojax.forecasting.out_of_memory import explaining_memory
-from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
 from zerojax.runtime.kept_programs import keep_programs
 from zerojax.runtime.start_clock import phase
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.runtime.watchdog import Watchdog
+from zerojax.step.host_budget import check_offload
 from zerojax.tracing.source_lines import line_of_user
 from zerojax.tracing.trees import flatten_names, num_bytes
 from zerojax.training.checkpointing import base_of, end_state

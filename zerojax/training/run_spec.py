@@ -31,11 +31,11 @@ from zerojax.config.loader import user_path
 from zerojax.data import Feed, RowSource, local_rows_of_mesh
 from zerojax.forecasting.offload_choice import plan_choosing_offload
 from zerojax.hardware.gpus import Gpu, gpu_of_device
-from zerojax.plan.host_budget import check_offload
 from zerojax.plan.inputs import PlanInputs, plan_options
 from zerojax.plan.make import Plan, plan_of
 from zerojax.plan.rung_plans import with_rungs
 from zerojax.runtime.start_clock import phase
+from zerojax.step.host_budget import check_offload
 from zerojax.training.run_record import RunNotes
 from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.tuning import tune

@@ -35,7 +35,7 @@ from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.models import bound_attribute
 from zerojax.optim.precision import Precision
-from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
 from zerojax.plan.refusals import check_rows

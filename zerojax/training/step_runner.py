@@ -11,14 +11,14 @@ import jax
 from zerojax.checkpoint import Checkpointer
 from zerojax.data import shard_batch
 from zerojax.optim import Weights
-from zerojax.parallel.reshard import reshard_state
-from zerojax.parallel.step import build_evaluation
-from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
 from zerojax.plan.rungs import Ladder
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.watchdog import Watchdog
+from zerojax.step.build import build_evaluation
+from zerojax.step.host_budget import check_offload
+from zerojax.step.reshard import reshard_state
 from zerojax.training.checkpointing import (
     end_state,
     first_state,

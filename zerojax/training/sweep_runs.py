@@ -19,10 +19,10 @@ from zerojax.config.loader import user_path
 from zerojax.data import RowSource
 from zerojax.forecasting import forecast
 from zerojax.hardware.gpus import Gpu, gpu_of_device
-from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.user_files import not_for_everybody
+from zerojax.step.host_budget import check_offload
 from zerojax.tracing.trees import format_bytes
 from zerojax.training.run_file import check_devices, make_folder, open_data, spec_from_config
 from zerojax.training.run_lifecycle import fit, open_run

@@ -21,13 +21,13 @@ from zerojax.data import Feed, RowSource, as_feed, local_rows, one_pass, prefetc
 from zerojax.data.ramped_feed import in_ramp
 from zerojax.hardware.local_devices import device_memory
 from zerojax.optim import EMA, EmaState, Weights
-from zerojax.parallel.reshard import with_weights
 from zerojax.plan.batch_rungs import BatchLadder
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import PeerLostError, is_peer_loss
 from zerojax.runtime.preemption import Interrupted, StopRequest
 from zerojax.runtime.standstill import WAITING_FOR_DATA
 from zerojax.runtime.watchdog import Watchdog
+from zerojax.step.reshard import with_weights
 from zerojax.training.checkpointing import (
     as_begun,
     end_state,

@@ -29,10 +29,10 @@ from zerojax.data import (
 from zerojax.data.feed import check_function
 from zerojax.models.given_arrays import as_arrays, own_arrays
 from zerojax.operators.attention_choice import attention_planned_for
-from zerojax.plan.device_mesh import COMPILER_AXES
+from zerojax.placement.device_mesh import COMPILER_AXES
+from zerojax.placement.state import abstract_model, as_read, slice_batch
 from zerojax.plan.loss_checks import part_with_mixed_rows
 from zerojax.plan.make import Plan
-from zerojax.plan.state import abstract_model, as_read, slice_batch
 from zerojax.tracing import trace_model
 
 Sums = Mapping[str, Any]

@@ -30,9 +30,9 @@ from zerojax.forecasting.step_contents import (
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu
 from zerojax.operators.cudnn_attention import FORWARD
-from zerojax.parallel.step import build_step
-from zerojax.plan.device_mesh import has_nvidia_gpus
+from zerojax.placement.device_mesh import has_nvidia_gpus
 from zerojax.plan.make import Plan, require_plan
+from zerojax.step.build import build_step
 
 _WIDTH = 100
 _LESS_WORK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -22,11 +22,11 @@ from zerojax.forecasting.step_contents import SentArray, StepContents
 from zerojax.operators.context import SCOPE as ATTENTION
 from zerojax.operators.marks import marked_reads
 from zerojax.optim.matrices import SCOPE as MATRICES
+from zerojax.placement.device_mesh import MODEL, PASS_AXES, STAGE
+from zerojax.placement.leaf_placement import LeafPlacement
+from zerojax.placement.table import shared_axes
 from zerojax.plan.counts import padded_elements
-from zerojax.plan.device_mesh import MODEL, PASS_AXES, STAGE
-from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.make import Plan
-from zerojax.plan.placement import shared_axes
 from zerojax.plan.wire import leaf_transfers
 from zerojax.tracing import trees
 from zerojax.tracing.reads import line_of_read

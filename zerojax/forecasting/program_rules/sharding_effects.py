@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from zerojax.models import bound_attribute
-from zerojax.plan.device_mesh import MODEL
-from zerojax.plan.leaf_placement import tensor_parallel_axes
+from zerojax.placement.device_mesh import MODEL
+from zerojax.placement.leaf_placement import tensor_parallel_axes
 from zerojax.plan.make import Plan
 from zerojax.zoo.bert import Bert
 from zerojax.zoo.decoder import Decoder

@@ -26,7 +26,10 @@ from zerojax.forecasting.settings_search.search_result import (
 )
 from zerojax.hardware.compile_client import CompileError
 from zerojax.hardware.gpus import Gpu
-from zerojax.parallel.bucket_sizes import (
+from zerojax.placement.device_mesh import DATA, PASS_AXES
+from zerojax.plan.make import Plan
+from zerojax.tracing.trees import num_elements
+from zerojax.transport.bucket_sizes import (
     GATHER,
     IN_LOOPS,
     ONCE,
@@ -34,10 +37,7 @@ from zerojax.parallel.bucket_sizes import (
     REDUCE,
     other_bucket_sizes,
 )
-from zerojax.parallel.collectives import make_buckets
-from zerojax.plan.device_mesh import DATA, PASS_AXES
-from zerojax.plan.make import Plan
-from zerojax.tracing.trees import num_elements
+from zerojax.transport.collectives import make_buckets
 
 MARGIN = 0.005
 """Share of a step's time that other bucket sizes must save; if they save less, the plan's own sizes

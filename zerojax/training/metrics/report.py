@@ -17,11 +17,11 @@ from typing import Any
 from zerojax.config.display import as_html, cut
 from zerojax.config.loader import user_path
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, NATS_PER_TOKEN
-from zerojax.plan.schedules import Costs, Schedule
-from zerojax.plan.schedules.drawing import draw_svg
 from zerojax.runtime import bounded_json
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import replace_text
+from zerojax.schedules import Costs, Schedule
+from zerojax.schedules.drawing import draw_svg
 from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_number, format_seconds
 from zerojax.training.metrics.metric_files import SAMPLE, Metrics, read_metrics

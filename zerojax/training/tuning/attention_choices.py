@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.operators.attending import Call, attention
 from zerojax.operators.chunked_attention import BLOCK
-from zerojax.plan.device_mesh import MODEL
+from zerojax.placement.device_mesh import MODEL
 from zerojax.plan.make import Plan
 from zerojax.plan.open_choices import NO_MORE_MEMORY
 from zerojax.training.tuning.measured_choices import Answer, Question, Way

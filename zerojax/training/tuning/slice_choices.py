@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
-from zerojax.parallel.offload.sliced_update import LeafUpdate, begin
+from zerojax.offload.sliced_update import LeafUpdate, begin
+from zerojax.placement.slices import abstract_tiers, map_moments, on_host, without_moments
+from zerojax.placement.state_layout import SlicedLeaf
 from zerojax.plan.make import Plan
-from zerojax.plan.offload_variants import with_slices
 from zerojax.plan.open_choices import SIZES, sizes_of_slices
-from zerojax.plan.slices import abstract_tiers, map_moments, on_host, without_moments
-from zerojax.plan.state_layout import SlicedLeaf
 from zerojax.runtime.memory import least_room
+from zerojax.step.offload_variants import with_slices
 from zerojax.training.tuning.measured_choices import Answer, Question, Way
 from zerojax.training.tuning.trials import Repeated, base_key, lone_context, room, share_of
 

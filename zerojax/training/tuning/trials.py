@@ -17,10 +17,22 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 import pallas_kernels
 from pallas_kernels.choice import Choice
-from zerojax import models, operators, optim, parallel, tracing, zoo
+from zerojax import (
+    features,
+    models,
+    offload,
+    operators,
+    optim,
+    passes,
+    pipeline,
+    step,
+    tracing,
+    transport,
+    zoo,
+)
 from zerojax.hardware.local_devices import driver_version
 from zerojax.optim import UpdateContext
-from zerojax.parallel.update import true_shapes
+from zerojax.passes.update import true_shapes
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import least_room
 
@@ -31,7 +43,10 @@ PACKAGES = (
     *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
 """Packages whose versions affect the compiled programs and cuDNN's kernels."""
-SOURCES = (pallas_kernels, operators, tracing, models, zoo, optim, parallel)
+SOURCES = (
+    *(pallas_kernels, operators, tracing, models, zoo, optim),
+    *(transport, passes, features, pipeline, offload, step),
+)
 """Packages whose source code is part of the cache key."""
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config import WatchConfig
 from zerojax.config.checks import names_keywords
 from zerojax.optim import EmaState, Optimizer
-from zerojax.parallel.update import stacks_of, sums_of_squares
+from zerojax.passes.update import stacks_of, sums_of_squares
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.open_choices import (
     open_calls,

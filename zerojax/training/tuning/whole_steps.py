@@ -20,12 +20,12 @@ import numpy as np
 
 from pallas_kernels.choice import Choice
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.parallel.bucket_sizes import other_bucket_sizes
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.step import build_step
 from zerojax.plan.make import Plan
+from zerojax.step.build import build_step
+from zerojax.step.initialization import init_state
 from zerojax.training.tuning import tuned_plan
 from zerojax.training.tuning.measured_choices import Exchange, exchange_between_processes
+from zerojax.transport.bucket_sizes import other_bucket_sizes
 
 AS_PLANNED = "as planned"
 FIRST_STEPS, STEPS = 3, 12

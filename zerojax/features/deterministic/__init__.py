@@ -1,0 +1,1 @@
+"""Updates whose result has the same bits on every mesh."""

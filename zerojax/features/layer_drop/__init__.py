@@ -1,0 +1,1 @@
+"""Progressive layer drop: steps that leave out layers at random."""

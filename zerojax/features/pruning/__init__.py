@@ -1,0 +1,1 @@
+"""Pruning of weights by their magnitude."""

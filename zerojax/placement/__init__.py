@@ -1,0 +1,4 @@
+"""Where each array of a state is stored: meshes, the table of parameters, stacks, slices, stages.
+
+Makes no array.
+"""

@@ -1,0 +1,41 @@
+"""The training step from its parts; first states, changed meshes, and the memory of the host.
+
+Depends on plans and arrays, never on run folders, logs or the training loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerojax.step.build import build_evaluation, build_step
+    from zerojax.step.initialization import init_state
+    from zerojax.step.reshard import from_portable_state, reshard_state, to_portable_state
+
+__all__ = [
+    "build_evaluation",
+    "build_step",
+    "from_portable_state",
+    "init_state",
+    "reshard_state",
+    "to_portable_state",
+]
+
+_HOME_OF_NAME = {
+    "build_evaluation": "build",
+    "build_step": "build",
+    "from_portable_state": "reshard",
+    "init_state": "initialization",
+    "reshard_state": "reshard",
+    "to_portable_state": "reshard",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module of a name on first access (PEP 562)."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,494 @@
+"""Builds the training step: forward, backward, reduction and update in one donating program.
+
+Also builds the evaluation of a plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax import passes
+from zerojax.config.checks import names_keywords
+from zerojax.config.mesh import HOST
+from zerojax.features.deterministic.deterministic_update import (
+    build_chunked_update,
+    build_fixed_norm,
+)
+from zerojax.features.one_bit.one_bit_update import (
+    TwoPrograms,
+    build_averaging_update,
+    build_signed_update,
+    unsummed_names,
+)
+from zerojax.features.pruning.prune_masks import mask_gradients, masked_weights
+from zerojax.models.adapt import bound_attribute
+from zerojax.models.losses import own_means
+from zerojax.models.step_count import after_step
+from zerojax.offload import streaming
+from zerojax.offload.delayed_update import build_delayed_gradients, with_delay
+from zerojax.offload.disk_durable import write_rest
+from zerojax.offload.disk_step import DiskStep, pending_of, pending_shardings
+from zerojax.offload.paged_layers import LayerPrograms, build_paged_gradients
+from zerojax.offload.paged_step import PagedEvaluation, PagedStep
+from zerojax.offload.sliced_update import build_offload_update
+from zerojax.offload.streaming_update import build_updating_gradients
+from zerojax.operators.attention_choice import attention_measured
+from zerojax.optim import loss_scale, one_bit_of
+from zerojax.passes.update import ThisStep, build_norm, build_update
+from zerojax.pipeline import pipeline_passes
+from zerojax.placement.kept_parts import copies_key
+from zerojax.placement.state import COPIES, DELAYED, MASKS, ONE_BIT, TrainState, step_key
+from zerojax.placement.user_shardings import check_context_mesh
+from zerojax.plan.make import Plan, require_plan
+from zerojax.runtime.memory import keep_freed_memory
+from zerojax.step.offload_variants import streamed_from_host
+from zerojax.step.step_numbers import StepWithNumbers, takes_numbers
+from zerojax.tracing.dropped_layers import draw_scales
+from zerojax.tracing.protocol import Loss
+from zerojax.transport.weight_copies import build_following
+
+Metrics = dict[str, jax.Array]
+_LAYER_DROP = 0x64726F70
+"""Number folded into a step's key to draw which layers the step runs; no data shard has it."""
+
+
+@names_keywords()
+def build_step(plan: Plan) -> Any:
+    """Builds the training step of a plan, jitted once.
+
+    Steps run asynchronously, and a loop that never waits queues any number of them. Wait for a
+    metric at least every 64 steps (`Trainer` does). If the plan's devices are CPU devices, the
+    process keeps freed memory from now on (`zerojax.runtime.memory.keep_freed_memory`).
+
+    Returns:
+      `step(state, batch) -> (state, metrics)`. `state` is donated: use only the returned state.
+      A state that was already passed to a step raises ValueError. `batch` comes from `shard_batch`.
+      `step.lower(...)` returns the lowered program. For an optimizer that sends signs
+      (`zerojax.optim.one_bit_adam`, `one_bit_lamb`) it is a `one_bit_update.TwoPrograms`.
+
+      Metrics are replicated scalars on the devices:
+      - "loss": float32, the global sum divided by the global weight.
+      - "weight": float32.
+      - "grad_norm": float32, norm of the gradient before clipping; with 1-bit optimizers, whose
+        gradients are not summed over devices, the root mean square of the devices' norms.
+      - "bad_leaf": int32, number of the first parameter whose gradient is not finite, -1 if all
+        are finite.
+      - "largest_leaf": int32, number of the parameter with the largest gradient;
+        `zerojax.passes.update.leaf_names` has the names of both.
+      - "largest_share": float32, share of this gradient in the sum of squares of all gradients.
+      - "skipped": int32, 1 when loss or gradients were not finite and only the counters changed.
+        With `update_in_backward` of layers on the host it is 1 when the loss was not finite, and
+        nothing changed, or when a gradient was not finite: then the layers after it were updated.
+      - "num_skipped": int32, number of skipped steps of the run so far.
+      - with a loss scale: "loss_scale" (float32, the scale of this step) and "at_floor" (bool: this
+        step overflowed although the scale could not be lower).
+      - the loss's own metrics under their names: float32, the mean over the global batch; NaN where
+        the weight is 0.
+
+    Raises:
+      TypeError: `plan` is not a plan.
+      ValueError: `jax.set_mesh` has set a mesh other than the plan's.
+    """
+    require_plan(plan, "build_step")
+    check_context_mesh(plan.mesh)
+    _keep_memory(plan)
+    norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan)
+    step = _jitted_step(plan, _build_gradients(plan), norm, _build_update(plan))
+    if one_bit_of(plan.tx) is None:
+        return step
+    unsummed = unsummed_names(plan)
+    gradients = _build_gradients(plan, unsummed=unsummed)
+    norm = build_norm(plan, unsummed=unsummed)
+    return TwoPrograms(plan, step, _jitted_step(plan, gradients, norm, build_signed_update(plan)))
+
+
+def _keep_memory(plan: Plan) -> None:
+    """Makes this process keep freed memory if the plan's devices are CPU devices."""
+    if isinstance(plan.mesh, Mesh) and plan.mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
+
+
+def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> LiveStateOnly:
+    """Builds the jitted step of `build_step` from three traced parts.
+
+    Args:
+      plan: plan of the step.
+      gradients: result of `_build_gradients`.
+      read_norm: `(gradients, scale, known sums of squares) -> GradientNorm`.
+      update: result of `_build_update`.
+    """
+    replicated = NamedSharding(plan.mesh, P())
+    scaling, factor_of = plan.precision.loss_scale, _build_factor(plan)
+    on_disk = plan.offload is not None and bool(plan.offload.on_disk)
+    in_backward = _updates_in_backward(plan)
+    paged = _reads_pages(plan)
+
+    measured = {kind: choice.implementation for kind, choice in plan.program.kernels.items()}
+
+    def step(state: TrainState, batch: Any, numbers: Any = None) -> tuple[Any, ...]:
+        with attention_measured(measured):
+            return compute(state, batch, numbers)
+
+    def compute(state: TrainState, batch: Any, numbers: Any) -> tuple[Any, ...]:
+        key = step_key(state["rng"], state["step"])
+        factor = factor_of(state, batch["batch"] if paged else batch)
+        sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
+        grads = mask_gradients(plan, grads, state)
+        loss = sums["loss"] / sums["weight"]
+        # `factor` is the one that the loss was multiplied by, not that of the next step.
+        scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
+        read = read_norm(grads, scale, sums.get("squares"))
+        grad_norm = read.norm
+        finite = jnp.isfinite(loss) & (read.read_finite if in_backward else jnp.isfinite(grad_norm))
+        now = ThisStep(scale, grad_norm, ~finite, key, loss, numbers)
+        updated = update(grads, state, now)
+        extras = after_step(extras, plan.model.step_rules)
+        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        skipped = 1 - finite.astype(jnp.int32)
+        new_state = TrainState(
+            step=state["step"] + 1,
+            skipped=state["skipped"] + skipped,
+            rng=state["rng"],
+            params=updated["params"],
+            frozen=state["frozen"],
+            opt_state=updated["opt_state"],
+            extras=jax.tree.map(keep, extras, state["extras"]),
+            loss_scale=state["loss_scale"],
+        )
+        if plan.offload is not None:
+            new_state |= {"masters": updated["masters"], "disk": state["disk"]}
+        new_state = _with_optional_parts(plan, new_state, state, updated)
+        metrics = {
+            "loss": loss,
+            "weight": sums["weight"],
+            "grad_norm": grad_norm,
+            "bad_leaf": read.bad_leaf,
+            "largest_leaf": read.largest_leaf,
+            "largest_share": read.largest_share,
+            "skipped": skipped,
+            "num_skipped": new_state["skipped"],
+        }
+        metrics |= own_means(sums)
+        if scaling is not None:
+            new_state["loss_scale"], at_floor = loss_scale.update(
+                scaling, state["loss_scale"], finite
+            )
+            metrics |= {"loss_scale": state["loss_scale"]["scale"], "at_floor": at_floor}
+        if on_disk:
+            return new_state, metrics, pending_of(plan, grads, state["opt_state"], now)
+        return new_state, metrics
+
+    pending = (pending_shardings(plan),) if on_disk else ()
+    jitted = jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(plan.state_shardings, replicated, *pending),
+        compiler_options=dict(plan.program.options) or None,
+    )
+    rest = functools.partial(write_rest, plan)
+    if paged:
+        programs = LayerPrograms(plan, pass_config(plan), train=True)
+        step = PagedStep(plan, jitted, rest, programs=programs, factor_of=factor_of)
+        return LiveStateOnly(step, _OneProgram(plan))
+    if on_disk:
+        jitted = DiskStep(plan, jitted, rest)
+    return LiveStateOnly(StepWithNumbers(plan, jitted) if takes_numbers(plan) else jitted)
+
+
+def _with_optional_parts(
+    plan: Plan, new_state: Any, state: TrainState, updated: dict[str, Any]
+) -> TrainState:
+    """Adds the parts that only some runs have to the state after a step, and prunes its weights."""
+    if COPIES in state:
+        new_state["copies"] = state["copies"]
+    if ONE_BIT in state:
+        new_state["one_bit"] = updated.get(ONE_BIT, state["one_bit"])
+    if DELAYED in updated:
+        new_state["delayed"] = updated[DELAYED]
+    if MASKS in state:
+        new_state["masks"] = state["masks"]
+        new_state["params"], new_state["opt_state"] = masked_weights(plan, new_state)
+    return new_state
+
+
+class _OneProgram:
+    """A step program that streams the same layers from host memory; used to count FLOPs and bytes.
+
+    A step that reads layers from files is several programs and a Python loop, so it has no single
+    program.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    @functools.cached_property
+    def _step(self) -> tuple[Any, TrainState]:
+        twin = streamed_from_host(self._plan)
+        return build_step(twin), twin.abstract_state
+
+    def trace(self, _: TrainState, batch: Any) -> Any:
+        """Traces the program with an abstract state of its own plan; the given state is ignored."""
+        step, state = self._step
+        return step.trace(state, batch)
+
+    def lower(self, _: TrainState, batch: Any) -> Any:
+        """Lowers the program with an abstract state of its own plan; the given state is ignored."""
+        step, state = self._step
+        return step.lower(state, batch)
+
+
+class LiveStateOnly:
+    """Wraps a compiled function of a state and a batch: raises ValueError for a donated state.
+
+    Without this check XLA's CPU devices would read the freed memory. The check reads one array of
+    each part of the state, which takes microseconds.
+
+    Attributes:
+      compiled: the wrapped function.
+      trace, lower: methods `trace` and `lower` of the wrapped function (or of `program`).
+    """
+
+    def __init__(self, compiled: Any, program: Any = None) -> None:
+        """Wraps a function.
+
+        Args:
+          compiled: function to wrap.
+          program: object whose `trace` and `lower` are used; None: `compiled`.
+        """
+        self.compiled = compiled
+        program = compiled if program is None else program
+        self.trace, self.lower = program.trace, program.lower
+
+    def __call__(self, state: TrainState, batch: Any) -> Any:
+        for name, part in state.items():
+            array = _first_array(part)
+            if array is not None and array.is_deleted():
+                raise ValueError(
+                    f"state[{name!r}] was passed to an earlier step, which freed its memory: a "
+                    "step donates its state. Write `state, metrics = step(state, batch)` and "
+                    "continue with the returned state (jax.device_get(state) before the step "
+                    "keeps a copy)"
+                )
+        return self.compiled(state, batch)
+
+
+def _first_array(tree: Any) -> jax.Array | None:
+    """Returns one array of a tree, without flattening the tree; None for a tree without arrays."""
+    if isinstance(tree, dict | tuple | list):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            found = _first_array(child)
+            if found is not None:
+                return found
+        return None
+    is_array = isinstance(tree, jax.Array) and not isinstance(tree, jax.core.Tracer)
+    return tree if is_array else None
+
+
+def _build_factor(plan: Plan) -> Callable[[TrainState, Any], jax.Array | None]:
+    """Builds the traced `(state, batch) -> factor`; the loss is multiplied by it before
+    differentiation.
+
+    The factor is float32 [], or None if the loss is not multiplied.
+    """
+    scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
+    num_pieces = plan.division.unit
+
+    def factor_of(state: TrainState, batch: Any) -> jax.Array | None:
+        if plan.traced.batch_weight is None:
+            return None if scaling is None else state["loss_scale"]["scale"] / weight
+        whole = plan.traced.batch_weight(batch, num_pieces)
+        # Avoids a division by a weight of 0; the loss is not finite then, and the step is skipped.
+        whole = jnp.where(whole == 0, 1, whole)
+        return (1 if scaling is None else state["loss_scale"]["scale"]) / whole
+
+    return factor_of
+
+
+def _expected_weight(plan: Plan) -> float:
+    """Estimates the weight by which the loss will be divided, rounded to a power of two.
+
+    A loss scale is meant for the mean loss, but the step differentiates the sum, whose gradient is
+    larger by the weight. The exact weight is known only after the forward passes.
+    """
+    leaves = jax.tree.leaves(plan.abstract_batch)
+    if not plan.traced.has_weight:
+        count = plan.division.unit
+    else:  # a language model's integers are [rows, seq], a classifier's [rows]
+        integers = [x.size for x in leaves if jnp.issubdtype(x.dtype, jnp.integer)]
+        count = max(integers, default=leaves[0].shape[0])
+    return 2.0 ** round(math.log2(count))
+
+
+@names_keywords()
+def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
+    """Builds the evaluation of a plan, jitted once.
+
+    Args:
+      loss: loss to evaluate, with the signature of the training loss; None uses the plan's loss.
+
+    Returns:
+      `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global
+      batch; with metrics of the loss also `"metrics": {name: {"sum": ..., "weight": ...}}`. The
+      model runs in evaluation mode; the state is not donated and does not change. A state that was
+      donated to a step raises ValueError.
+
+    Raises:
+      TypeError: `plan` is not a plan.
+      ValueError: a custom loss is given, but the plan splits sequences over devices.
+    """
+    require_plan(plan, "build_evaluation")
+    if plan.context is not None and loss is not None:
+        raise ValueError(
+            f"context={plan.context.devices} splits sequences over devices, but a custom loss may "
+            "combine tokens of a sequence; use loss=None, the model's method loss(batch), or "
+            "context=1"
+        )
+    _keep_memory(plan)
+    config = pass_config(plan)
+    if _reads_pages(plan):
+        evaluation = PagedEvaluation(plan, config, loss or plan.loss)
+        return LiveStateOnly(evaluation, _OneProgram(plan))
+    fixed = config.virtual_shards is not None
+    build = passes.build_virtual_forward if fixed else _passes(plan).build_forward
+    forward, follow = build(config, loss or plan.loss), build_following(plan)
+
+    def evaluate(state: TrainState, batch: Any) -> Metrics:
+        given = state["params"], state["frozen"], state["extras"], state["rng"], batch
+        # Evaluate with the copies that the next step would read.
+        return forward(*given) if follow is None else forward(*given, follow(state))
+
+    options = dict(plan.program.options) if fixed else None
+    replicated = NamedSharding(plan.mesh, P())
+    return LiveStateOnly(jax.jit(evaluate, out_shardings=replicated, compiler_options=options))
+
+
+def _updates_in_backward(plan: Plan) -> bool:
+    """Returns whether the backward pass of the jitted step updates layers on the host."""
+    offload = plan.settings.offload
+    return offload.update_in_backward and offload.params == HOST
+
+
+def _reads_pages(plan: Plan) -> bool:
+    return plan.offload is not None and bool(plan.offload.paged)
+
+
+def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> Any:
+    """Builds the traced gradient function of a step.
+
+    The function maps `(state, key_data, batch, loss_factor)` to `(sums, gradients, extras, state)`.
+    The state is unchanged, except for layers already updated in the backward pass and for copies of
+    weights, which are refreshed before they are read. Gradients of `unsummed` names are not summed
+    over devices.
+    """
+    config = pass_config(plan)
+    if _reads_pages(plan):
+        end = build_paged_gradients(config)
+
+        def ending(state: TrainState, _: Any, given: Any, factor: Any) -> tuple[Any, ...]:
+            return *end(state["params"], state["extras"], given["totals"]), state
+
+        return ending
+    if plan.offload is not None and plan.offload.delayed:
+        return build_delayed_gradients(plan, config)
+    if _updates_in_backward(plan):
+        updating = build_updating_gradients(plan, config)
+        return lambda state, key_data, batch, _: updating(state, key_data, batch)
+    fixed = config.virtual_shards is not None
+    build = passes.build_virtual_gradients if fixed else _passes(plan).build_gradients
+    gradients = passes.build_gradients(config, unsummed=unsummed) if unsummed else build(config)
+
+    def unchanged(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
+        given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
+        return *gradients(*given, **draw_layers(plan, state)), state
+
+    follow = build_following(plan)
+    if follow is None:
+        return unchanged
+    key = copies_key(plan.placement, plan.precision)
+
+    def following(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
+        given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
+        copies = follow(state)
+        renewed = state.copy()
+        renewed["copies"] = {key: copies}
+        return *gradients(*given, copies, **draw_layers(plan, state)), renewed
+
+    return following
+
+
+def draw_layers(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
+    """Draws the layers of a step: {"scales": float32 [microbatches, layers]}; {} without layer
+    drop.
+
+    The scales (see `tracing.dropped_layers.draw_scales`) depend only on seed, step, microbatch and
+    layer, so they are the same on any mesh.
+    """
+    drop = plan.layer_drop
+    if drop is None:
+        return {}
+    step = state["step"]
+    key = jax.random.fold_in(step_key(state["rng"], step), _LAYER_DROP)
+    theta = drop.config.theta_of(step.astype(jnp.float32), jnp.exp)
+    scales = draw_scales(key, theta, plan.num_microbatches, drop.num_layers)
+    return {"scales": jax.lax.with_sharding_constraint(scales, NamedSharding(plan.mesh, P()))}
+
+
+def _build_update(plan: Plan) -> Any:
+    """Builds the traced update, `(gradients, state, ThisStep) -> changed parts of the state`."""
+    if plan.offload is not None and plan.offload.leaves:
+        update = build_offload_update(plan)
+        return with_delay(plan, update) if plan.offload.delayed else update
+    one_bit = one_bit_of(plan.tx)
+    if one_bit is not None and one_bit.per_layer:
+        return build_averaging_update(plan)
+    update = build_chunked_update(plan) if plan.settings.deterministic else build_update(plan)
+
+    def updated(grads: Any, state: TrainState, now: ThisStep) -> dict[str, Any]:
+        params, opt_state = update(grads, state, now)
+        return {"params": params, "opt_state": opt_state, "masters": {}}
+
+    return updated
+
+
+def _passes(plan: Plan) -> Any:
+    """Returns the package that runs forward and backward pass: `passes`, `streaming` or
+    `pipeline_passes`.
+    """
+    if plan.pipeline is not None:
+        return pipeline_passes
+    return streaming if plan.offload is not None and plan.offload.streamed else passes
+
+
+def pass_config(plan: Plan) -> passes.PassConfig:
+    """Returns the part of a plan that the forward and backward passes need."""
+    return passes.PassConfig(
+        model=plan.model,
+        loss=plan.loss,
+        mesh=plan.mesh,
+        placement=plan.placement,
+        precision=plan.precision,
+        num_microbatches=plan.num_microbatches,
+        reduce_bucket_size=plan.settings.reduce_bucket_size,
+        allgather_bucket_size=plan.settings.allgather_bucket_size,
+        sequence_sharding=plan.settings.sequence_sharding,
+        regather=plan.program.regather,
+        pipeline=plan.pipeline,
+        context=plan.context,
+        before_cut=bound_attribute(plan.model, "before_cut"),
+        offload=plan.offload,
+        virtual_shards=plan.settings.virtual_shards if plan.settings.deterministic else None,
+        metrics=plan.traced.metric_names,
+        counted=plan.traced.counted_state,
+        exact_leaves=frozenset(plan.traced.exact_leaves),
+        unroll=plan.program.unroll,
+        kept_layers=None if plan.layer_drop is None else plan.layer_drop.kept,
+        tiles=plan.tiles.cut,
+    )

@@ -1,0 +1,1 @@
+"""Sends parameters and gradients between devices: gathers, reductions, sums of equal bits."""
