@@ -270,9 +270,8 @@ class Trainer(StepRunner):
         If the same object is passed again, the earlier feed continues, because a generator has a
         position of its own.
         """
-        if self._feed is not None and self._feed[0] is batches:
-            feed = self._feed[1]
-        else:
+        before, feed = self._feed or (None, None)
+        if feed is None or not (before is batches or feed.advances(batches)):
             feed = self._new_feed(batches)
         self._feed = batches, feed
         if self._data_state is not None and feed.state() != self._data_state:
