@@ -262,6 +262,30 @@ def test_reading_overlaps_the_step_and_is_bounded(monkeypatch):
         assert batches.waited_seconds == 5
 
 
+def test_a_thread_far_ahead_pauses_until_half_of_its_batches_are_used():
+    read, changed = [], threading.Condition()
+
+    def counted(step: int):
+        with changed:
+            read.append(step)
+            changed.notify()
+        return batch_of(step)
+
+    def wait_for(count: int) -> None:
+        with changed:
+            assert changed.wait_for(lambda: len(read) >= count, timeout=120)
+        time.sleep(0.02)  # it has the time to read more, and must not
+        assert len(read) == count
+
+    with prefetch(as_feed(counted), put=number_of, depth=4) as batches:
+        wait_for(5)
+        next(batches)
+        wait_for(5)
+        next(batches)
+        wait_for(7)
+        assert [next(batches)[0] for _ in range(8)] == list(range(2, 10))
+
+
 def test_errors_reach_the_consumer_after_the_good_batches():
     def failing(step: int):
         if step == 2:

@@ -166,6 +166,16 @@ def test_precision_chooses_the_peak(tmp_path):
     assert read_metrics(tmp_path).train[-1]["mfu"] == pytest.approx(20 / 156)
 
 
+def test_memory_is_measured_at_most_ten_times_a_second(tmp_path):
+    measured = iter(range(100))
+    run = Run(tmp_path, read_memory=lambda: {"in_use": next(measured)})
+    for step, seconds in enumerate((1.0, 0.01, 0.01, 1.0, 0.2), start=1):
+        run.write(step, seconds)
+    run.log.close()
+    found = [record["memory_in_use"] for record in read_metrics(tmp_path).train]
+    assert found == [0, 0, 0, 1, 2]
+
+
 def test_what_is_not_known_is_not_reported(tmp_path):
     run = Run(
         tmp_path, device_kind="cpu", tokens_per_step=None, flops_per_step=None, read_memory=None

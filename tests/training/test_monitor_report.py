@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -31,8 +32,8 @@ def batches(bad):
 def run_with_bad_batch(tmp_path_factory):
     """(folder, what was printed) of a run whose 45th batch is spoilt."""
 
-    def train(bad, capsys):
-        folder = tmp_path_factory.mktemp("run")
+    def train(bad, capsys, *, folder=None, data=None):
+        folder = folder or tmp_path_factory.mktemp("run")
         model = (
             lambda key, batch: {"small": np.zeros((4,), np.float32), "wide": np.ones((4, 2))},
             lambda params, batch: (
@@ -43,7 +44,7 @@ def run_with_bad_batch(tmp_path_factory):
         zerojax.train(
             model,
             {"zero": 1},
-            batches(bad),
+            data or batches(bad),
             loss=lambda apply, batch: apply(batch),
             optimizer=optax.sgd(0.05),
             precision="fp32",
@@ -74,6 +75,19 @@ def test_a_batch_that_overflows_is_named_where_it_is(run_with_bad_batch, capsys)
     assert line.startswith(f"step {BAD_STEP}: loss inf, gradient norm inf, first in the gradient")
     (event,) = read_metrics(folder).events
     assert (event["event"], event["step"], event["leaf"]) == ("not_finite", BAD_STEP, "small")
+
+
+def test_a_batch_that_overflows_right_before_an_error_of_the_data_is_named(
+    run_with_bad_batch, capsys, tmp_path
+):
+    def failing():
+        yield from itertools.islice(batches(1e30), BAD_STEP)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        run_with_bad_batch(1e30, capsys, folder=tmp_path, data=failing())
+    events = [(event["event"], event["step"]) for event in read_metrics(tmp_path).events]
+    assert events == [("not_finite", BAD_STEP), ("failed", BAD_STEP)]
 
 
 def test_a_run_of_steps_that_are_not_finite_is_said_once_and_ends_as_failed(tmp_path, capsys):

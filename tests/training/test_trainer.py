@@ -226,6 +226,21 @@ def test_batches_that_end_too_early_are_said(tmp_path, capsys):
     assert "the batches ended after 2 of 9 steps" in capsys.readouterr().out
 
 
+def test_the_same_iterator_continues_where_the_run_stopped():
+    """Batches that were read ahead are not lost."""
+    batches = iter([regression_batch(0)] * 12)
+    trainer = zerojax.train(
+        lambda rngs: nnx.Linear(12, 5, rngs=rngs),
+        None,
+        batches,
+        loss=regression_loss,
+        steps=2,
+        run_dir=None,
+    )
+    trainer.fit(batches)
+    assert trainer.num_steps == 12
+
+
 @pytest.mark.slow
 def test_to_model_gives_the_trained_module():
     trainer = zerojax.train(UserText(nnx.Rngs(0)), {"zero": 3}, BATCHES, **options())

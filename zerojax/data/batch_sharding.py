@@ -75,7 +75,7 @@ def shard_batch(
       ValueError: names, shapes or values differ from those the plan was made for.
       TypeError: a dtype is not cast, or a leaf is not an array.
     """
-    return _placed(plan, batch, vocab_size, check_values, copy=True)
+    return _placed(plan, as_arrays(batch), vocab_size, check_values, copy=True)
 
 
 @allocating_for("placing a batch on the devices")
@@ -89,7 +89,7 @@ def _placed(
     plan: BatchPlan, batch: Any, vocab_size: int | None, check_values: bool, *, copy: bool
 ) -> Any:
     wanted = flatten_names(plan.abstract_batch)
-    given = flatten_names(as_arrays(batch))
+    given = flatten_names(batch)
     _check_names(given, wanted)
     placed, arrays = {}, {}
     for name, abstract in wanted.items():

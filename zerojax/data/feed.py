@@ -146,6 +146,11 @@ class Feed(abc.ABC):
         if self._returned:
             self._returned_state = state
 
+    def advances(self, batches: Any) -> bool:
+        """Returns whether reading this feed moves the user's iterator `batches`."""
+        del batches
+        return False
+
     def epochs(self, state: Mapping[str, Any]) -> dict[str, int]:
         """Returns {name of a data set: its epoch, from 1} for a state of this feed; may be
         empty."""
@@ -267,6 +272,10 @@ class IterableFeed(Feed):
             self.kind = "stateful iterator"
         self._read = 0
         self._to_skip = start
+
+    def advances(self, batches: Any) -> bool:
+        """Returns whether reading this feed moves the user's iterator `batches`."""
+        return self._is_one_shot and self._iterable is batches
 
     def _next(self) -> Batch:
         if self._to_skip:

@@ -88,8 +88,8 @@ def prefetch(feed: Feed, *, put: Callable[[Batch], Any], depth: int = 2) -> Pref
     Args:
       feed: feed of batches; only the thread uses it until `close`.
       put: function `batch -> placed batch`, such as `lambda batch: shard_batch(plan, batch)`.
-      depth: number of batches that are ready ahead of the consumer, at least 1; each one needs
-        device memory.
+      depth: largest number of batches that are ready ahead of the consumer, at least 1; each one
+        needs device memory. From 4 on, the thread pauses until half of them are used.
 
     Raises:
       ValueError: `depth` is below 1.
@@ -105,15 +105,15 @@ def prefetch(feed: Feed, *, put: Callable[[Batch], Any], depth: int = 2) -> Pref
 class _Worker:
     """Thread that reads ahead, and its queue; holds no reference to its `Prefetch`.
 
-    The queues are of C, and nobody polls: with a small model a step takes as long as a few turns of
-    the threads.
+    The queues are of C, nobody polls, and the thread is woken once for half of `depth` batches:
+    with a small model a step takes as long as a few turns of the threads.
     """
 
     def __init__(self, feed: Feed, put: Callable[[Batch], Any], depth: int):
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry per batch to read
-        for _ in range(depth + 1):  # one more than are ready: the one that is being read
-            self._room.put(None)
+        self._room: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of batches to read
+        self._room.put(depth + 1)  # one more than are ready: the one that is being read
+        self._taken, self._share = 0, max(1, depth // 2)
         self._late: list[tuple[Batch, State]] = []
         self._is_stopping = False
         self._thread = threading.Thread(
@@ -124,28 +124,31 @@ class _Worker:
     def _run(self, feed: Feed, put: Callable[[Batch], Any]) -> None:
         try:
             while True:
-                self._room.get()
-                if self._is_stopping:
-                    return
-                batch = next(feed)
-                state = feed.state()
-                if self._is_stopping:
-                    self._late.append((batch, state))
-                    return
-                self._ready.put((batch, put(batch), state))
+                for _ in range(self._room.get()):
+                    if self._is_stopping:
+                        return
+                    batch = next(feed)
+                    state = feed.state()
+                    if self._is_stopping:
+                        self._late.append((batch, state))
+                        return
+                    self._ready.put((batch, put(batch), state))
         except BaseException as error:  # StopIteration too, because the consumer handles every end
             self._ready.put(error)
 
     def take(self) -> Any:
         """Waits for the next (batch, placed batch, state after it), or an error, and returns it."""
         item = self._ready.get()
-        self._room.put(None)
+        self._taken += 1
+        if self._taken == self._share:
+            self._room.put(self._taken)
+            self._taken = 0
         return item
 
     def stop(self) -> list[tuple[Batch, State]]:
         """Ends the thread; returns the batches that were read and not consumed, in order."""
         self._is_stopping = True
-        self._room.put(None)  # wakes a thread that waits for space
+        self._room.put(1)  # wakes a thread that waits for space
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             logger.warning(

@@ -5,18 +5,19 @@ It also records in errors what the requested memory was for. This module imports
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 
+F = TypeVar("F", bound=Callable[..., Any])
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable with the maximum pinned host memory in GiB that XLA uses for all GPUs of a
 process. XLA's pool grows by doubling, so with a limit above the free memory it requests more memory
@@ -37,8 +38,7 @@ _M_ARENA_MAX = -8
 _NEVER = -1
 
 
-@contextlib.contextmanager
-def allocating_for(purpose: str) -> Iterator[None]:
+class allocating_for:
     """Records what memory is for in errors raised inside a `with` block or a decorated function.
 
     The innermost block has priority. `purpose_of` reads the purpose, so that a report of
@@ -47,12 +47,27 @@ def allocating_for(purpose: str) -> Iterator[None]:
     Args:
       purpose: noun phrase for the purpose, such as "an evaluation".
     """
-    try:
-        yield
-    except Exception as error:
-        if purpose_of(error) is None:
-            setattr(error, _PURPOSE, purpose)
-        raise
+
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and purpose_of(error) is None:
+            setattr(error, _PURPOSE, self._purpose)
+
+    def __call__(self, function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return function(*args, **options)
+            except Exception as error:
+                self.__exit__(type(error), error, None)
+                raise
+
+        return cast(F, call)
 
 
 def purpose_of(error: BaseException) -> str | None:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -42,14 +42,15 @@ class _Phase(NamedTuple):
     Attributes:
       what: description such as "waiting for data".
       is_long: True if the limit is `long_timeout` instead of `step_timeout`.
-      since: time in seconds of the last sign of progress.
       limit: limit in seconds that replaces the limit of the settings; None: the settings apply.
     """
 
     what: str
     is_long: bool
-    since: float
     limit: float | None = None
+
+
+_STARTING = _Phase("starting", True)
 
 
 class Watchdog:
@@ -104,8 +105,9 @@ class Watchdog:
         self._last_sign: int | None = None
         self._sign_at = -math.inf
         self._quiet_since: float | None = None
-        self._phase = _Phase("starting", True, clock())
-        self._said: _Phase | None = None
+        self._phase, self._since = _STARTING, clock()
+        """Current activity, and the time in seconds of the last sign of progress."""
+        self._said: float | None = None
         self._step: int | None = None
         self._longest: float | None = None
         self._step_ended: float | None = None
@@ -117,7 +119,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         self._entered += 1
         if self._entered == 1 and not self._is_off:
-            self._phase = _Phase("starting", True, self._clock())
+            self._phase, self._since = _STARTING, self._clock()
             self._step_ended = None
             self.notes.remove()  # one that an earlier start has left
             self._stopping = threading.Event()
@@ -146,7 +148,6 @@ class Watchdog:
 
     # --- signs of progress ------------------------------------------------------------------------
 
-    @contextlib.contextmanager
     def during(
         self,
         what: str,
@@ -154,7 +155,7 @@ class Watchdog:
         is_long: bool = False,
         is_apart: bool = False,
         limit: float | None = None,
-    ) -> Iterator[None]:
+    ) -> _During:
         """Names the activity of a `with` block for messages ("it is ..."), and measures its time.
 
         Args:
@@ -164,18 +165,23 @@ class Watchdog:
             never are part of a step.
           limit: limit in seconds that replaces the limit of the settings; None: the settings apply.
         """
-        outer = self._phase
-        self._phase = _Phase(what, is_long, self._clock(), limit)
-        try:
-            yield
-        finally:
-            self._phase = outer._replace(since=self._clock())
-            if is_long or is_apart:  # otherwise it would count as time of the next step
-                self._step_ended = None
+        return _During(self, _Phase(what, is_long, limit), is_long or is_apart)
+
+    def turn_to(self, phase: _Phase, *, is_apart: bool = False) -> _Phase:
+        """Changes the current activity; returns the one until now.
+
+        Args:
+          phase: the activity from now on.
+          is_apart: True: the activity until now was not part of a step.
+        """
+        before, self._since, self._phase = self._phase, self._clock(), phase
+        if is_apart:  # otherwise it would count as time of the next step
+            self._step_ended = None
+        return before
 
     def alive(self) -> None:
         """Reports progress inside a long activity, for example after each of many batches."""
-        self._phase = self._phase._replace(since=self._clock())
+        self._since = self._clock()
 
     def finished(self, step: int) -> None:
         """Reports that the results of a step, and of every step before it, are available."""
@@ -216,8 +222,7 @@ class Watchdog:
                 late = time.monotonic() - before - poll
                 before += poll + late
                 if late > STOPPED_SECONDS:
-                    phase = self._phase
-                    self._phase = phase._replace(since=phase.since + late)
+                    self._since += late
                     self._step_ended = None
                 if not self._is_quiet():
                     self._look(self._phase)
@@ -248,7 +253,7 @@ class Watchdog:
         return sign is None
 
     def _look(self, phase: _Phase) -> None:
-        since = max(phase.since, self._sign_at)
+        since = max(self._since, self._sign_at)
         waited, limit = self._clock() - since, self._limit(phase)
         if self._processes > 1:
             later = max(limit - waited, 0.0) + NET_SECONDS
@@ -259,8 +264,8 @@ class Watchdog:
             self.notes.forget()
         if waited > limit:
             self._bark(phase, waited, limit)
-        elif waited > limit / 2 and phase is not self._said:
-            self._said = phase
+        elif waited > limit / 2 and since != self._said:
+            self._said = since
             self._say(f"{self._standstill(phase, waited)}; the watchdog ends it after {limit:g} s")
 
     def _limit(self, phase: _Phase) -> float:
@@ -327,6 +332,19 @@ class Watchdog:
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(f"zerojax: {text}", file=sys.stderr, flush=True)
+
+
+class _During:
+    """The `with` block of `Watchdog.during`."""
+
+    def __init__(self, watchdog: Watchdog, phase: _Phase, is_apart: bool) -> None:
+        self._watchdog, self._phase, self._is_apart = watchdog, phase, is_apart
+
+    def __enter__(self) -> None:
+        self._outer = self._watchdog.turn_to(self._phase)
+
+    def __exit__(self, *_: object) -> None:
+        self._watchdog.turn_to(self._outer, is_apart=self._is_apart)
 
 
 def _dump_stacks(file: object) -> None:

@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -51,18 +51,15 @@ class LoopClock:
         """Counts the time of a `with` block as `activity`, one of `stragglers.ACTIVITIES`."""
         return self.watch.during(activity)
 
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Measures the dispatch of a step in a `with` block."""
-        now = self.watch.read()
         if self._devices is not None and (idle_at := self._devices.idle_at()) is not None:
+            now = self.watch.read()
             for activity in self._late:
                 begin = max(idle_at[activity], self._at_dispatch[activity])
                 self._late[activity] += now[activity] - begin
-        with self.watch.during(STEP):
-            yield
         self._steps += 1
-        self._at_dispatch = self.watch.read()
+        return self.watch.during(STEP)
 
     def dispatched(self, result: jax.Array) -> None:
         """Registers an output array of a step; the step has finished when the array is ready.
@@ -71,6 +68,7 @@ class LoopClock:
         """
         if jax.process_count() == 1:
             return
+        self._at_dispatch = self.watch.read()
         if self._devices is None:
             self._devices = _Devices(self.watch)
         self._devices.follow(result)

@@ -9,6 +9,7 @@ tensorflow/core/util/event.proto and tensorflow/core/framework/summary.proto.
 """
 
 import collections
+import functools
 import itertools
 import json
 import math
@@ -79,6 +80,9 @@ class Metrics:
     """Number of records that were not read, because the file is large."""
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
+
+
 class MetricsFile:
     """Appends records to a file; starts a new line if a killed process left a partial line."""
 
@@ -94,7 +98,7 @@ class MetricsFile:
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes a record and flushes; NaN and infinities become null, because JSON lacks them."""
         finite = {key: _finite(value) for key, value in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        self._file.write(_ENCODER.encode(finite).encode() + b"\n")
         self._file.flush()
 
     def copy(self, other: "MetricsFile") -> None:
@@ -405,6 +409,8 @@ def _masked(data: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
+    if value <= 0x7F:
+        return bytes((value,))
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -419,6 +425,11 @@ def _integer(field: int, value: int) -> bytes:
 
 def _bytes(field: int, payload: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(payload)) + payload
+
+
+@functools.cache
+def _tag(text: str) -> bytes:
+    return _bytes(1, text.encode())
 
 
 def _float(field: int, value: float) -> bytes:
@@ -455,9 +466,7 @@ class EventWriter:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one number for each tag, such as {"train/loss": 3.2}, and flushes."""
-        summary = b"".join(
-            _bytes(1, _bytes(1, tag.encode()) + _float(2, value)) for tag, value in values.items()
-        )
+        summary = b"".join(_bytes(1, _tag(tag) + _float(2, value)) for tag, value in values.items())
         self._write(_integer(2, step) + _bytes(5, summary))
 
     def close(self) -> None:

@@ -45,6 +45,9 @@ SPENT = "spent_"
 last report."""
 SETTINGS = ("plan.txt", "plan.json", "config.json")
 MAX_REASONS = 20
+MEMORY_SECONDS = 0.1
+"""Seconds for which reports repeat a measurement of the memory, which takes a quarter of a report's
+time."""
 STILL_COMPILING_SECONDS = 30.0
 """Seconds between lines that report a compilation in progress."""
 
@@ -120,6 +123,7 @@ class RunLog:
         self._start_step = self._last_step = self._steady_step = 0
         self._first_interval: tuple[int, float] | None = None
         self._untimed = 0.0
+        self._last_memory, self._memory_until = dict[str, Any](), -math.inf
         self._kept: dict[str, str] = {}
         self._identity: tuple[int, int] | None = None
 
@@ -246,7 +250,7 @@ class RunLog:
         numbers = {key: _number(value) for key, value in values.items()}
         spent = {f"{SPENT}{key}": round(value, 6) for key, value in (spent or {}).items()}
         now = self._clock()
-        measured = {**self._speed(step, now), **self._seen(step), **self._memory()}
+        measured = {**self._speed(step, now), **self._seen(step), **self._memory(now)}
         report = {**numbers, **measured}
         self._record("train", step, {**report, **spent})
         tagged = {f"train/{key}": value for key, value in numbers.items()}
@@ -492,10 +496,12 @@ class RunLog:
         self._tokens_seen = step, tokens + more
         return {"tokens_seen": tokens + more}
 
-    def _memory(self) -> dict[str, Any]:
-        if self._read_memory is None:
-            return {}
-        return {f"memory_{key}": value for key, value in self._read_memory().items()}
+    def _memory(self, now: float) -> dict[str, Any]:
+        if self._read_memory is not None and now >= self._memory_until:
+            self._memory_until = now + MEMORY_SECONDS
+            found = self._read_memory().items()
+            self._last_memory = {f"memory_{key}": value for key, value in found}
+        return self._last_memory
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         done = step - self._steady_step

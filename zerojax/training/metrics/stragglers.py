@@ -7,11 +7,10 @@ idle: `late_data` and `late_host`. The other processes wait in a collective duri
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -158,25 +157,34 @@ class Stopwatch:
         # reads a consistent state.
         self._state = HOST, clock(), dict.fromkeys(ACTIVITIES, 0.0)
 
-    @contextlib.contextmanager
-    def during(self, activity: str) -> Iterator[None]:
+    def during(self, activity: str) -> _During:
         """Counts the time of a `with` block as `activity`; inner blocks count separately."""
-        before = self._turn_to(activity)
-        try:
-            yield
-        finally:
-            self._turn_to(before)
+        return _During(self, activity)
 
     def read(self) -> dict[str, float]:
         """Returns {activity: seconds} since the start. Thread-safe."""
         activity, since, spent = self._state
         return spent | {activity: spent[activity] + self._clock() - since}
 
-    def _turn_to(self, activity: str) -> str:
+    def turn_to(self, activity: str) -> str:
+        """Counts the time from now on as `activity`; returns the activity until now."""
         before, since, spent = self._state
         now = self._clock()
         self._state = activity, now, spent | {before: spent[before] + now - since}
         return before
+
+
+class _During:
+    """The `with` block of `Stopwatch.during`."""
+
+    def __init__(self, watch: Stopwatch, activity: str) -> None:
+        self._watch, self._activity = watch, activity
+
+    def __enter__(self) -> None:
+        self._activity = self._watch.turn_to(self._activity)
+
+    def __exit__(self, *_: object) -> None:
+        self._watch.turn_to(self._activity)
 
 
 def difference(later: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
