@@ -115,7 +115,7 @@ def test_explain_prints_every_key_and_what_the_run_will_be(path, capsys):
     )
     assert code == 0
     for words in (
-        "honoured  zero_optimization.stage = 3",
+        "honoured   zero_optimization.stage = 3",
         "AdamW: in DeepSpeed Adam means AdamW",
         "scheduler.params.warmup_type",
         "16 rows of one step over all devices: 1 at once x 2 microbatches",
@@ -132,7 +132,7 @@ def test_explain_ends_with_2_where_something_is_refused_and_says_all_of_it(tmp_p
     file.write_text('{"amp": {"enabled": true}, "zero_optimization": {"stge": 2}}')
     code, page = run_cli(capsys, str(file))
     assert code == 2
-    assert "refused   amp" in page
+    assert "refused    amp" in page
     assert "did you mean 'stage'?" in page
     assert "2 refused" in page
     code, text = run_cli(capsys, str(file), "--json")
@@ -149,7 +149,7 @@ def test_the_page_of_all_keys_is_the_table(capsys):
     )
     assert cli.main(["deepspeed", "keys", "bucket"]) == 0
     text = capsys.readouterr().out
-    assert "honoured  zero_optimization.reduce_bucket_size (default 500000000)" in text
+    assert "honoured   zero_optimization.reduce_bucket_size (default 500000000)" in text
     assert "fp16" not in text
 
 

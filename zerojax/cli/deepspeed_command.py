@@ -26,7 +26,8 @@ DIFFERS = 4
 
 _EXPLAIN = """\
 Prints a line for every key of the file: honoured (same meaning as in DeepSpeed), mapped (supported
-through a different mechanism), compiler (XLA decides), or refused; with the reason. Nothing is run.
+through a different mechanism), not needed (zerojax does this anyway, or has no such mechanism),
+compiler (XLA decides), ignored (by DeepSpeed, too), or refused; with the reason. Nothing is run.
 
 examples:
   zerojax deepspeed explain ds_config.json

@@ -25,11 +25,12 @@ from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim import Optimizer, Schedule
 from zerojax.optim.precision import Precision
 
-Verdict = Literal["honoured", "mapped", "compiler", "ignored", "refused"]
+Verdict = Literal["honoured", "mapped", "not needed", "compiler", "ignored", "refused"]
 VERDICTS: dict[Verdict, str] = {
     "honoured": "has the same meaning as in DeepSpeed",
     "mapped": "supported through a different setting or mechanism",
-    "compiler": "no effect: XLA decides this, or zerojax has no such mechanism",
+    "not needed": "no effect: zerojax does this without a setting, or has no such mechanism",
+    "compiler": "no effect: left to the compiler",
     "ignored": "no effect in DeepSpeed and in zerojax; a warning is printed",
     "refused": "not supported: the run would differ from what the file describes",
 }
@@ -173,7 +174,7 @@ def explanation(translation: Translation) -> str:
 
 def _keys(lines: Iterable[Line]) -> Iterator[str]:
     for line in lines:
-        head = f"{line.verdict:<9} {printable(line.key)} = {_value(line.value)}"
+        head = f"{line.verdict:<10} {printable(line.key)} = {_value(line.value)}"
         yield head if len(head) <= _WIDTH else f"{head[: _WIDTH - 3]}..."
         yield from textwrap.wrap(
             line.why, _WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 14
@@ -183,7 +184,7 @@ def _keys(lines: Iterable[Line]) -> Iterator[str]:
 def _totals(lines: Iterable[Line]) -> Iterator[str]:
     verdicts = [line.verdict for line in lines]
     for verdict, meaning in VERDICTS.items():
-        yield f"{verdicts.count(verdict):>4} {verdict:<9} {meaning}"
+        yield f"{verdicts.count(verdict):>4} {verdict:<10} {meaning}"
 
 
 def _run(translation: Translation) -> Iterator[str]:
