@@ -224,6 +224,9 @@ def _as_dict(translation: Translation) -> dict[str, object]:
         "num_microbatches": translation.num_microbatches,
         "gradient_clipping": translation.gradient_clipping,
         "precision": translation.precision.describe(),
+        "curriculum": to_dict(translation.curriculum),
+        "layer_drop": to_dict(translation.layer_drop),
+        "pruning": to_dict(translation.pruning),
         "warnings": translation.warnings,
         "reasons": translation.reasons,
     }

@@ -209,6 +209,12 @@ def _run(translation: Translation) -> Iterator[str]:
             f"  offload    optimizer state: {shares}; weights: {mesh.offload.params}; "
             f"activations: {mesh.offload.activations}"
         )
+    yield from _features(translation)
+    yield f"  reports    every {translation.log.report_every} steps"
+
+
+def _features(translation: Translation) -> Iterator[str]:
+    """Yields a line for each feature that changes what the step computes."""
     if (curriculum := translation.curriculum).type is not None:
         last = "the whole row" if curriculum.max_length is None else str(curriculum.max_length)
         lengths = curriculum.lengths or (curriculum.first_length, last)
@@ -218,7 +224,13 @@ def _run(translation: Translation) -> Iterator[str]:
     if translation.attention_layout is not None:
         layout = translation.attention_layout
         yield f"  attention  {layout.mode}, blocks of {layout.block}"
-    yield f"  reports    every {translation.log.report_every} steps"
+    for group in translation.pruning.groups:
+        yield (
+            f"  pruning    {group.unit}s of {quoted(group.pattern, 35)}: {group.dense_ratio:.4g} "
+            f"of them kept from step {group.start_step + 1} on"
+        )
+    if translation.rounding is not None:
+        yield f"  rounding   {translation.rounding.describe()}"
 
 
 def _optimizer(translation: Translation) -> str:
