@@ -141,6 +141,21 @@ def test_explain_ends_with_2_where_something_is_refused_and_says_all_of_it(tmp_p
     assert verdicts == {"amp": "refused", "zero_optimization.stge": "refused"}
 
 
+def test_explain_ends_with_2_where_settings_exclude_each_other(tmp_path, capsys):
+    file = tmp_path / "both.json"
+    file.write_text(
+        '{"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}},'
+        '"progressive_layer_drop": {"enabled": true, "theta": 0.5}}'
+    )
+    code, page = run_cli(capsys, str(file), "--devices", "8")
+    assert code == 2
+    assert "refused together on 8 devices\n  - layer_drop.theta: " in page
+    assert "update     1-bit Adam" in page
+    code, text = run_cli(capsys, str(file), "--json")
+    assert code == 2
+    assert "1-bit" in json.loads(text)["conflicts"][0]
+
+
 def test_the_page_of_all_keys_is_the_table(capsys):
     page = Path(zerojax.__file__).parents[1] / "docs" / "ds_config_keys.md"
     assert cli.main(["deepspeed", "keys", "--markdown"]) == 0

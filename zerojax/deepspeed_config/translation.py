@@ -11,6 +11,7 @@ from typing import Any, Literal
 import optax
 
 from zerojax.config import (
+    BatchRampConfig,
     CurriculumConfig,
     ElasticityConfig,
     LayerDropConfig,
@@ -22,8 +23,12 @@ from zerojax.config import (
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.display import printable, quoted
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.optim import Optimizer, Schedule
+from zerojax.optim import Optimizer, Schedule, one_bit_of
+from zerojax.optim.building import with_rate
 from zerojax.optim.precision import Precision
+from zerojax.optim.schedules import as_schedule
+from zerojax.plan.combinations import Combination, find_conflicts
+from zerojax.plan.device_mesh import make_abstract_mesh
 
 Verdict = Literal["honoured", "mapped", "not needed", "compiler", "ignored", "refused"]
 VERDICTS: dict[Verdict, str] = {
@@ -149,6 +154,38 @@ class Translation:
     reasons: tuple[str, ...]
 
     @property
+    def num_devices(self) -> int:
+        """Number of devices of the run; if it is not known, the smallest with two data shards, in
+        two nodes if the file sets the size of a node."""
+        mesh = self.mesh
+        if self.num_data_shards is not None:
+            return self.num_data_shards * mesh.devices_per_shard
+        data = mesh.data if mesh.data > 0 else 2 * (mesh.node or 1)
+        return data * mesh.replica * mesh.expert * mesh.devices_per_shard
+
+    @property
+    def conflicts(self) -> tuple[str, ...]:
+        """Sentences on settings that exclude each other, from the checks with which a plan begins.
+
+        There are none while a key is refused, because a default is in the place of its value.
+        """
+        if any(line.verdict == "refused" for line in self.lines):
+            return ()
+        tx = self.optimizer
+        combination = Combination(
+            settings=self.mesh,
+            mesh=make_abstract_mesh(self.mesh, self.num_devices),
+            precision=self.precision,
+            tx=with_rate(tx, as_schedule(0.0)) if isinstance(tx, OptimizerConfig) else tx,
+            curriculum=self.curriculum,
+            batch_ramp=BatchRampConfig(),
+            layer_drop=self.layer_drop,
+            pruning=self.pruning,
+            attention_layout=self.attention_layout,
+        )
+        return tuple(str(error) for error in find_conflicts(combination))
+
+    @property
     def zero_stage(self) -> int:
         return self.mesh.zero
 
@@ -158,13 +195,16 @@ class Translation:
 
 
 def explanation(translation: Translation) -> str:
-    """Returns a translation as text: a line per key, the settings of the run, warnings and
-    reasons."""
+    """Returns a translation as text: a line per key, settings that exclude each other, the
+    settings of the run, warnings and reasons."""
     parts = [
         "\n".join(_keys(translation.lines)),
         "\n".join(_totals(translation.lines)),
-        "\n".join(_run(translation)),
     ]
+    if conflicts := translation.conflicts:
+        devices = f" on {translation.num_devices} devices"
+        parts.append("\n".join([f"refused together{devices}", *_bullets(conflicts)]))
+    parts.append("\n".join(_run(translation)))
     if translation.warnings:
         parts.append("\n".join(["warnings", *_bullets(translation.warnings)]))
     if translation.reasons:
@@ -211,6 +251,7 @@ def _run(translation: Translation) -> Iterator[str]:
         )
     yield from _features(translation)
     yield f"  reports    every {translation.log.report_every} steps"
+    yield "  model      not known here; `zerojax plan` says whether it supports these settings"
 
 
 def _features(translation: Translation) -> Iterator[str]:
@@ -237,6 +278,8 @@ def _optimizer(translation: Translation) -> str:
     tx = translation.optimizer
     if isinstance(tx, OptimizerConfig):
         name = f"{tx.name} (zerojax's own settings)"
+    elif (one_bit := one_bit_of(tx)) is not None:
+        name = one_bit.name
     else:
         name = tx.kernel if isinstance(tx, Optimizer) else "an optax transformation"
     clip = translation.gradient_clipping

@@ -58,11 +58,7 @@ def plan_tiles(
       traced: (model, loss, arrays), as `cut_into_layers` takes them.
       forward: traced loss of one microbatch on one data shard, with a mark at every read; its first
         inputs are the parameters, by sorted names.
-
-    Raises:
-      ValueError: another setting excludes tiles; the message states the remedy.
     """
-    _check(settings, mesh)
     limit = settings.offload.tile_bytes
     if limit is None:
         return LayerTiles()
@@ -75,7 +71,7 @@ def plan_tiles(
     return _tiles_of_layers(layout.by_layer, limit, placement, pieces)
 
 
-def _check(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
+def check_tiles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises if `offload.tile_bytes` cannot be combined with another setting.
 
     Raises:

@@ -28,23 +28,23 @@ from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.batch_rungs import ramp_microbatches
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
+from zerojax.plan.combinations import Combination, check_combination
 from zerojax.plan.compiler_options import choose_options
-from zerojax.plan.context_split import check_context, plan_context
+from zerojax.plan.context_split import check_parts_of_rows, plan_context
 from zerojax.plan.counts import describe_constants
 from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
 from zerojax.plan.device_mesh import COMPILER_AXES, DATA_AXES, EXPERT, STAGE
 from zerojax.plan.eight_bits import describe_wire
-from zerojax.plan.expert_axis import check_expert_axis, plan_experts
+from zerojax.plan.expert_axis import plan_experts
 from zerojax.plan.explain import explain_parameter
-from zerojax.plan.frozen_codes import check_codes, describe_codes
+from zerojax.plan.frozen_codes import check_lazy_reads, describe_codes
 from zerojax.plan.gradient_wire import (
-    check_gradient_wire,
     describe_gradient_wire,
     with_gradient_wire,
 )
 from zerojax.plan.inputs import MESH_OPTIONS, PlanInputs, plan_options, resolve_mesh
 from zerojax.plan.kept_parts import with_delayed, with_kept_parts
-from zerojax.plan.layer_choice import check_layer_drop, plan_layer_drop
+from zerojax.plan.layer_choice import plan_layer_drop
 from zerojax.plan.layer_draws import describe_draws
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
 from zerojax.plan.layer_tiles import describe_tiles, plan_tiles
@@ -58,10 +58,8 @@ from zerojax.plan.loss_checks import (
     describe_pieces,
     trace_pieces,
 )
-from zerojax.plan.offload_pages import check_pages
 from zerojax.plan.offload_tiers import (
     check_delayed_update,
-    check_durable,
     check_update_in_backward,
     find_stacked,
     plan_offload,
@@ -86,7 +84,6 @@ from zerojax.plan.refusals import (
     check_arguments,
     check_batch,
     check_deterministic,
-    check_elementwise,
     check_not_per_example,
     check_reads,
     check_rows,
@@ -103,8 +100,8 @@ from zerojax.plan.rolling import (
     fit_stacks,
     stack_structs,
 )
-from zerojax.plan.secondary_shards import check_secondary, describe_secondary, with_secondary
-from zerojax.plan.signed_momentum import check_one_bit, describe_one_bit
+from zerojax.plan.secondary_shards import describe_secondary, with_secondary
+from zerojax.plan.signed_momentum import describe_one_bit
 from zerojax.plan.sizes_of_steps import sizes_of_steps
 from zerojax.plan.state import (
     TrainState,
@@ -117,9 +114,9 @@ from zerojax.plan.state import (
     slice_batch,
 )
 from zerojax.plan.state_layout import LayerTiles, OffloadLayout, PipelineLayout
-from zerojax.plan.table_lookups import Lookups, check_lookup, check_update_of_tables, plan_lookups
+from zerojax.plan.table_lookups import Lookups, check_update_of_tables, plan_lookups
 from zerojax.plan.user_shardings import check_constraints, check_context_mesh
-from zerojax.plan.weight_wire import check_weight_wire, describe_weight_wire, with_weight_wire
+from zerojax.plan.weight_wire import describe_weight_wire, with_weight_wire
 from zerojax.plan.whole_matrices import describe_matrices, describe_taken, with_matrices
 from zerojax.runtime.distributed import check_joined
 from zerojax.tracing.activation_offload import describe_layer_inputs
@@ -311,7 +308,6 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
     task, *reasons = _resolve(settings, mesh, inputs)
     seen = _trace(task)
     task = dataclasses.replace(task, optimizer=task.optimizer.on_tree_of(task.model))
-    check_layer_drop(inputs.layer_drop, settings, mesh, task.optimizer.tx)
     wishes = Wishes(
         settings=settings,
         mesh=mesh,
@@ -356,7 +352,6 @@ def _decide(
     traced, why_traced, rules = _examine_loss(task, seen, placement)
     tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
     tx = with_matrices(tx, seen.trace, placement)
-    check_elementwise(settings, tx)
     stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
     offload = _plan_offload(task, placement, tx, stacked)
@@ -438,13 +433,10 @@ def _plan_offload(
     task: _Task, placement: Placement, tx: optax.GradientTransformation, stacked: frozenset[str]
 ) -> OffloadLayout | None:
     settings, mesh = task.settings, task.mesh
-    check_durable(settings.offload, task.precision)
     layout = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
     if settings.offload.params != NVME:
         check_update_in_backward(layout, task.num_microbatches, task.precision, tx)
     check_delayed_update(settings.offload, layout, task.num_microbatches)
-    averages = layout is not None and optim.EMA in layout.moments
-    check_pages(settings, mesh, task.precision, averages=averages)
     return layout
 
 
@@ -454,7 +446,7 @@ def _forms(
     """Returns (abstract state as stored without offload, abstract state in the form of checkpoints
     under the user's names, pruned parameters)."""
     names, offload, pruning = layouts
-    pruned = plan_pruning(pruning, seen.trace, placement, names, (task.settings, tx))
+    pruned = plan_pruning(pruning, seen.trace, placement, names, task.settings)
     build = functools.partial(
         abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=task.mesh
     )
@@ -498,10 +490,6 @@ def _resolve(
     if isinstance(mesh, Mesh):
         check_joined()
     internal = models.as_model(inputs.model)
-    check_expert_axis(settings, mesh, inputs.precision)
-    check_lookup(settings, mesh, inputs.precision)
-    check_context(settings, mesh, internal, inputs.loss)
-    loss = models.as_loss(inputs.loss, internal, inputs.example_batch)
     batch = abstract(inputs.example_batch)
     check_rows(batch)  # before the number of rows is read
     precision, why_precision = inputs.precision, []
@@ -515,8 +503,20 @@ def _resolve(
     depends = isinstance(inputs.optimizer, OptimizerConfig) and inputs.optimizer.depends_on_sizes
     sizes = sizes_of_steps(inputs) if depends else None
     optimizer = optim.build_optimizer(inputs.optimizer, inputs.steps, sizes)
-    check_one_bit(settings, mesh, precision, optimizer.tx)
-    check_codes(settings, mesh, precision, reads_lazily=internal.reads_lazily)
+    combination = Combination(
+        settings=settings,
+        mesh=mesh,
+        precision=precision,
+        tx=optimizer.tx,
+        curriculum=inputs.curriculum,
+        batch_ramp=inputs.batch_ramp,
+        layer_drop=inputs.layer_drop,
+        pruning=inputs.pruning,
+    )
+    check_combination(combination)
+    check_lazy_reads(precision, reads_lazily=internal.reads_lazily)
+    check_parts_of_rows(mesh, internal, inputs.loss)
+    loss = models.as_loss(inputs.loss, internal, inputs.example_batch)
     number = check_deterministic(settings, mesh, precision, inputs.num_microbatches)
     why_ramp: list[str] = []
     if settings.deterministic is None:
@@ -606,9 +606,6 @@ def _place(
         layout = plan_pipeline(task.settings, task.mesh, number, model, loss, trace, arrays)
         stacked = layout.stacked
     check_wire(task.settings, seen.trace.eight_bits)
-    check_gradient_wire(task.settings, task.mesh)
-    check_secondary(task.settings, task.mesh)
-    check_weight_wire(task.settings, task.mesh, task.optimizer.tx)
     shapes = {name: leaf.shape for name, leaf in seen.params.items()}
     rows = [row for name in shapes for row in stacks.get(name, (name,))]
     frozen = tracing.trees.match_names(rows, freeze, option="freeze")
