@@ -42,7 +42,6 @@ _MARK = "zerojax.tile:"
 
 def plan_tiles(
     settings: MeshConfig,
-    mesh: Mesh | AbstractMesh,
     layout: OffloadLayout | None,
     placement: Placement,
     traced: tuple[Model, Loss, Any],
@@ -52,7 +51,6 @@ def plan_tiles(
 
     Args:
       settings: mesh options.
-      mesh: the device mesh.
       layout: offload layout, which says which weights come to the device layer by layer.
       placement: placement table.
       traced: (model, loss, arrays), as `cut_into_layers` takes them.

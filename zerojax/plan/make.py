@@ -355,7 +355,7 @@ def _decide(
     stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
     offload = _plan_offload(task, placement, tx, stacked)
-    tiles = plan_tiles(settings, mesh, offload, placement, _read(task, seen), seen.trace.jaxpr)
+    tiles = plan_tiles(settings, offload, placement, _read(task, seen), seen.trace.jaxpr)
     program, why_unrolled = _choose_program(task, seen, placement, tx, (tiles, names, drop))
     stored, portable, pruned = _forms(task, seen, placement, tx, (names, offload, inputs.pruning))
     return Plan(

@@ -32,12 +32,11 @@ def check_pages(
     if settings.offload.params != NVME:
         return
     averages = getattr(tx, "ema", None) is not None
-    for obstacle, remedy in _obstacles(settings, mesh, precision, averages):
+    for obstacle, remedy in _obstacles(mesh, precision, averages):
         raise ValueError(f"{_ASKED} {obstacle}; {remedy}, or use offload.params: host")
 
 
 def _obstacles(
-    settings: MeshConfig,
     mesh: Mesh | AbstractMesh,
     precision: Precision,
     averages: bool,
