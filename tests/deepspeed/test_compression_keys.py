@@ -133,8 +133,30 @@ def test_what_would_train_otherwise_is_refused(methods, words):
     refused(lambda: said(file(**methods)), words, error=ConfigError)
 
 
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        (
+            PRUNED,
+            [
+                "pruning    weights of 'mlp.down.kernel': 0.5 of them kept from step 2 on",
+                "pruning    rows of 'up/kernel': 0.25 of them kept from step 1001 on",
+                "pruning    heads of 'attention.output': 0.5 of them kept from step 1 on",
+            ],
+        ),
+        (
+            file(weight_quantization=method(BITS, ["blocks/"])),
+            ["rounding   fake_int8, kernels of the layers: 10 bits from step 1 on"],
+        ),
+    ],
+)
+def test_the_explanation_shows_pruning_and_rounding_as_parts_of_the_run(given, lines):
+    page = deepspeed.explanation(said(given))
+    assert all(f"  {line}" in page for line in lines), page
+
+
 def test_every_key_of_a_group_has_a_line():
     shown = {line.key: line.verdict for line in said(PRUNED).lines}
     key = "compression_training.row_pruning.different_groups.g1."
     assert shown[f"{key}params.dense_ratio"] == "honoured"
-    assert shown[f"{key}related_modules"] == "mapped"
+    assert shown[f"{key}related_modules"] == "not needed"

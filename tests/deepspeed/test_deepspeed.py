@@ -88,6 +88,13 @@ def test_a_file_of_all_of_deepspeeds_defaults_is_taken_and_means_zero_0_in_float
     assert all(line.why for line in translation.lines)
 
 
+@pytest.mark.parametrize("path", KEYS)
+def test_a_verdict_says_whether_a_key_has_an_effect(path):
+    entry = entry_of(path)
+    without = entry.verdict in ("not needed", "compiler")
+    assert entry.why.startswith("no effect") == without or path == "disable_allgather"
+
+
 DEEPSPEEDS = json.loads((Path(__file__).parents[1] / "data" / "deepspeed_keys.json").read_text())
 """Keys and defaults of DeepSpeed's own classes (tests/oracles/deepspeed_keys.py)."""
 

@@ -87,8 +87,8 @@ def test_every_key_of_deepspeeds_section_has_a_line():
     )
     says = translated(section)
     verdicts = {name: line_of(says, name).verdict for name in section}
-    assert verdicts["preset_model"] == verdicts["moe_layer_pattern"] == "mapped"
-    assert verdicts["comm_backend"] == verdicts["use_grouped_mm"] == "compiler"
+    names = ("preset_model", "moe_layer_pattern", "comm_backend", "use_grouped_mm")
+    assert {verdicts[name] for name in names} == {"not needed"}
     assert verdicts["load_balance_coeff"] == verdicts["score_apply"] == "honoured"
     assert says.router == {}
 

@@ -115,7 +115,7 @@ def test_explain_prints_every_key_and_what_the_run_will_be(path, capsys):
     )
     assert code == 0
     for words in (
-        "honoured  zero_optimization.stage = 3",
+        "honoured   zero_optimization.stage = 3",
         "AdamW: in DeepSpeed Adam means AdamW",
         "scheduler.params.warmup_type",
         "16 rows of one step over all devices: 1 at once x 2 microbatches",
@@ -132,13 +132,28 @@ def test_explain_ends_with_2_where_something_is_refused_and_says_all_of_it(tmp_p
     file.write_text('{"amp": {"enabled": true}, "zero_optimization": {"stge": 2}}')
     code, page = run_cli(capsys, str(file))
     assert code == 2
-    assert "refused   amp" in page
+    assert "refused    amp" in page
     assert "did you mean 'stage'?" in page
     assert "2 refused" in page
     code, text = run_cli(capsys, str(file), "--json")
     assert code == 2
     verdicts = {line["key"]: line["verdict"] for line in json.loads(text)["lines"]}
     assert verdicts == {"amp": "refused", "zero_optimization.stge": "refused"}
+
+
+def test_explain_ends_with_2_where_settings_exclude_each_other(tmp_path, capsys):
+    file = tmp_path / "both.json"
+    file.write_text(
+        '{"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}},'
+        '"progressive_layer_drop": {"enabled": true, "theta": 0.5}}'
+    )
+    code, page = run_cli(capsys, str(file), "--devices", "8")
+    assert code == 2
+    assert "refused together on 8 devices\n  - layer_drop.theta: " in page
+    assert "update     1-bit Adam" in page
+    code, text = run_cli(capsys, str(file), "--json")
+    assert code == 2
+    assert "1-bit" in json.loads(text)["conflicts"][0]
 
 
 def test_the_page_of_all_keys_is_the_table(capsys):
@@ -149,7 +164,7 @@ def test_the_page_of_all_keys_is_the_table(capsys):
     )
     assert cli.main(["deepspeed", "keys", "bucket"]) == 0
     text = capsys.readouterr().out
-    assert "honoured  zero_optimization.reduce_bucket_size (default 500000000)" in text
+    assert "honoured   zero_optimization.reduce_bucket_size (default 500000000)" in text
     assert "fp16" not in text
 
 

@@ -292,6 +292,69 @@ def test_calls(row):
     CALLS[row].check(take)
 
 
+ONE_BIT, LAMB = (
+    f"optimizer.type={name} optimizer.params.lr=1e-3" for name in ("OneBitAdam", "Lamb")
+)
+DROP = "progressive_layer_drop.enabled=true progressive_layer_drop.theta=0.5"
+CURRICULUM = (
+    "curriculum_learning.enabled=true curriculum_learning.schedule_type=fixed_discrete "
+    "'curriculum_learning.schedule_config.difficulty=[8, 16]' "
+    "'curriculum_learning.schedule_config.max_step=[5]'"
+)
+PRUNED = (
+    "compression_training.row_pruning.shared_parameters.enabled=true "
+    """'compression_training.row_pruning.different_groups.g={"params": {"dense_ratio": 0.5}, """
+    """"modules": ["."]}'"""
+)
+ON_HOST, LAYERS_ON_HOST = (
+    f"{Z}.stage=3 {Z}.offload_{name}.device=cpu" for name in ("optimizer", "param")
+)
+MASKED = "sparse_attention.mode=fixed sparse_attention.block=4"
+
+STAGES = "gradient_accumulation_steps=2 pipeline.stages="
+
+TOGETHER = table(
+    f"""
+{ONE_BIT} {DROP} {MASKED} | layer_drop 1-bit | adamw | {ADAM} {DROP} {MASKED} ; {ONE_BIT} {MASKED}
+{ONE_BIT} {CURRICULUM} | curriculum 1-bit | adamw | {ADAM} {CURRICULUM}
+{ONE_BIT} {PRUNED} | pruning 1-bit | adamw | {ADAM} {PRUNED}
+{ONE_BIT} {Z}.stage=2 | "1-bit Adam" zero=2 | 0 1 | {ONE_BIT} {Z}.stage=$
+{ONE_BIT} {STAGES}2 | "1-bit Adam" stage=2 | leave | {ADAM} {STAGES}2
+{DROP} {ON_HOST} | layer_drop offload | leave | {DROP} ; {ON_HOST}
+{DROP} sequence_parallel_size=2 | layer_drop context=2 | 1 | {DROP} sequence_parallel_size=$
+{CURRICULUM} {LAYERS_ON_HOST} | curriculum offload | leave | {CURRICULUM} ; {LAYERS_ON_HOST}
+{PRUNED} {ON_HOST} | pruning offload | leave | {PRUNED} ; {ON_HOST}
+{LAMB} {ON_HOST} | offload opt_state slices | adamw | {ADAM} {ON_HOST}
+{LAMB} {MASTERS} {Z}.stage=1 | param_dtype | adamw | {ADAM} {MASTERS} {Z}.stage=1
+{LAYERS_ON_HOST} {STAGES}2 | offload.params=host stage=2 | stage=1 | {LAYERS_ON_HOST}
+sparse_gradients=true {Z}.stage=1 {Z}.offload_optimizer.device=cpu | lookup=owners offload
+  | lookup=gather | {Z}.stage=1 {Z}.offload_optimizer.device=cpu ; sparse_gradients=true {Z}.stage=1
+sequence_parallel_size=2 {STAGES}2 | context=2 stage=2 | stage=1
+  | sequence_parallel_size=2 {STAGES}1
+sequence_parallel_size=2 {MASKED} | context layout | context=1 | sequence_parallel_size=1 {MASKED}
+"""
+)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("num_devices", [8, None])
+@pytest.mark.parametrize("row", TOGETHER)
+def test_settings_that_exclude_each_other(row, num_devices):
+    """The explanation has the words with which a plan of any model begins."""
+
+    def take(words: str) -> None:
+        says = deepspeed.explain(file(words), num_devices=num_devices)
+        if not says.conflicts:
+            return
+        assert "refused together on" in deepspeed.explanation(says)
+        if says.attention_layout is None and num_devices == jax.device_count():
+            planned = lambda: initialize(file(words), example_batch=rows())  # noqa: E731
+            assert refused(planned) == says.conflicts[0]
+        raise ValueError(says.conflicts[0])
+
+    TOGETHER[row].check(take)
+
+
 @pytest.mark.parametrize(
     ("kind", "remedy"),
     [

@@ -26,7 +26,8 @@ DIFFERS = 4
 
 _EXPLAIN = """\
 Prints a line for every key of the file: honoured (same meaning as in DeepSpeed), mapped (supported
-through a different mechanism), compiler (XLA decides), or refused; with the reason. Nothing is run.
+through a different mechanism), not needed (zerojax does this anyway, or has no such mechanism),
+compiler (XLA decides), ignored (by DeepSpeed, too), or refused; with the reason. Nothing is run.
 
 examples:
   zerojax deepspeed explain ds_config.json
@@ -35,7 +36,7 @@ examples:
 
 then, in Python: zerojax.train(model, "ds_config.json", batches)
 
-exit codes: 0 the file is supported, 2 a key or value in it is refused."""
+exit codes: 0 the file is supported, 2 a key, a value or a combination in it is refused."""
 
 _COMPARE = """\
 Trains the same weights on the same batches with DeepSpeed and with zerojax, on CPUs of this
@@ -167,8 +168,8 @@ def _table(batch: ElasticBatch, counts: list[int]) -> str:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Runs `zerojax deepspeed explain`: prints one line per key; returns exit code 2 if a key or
-    value is refused, else 0."""
+    """Runs `zerojax deepspeed explain`: prints one line per key; returns exit code 2 if a key, a
+    value or a combination is refused, else 0."""
     from zerojax import deepspeed_config
 
     for name in ("devices", "steps", "hidden_size"):
@@ -182,7 +183,8 @@ def explain(args: argparse.Namespace) -> int:
         if args.json
         else deepspeed_config.explanation(translation)
     )
-    return BAD_INPUT if any(line.verdict == "refused" for line in translation.lines) else OK
+    refused = any(line.verdict == "refused" for line in translation.lines)
+    return BAD_INPUT if refused or translation.conflicts else OK
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -223,6 +225,10 @@ def _as_dict(translation: Translation) -> dict[str, object]:
         "num_microbatches": translation.num_microbatches,
         "gradient_clipping": translation.gradient_clipping,
         "precision": translation.precision.describe(),
+        "curriculum": to_dict(translation.curriculum),
+        "layer_drop": to_dict(translation.layer_drop),
+        "pruning": to_dict(translation.pruning),
+        "conflicts": translation.conflicts,
         "warnings": translation.warnings,
         "reasons": translation.reasons,
     }

@@ -42,6 +42,11 @@ class Rounding:
     schedule: BitScheduleConfig
     patterns: tuple[str, ...]
 
+    def describe(self) -> str:
+        """Returns one line on the widths of all steps, which the model must have."""
+        [bits] = [bits for bits, dtype in _DTYPES.items() if dtype == self.matmul_dtype]
+        return f"{self.matmul_dtype}, {self.schedule.describe(bits)}"
+
 
 def pruning_of(file: File) -> PruningConfig:
     """Returns the pruning that a ds_config sets; one without groups if none is enabled.

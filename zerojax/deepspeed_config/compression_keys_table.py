@@ -14,10 +14,11 @@ from zerojax.deepspeed_config.key_schema import (
     Table,
     is_enabled,
     is_enabled_inside,
+    left_to_compiler,
+    not_needed,
 )
 
 _GROUPS = "each group has modules, related_modules and params, see below"
-_SNIP = "no effect: a key of method snip_momentum, which is refused"
 
 
 def _pruning(unit: str, method: str, **more: Key) -> Table:
@@ -47,7 +48,7 @@ WEIGHTS: Table = {
             "true: the model must round all kernels of its layers, by model.matmul_dtype and "
             "model.bit_schedule",
         ),
-        "quantizer_kernel": Key("bool", False, "compiler", "no effect; XLA fuses the rounding"),
+        **left_to_compiler("XLA fuses the rounding", quantizer_kernel=False),
         "schedule_offset": Key(
             "int",
             0,
@@ -55,13 +56,11 @@ WEIGHTS: Table = {
             "bit_schedule.start_step; without quantize_weight_in_forward one step later if it is "
             "above 0, as in DeepSpeed",
         ),
-        "quantize_groups": Key(
-            "int",
-            1,
-            "mapped",
-            "no effect; a code's scale belongs to one output (8 bits) or 32 inputs of it (4 bits)",
+        **not_needed(
+            "a code's scale belongs to one output (8 bits) or 32 inputs of it (4 bits)",
+            quantize_groups=1,
         ),
-        "quantize_verbose": Key("bool", False, "mapped", "no effect; the plan has the schedule"),
+        **not_needed("the plan has the schedule", quantize_verbose=False),
         "quantization_type": Key(
             "text", "symmetric", "honoured", "symmetric; asymmetric is refused if enabled"
         ),
@@ -74,7 +73,7 @@ WEIGHTS: Table = {
         "rounding": Key("text", "nearest", "honoured", "nearest; stochastic is refused if enabled"),
         "fp16_mixed_quantize": {
             "enabled": Key("bool", False, "honoured", "false; true is refused if enabled"),
-            "quantize_change_ratio": Key("float", 0.001, "mapped", "no effect without enabled"),
+            **not_needed("used only with enabled, which is refused", quantize_change_ratio=0.001),
         },
     },
     "different_groups": Key(
@@ -96,11 +95,14 @@ COMPRESSION: Table = {
     "sparse_pruning": _pruning(
         "weight",
         "l1",
-        block_pattern=Key("text", "4x1", "mapped", _SNIP),
-        dense_ratio=Key("float", 0.1, "mapped", _SNIP),
-        schedule_offset_stride=Key("int", 1, "mapped", _SNIP),
-        schedule_offset_end=Key("int", None, "mapped", _SNIP),
-        excluded_modules=Key("list", [], "mapped", _SNIP),
+        **not_needed(
+            "a key of method snip_momentum, which is refused",
+            block_pattern="4x1",
+            dense_ratio=0.1,
+            schedule_offset_stride=1,
+            schedule_offset_end=int,
+            excluded_modules=[],
+        ),
     ),
     "row_pruning": _pruning("row", "l1"),
     "head_pruning": _pruning(
@@ -123,8 +125,8 @@ COMPRESSION: Table = {
 
 _OF_EACH: Table = {
     "modules": Key("list", None, "honoured", "regular expressions on names of parameters"),
-    "related_modules": Key(
-        "any", None, "mapped", "no effect in training; an export keeps the shapes, with zeros"
+    **not_needed(
+        "an export keeps the shapes of related modules, with zeros", related_modules=object
     ),
 }
 PRUNED_GROUP: Table = {

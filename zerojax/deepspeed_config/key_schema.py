@@ -59,6 +59,31 @@ class AbsentFeature:
 
 
 Table = Mapping[str, "Key | AbsentFeature | Table"]
+_KINDS = {bool: "bool", int: "int", float: "float", str: "text", list: "list", object: "any"}
+
+
+def not_needed(why: str, **defaults: Any) -> dict[str, Key]:
+    """Makes keys with the verdict "not needed", all for the same reason.
+
+    Args:
+      why: the reason, which is the end of a sentence that begins with "no effect".
+      defaults: {name of a key: DeepSpeed's default, or the type of a key without a default}.
+    """
+    return _without_effect("not needed", why, defaults)
+
+
+def left_to_compiler(why: str, **defaults: Any) -> dict[str, Key]:
+    """Makes keys with the verdict "compiler", all for the same reason; arguments as of
+    `not_needed`."""
+    return _without_effect("compiler", why, defaults)
+
+
+def _without_effect(verdict: Verdict, why: str, defaults: Mapping[str, Any]) -> dict[str, Key]:
+    keys = {}
+    for name, given in defaults.items():
+        kind, default = (given, None) if isinstance(given, type) else (type(given), given)
+        keys[name] = Key(_KINDS[kind], default, verdict, f"no effect; {why}")
+    return keys
 
 
 def is_enabled(value: Any) -> bool:

@@ -68,7 +68,7 @@ def keys_page(word: str | None = None) -> str:
     for key, default, verdict, why in entries():
         if word is not None and word.lower() not in f"{key} {why}".lower():
             continue
-        head = f"{verdict:<9} {key}{_default(default)}"
+        head = f"{verdict:<10} {key}{_default(default)}"
         body = textwrap.wrap(why, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
         blocks.append("\n".join([head, *body]))
     return "\n".join(blocks) if blocks else f"no key of DeepSpeed mentions {word!r}"

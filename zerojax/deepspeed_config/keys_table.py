@@ -17,32 +17,19 @@ from zerojax.deepspeed_config.key_schema import (
     Table,
     is_enabled,
     is_enabled_inside,
+    left_to_compiler,
+    not_needed,
 )
 from zerojax.deepspeed_config.zero_keys_table import ZERO
 
 _DTYPES = ("fp32", "fp16", "bf16")
-_IN_PLAN = "no effect; the plan prints the bytes of every collective before the run"
-_ALWAYS = "no effect; these values are always written to metrics.jsonl"
-_STORE = (
-    "no effect; `zerojax.checkpoint.store` chooses its I/O itself; `zerojax bench io` measures "
-    "the disk"
-)
-_SAVES = "no effect; each process always writes its own shards in the background"
-_PROFILE = "no effect; `zerojax profile` and the plan print FLOPs and times"
-_RESCALED = (
-    "no effect; gradients are divided once, in float32, and another order would only change "
-    "rounding"
-)
-_MOMENTS = "chooses a fused kernel in DeepSpeed; here the compiler fuses the update"
+_IN_PLAN = "the plan prints the bytes of every collective before the run"
+_SAVES = "each process always writes its own shards in the background"
+_PROFILE = "`zerojax profile` and the plan print FLOPs and times"
 
 _FP16: Table = {
     "enabled": Key("bool", False, "honoured", "precision=fp16"),
-    "auto_cast": Key(
-        "bool",
-        False,
-        "mapped",
-        "no effect; floating-point inputs are always cast to the compute dtype",
-    ),
+    **not_needed("floating-point inputs are always cast to the compute dtype", auto_cast=False),
     "loss_scale": Key(
         "float", 0.0, "honoured", "0: dynamic loss scale; other values set loss_scale.static"
     ),
@@ -64,8 +51,8 @@ _FP16: Table = {
 
 _BF16: Table = {
     "enabled": Key("bool", False, "honoured", "precision=bf16"),
-    "immediate_grad_update": Key(
-        "bool", False, "compiler", "gradients are accumulated inside the compiled step"
+    **left_to_compiler(
+        "gradients are accumulated inside the compiled step", immediate_grad_update=False
     ),
     "check_grad_overflow": Key(
         "bool", True, "honoured", "a step with non-finite gradients changes no parameter"
@@ -86,61 +73,39 @@ _ACTIVATIONS: Table = {
         "honoured",
         "mesh.offload.activations=host; no key of DeepSpeed means activations=nvme",
     ),
-    "contiguous_memory_optimization": Key(
-        "bool", False, "compiler", "no effect; XLA allocates all buffers"
+    **left_to_compiler("XLA allocates all buffers", contiguous_memory_optimization=False),
+    **not_needed(
+        "the model's own remat decides which activations are stored", number_checkpoints=int
     ),
-    "number_checkpoints": Key(
-        "int",
-        None,
-        "compiler",
-        "no effect; the model's own remat decides which activations are stored",
-    ),
-    "synchronize_checkpoint_boundary": Key(
-        "bool", False, "compiler", "no effect; a step never waits for the host"
-    ),
-    "profile": Key("bool", False, "mapped", _PROFILE),
+    **not_needed("a step never waits for the host", synchronize_checkpoint_boundary=False),
+    **not_needed(_PROFILE, profile=False),
 }
 
 _PIPELINE: Table = {
     "stages": Key("int", None, "honoured", "mesh.stage"),
     "partition": Key("text", "best", "mapped", "mesh.partition"),
-    "seed_layers": Key(
-        "bool",
-        False,
-        "compiler",
-        "no effect; one seed gives the same initial weights on every mesh",
+    **not_needed("one seed gives the same initial weights on every mesh", seed_layers=False),
+    **not_needed(
+        "the model's own remat decides, and mesh.stash=input stores only the input of a stage",
+        activation_checkpoint_interval=0,
     ),
-    "activation_checkpoint_interval": Key(
-        "int",
-        0,
-        "mapped",
-        "no effect; the model's own remat decides, and mesh.stash=input stores only the input "
-        "of a stage",
-    ),
-    "pipe_partitioned": Key(
-        "bool", True, "compiler", "no effect; activations are sent only to devices that use them"
-    ),
-    "grad_partitioned": Key(
-        "bool", True, "compiler", "no effect; gradients are sent only to devices that use them"
+    **left_to_compiler(
+        "activations and gradients are sent only to devices that use them",
+        pipe_partitioned=True,
+        grad_partitioned=True,
     ),
 }
 
 _TENSOR_PARALLEL: Table = {
     "autotp_size": Key("int", 0, "honoured", "mesh.model"),
-    "vocab_parallel_lm_head": Key(
-        "bool", None, "mapped", "no effect; the model's own tensor_parallel_rules define the split"
+    **not_needed(
+        "the model's own tensor_parallel_rules define the split",
+        vocab_parallel_lm_head=bool,
+        preset_model=str,
     ),
-    "vocab_parallel_ce_backend": Key(
-        "text", "torch", "compiler", "no effect; the loss is part of the model's code"
-    ),
-    "preset_model": Key(
-        "text", None, "mapped", "no effect; the model's own tensor_parallel_rules define the split"
-    ),
-    "tp_overlap_comm": Key(
-        "bool",
-        False,
-        "compiler",
-        "no effect; XLA's latency-hiding scheduler overlaps communication",
+    **not_needed("the loss is part of the model's code", vocab_parallel_ce_backend="torch"),
+    **left_to_compiler(
+        "XLA's latency-hiding scheduler overlaps communication", tp_overlap_comm=False
     ),
     "partition_config": {
         "use_default_specs": Key(
@@ -153,25 +118,24 @@ _TENSOR_PARALLEL: Table = {
     },
     "tp": AbsentFeature("a key for inference; for training use autotp_size", bool),
     "tensor_parallel": AbsentFeature("a key for inference; for training use autotp_size", bool),
-    "dtype": Key("any", None, "compiler", "no effect; the sections fp16 and bf16 set the dtype"),
+    **not_needed("the sections fp16 and bf16 set the dtype", dtype=object),
     "injection_policy_tuple": AbsentFeature(
         "names torch modules; the model's own tensor_parallel_rules replace this key: remove it",
         bool,
     ),
-    "keep_module_on_host": Key(
-        "bool", False, "compiler", "no effect; weights are created directly in their shards"
-    ),
+    **not_needed("weights are created directly in their shards", keep_module_on_host=False),
     "replace_with_kernel_inject": AbsentFeature("a key for inference; remove it", bool),
     "kernel_inject": AbsentFeature("a key for inference; remove it", bool),
 }
 
+_WRITER = (
+    "type decoupled io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier"
+)
 _CHECKPOINT: Table = {
     "tag_validation": Key(
         "text", "WARN", "honoured", "what happens if processes pass different tags"
     ),
-    "load_universal": Key(
-        "bool", False, "compiler", "no effect; every checkpoint can be loaded on any mesh"
-    ),
+    **not_needed("every checkpoint can be loaded on any mesh", load_universal=False),
     "use_node_local_storage": Key(
         "bool",
         False,
@@ -180,20 +144,9 @@ _CHECKPOINT: Table = {
         (False,),
         "a checkpoint is one folder that all nodes share; set it to false",
     ),
-    "checkpoint_serialization": Key("bool", True, "compiler", _SAVES),
-    "parallel_write": {"pipeline_stage": Key("bool", False, "compiler", _SAVES)},
-    "writer": {
-        name: Key("any", None, "compiler", _SAVES)
-        for name in (
-            "type",
-            "decoupled",
-            "io_buffer_size",
-            "io_buffer_double",
-            "show_statistics",
-            "data_parallel",
-            "io_multiplier",
-        )
-    },
+    **not_needed(_SAVES, checkpoint_serialization=True),
+    "parallel_write": not_needed(_SAVES, pipeline_stage=False),
+    "writer": not_needed(_SAVES, **dict.fromkeys(_WRITER.split(), object)),
 }
 
 _MONITORS: Table = {
@@ -203,9 +156,7 @@ _MONITORS: Table = {
         "job_name": Key("text", "DeepSpeedJobName", "mapped", "see output_path"),
     },
     "csv_monitor": {
-        "enabled": Key(
-            "bool", False, "mapped", "no effect; metrics.jsonl is always written to the run folder"
-        ),
+        **not_needed("metrics.jsonl is always written to the run folder", enabled=False),
         "output_path": Key("text", "", "mapped", "with job_name: the run folder"),
         "job_name": Key("text", "DeepSpeedJobName", "mapped", "see output_path"),
     },
@@ -230,9 +181,7 @@ _ELASTICITY: Table = {
     "max_gpus": Key("int", 10_000, "honoured", "elasticity.max_devices"),
     "num_gpus_per_node": Key("int", 1, "honoured", "elasticity.devices_per_node"),
     "model_parallel_size": Key("int", 1, "honoured", "must equal autotp_size x pipeline.stages"),
-    "min_time": Key(
-        "int", 0, "compiler", "no effect; the number of devices changes only at a restart"
-    ),
+    **not_needed("the number of devices changes only at a restart", min_time=0),
     "prefer_larger_batch": Key("bool", True, "honoured", "elasticity.prefer_larger_batch"),
     "ignore_non_elastic_batch_info": Key(
         "bool", False, "honoured", "true: the file may have batch keys beside elasticity"
@@ -268,12 +217,11 @@ _SPARSE_ATTENTION: Table = {
     "num_sliding_window_blocks": Key("int", 3, "honoured", _LAYOUT),
 }
 
-_NAMED = "no effect; the model's attribute expert_parameters names the expert weights"
-_SAME_ROUTER = "must equal the model's router (model.moe)"
-_PRODUCTS = "no effect; one batched product computes all experts, on any GPU"
-_EXCHANGE = (
-    "no effect; all-to-alls use static buffers, in as many rounds as the fullest expert needs"
+_NAMES_OF_EXPERTS = (
+    "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3 "
+    "num_experts_attr top_k_attr shared_experts_pattern shared_experts_gate_pattern"
 )
+_SAME_ROUTER = "must equal the model's router (model.moe)"
 _EXPERTS: Table = {
     "enabled": Key("bool", False, "honoured", "true: autoep_size is used"),
     "autoep_size": Key("int", 1, "honoured", "mesh.expert"),
@@ -285,22 +233,10 @@ _EXPERTS: Table = {
         (1,),
         "experts have no tensor parallelism of their own; set it to 1, and autotp_size",
     ),
-    "preset_model": Key("text", None, "mapped", _NAMED),
-    **{
-        name: Key("text", None, "mapped", _NAMED)
-        for name in (
-            "moe_layer_pattern",
-            "expert_pattern",
-            "router_pattern",
-            "expert_w1",
-            "expert_w2",
-            "expert_w3",
-            "num_experts_attr",
-            "top_k_attr",
-            "shared_experts_pattern",
-            "shared_experts_gate_pattern",
-        )
-    },
+    **not_needed(
+        "the model's attribute expert_parameters names the expert weights",
+        **dict.fromkeys(_NAMES_OF_EXPERTS.split(), str),
+    ),
     "top_k": Key("int", "auto", "honoured", f"{_SAME_ROUTER}: experts_per_token"),
     "score_func": Key(
         "text",
@@ -338,28 +274,26 @@ _EXPERTS: Table = {
         "for a router bias that follows the load of experts",
         bool,
     ),
-    "use_grouped_mm": Key("bool", True, "compiler", _PRODUCTS),
-    "disable_triton_grouped_mm": Key("bool", False, "compiler", _PRODUCTS),
-    "grouped_mm_backend": Key("text", "auto", "compiler", _PRODUCTS),
-    "gate_up_impl": Key("text", "separate", "compiler", _PRODUCTS),
-    "combine_impl": Key(
-        "text", "auto", "compiler", "no effect; results are gathered and summed in float32"
+    **not_needed(
+        "one batched product computes all experts, on any GPU",
+        use_grouped_mm=True,
+        disable_triton_grouped_mm=False,
+        grouped_mm_backend="auto",
+        gate_up_impl="separate",
     ),
-    "row_weighting_impl": Key(
-        "text", "auto", "compiler", "no effect; results are gathered and summed in float32"
+    **not_needed(
+        "results are gathered and summed in float32", combine_impl="auto", row_weighting_impl="auto"
     ),
-    "comm_backend": Key("text", "comm", "compiler", _EXCHANGE),
-    "comm_num_sm": Key("int", 12, "compiler", _EXCHANGE),
-    "comm_qp_margin": Key("int", 4, "compiler", _EXCHANGE),
-    "comm_max_tokens_per_rank": Key("int", 0, "compiler", _EXCHANGE),
-    "async_split_plan": Key(
-        "bool", False, "compiler", "no effect; a step never waits for the host"
+    **not_needed(
+        "all-to-alls use static buffers, in as many rounds as the fullest expert needs",
+        comm_backend="comm",
+        comm_num_sm=12,
+        comm_qp_margin=4,
+        comm_max_tokens_per_rank=0,
     ),
-    "validate_folding_routing": Key(
-        "bool",
-        False,
-        "compiler",
-        "no effect; expert ids out of range make the loss NaN on every mesh",
+    **not_needed("a step never waits for the host", async_split_plan=False),
+    **not_needed(
+        "expert ids out of range make the loss NaN on every mesh", validate_folding_routing=False
     ),
 }
 
@@ -371,6 +305,7 @@ _AUTOTUNING = (
     "min_train_micro_batch_size_per_gpu"
 )
 
+_ONE_PROGRAM = "the whole step is one compiled program"
 _COMPILE = (
     "deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
     "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
@@ -496,7 +431,7 @@ TABLE: Table = {
     "optimizer": {
         "type": Key("text", None, "honoured", "the update rule"),
         "params": Key("dict", None, "honoured", "parameters of the update rule"),
-        "legacy_fusion": Key("bool", False, "compiler", _MOMENTS),
+        **left_to_compiler("here the compiler fuses the update", legacy_fusion=False),
     },
     "scheduler": {
         "type": Key("text", None, "honoured", "learning-rate schedule, advanced once per update"),
@@ -533,12 +468,10 @@ TABLE: Table = {
         "param_dtype": Key(
             "text", None, "honoured", "must match the sections fp16 and bf16", _DTYPES
         ),
-        "buffer_dtype": Key(
-            "text", None, "mapped", "no effect; non-parameter state keeps the model's dtypes"
-        ),
+        **not_needed("non-parameter state keeps the model's dtypes", buffer_dtype=str),
     },
     "keep_in_fp32_modules": Key(
-        "any", "auto", "mapped", "no effect; non-parameter state keeps the model's dtypes"
+        "any", "auto", "not needed", "no effect; non-parameter state keeps the model's dtypes"
     ),
     "communication_data_type": Key(
         "text", None, "honoured", "reduce_dtype", _DTYPES, "use fp32, fp16 or bf16"
@@ -551,8 +484,11 @@ TABLE: Table = {
         _DTYPES,
         "use fp32, fp16 or bf16",
     ),
-    "prescale_gradients": Key("bool", False, "mapped", _RESCALED),
-    "gradient_predivide_factor": Key("float", 1.0, "mapped", _RESCALED),
+    **not_needed(
+        "gradients are divided once, in float32, and another order would only change rounding",
+        prescale_gradients=False,
+        gradient_predivide_factor=1.0,
+    ),
     "gradient_allreduce_op": Key(
         "text",
         "mean",
@@ -567,15 +503,11 @@ TABLE: Table = {
         "honoured",
         "true: mesh.lookup=owners, which sends rows of untied embeddings at stages 1 to 3",
     ),
-    "zero_allow_untested_optimizer": Key(
-        "bool",
-        False,
-        "honoured",
-        "no effect; every supported optimizer gives the results of one device",
+    **not_needed(
+        "every supported optimizer gives the results of one device",
+        zero_allow_untested_optimizer=False,
     ),
-    "zero_force_ds_cpu_optimizer": Key(
-        "bool", True, "compiler", "no effect; the update runs on the device"
-    ),
+    **not_needed("the update runs on the device", zero_force_ds_cpu_optimizer=True),
     "zero_optimization": ZERO,
     "allgather_size": Key("int", 500_000_000, "mapped", "old name of allgather_bucket_size"),
     "activation_checkpointing": _ACTIVATIONS,
@@ -588,87 +520,57 @@ TABLE: Table = {
         "mesh.context, for the reference decoders (Ulysses, ring or all-gather)",
     ),
     "data_parallel_size": Key("int", None, "honoured", "mesh.data"),
-    "use_data_before_expert_parallelism": Key(
-        "bool", False, "compiler", "no effect; the mesh has a fixed order of axes"
+    **not_needed("the mesh has a fixed order of axes", use_data_before_expert_parallelism=False),
+    "aio": not_needed(
+        "`zerojax.checkpoint.store` chooses its I/O itself; `zerojax bench io` measures the disk",
+        block_size=1_048_576,
+        queue_depth=8,
+        intra_op_parallelism=1,
+        single_submit=False,
+        overlap_events=True,
+        use_gds=False,
+        # The name of intra_op_parallelism in DeepSpeed's documents and in older files.
+        thread_count=1,
     ),
-    "aio": {
-        name: Key(kind, default, "compiler", _STORE)
-        for name, kind, default in (
-            ("block_size", "int", 1_048_576),
-            ("queue_depth", "int", 8),
-            ("intra_op_parallelism", "int", 1),
-            ("single_submit", "bool", False),
-            ("overlap_events", "bool", True),
-            ("use_gds", "bool", False),
-            # The name of intra_op_parallelism in DeepSpeed's documents and in older files.
-            ("thread_count", "int", 1),
-        )
-    },
     "checkpoint": _CHECKPOINT,
     "steps_per_print": Key("int", None, "honoured", "log.every (inf: never)"),
-    "wall_clock_breakdown": Key("bool", False, "mapped", _PROFILE),
-    "memory_breakdown": Key("bool", False, "mapped", _IN_PLAN),
-    "dump_state": Key(
-        "bool", False, "mapped", "no effect; the run folder always has the resolved settings"
-    ),
+    **not_needed(_PROFILE, wall_clock_breakdown=False),
+    **not_needed(_IN_PLAN, memory_breakdown=False),
+    **not_needed("the run folder always has the resolved settings", dump_state=False),
     "log_level": Key("text", None, "mapped", "error and critical set log.console=quiet"),
     "flops_profiler": {
-        "enabled": Key("bool", False, "mapped", _PROFILE),
-        "recompute_fwd_factor": Key(
-            "float", 0.0, "mapped", "no effect; recomputed operations are always counted"
+        **not_needed(_PROFILE, enabled=False),
+        **not_needed("recomputed operations are always counted", recompute_fwd_factor=0.0),
+        **not_needed(
+            _PROFILE, profile_step=1, module_depth=-1, top_modules=1, detailed=True, output_file=str
         ),
-        "profile_step": Key("int", 1, "mapped", _PROFILE),
-        "module_depth": Key("int", -1, "mapped", _PROFILE),
-        "top_modules": Key("int", 1, "mapped", _PROFILE),
-        "detailed": Key("bool", True, "mapped", _PROFILE),
-        "output_file": Key("text", None, "mapped", _PROFILE),
     },
-    "comms_logger": {
-        "enabled": Key("bool", False, "mapped", _IN_PLAN),
-        "verbose": Key("bool", False, "mapped", _IN_PLAN),
-        "prof_all": Key("bool", True, "mapped", _IN_PLAN),
-        "debug": Key("bool", False, "mapped", _IN_PLAN),
-        "prof_ops": Key("list", [], "mapped", _IN_PLAN),
-    },
+    "comms_logger": not_needed(
+        _IN_PLAN, enabled=False, verbose=False, prof_all=True, debug=False, prof_ops=[]
+    ),
     **_MONITORS,
     "timers": {
         "throughput": {
-            "enabled": Key("bool", True, "mapped", _ALWAYS),
-            "synchronized": Key(
-                "bool", True, "mapped", "no effect; only reports wait for the device"
-            ),
+            **not_needed("these values are always written to metrics.jsonl", enabled=True),
+            **not_needed("only reports wait for the device", synchronized=True),
         }
     },
     "elasticity": _ELASTICITY,
-    "autotuning": {
-        name: Key(
-            "any",
-            None,
-            "mapped",
-            "no effect; `zerojax plan --search` finds the cheapest plan that fits",
-        )
-        for name in _AUTOTUNING.split()
-    },
-    "compile": {
-        name: Key("any", None, "compiler", "no effect; the whole step is one compiled program")
-        for name in _COMPILE.split()
-    },
+    "autotuning": not_needed(
+        "`zerojax plan --search` finds the cheapest plan that fits",
+        **dict.fromkeys(_AUTOTUNING.split(), object),
+    ),
+    "compile": left_to_compiler(_ONE_PROGRAM, **dict.fromkeys(_COMPILE.split(), object)),
     "sparse_attention": _SPARSE_ATTENTION,
     "expert_parallel": _EXPERTS,
     "compression_training": COMPRESSION,
     **_ABSENT,
-    "disable_python_gc": Key(
-        "bool", False, "compiler", "no effect; a step creates hardly any Python objects"
-    ),
-    "dataloader_drop_last": Key(
-        "bool", False, "compiler", "no effect; a batch with fewer rows is refused with a message"
-    ),
+    **not_needed("a step creates hardly any Python objects", disable_python_gc=False),
+    **not_needed("a batch with fewer rows is refused with a message", dataloader_drop_last=False),
     "vocabulary_size": Key(
         "int", None, "honoured", "used only for a warning if it is not divisible by 8"
     ),
-    "graph_harvesting": Key(
-        "bool", False, "compiler", "no effect; the whole step is one compiled program"
-    ),
+    **left_to_compiler(_ONE_PROGRAM, graph_harvesting=False),
     "disable_allgather": Key("bool", False, "honoured", "no effect, as in DeepSpeed"),
 }
 

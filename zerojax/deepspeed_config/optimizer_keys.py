@@ -15,7 +15,7 @@ import optax
 from zerojax.config import ConfigError, OptimizerConfig
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.deepspeed_config.ds_config import File
-from zerojax.deepspeed_config.key_schema import Key, Table, check, nearest
+from zerojax.deepspeed_config.key_schema import Key, Table, check, left_to_compiler, nearest
 from zerojax.deepspeed_config.translation import CallerValues
 from zerojax.deepspeed_config.unfused_optimizers import bounded_lamb, plain_adamw
 from zerojax.optim import (
@@ -36,7 +36,7 @@ from zerojax.optim import (
 from zerojax.optim.building import describe_numbers
 from zerojax.optim.schedules import as_schedule
 
-_EAGER = "no effect; an option of PyTorch's update, and here the update is compiled"
+_EAGER = "an option of PyTorch's update, and here the update is compiled"
 _DECAY = "on every parameter, as in DeepSpeed (Hugging Face's Trainer leaves out biases and norms)"
 
 
@@ -55,10 +55,12 @@ def _adam_table(**more: Key) -> Table:
             (False,),
             "AMSGrad is not supported; set amsgrad to false",
         ),
-        **{
-            name: Key("any", None, "compiler", _EAGER)
-            for name in ("set_grad_none", "foreach", "fused", "capturable", "differentiable")
-        },
+        **left_to_compiler(
+            _EAGER,
+            **dict.fromkeys(
+                ("set_grad_none", "foreach", "fused", "capturable", "differentiable"), object
+            ),
+        ),
         **more,
     }
 
@@ -72,7 +74,7 @@ _STATES = Key(
     "moments are float32; for bfloat16 set bf16.bf16_optimizer_states",
 )
 _ADAM = _adam_table(
-    torch_adam=Key("bool", False, "compiler", _EAGER),
+    **left_to_compiler(_EAGER, torch_adam=False),
     adam_w_mode=Key("bool", True, "honoured", "true: decay apart from the moments, which is AdamW"),
     fp32_optimizer_states=_STATES,
 )
@@ -125,8 +127,8 @@ _MUON = {
     "ns_method": Key(
         "text",
         "gram",
-        "compiler",
-        "gram and standard compute the same function; here in float32",
+        "not needed",
+        "no effect; gram and standard compute the same function; here in float32",
         ("gram", "standard"),
         "use gram or standard",
     ),
@@ -139,7 +141,6 @@ _MUON = {
         "heads are not orthogonalized separately; set this key to false",
     ),
 }
-_SENT_BY_JAX = "no effect; XLA's collectives send the quantized values"
 _ONE_BIT_ADAM = {
     **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
     "freeze_step": Key(
@@ -149,8 +150,9 @@ _ONE_BIT_ADAM = {
         "bool", True, "ignored", "DeepSpeed's 1-bit Adam has no bias correction"
     ),
     "eps_inside_sqrt": Key("bool", False, "ignored", "DeepSpeed's 1-bit Adam ignores this key"),
-    "cuda_aware": Key("bool", False, "compiler", _SENT_BY_JAX),
-    "comm_backend_name": Key("text", "nccl", "compiler", _SENT_BY_JAX),
+    **left_to_compiler(
+        "XLA's collectives send the quantized values", cuda_aware=False, comm_backend_name="nccl"
+    ),
 }
 _ONE_BIT_LAMB = {
     **{name: key for name, key in _ONE_BIT_ADAM.items() if not name.startswith("bias")},

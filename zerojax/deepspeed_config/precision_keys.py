@@ -75,8 +75,8 @@ def _compute(file: File) -> str | None:
     elif autocast is not None:
         file.notes.change(
             "torch_autocast.enabled",
-            "mapped",
-            f"no effect: {on[0]} is enabled and sets the same dtype",
+            "not needed",
+            f"no effect; {on[0]} is enabled and sets the same dtype",
         )
     return on[0]
 

@@ -23,14 +23,19 @@ from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.display import printable, quoted
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.optim import Optimizer, Schedule
+from zerojax.optim import Optimizer, Schedule, one_bit_of
+from zerojax.optim.building import with_rate
 from zerojax.optim.precision import Precision
+from zerojax.optim.schedules import as_schedule
+from zerojax.placement.device_mesh import make_abstract_mesh
+from zerojax.plan.combinations import Combination, find_conflicts
 
-Verdict = Literal["honoured", "mapped", "compiler", "ignored", "refused"]
+Verdict = Literal["honoured", "mapped", "not needed", "compiler", "ignored", "refused"]
 VERDICTS: dict[Verdict, str] = {
     "honoured": "has the same meaning as in DeepSpeed",
     "mapped": "supported through a different setting or mechanism",
-    "compiler": "no effect: XLA decides this, or zerojax has no such mechanism",
+    "not needed": "no effect: zerojax does this without a setting, or has no such mechanism",
+    "compiler": "no effect: left to the compiler",
     "ignored": "no effect in DeepSpeed and in zerojax; a warning is printed",
     "refused": "not supported: the run would differ from what the file describes",
 }
@@ -154,6 +159,35 @@ class Translation:
         return Features.found_in(self)
 
     @property
+    def num_devices(self) -> int:
+        """Number of devices of the run; if it is not known, the smallest with two data shards, in
+        two nodes if the file sets the size of a node."""
+        mesh = self.mesh
+        if self.num_data_shards is not None:
+            return self.num_data_shards * mesh.devices_per_shard
+        data = mesh.data if mesh.data > 0 else 2 * (mesh.node or 1)
+        return data * mesh.replica * mesh.expert * mesh.devices_per_shard
+
+    @property
+    def conflicts(self) -> tuple[str, ...]:
+        """Sentences on settings that exclude each other, from the checks with which a plan begins.
+
+        There are none while a key is refused, because a default is in the place of its value.
+        """
+        if any(line.verdict == "refused" for line in self.lines):
+            return ()
+        tx = self.optimizer
+        combination = Combination(
+            settings=self.mesh,
+            mesh=make_abstract_mesh(self.mesh, self.num_devices),
+            precision=self.precision,
+            tx=with_rate(tx, as_schedule(0.0)) if isinstance(tx, OptimizerConfig) else tx,
+            features=self.features,
+            attention_layout=self.attention_layout,
+        )
+        return tuple(str(error) for error in find_conflicts(combination))
+
+    @property
     def zero_stage(self) -> int:
         return self.mesh.zero
 
@@ -163,13 +197,16 @@ class Translation:
 
 
 def explanation(translation: Translation) -> str:
-    """Returns a translation as text: a line per key, the settings of the run, warnings and
-    reasons."""
+    """Returns a translation as text: a line per key, settings that exclude each other, the
+    settings of the run, warnings and reasons."""
     parts = [
         "\n".join(_keys(translation.lines)),
         "\n".join(_totals(translation.lines)),
-        "\n".join(_run(translation)),
     ]
+    if conflicts := translation.conflicts:
+        devices = f" on {translation.num_devices} devices"
+        parts.append("\n".join([f"refused together{devices}", *_bullets(conflicts)]))
+    parts.append("\n".join(_run(translation)))
     if translation.warnings:
         parts.append("\n".join(["warnings", *_bullets(translation.warnings)]))
     if translation.reasons:
@@ -179,7 +216,7 @@ def explanation(translation: Translation) -> str:
 
 def _keys(lines: Iterable[Line]) -> Iterator[str]:
     for line in lines:
-        head = f"{line.verdict:<9} {printable(line.key)} = {_value(line.value)}"
+        head = f"{line.verdict:<10} {printable(line.key)} = {_value(line.value)}"
         yield head if len(head) <= _WIDTH else f"{head[: _WIDTH - 3]}..."
         yield from textwrap.wrap(
             line.why, _WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 14
@@ -189,7 +226,7 @@ def _keys(lines: Iterable[Line]) -> Iterator[str]:
 def _totals(lines: Iterable[Line]) -> Iterator[str]:
     verdicts = [line.verdict for line in lines]
     for verdict, meaning in VERDICTS.items():
-        yield f"{verdicts.count(verdict):>4} {verdict:<9} {meaning}"
+        yield f"{verdicts.count(verdict):>4} {verdict:<10} {meaning}"
 
 
 def _run(translation: Translation) -> Iterator[str]:
@@ -214,6 +251,13 @@ def _run(translation: Translation) -> Iterator[str]:
             f"  offload    optimizer state: {shares}; weights: {mesh.offload.params}; "
             f"activations: {mesh.offload.activations}"
         )
+    yield from _features(translation)
+    yield f"  reports    every {translation.log.report_every} steps"
+    yield "  model      not known here; `zerojax plan` says whether it supports these settings"
+
+
+def _features(translation: Translation) -> Iterator[str]:
+    """Yields a line for each feature that changes what the step computes."""
     if (curriculum := translation.curriculum).type is not None:
         last = "the whole row" if curriculum.max_length is None else str(curriculum.max_length)
         lengths = curriculum.lengths or (curriculum.first_length, last)
@@ -223,13 +267,21 @@ def _run(translation: Translation) -> Iterator[str]:
     if translation.attention_layout is not None:
         layout = translation.attention_layout
         yield f"  attention  {layout.mode}, blocks of {layout.block}"
-    yield f"  reports    every {translation.log.report_every} steps"
+    for group in translation.pruning.groups:
+        yield (
+            f"  pruning    {group.unit}s of {quoted(group.pattern, 35)}: {group.dense_ratio:.4g} "
+            f"of them kept from step {group.start_step + 1} on"
+        )
+    if translation.rounding is not None:
+        yield f"  rounding   {translation.rounding.describe()}"
 
 
 def _optimizer(translation: Translation) -> str:
     tx = translation.optimizer
     if isinstance(tx, OptimizerConfig):
         name = f"{tx.name} (zerojax's own settings)"
+    elif (one_bit := one_bit_of(tx)) is not None:
+        name = one_bit.name
     else:
         name = tx.kernel if isinstance(tx, Optimizer) else "an optax transformation"
     clip = translation.gradient_clipping

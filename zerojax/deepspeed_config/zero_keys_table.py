@@ -6,14 +6,16 @@ The facts come from DeepSpeed 0.19.6 and 0.19.8: `deepspeed/runtime/zero/config.
 
 from __future__ import annotations
 
-from zerojax.deepspeed_config.key_schema import AbsentFeature, Key, Table, is_enabled
-
-_ALLOCATOR = "no effect; an option of eager PyTorch's buffers, which a compiled step does not have"
-_HOOKS = (
-    "no effect; an option of torch module hooks; here parameters are gathered where the model "
-    "uses them"
+from zerojax.deepspeed_config.key_schema import (
+    AbsentFeature,
+    Key,
+    Table,
+    is_enabled,
+    left_to_compiler,
+    not_needed,
 )
-_STREAM = "no effect; reading, updating and writing always overlap"
+
+_HOOKS = "an option of torch module hooks; here parameters are gathered where the model uses them"
 
 OFFLOAD_OPTIMIZER: Table = {
     "device": Key(
@@ -25,17 +27,13 @@ OFFLOAD_OPTIMIZER: Table = {
         "use none, cpu or nvme",
     ),
     "nvme_path": Key("text", None, "honoured", "mesh.offload.folder"),
-    "buffer_count": Key(
-        "int", 4, "compiler", "no effect; there is one buffer for each slice being transferred"
+    **not_needed("there is one buffer for each slice being transferred", buffer_count=4),
+    **not_needed("host memory is always pinned", pin_memory=True),
+    **not_needed(
+        "reading, updating and writing always overlap", pipeline_read=False, pipeline_write=False
     ),
-    "pin_memory": Key("bool", True, "mapped", "no effect; host memory is always pinned"),
-    "pipeline_read": Key("bool", False, "compiler", _STREAM),
-    "pipeline_write": Key("bool", False, "compiler", _STREAM),
-    "fast_init": Key(
-        "bool",
-        False,
-        "compiler",
-        "no effect; the state is created directly in its memory tier, slice by slice",
+    **not_needed(
+        "the state is created directly in its memory tier, slice by slice", fast_init=False
     ),
     "ratio": Key("float", 1.0, "honoured", "fraction of the optimizer state that is offloaded"),
     "super_offload": Key(
@@ -46,7 +44,7 @@ OFFLOAD_OPTIMIZER: Table = {
         (False,),
         "updates run on the device, not on the host; set this key to false",
     ),
-    "cpuadam_cores_perc": Key("float", 0.8, "compiler", "no effect; the update runs on the device"),
+    **not_needed("the update runs on the device", cpuadam_cores_perc=0.8),
 }
 
 OFFLOAD_PARAM: Table = {
@@ -61,27 +59,24 @@ OFFLOAD_PARAM: Table = {
     "nvme_path": Key(
         "text", None, "honoured", "mesh.offload.folder, shared with offload_optimizer"
     ),
-    "buffer_count": Key(
-        "int",
-        5,
-        "compiler",
-        "no effect; each layer is prefetched one layer ahead, in three buffers",
+    **not_needed("each layer is prefetched one layer ahead, in three buffers", buffer_count=5),
+    **not_needed("a buffer has the size of one layer", buffer_size=100_000_000),
+    **not_needed(
+        "cpu: all offloaded weights are in host memory; nvme: only the buffers are",
+        max_in_cpu=1_000_000_000,
     ),
-    "buffer_size": Key(
-        "int", 100_000_000, "compiler", "no effect; a buffer has the size of one layer"
-    ),
-    "max_in_cpu": Key(
-        "int",
-        1_000_000_000,
-        "compiler",
-        "no effect; cpu: all offloaded weights are in host memory; nvme: only the buffers are",
-    ),
-    "pin_memory": Key("bool", True, "mapped", "no effect; host memory is always pinned"),
+    **not_needed("host memory is always pinned", pin_memory=True),
 }
 
 ZERO: Table = {
     "stage": Key("int", 0, "honoured", "mesh.zero", (0, 1, 2, 3), "use 0, 1, 2 or 3"),
-    "contiguous_gradients": Key("bool", True, "compiler", _ALLOCATOR),
+    **left_to_compiler(
+        "an option of eager PyTorch's buffers, which a compiled step does not have",
+        contiguous_gradients=True,
+        parameter_alignment=False,
+        round_robin_gradients=False,
+        memory_efficient_linear=True,
+    ),
     "reduce_scatter": Key(
         "bool",
         True,
@@ -91,18 +86,12 @@ ZERO: Table = {
     "reduce_bucket_size": Key(
         "int", 500_000_000, "honoured", "mesh.reduce_bucket_size, in elements"
     ),
-    "use_multi_rank_bucket_allreduce": Key(
-        "bool", True, "compiler", "no effect; each bucket is one collective"
-    ),
-    "allgather_partitions": Key(
-        "bool", True, "compiler", "no effect; each bucket is one all-gather, without broadcasts"
-    ),
+    **not_needed("each bucket is one collective", use_multi_rank_bucket_allreduce=True),
+    **not_needed("each bucket is one all-gather, without broadcasts", allgather_partitions=True),
     "allgather_bucket_size": Key(
         "int", 500_000_000, "honoured", "mesh.allgather_bucket_size, in elements"
     ),
-    "overlap_comm": Key(
-        "bool", None, "compiler", "no effect; XLA's latency-hiding scheduler overlaps communication"
-    ),
+    **left_to_compiler("XLA's latency-hiding scheduler overlaps communication", overlap_comm=bool),
     "load_from_fp32_weights": Key(
         "bool",
         True,
@@ -111,11 +100,8 @@ ZERO: Table = {
         (True,),
         "checkpoints have no 16-bit weights to load instead; set this key to true",
     ),
-    "elastic_checkpoint": Key(
-        "bool",
-        False,
-        "compiler",
-        "no effect; a checkpoint can be loaded on any mesh and at any stage",
+    **not_needed(
+        "a checkpoint can be loaded on any mesh and at any stage", elastic_checkpoint=False
     ),
     "offload_param": OFFLOAD_PARAM,
     "offload_optimizer": OFFLOAD_OPTIMIZER,
@@ -127,14 +113,10 @@ ZERO: Table = {
     ),
     "cpu_offload": Key("bool", None, "mapped", "old name of offload_optimizer.device: cpu"),
     "cpu_offload_param": Key("bool", None, "mapped", "old name of offload_param.device: cpu"),
-    "cpu_offload_use_pin_memory": Key(
-        "bool", None, "mapped", "no effect; host memory is always pinned"
-    ),
-    "stage3_prefetch_bucket_size": Key(
-        "int",
-        50_000_000,
-        "compiler",
-        ("no effect; the compiler gathers one layer ahead where that is faster"),
+    **not_needed("host memory is always pinned", cpu_offload_use_pin_memory=bool),
+    **left_to_compiler(
+        "the compiler gathers one layer ahead where that is faster",
+        stage3_prefetch_bucket_size=50_000_000,
     ),
     "stage3_param_persistence_threshold": Key(
         "int",
@@ -148,40 +130,33 @@ ZERO: Table = {
         "honoured",
         "the sum of unsharded parameters has no limit; 0: all are sharded",
     ),
-    "stage3_max_live_parameters": Key(
-        "int",
-        1_000_000_000,
-        "compiler",
-        "no effect; layers of a scan are gathered one at a time, layers of a Python loop "
-        "together, as the "
+    **left_to_compiler(
+        "layers of a scan are gathered one at a time, layers of a Python loop together, as the "
         "plan counts them",
+        stage3_max_live_parameters=1_000_000_000,
     ),
-    "stage3_max_reuse_distance": Key(
-        "int", 1_000_000_000, "compiler", "no effect; weights are gathered again at each use"
+    **left_to_compiler(
+        "weights are gathered again at each use", stage3_max_reuse_distance=1_000_000_000
     ),
-    "stage3_gather_16bit_weights_on_model_save": Key(
-        "bool",
-        False,
-        "mapped",
-        "no effect; `zerojax checkpoint export` writes unsharded weights at any stage",
+    **not_needed(
+        "`zerojax checkpoint export` writes unsharded weights at any stage",
+        stage3_gather_16bit_weights_on_model_save=False,
     ),
     "stage3_gather_fp16_weights_on_model_save": Key(
         "bool", False, "mapped", "old name of stage3_gather_16bit_weights_on_model_save"
     ),
-    "stage3_module_granularity_threshold": Key("int", 0, "compiler", _HOOKS),
-    "stage3_use_all_reduce_for_fetch_params": Key("bool", False, "compiler", _HOOKS),
-    "stage3_allgather_sequential": Key("bool", False, "compiler", _HOOKS),
-    "ignore_unused_parameters": Key(
-        "bool", True, "compiler", "no effect; the plan lists parameters that the loss does not use"
+    **not_needed(
+        _HOOKS,
+        stage3_module_granularity_threshold=0,
+        stage3_use_all_reduce_for_fetch_params=False,
+        stage3_allgather_sequential=False,
+        override_module_apply=True,
     ),
-    "compute_grad_norm": Key(
-        "bool", True, "compiler", "no effect; every report has the gradient norm"
+    **not_needed(
+        "the plan lists parameters that the loss does not use", ignore_unused_parameters=True
     ),
-    "parameter_alignment": Key("bool", False, "compiler", _ALLOCATOR),
-    "legacy_stage1": Key(
-        "bool", False, "compiler", "no effect; there is only one implementation of stage 1"
-    ),
-    "round_robin_gradients": Key("bool", False, "compiler", _ALLOCATOR),
+    **not_needed("every report has the gradient norm", compute_grad_norm=True),
+    **not_needed("there is only one implementation of stage 1", legacy_stage1=False),
     "zero_hpz_partition_size": Key(
         "int",
         1,
@@ -210,31 +185,15 @@ ZERO: Table = {
         "including "
         "the optimizer's",
     ),
-    "mics_hierarchical_params_gather": Key(
-        "bool", False, "compiler", "no effect; NCCL chooses by the topology"
+    **not_needed("NCCL chooses by the topology", mics_hierarchical_params_gather=False),
+    **not_needed("each process reads its own shards", pipeline_loading_checkpoint=False),
+    **not_needed("there is no trace cache at run time", log_trace_cache_warnings=False),
+    **not_needed("the plan checks everything before the run", enable_sanity_checks=False),
+    **not_needed(
+        "the momentum is part of the optimizer state, in the same memory",
+        save_muon_momentum_buffer_in_memory=False,
     ),
-    "memory_efficient_linear": Key("bool", True, "compiler", _ALLOCATOR),
-    "pipeline_loading_checkpoint": Key(
-        "bool", False, "compiler", "no effect; each process reads its own shards"
-    ),
-    "override_module_apply": Key("bool", True, "compiler", _HOOKS),
-    "log_trace_cache_warnings": Key(
-        "bool", False, "compiler", "no effect; there is no trace cache at run time"
-    ),
-    "enable_sanity_checks": Key(
-        "bool", False, "compiler", "no effect; the plan checks everything before the run"
-    ),
-    "save_muon_momentum_buffer_in_memory": Key(
-        "bool",
-        False,
-        "compiler",
-        "no effect; the momentum is part of the optimizer state, in the same memory",
-    ),
-    "leaf_module": {
-        "classes": Key("list", None, "compiler", _HOOKS),
-        "names": Key("list", None, "compiler", _HOOKS),
-        "name_suffixes": Key("list", None, "compiler", _HOOKS),
-    },
+    "leaf_module": not_needed(_HOOKS, classes=list, names=list, name_suffixes=list),
     "zenflow": AbsentFeature(
         "ZenFlow updates with stale gradients, which is not supported; remove the section", bool
     ),

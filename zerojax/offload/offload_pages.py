@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -15,11 +16,7 @@ _ASKED = "offload.params=nvme"
 
 
 def check_pages(
-    settings: MeshConfig,
-    mesh: Mesh | AbstractMesh,
-    precision: Precision,
-    *,
-    averages: bool,
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision, tx: Any
 ) -> None:
     """Raises if layers in files cannot be combined with another part of the plan.
 
@@ -27,19 +24,19 @@ def check_pages(
       settings: mesh options.
       mesh: the device mesh.
       precision: dtypes of the run, which say whether there are float32 master weights.
-      averages: whether the optimizer keeps an average of the weights.
+      tx: the optimizer, which may keep an average of the weights.
 
     Raises:
       ValueError: the message states the conflicting setting and the remedy.
     """
     if settings.offload.params != NVME:
         return
-    for obstacle, remedy in _obstacles(settings, mesh, precision, averages):
+    averages = getattr(tx, "ema", None) is not None
+    for obstacle, remedy in _obstacles(mesh, precision, averages):
         raise ValueError(f"{_ASKED} {obstacle}; {remedy}, or use offload.params: host")
 
 
 def _obstacles(
-    settings: MeshConfig,
     mesh: Mesh | AbstractMesh,
     precision: Precision,
     averages: bool,

@@ -52,13 +52,11 @@ def plan_offload(
       stacked: names of the parameters that the loop over layers reads layer by layer.
 
     Raises:
-      ValueError: the optimizer cannot update a shard in slices, or there are too many slices.
+      ValueError: there are too many slices.
     """
     if config.is_off:
         return None
     by_layer = config.by_layer
-    if config.moves_opt_state or by_layer:
-        _check_optimizer(tx, config)
     trained = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
     streamed, kept, sliced = [], [], []
     for leaf in placement.leaves.values() if by_layer else ():
@@ -123,8 +121,14 @@ def _why_small(elements: int, limit: int) -> str:
     return f"shard of {elements} elements < offload.min_elements {limit}: stays on the device"
 
 
-def _check_optimizer(tx: optax.GradientTransformation, config: OffloadConfig) -> None:
-    if isinstance(tx, Optimizer) and tx.begin is not None:
+def check_sliced_update(config: OffloadConfig, tx: optax.GradientTransformation) -> None:
+    """Raises if offload updates parameters in slices and the optimizer may need whole parameters.
+
+    Raises:
+      ValueError: the message states the optimizers that can update slices.
+    """
+    moves = not config.is_off and (config.moves_opt_state or config.by_layer)
+    if not moves or (isinstance(tx, Optimizer) and tx.begin is not None):
         return
     name = tx.kernel if isinstance(tx, Optimizer) else "a plain optax transformation"
     what = (
@@ -324,11 +328,33 @@ def find_stacked(
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: the layers do not run in one loop, or `offload.params` is combined with a pipeline
-        or 8-bit products.
+      ValueError: the layers do not run in one loop, or the model has 8-bit products.
     """
     pieces = cut_into_layers(settings, model, loss, arrays)
     return frozenset() if pieces is None else pieces.stacked
+
+
+def check_by_layer(settings: MeshConfig) -> None:
+    """Raises if layers run one by one, because of offload, in a pipeline.
+
+    Raises:
+      ValueError: the message states the remedies.
+    """
+    if settings.offload.by_layer and settings.stage > 1:
+        asked, away = _by_layer(settings)
+        raise ValueError(
+            f"{asked} cannot be combined with a pipeline of stage={settings.stage} stages: each "
+            "runs its layers once per microbatch, and would load them or their state each time; "
+            f"use stage=1 (no pipeline), or {away} and put opt_state on the host"
+        )
+
+
+def _by_layer(settings: MeshConfig) -> tuple[str, str]:
+    """Returns (the setting because of which layers run one by one, the remedy to leave it out)."""
+    asked = settings.offload.by_layer_key
+    if settings.offload.delayed_update:
+        return asked, f"leave {asked} out"
+    return asked, "leave offload.params on the device"
 
 
 def cut_into_layers(
@@ -342,22 +368,13 @@ def cut_into_layers(
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: the layers do not run in one loop, or `offload.params` is combined with a pipeline
-        or 8-bit products.
+      ValueError: the layers do not run in one loop, or the model has 8-bit products.
     """
     if not settings.offload.by_layer:
         return None
-    asked = settings.offload.by_layer_key
-    is_delayed = settings.offload.delayed_update
-    does = "updates" if is_delayed else "streams"
-    away = f"leave {asked} out" if is_delayed else "leave offload.params on the device"
+    asked, away = _by_layer(settings)
+    does = "updates" if settings.offload.delayed_update else "streams"
     params, extras, batch = arrays
-    if settings.stage > 1:
-        raise ValueError(
-            f"{asked} cannot be combined with a pipeline of stage={settings.stage} stages: each "
-            "runs its layers once per microbatch, and would load them or their state each time; "
-            f"use stage=1 (no pipeline), or {away} and put opt_state on the host"
-        )
     if model.overwritten:
         raise ValueError(
             f"{asked} cannot be combined with 8-bit products: their scales (such as "

@@ -79,11 +79,28 @@ def check_cut(
         )
 
 
-def check_codes(
-    settings: MeshConfig, mesh: Any, precision: Precision, *, reads_lazily: bool
-) -> None:
-    """Raises if parameters that `freeze_dtype` (nf4, int8) quantizes cannot be decoded layer by
-    layer.
+_REMEDY = "or a freeze_dtype without codes, such as bf16"
+
+
+def check_lazy_reads(precision: Precision, *, reads_lazily: bool) -> None:
+    """Raises if `freeze_dtype` (nf4, int8) quantizes parameters, and the model does not show where
+    it reads them.
+
+    Raises:
+      ValueError: the message states the remedy.
+    """
+    if precision.freeze_codes is not None and not reads_lazily:
+        raise ValueError(
+            f"freeze_dtype={precision.freeze_codes} decodes each weight matrix (kernel) where the "
+            "model uses it. A model that is a pair of functions (init, apply) does not show where "
+            "weights are used, so all would be decoded when apply starts; use an nnx or linen "
+            f"module, {_REMEDY}"
+        )
+
+
+def check_codes(settings: MeshConfig, mesh: Any, precision: Precision) -> None:
+    """Raises if other settings prevent that parameters that `freeze_dtype` (nf4, int8) quantizes
+    are decoded layer by layer.
 
     Raises:
       ValueError: the message states the conflicting setting and the remedy.
@@ -91,30 +108,22 @@ def check_codes(
     if precision.freeze_codes is None:
         return
     asked = f"freeze_dtype={precision.freeze_codes}"
-    remedy = "or a freeze_dtype without codes, such as bf16"
-    if not reads_lazily:
-        raise ValueError(
-            f"{asked} decodes each weight matrix (kernel) where the model uses it. A model that "
-            "is a pair of functions (init, apply) does not show where weights are used, so all "
-            "would be "
-            f"decoded when apply starts; use an nnx or linen module, {remedy}"
-        )
     if mesh.shape[meshes.STAGE] > 1:
         raise ValueError(
             f"{asked} with stage={mesh.shape[meshes.STAGE]}: the stages of a pipeline cannot "
-            f"decode the weights that they use; use stage=1 (no pipeline), {remedy}"
+            f"decode the weights that they use; use stage=1 (no pipeline), {_REMEDY}"
         )
     if settings.offload.by_layer:
         what = settings.offload.by_layer_key
         raise ValueError(
             f"{asked} with {what}: the weights of layers that run one by one cannot be decoded; "
-            f"leave {what.split('=')[0]} out, {remedy}"
+            f"leave {what.split('=')[0]} out, {_REMEDY}"
         )
     if settings.deterministic is not None:
         raise ValueError(
             f"{asked} with deterministic={settings.deterministic!r}: decoded weights are not "
             "proven "
-            f"to give the same bits on every mesh; leave deterministic out, {remedy}"
+            f"to give the same bits on every mesh; leave deterministic out, {_REMEDY}"
         )
 
 

@@ -18,7 +18,6 @@ from zerojax.config import BatchRamp, BatchRampConfig, ConfigError
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.device_mesh import STAGE, num_data_shards
-from zerojax.plan.rungs import check_ladder_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +124,7 @@ def ramp_microbatches(
 
 
 def batch_ladder_of(plan: Decisions, config: BatchRampConfig) -> BatchLadder:
-    """Finds the batch sizes of a run, without plans, after checking its settings.
-
-    Raises:
-      ConfigError: a setting of the run does not work with a batch ramp.
-    """
-    check_ladder_settings(plan, "a batch ramp", ("batch_ramp", "start"))
+    """Finds the batch sizes of a run, without plans."""
     return BatchLadder(ramp=BatchRamp(config=config, final=plan.global_batch_size))
 
 

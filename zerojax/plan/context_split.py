@@ -20,15 +20,13 @@ from zerojax.tracing.trace import ModelTrace
 GPUS_OF_A_NODE = 8
 
 
-def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model, loss: Any) -> None:
+def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises if `context` > 1 is combined with settings that are unsupported or could change the
     results.
 
     Args:
       settings: mesh options.
       mesh: the device mesh.
-      model: the model.
-      loss: the user's loss; None: the model's own loss.
 
     Raises:
       ValueError: the message states the conflicting setting and the remedy.
@@ -58,6 +56,36 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
             f"{asked} together with sequence_sharding is not supported; use "
             "sequence_sharding=False: sequences are split over `context` already"
         )
+
+
+def check_layout(mesh: Mesh | AbstractMesh, layout: Any) -> None:
+    """Raises if `context` > 1 is combined with a layout of attention; `layout`: None without one.
+
+    Raises:
+      ValueError: the message states both remedies.
+    """
+    if layout is not None and mesh.shape[CONTEXT] > 1:
+        raise ValueError(
+            "context > 1 together with a layout of attention is not supported; leave the layout "
+            "out, or use context=1"
+        )
+
+
+def check_parts_of_rows(mesh: Mesh | AbstractMesh, model: Model, loss: Any) -> None:
+    """Raises if `context` > 1, and a model or loss has not declared that it supports parts of rows.
+
+    Args:
+      mesh: the device mesh.
+      model: the model.
+      loss: the user's loss; None: the model's own loss.
+
+    Raises:
+      ValueError: the message states the remedy.
+    """
+    devices = mesh.shape[CONTEXT]
+    if devices == 1:
+        return
+    asked = f"context={devices}"
     if not _says_so(model):
         raise ValueError(
             f"{asked} splits sequences, but the class of the {model.kind} defines no method "
@@ -144,6 +172,7 @@ def plan_context(
         crosses = devices * model * mesh.shape[STAGE] > GPUS_OF_A_NODE
         asked = settings.context_parallel if choice is None else choice.way
         found = choose_way(asked, sizes, crosses_nodes=crosses)
+        check_layout(mesh, call.layout)
         _check_implementation(found, call)
         choice = choice or found
     assert choice is not None
@@ -173,13 +202,8 @@ def _shape_of(microbatch: Any) -> tuple[int, int]:
 
 
 def _check_implementation(choice: Choice, call: Call) -> None:
-    """Raises if an attention call uses a layout, attention sinks or an implementation that the
-    chosen method does not support."""
-    if call.layout is not None:
-        raise ValueError(
-            "context > 1 together with a layout of attention is not supported; leave the layout "
-            "out, or use context=1"
-        )
+    """Raises if an attention call uses attention sinks or an implementation that the chosen method
+    does not support."""
     is_set = call.why == SET_BY_CALL and call.implementation != "chunked"
     if call.has_sinks:
         raise ValueError(

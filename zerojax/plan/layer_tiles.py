@@ -42,7 +42,6 @@ _MARK = "zerojax.tile:"
 
 def plan_tiles(
     settings: MeshConfig,
-    mesh: Mesh | AbstractMesh,
     layout: OffloadLayout | None,
     placement: Placement,
     traced: tuple[Model, Loss, Any],
@@ -52,17 +51,12 @@ def plan_tiles(
 
     Args:
       settings: mesh options.
-      mesh: the device mesh.
       layout: offload layout, which says which weights come to the device layer by layer.
       placement: placement table.
       traced: (model, loss, arrays), as `cut_into_layers` takes them.
       forward: traced loss of one microbatch on one data shard, with a mark at every read; its first
         inputs are the parameters, by sorted names.
-
-    Raises:
-      ValueError: another setting excludes tiles; the message states the remedy.
     """
-    _check(settings, mesh)
     limit = settings.offload.tile_bytes
     if limit is None:
         return LayerTiles()
@@ -75,7 +69,7 @@ def plan_tiles(
     return _tiles_of_layers(layout.by_layer, limit, placement, pieces)
 
 
-def _check(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
+def check_tiles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises if `offload.tile_bytes` cannot be combined with another setting.
 
     Raises:

@@ -27,15 +27,13 @@ from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import NVME
-from zerojax.features.layer_drop.layer_choice import check_layer_drop, plan_layer_drop
+from zerojax.features.layer_drop.layer_choice import plan_layer_drop
 from zerojax.features.pruning.pruned_parameters import describe_pruning, masked_names, plan_pruning
 from zerojax.hardware import compile_client
 from zerojax.models.losses import split_result
 from zerojax.offload.layer_draws import describe_draws
-from zerojax.offload.offload_pages import check_pages
 from zerojax.offload.offload_tiers import (
     check_delayed_update,
-    check_durable,
     check_update_in_backward,
     find_stacked,
     plan_offload,
@@ -46,11 +44,11 @@ from zerojax.pipeline.planning import choose_microbatches, plan_pipeline
 from zerojax.placement import device_mesh as meshes
 from zerojax.placement.decisions import Decisions, ProgramChoices, TracedLoss
 from zerojax.placement.device_mesh import COMPILER_AXES, DATA_AXES, EXPERT, STAGE
-from zerojax.placement.expert_axis import check_expert_axis, plan_experts
-from zerojax.placement.frozen_codes import check_codes, describe_codes
+from zerojax.placement.expert_axis import plan_experts
+from zerojax.placement.frozen_codes import check_lazy_reads, describe_codes
 from zerojax.placement.kept_parts import with_delayed, with_kept_parts
 from zerojax.placement.layer_stacks import Stacks, row_layout, row_placement, row_structs
-from zerojax.placement.signed_momentum import check_one_bit, describe_one_bit
+from zerojax.placement.signed_momentum import describe_one_bit
 from zerojax.placement.state import (
     TrainState,
     abstract,
@@ -66,13 +64,13 @@ from zerojax.placement.table import Placement, place_model, straight_pieces, unr
 from zerojax.placement.user_shardings import check_constraints, check_context_mesh
 from zerojax.plan.batch_rungs import ramp_microbatches
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
+from zerojax.plan.combinations import Combination, check_combination
 from zerojax.plan.compiler_options import choose_options
-from zerojax.plan.context_split import check_context, plan_context
+from zerojax.plan.context_split import check_parts_of_rows, plan_context
 from zerojax.plan.counts import describe_constants
 from zerojax.plan.eight_bits import describe_wire
 from zerojax.plan.explain import explain_parameter
 from zerojax.plan.gradient_wire import (
-    check_gradient_wire,
     describe_gradient_wire,
     with_gradient_wire,
 )
@@ -105,7 +103,6 @@ from zerojax.plan.refusals import (
     check_arguments,
     check_batch,
     check_deterministic,
-    check_elementwise,
     check_not_per_example,
     check_reads,
     check_rows,
@@ -122,10 +119,10 @@ from zerojax.plan.rolling import (
     fit_stacks,
     stack_structs,
 )
-from zerojax.plan.secondary_shards import check_secondary, describe_secondary, with_secondary
+from zerojax.plan.secondary_shards import describe_secondary, with_secondary
 from zerojax.plan.sizes_of_steps import sizes_of_steps
-from zerojax.plan.table_lookups import Lookups, check_lookup, check_update_of_tables, plan_lookups
-from zerojax.plan.weight_wire import check_weight_wire, describe_weight_wire, with_weight_wire
+from zerojax.plan.table_lookups import Lookups, check_update_of_tables, plan_lookups
+from zerojax.plan.weight_wire import describe_weight_wire, with_weight_wire
 from zerojax.plan.whole_matrices import describe_matrices, describe_taken, with_matrices
 from zerojax.runtime.distributed import check_joined
 from zerojax.tracing.activation_offload import describe_layer_inputs
@@ -317,7 +314,6 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
     task, *reasons = _resolve(settings, mesh, inputs)
     seen = _trace(task)
     task = dataclasses.replace(task, optimizer=task.optimizer.on_tree_of(task.model))
-    check_layer_drop(inputs.features.get(LayerDropConfig), settings, mesh, task.optimizer.tx)
     wishes = Wishes(
         settings=settings,
         mesh=mesh,
@@ -363,11 +359,10 @@ def _decide(
     traced, why_traced, rules = _examine_loss(task, seen, placement)
     tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
     tx = with_matrices(tx, seen.trace, placement)
-    check_elementwise(settings, tx)
     stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
     offload = _plan_offload(task, placement, tx, stacked)
-    tiles = plan_tiles(settings, mesh, offload, placement, _read(task, seen), seen.trace.jaxpr)
+    tiles = plan_tiles(settings, offload, placement, _read(task, seen), seen.trace.jaxpr)
     program, why_unrolled = _choose_program(task, seen, placement, tx, (tiles, names, layer_drop))
     layouts = names, offload, inputs.features.get(PruningConfig)
     stored, portable, pruned = _forms(task, seen, placement, tx, layouts)
@@ -446,13 +441,10 @@ def _plan_offload(
     task: _Task, placement: Placement, tx: optax.GradientTransformation, stacked: frozenset[str]
 ) -> OffloadLayout | None:
     settings, mesh = task.settings, task.mesh
-    check_durable(settings.offload, task.precision)
     layout = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
     if settings.offload.params != NVME:
         check_update_in_backward(layout, task.num_microbatches, task.precision, tx)
     check_delayed_update(settings.offload, layout, task.num_microbatches)
-    averages = layout is not None and optim.EMA in layout.moments
-    check_pages(settings, mesh, task.precision, averages=averages)
     return layout
 
 
@@ -462,7 +454,7 @@ def _forms(
     """Returns (abstract state as stored without offload, abstract state in the form of checkpoints
     under the user's names, pruned parameters)."""
     names, offload, pruning = layouts
-    pruned = plan_pruning(pruning, seen.trace, placement, names, (task.settings, tx))
+    pruned = plan_pruning(pruning, seen.trace, placement, names, task.settings)
     build = functools.partial(
         abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=task.mesh
     )
@@ -506,10 +498,6 @@ def _resolve(
     if isinstance(mesh, Mesh):
         check_joined()
     internal = models.as_model(inputs.model)
-    check_expert_axis(settings, mesh, inputs.precision)
-    check_lookup(settings, mesh, inputs.precision)
-    check_context(settings, mesh, internal, inputs.loss)
-    loss = models.as_loss(inputs.loss, internal, inputs.example_batch)
     batch = abstract(inputs.example_batch)
     check_rows(batch)  # before the number of rows is read
     precision, why_precision = inputs.precision, []
@@ -523,8 +511,17 @@ def _resolve(
     depends = isinstance(inputs.optimizer, OptimizerConfig) and inputs.optimizer.depends_on_sizes
     sizes = sizes_of_steps(inputs) if depends else None
     optimizer = optim.build_optimizer(inputs.optimizer, inputs.steps, sizes)
-    check_one_bit(settings, mesh, precision, optimizer.tx)
-    check_codes(settings, mesh, precision, reads_lazily=internal.reads_lazily)
+    combination = Combination(
+        settings=settings,
+        mesh=mesh,
+        precision=precision,
+        tx=optimizer.tx,
+        features=inputs.features,
+    )
+    check_combination(combination)
+    check_lazy_reads(precision, reads_lazily=internal.reads_lazily)
+    check_parts_of_rows(mesh, internal, inputs.loss)
+    loss = models.as_loss(inputs.loss, internal, inputs.example_batch)
     number = check_deterministic(settings, mesh, precision, inputs.num_microbatches)
     why_ramp: list[str] = []
     if settings.deterministic is None:
@@ -615,9 +612,6 @@ def _place(
         layout = plan_pipeline(task.settings, task.mesh, number, model, loss, trace, arrays)
         stacked = layout.stacked
     check_wire(task.settings, seen.trace.eight_bits)
-    check_gradient_wire(task.settings, task.mesh)
-    check_secondary(task.settings, task.mesh)
-    check_weight_wire(task.settings, task.mesh, task.optimizer.tx)
     shapes = {name: leaf.shape for name, leaf in seen.params.items()}
     rows = [row for name in shapes for row in stacks.get(name, (name,))]
     frozen = tracing.trees.match_names(rows, freeze, option="freeze")

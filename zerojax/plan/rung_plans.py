@@ -39,13 +39,6 @@ def with_rungs(plan: Plan) -> Plan:
     curriculum, ramp = features.get(CurriculumConfig), features.get(BatchRampConfig)
     if curriculum.type is None and ramp.is_off:
         return plan
-    if curriculum.type is not None and not ramp.is_off:
-        raise ConfigError(
-            f"a batch ramp (start={ramp.start}) together with a curriculum of the row length is "
-            "not supported, since each pair of sizes would be a compiled step; leave one of them "
-            "out",
-            ("batch_ramp", "start"),
-        )
     ladder: Ladder | BatchLadder
     if ramp.is_off:
         has_own_loss = plan.inputs.loss is not None

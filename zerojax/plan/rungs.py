@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zerojax.config import ConfigError, CurriculumConfig
+from zerojax.config import BatchRampConfig, ConfigError, CurriculumConfig, MeshConfig
 from zerojax.config.curriculum import MAX_RUNGS
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.models import losses
@@ -137,7 +137,6 @@ def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bo
         )
     if curriculum.schedule_type != "fixed_discrete" and curriculum.max_length is None:
         curriculum = dataclasses.replace(curriculum, max_length=seq_len)
-    check_ladder_settings(plan, "a curriculum", ("curriculum", "type"))
     ladder = Ladder(config=curriculum, seq_len=seq_len, keys=keys, adds_weights=False)
     if not ladder.is_weighted:
         return ladder
@@ -205,17 +204,31 @@ def _is_next_token(plan: Decisions, *, has_own_loss: bool) -> bool:
     return not has_own_loss and is_of_zoo and losses.loss_unit(plan.loss) == losses.NATS_PER_TOKEN
 
 
-def check_ladder_settings(plan: Decisions, what: str, key: tuple[str, ...]) -> None:
-    """Raises for settings with which steps of several compiled sizes have not been shown to be
-    exact.
+def check_ladders(
+    curriculum: CurriculumConfig, ramp: BatchRampConfig, settings: MeshConfig, tx: Any
+) -> None:
+    """Raises for settings with which steps of several compiled sizes, of a curriculum or a batch
+    ramp, have not been shown to be exact.
 
-    Args:
-      plan: plan of a full step.
-      what: the feature that compiles several sizes, with its article.
-      key: its setting, for the error.
+    Raises:
+      ConfigError: the message states the setting and the remedy.
     """
-    offload = plan.settings.offload
-    if one_bit_of(plan.tx) is not None:
+    if curriculum.type is not None and not ramp.is_off:
+        raise ConfigError(
+            f"a batch ramp (start={ramp.start}) together with a curriculum of the row length is "
+            "not supported, since each pair of sizes would be a compiled step; leave one of them "
+            "out",
+            ("batch_ramp", "start"),
+        )
+    if curriculum.type is not None:
+        _check_ladder(settings, tx, "a curriculum", ("curriculum", "type"))
+    if not ramp.is_off:
+        _check_ladder(settings, tx, "a batch ramp", ("batch_ramp", "start"))
+
+
+def _check_ladder(settings: MeshConfig, tx: Any, what: str, key: tuple[str, ...]) -> None:
+    offload = settings.offload
+    if one_bit_of(tx) is not None:
         raise ConfigError(
             f"{what} together with a 1-bit optimizer, which has two programs per size, is "
             "not supported; use adamw, or leave one of them out",

@@ -52,7 +52,7 @@ def plan_pruning(
     trace: ModelTrace,
     placement: Placement,
     stacks: Stacks,
-    others: tuple[MeshConfig, Any],
+    settings: MeshConfig,
 ) -> dict[str, PrunedLeaf]:
     """Finds the parameters that a run prunes: {stored name: its pruning}.
 
@@ -61,15 +61,15 @@ def plan_pruning(
       trace: trace of the loss, which shows the rows and heads of a parameter.
       placement: placement table.
       stacks: {stack of rolled layers: the user's names of its rows}.
-      others: mesh settings and optimizer of the run.
+      settings: mesh options.
 
     Raises:
-      ConfigError: a group matches no parameter that it can prune, or one of another group; or the
-        run has a setting with which pruned weights would not be 0.
+      ConfigError: a group matches no parameter that it can prune, or one of another group; or
+        differences of weights are sent, so that pruned weights would not be 0.
     """
     if config.is_off:
         return {}
-    _check_others(*others, placement)
+    _check_deltas(settings, placement)
     leaves = {name: leaf for name, leaf in placement.leaves.items() if not leaf.frozen}
     shapes = {name: leaf.shape for name, leaf in placement.leaves.items()}
     uses = find_matrix_uses(trace.program.jaxpr, shapes)
@@ -208,12 +208,21 @@ def _last(bias: LeafPlacement, pruned: PrunedLeaf) -> tuple[int, ...]:
     return tuple(range(pruned.layer_dims, len(bias.shape)))
 
 
-def _check_others(settings: MeshConfig, tx: Any, placement: Placement) -> None:
-    """Raises for settings with which pruned weights would not be 0."""
+def check_pruning(config: PruningConfig, settings: MeshConfig, tx: Any) -> None:
+    """Raises for settings with which pruned weights would not be 0.
+
+    Raises:
+      ConfigError: the message states the setting and the remedy.
+    """
+    if config.is_off:
+        return
     if not settings.offload.is_off:
         raise _refusal("pruning cannot be combined with offload; leave one of them out")
     if one_bit_of(tx) is not None:
         raise _refusal("pruning cannot be combined with a 1-bit optimizer; use adamw")
+
+
+def _check_deltas(settings: MeshConfig, placement: Placement) -> None:
     if any(leaf.delta_codes is not None for leaf in placement.leaves.values()):
         raise _refusal(
             f"pruning cannot be combined with wire.weights={settings.wire.weights}, whose copies "

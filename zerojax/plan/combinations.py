@@ -1,0 +1,108 @@
+"""Raises for settings of a run that exclude each other. Knows the settings, the mesh and the
+optimizer; never a model, its trace or a batch.
+
+`make` checks them before it traces the loss, and `zerojax deepspeed explain` checks those of a
+file, so both refuse the same combinations. What depends on the model is checked where it is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax import optim
+from zerojax.config import (
+    BatchRampConfig,
+    CurriculumConfig,
+    LayerDropConfig,
+    MeshConfig,
+    PruningConfig,
+)
+from zerojax.config.attention_layouts import BlockLayout
+from zerojax.config.features import Features
+from zerojax.config.late_dataclasses import dataclass
+from zerojax.features.layer_drop.layer_choice import check_layer_drop
+from zerojax.features.pruning.pruned_parameters import check_pruning
+from zerojax.offload.offload_pages import check_pages
+from zerojax.offload.offload_tiers import check_by_layer, check_durable, check_sliced_update
+from zerojax.optim.precision import Precision
+from zerojax.placement.expert_axis import check_expert_axis
+from zerojax.placement.frozen_codes import check_codes
+from zerojax.placement.signed_momentum import check_one_bit
+from zerojax.plan.context_split import check_context, check_layout
+from zerojax.plan.gradient_wire import check_gradient_wire
+from zerojax.plan.layer_tiles import check_tiles
+from zerojax.plan.refusals import check_elementwise
+from zerojax.plan.rungs import check_ladders
+from zerojax.plan.secondary_shards import check_secondary
+from zerojax.plan.table_lookups import check_lookup
+from zerojax.plan.weight_wire import check_weight_wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """Settings of a run that may exclude each other.
+
+    Attributes:
+      settings: mesh options.
+      mesh: the device mesh.
+      precision: dtypes of the run.
+      tx: the optimizer, before it is fitted to the precision.
+      features: settings of the features of the run.
+      attention_layout: layout that all calls of `zerojax.attention` use; None: not known, and
+        checked when the loss is traced.
+    """
+
+    settings: MeshConfig
+    mesh: Mesh | AbstractMesh
+    precision: Precision
+    tx: optax.GradientTransformation
+    features: Features
+    attention_layout: BlockLayout | None = None
+
+
+_CHECKS: tuple[Callable[[Combination], object], ...] = (
+    lambda c: check_expert_axis(c.settings, c.mesh, c.precision),
+    lambda c: check_lookup(c.settings, c.mesh, c.precision),
+    lambda c: check_context(c.settings, c.mesh),
+    lambda c: check_layout(c.mesh, c.attention_layout),
+    lambda c: check_one_bit(c.settings, c.mesh, c.precision, c.tx),
+    lambda c: check_codes(c.settings, c.mesh, c.precision),
+    lambda c: check_layer_drop(c.features.get(LayerDropConfig), c.settings, c.mesh, c.tx),
+    lambda c: check_pruning(c.features.get(PruningConfig), c.settings, c.tx),
+    lambda c: check_ladders(
+        c.features.get(CurriculumConfig), c.features.get(BatchRampConfig), c.settings, c.tx
+    ),
+    lambda c: check_gradient_wire(c.settings, c.mesh),
+    lambda c: check_secondary(c.settings, c.mesh),
+    lambda c: check_weight_wire(c.settings, c.mesh, c.tx),
+    lambda c: optim.fit_optimizer(c.tx, c.precision),
+    lambda c: check_elementwise(c.settings, c.tx),
+    lambda c: check_by_layer(c.settings),
+    lambda c: check_durable(c.settings.offload, c.precision),
+    lambda c: check_sliced_update(c.settings.offload, c.tx),
+    lambda c: check_pages(c.settings, c.mesh, c.precision, c.tx),
+    lambda c: check_tiles(c.settings, c.mesh),
+)
+
+
+def find_conflicts(combination: Combination) -> Iterator[ValueError]:
+    """Yields an error for each check that the settings do not pass; its message states the
+    settings and the remedy."""
+    for check in _CHECKS:
+        try:
+            check(combination)
+        except ValueError as error:
+            yield error
+
+
+def check_combination(combination: Combination) -> None:
+    """Raises if settings exclude each other.
+
+    Raises:
+      ValueError: the first of `find_conflicts`.
+    """
+    for check in _CHECKS:
+        check(combination)
