@@ -134,7 +134,7 @@ def _train(way: str, seed: int, sizes: Sizes) -> _Result:
         )
     steps = [int(one["step"]) for one in trainer.evaluations]
     plan = trainer.plan
-    if (drop := plan.layer_drop) is not None:
+    if (drop := plan.features.get("layer_drop")) is not None:
         whole = model_flops(plan) / drop.work()
         work = [whole * sum(map(drop.work, range(step))) for step in steps]
     elif plan.ladder is None:

@@ -117,7 +117,7 @@ def test_of_an_engine_layer_drop_and_curriculum_are_planned(tmp_path):
         "engine.train_batch({'tokens': tokens, 'targets': tokens})"
     )
     plan = plan_of_script(write(tmp_path, text), [], 8)
-    assert plan.layer_drop.config == zerojax.LayerDropConfig(theta=0.5)
+    assert plan.features["layer_drop"].config == zerojax.LayerDropConfig(theta=0.5)
     assert plan.inputs.features.get(zerojax.CurriculumConfig).min_length == 8
 
 

@@ -58,7 +58,8 @@ def test_layers_are_gathered_and_reduced_in_branches_alone():
     inside = find_in_branches(program, DEVICES)
     assert sorted({one.kind for one in inside}) == ["all-gather", "reduce-scatter"]
     row = sum(
-        2 * np.prod(plan.placement.leaves[name].shape) / LAYERS for name in plan.layer_drop.stacks
+        2 * np.prod(plan.placement.leaves[name].shape) / LAYERS
+        for name in plan.features["layer_drop"].stacks
     )
     names = {one.name for one in inside}
     others = [one for one in find_collectives(program, DEVICES) if one.name not in names]
@@ -77,7 +78,8 @@ def test_bytes_fall_as_predicted_and_no_weights_are_copied():
         )
     whole, dropped = sent.values()
     layer = sum(
-        2 * np.prod(plan.placement.leaves[name].shape) / LAYERS for name in plan.layer_drop.stacks
+        2 * np.prod(plan.placement.leaves[name].shape) / LAYERS
+        for name in plan.features["layer_drop"].stacks
     )
     assert dropped / whole == pytest.approx(DROP.kept(LAYERS), rel=0.05)
     before, after = held.values()

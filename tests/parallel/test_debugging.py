@@ -61,7 +61,12 @@ def test_layers_that_run_one_by_one_refuse_a_debug_callback(options):
         return value
 
     with pytest.raises(ValueError, match="`debug_print`.*remove it, or debug without"):
-        plan_for(reference_model("gpt2", num_layers=2, remat="full"), loss=loss, **options)
+        plan_for(
+            reference_model("gpt2", num_layers=2, remat="full"),
+            loss=loss,
+            optimizer=zerojax.adamw(1e-3),
+            **options,
+        )
 
 
 @pytest.mark.sampled(1)

@@ -18,7 +18,7 @@ from zerojax.forecasting.hlo import find_collectives, find_in_branches, read_pro
 from zerojax.plan.counts import model_flops
 from zerojax.plan.make import Plan, plan_of
 from zerojax.plan.wire import wire_bytes
-from zerojax.step.build import draw_layers
+from zerojax.step.build import drawn
 from zerojax.tracing.dropped_layers import draw_scales
 from zerojax.tracing.flops import count_program_flops
 from zerojax.zoo import build_model
@@ -171,7 +171,7 @@ def trained(plan: Plan, steps: int = 3):
     state, step = zerojax.init_state(plan), zerojax.build_step(plan)
     losses, scales = [], []
     for number in range(steps):
-        scales.append(np.asarray(draw_layers(plan, state)["scales"]) if plan.layer_drop else None)
+        scales.append(np.asarray(drawn(plan, state)["scales"]) if plan.features else None)
         state, metrics = step(state, zerojax.shard_batch(plan, batch_of(number)))
         losses.append(float(metrics["loss"]))
     return losses, jax.device_get(state["params"]), scales
@@ -270,7 +270,7 @@ def test_pipeline_stages_skip_the_same_layers(mesh, model):
     # float32 sums over shards and microbatches in another order, through 3 steps
     assert losses == pytest.approx(expected, rel=1e-5)
     rows = np.asarray(plan.pipeline.rows)
-    (stack,) = plan.layer_drop.stacks
+    (stack,) = plan.features["layer_drop"].stacks
     found = np.asarray(params[stack])
     assert not found[rows < 0].any()
     by_layer = found[rows >= 0][np.argsort(rows[rows >= 0])]
@@ -281,7 +281,7 @@ def test_pipeline_stages_skip_the_same_layers(mesh, model):
 
 def test_the_slowest_stage_is_expected_from_the_probabilities():
     plan = plan_for(mesh={"stage": 2, "partition": [4, 2]}, num_microbatches=4)
-    drop = plan.layer_drop
+    drop = plan.features["layer_drop"]
     scales = draw_scales(jax.random.key(0), jnp.float32(DROP.theta), 20_000, LAYERS)
     kept = np.asarray(scales) > 0
     largest = np.maximum(kept[:, :4].sum(axis=1), kept[:, 4:].sum(axis=1))
@@ -292,7 +292,7 @@ def test_the_slowest_stage_is_expected_from_the_probabilities():
 
 def test_layers_of_a_list_are_dropped_alike(at_stage_0):
     plan = plan_for(Listed, {"zero": 3})
-    assert plan.layer_drop.num_layers == LAYERS
+    assert plan.features["layer_drop"].num_layers == LAYERS
     losses, _, scales = trained(plan)
     np.testing.assert_array_equal(scales, at_stage_0[2])
     assert losses == pytest.approx(at_stage_0[0], rel=1e-5)
@@ -311,8 +311,8 @@ def test_each_microbatch_draws_its_own_layers():
 
 def test_theta_1_is_the_step_without_layer_drop():
     off, none = (plan_for(drop=drop) for drop in (zerojax.LayerDropConfig(), DROP))
-    assert off.layer_drop is None
-    assert none.layer_drop is not None
+    assert not off.features
+    assert "layer_drop" in none.features
     plain = zerojax.make_plan(
         Stacked(nnx.Rngs(0)),
         {"persistence_threshold": 0},
@@ -364,13 +364,15 @@ def test_layers_are_gathered_and_reduced_in_branches_alone(options):
     row = sum(
         leaf.shape[1] * leaf.shape[2] * 4
         for name, leaf in plan.placement.leaves.items()
-        if name in plan.layer_drop.stacks and len(leaf.shape) == 3
+        if name in plan.features["layer_drop"].stacks and len(leaf.shape) == 3
     )
     assert all(one.payload_bytes >= row for one in inside.values())
     others = [one for one in find_collectives(program, 8) if one.name not in inside]
     assert all(one.loop_depth == 0 for one in others), "no layer is gathered outside of its branch"
     outside = {
-        n: leaf for n, leaf in plan.placement.leaves.items() if n not in plan.layer_drop.stacks
+        n: leaf
+        for n, leaf in plan.placement.leaves.items()
+        if n not in plan.features["layer_drop"].stacks
     }
     largest = max(np.prod(leaf.shape) * 4 for leaf in outside.values())
     assert all(one.payload_bytes <= largest for one in others if one.kind == "all-gather")
@@ -416,7 +418,9 @@ def test_recomputed_layers_need_no_more_memory():
         bytes_of[config] = program.memory_analysis().temp_size_in_bytes
     plain, dropped = bytes_of.values()
     leaves = plan.placement.leaves
-    layer = sum(4 * np.prod(leaves[name].shape) / LAYERS for name in plan.layer_drop.stacks)
+    layer = sum(
+        4 * np.prod(leaves[name].shape) / LAYERS for name in plan.features["layer_drop"].stacks
+    )
     assert dropped <= plain + layer, "gradients of one layer, not the weights of all"
 
 

@@ -93,4 +93,4 @@ def test_a_ds_config_sets_it():
         error=ConfigError,
     )
     engine = zerojax.initialize(model=model(), config=given, example_batch=batch_of(0))
-    assert engine.plan.layer_drop.config == DROP
+    assert engine.plan.features["layer_drop"].config == DROP

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError, is_damage, reason
 from zerojax.checkpoint.folders import list_steps, step_folder
 from zerojax.config.display import quoted
+from zerojax.config.features import FEATURES
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import UnreadableError, open_regular
 from zerojax.runtime.bounded_json import (
@@ -345,7 +346,7 @@ def check_same_arrays(
 
 _CODED = {"uint8": "codes (nf4 or int8)"}
 _SETTINGS = {
-    "pruning": re.compile(r"masks/"),
+    **{x.keyword: re.compile(f"{x.part}/") for x in FEATURES if x.part is not None},
     "model.bit_schedule": re.compile(r"extras/(.*/)?(num_updates|step_count)$"),
 }
 """{setting: names of the arrays that a state has only with this setting}."""

@@ -148,6 +148,7 @@ class PruningConfig(FeatureSettings):
 
     keyword = "pruning"
     ds_section = "compression_training"
+    part = "masks"
 
     groups: tuple[PruningGroup, ...] = ()
     """Rules; a parameter may belong to one of them. (): no weight is pruned."""

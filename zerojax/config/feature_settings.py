@@ -16,11 +16,14 @@ class FeatureSettings:
       keyword: name of the feature in a run: the keyword of `train`, the section of a run file, and
         the key in the run folder and in checkpoints.
       ds_section: section of a ds_config that sets the feature; None: no section does.
+      part: name of the feature's part of a training state, and the first part of its names in a
+        checkpoint; None: it has none.
       changes_work: whether the feature changes the rows or tokens of a step.
     """
 
     keyword: ClassVar[str]
     ds_section: ClassVar[str | None] = None
+    part: ClassVar[str | None] = None
     changes_work: ClassVar[bool] = False
 
     @property

@@ -28,6 +28,7 @@ import jax
 from zerojax.forecasting.hlo.dataflow import MATMULS, MOVES, Dataflow, Edge, Value
 from zerojax.forecasting.hlo.live_buffers import LiveAtPeak
 from zerojax.optim import EMA
+from zerojax.placement.state import feature_parts
 from zerojax.plan.make import Plan
 
 MASTERS = "master weights"
@@ -70,7 +71,6 @@ _ARGUMENTS = {
     "copies": STORED,
     "frozen": FROZEN,
     "extras": EXTRAS,
-    "masks": EXTRAS,
     "delayed": OPTIMIZER,
 }
 
@@ -109,9 +109,9 @@ def argument_roles(plan: Plan) -> dict[str, str]:
     The names are paths in the call, such as `state['params']['lm_head/kernel']`.
     """
     roles = {}
-    copied = plan.abstract_state.get("masters", {})
+    copied, of_features = plan.abstract_state.get("masters", {}), feature_parts(plan.abstract_state)
     for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_state):
-        role = _ARGUMENTS.get(path[0].key, OTHER)
+        role = EXTRAS if path[0].key in of_features else _ARGUMENTS.get(path[0].key, OTHER)
         if path[0].key == "params" and path[1].key in copied:
             role = STORED  # the copy that forward and backward read
         if path[0].key == "opt_state" and getattr(path[1], "name", None) == EMA:

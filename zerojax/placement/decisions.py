@@ -117,10 +117,8 @@ class Decisions:
       program: choices for compiling the step.
       reasons: lines that explain each default or exception that a reader should know.
       remake: function that plans the same run on another mesh.
-      layer_drop: settings of the layers that steps skip at random, a `LayerDrop`; None without
-        layer drop.
       tiles: layer weights that are gathered in tiles.
-      pruned: {stored parameter: its pruning}; {} without pruning.
+      features: {optional feature of the run: its decision} (`features.known.plan_features`).
       ladder: compiled row lengths of a curriculum (`plan.rungs.Ladder`), or batch sizes of a ramp
         (`plan.batch_rungs.BatchLadder`); None without either, or before `rung_plans.with_rungs` has
         planned them.
@@ -147,9 +145,8 @@ class Decisions:
     program: ProgramChoices
     reasons: tuple[str, ...]
     remake: Callable[[Mesh | AbstractMesh], Any] = dataclasses.field(repr=False, compare=False)
-    layer_drop: Any = None
     tiles: LayerTiles = dataclasses.field(default_factory=LayerTiles)
-    pruned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    features: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ladder: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property

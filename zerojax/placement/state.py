@@ -37,15 +37,15 @@ ONE_BIT = "one_bit"
 COPIES = "copies"
 """Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in a state and in the
 names of a checkpoint."""
-MASKS = "masks"
 DELAYED = "delayed"
 """Key of the gradients that wait for their update (`offload.delayed_update`) in a state and in the
 names of a checkpoint."""
-"""Key of the masks of pruned parameters in a state and in the names of a checkpoint."""
 
 
 class TrainState(TypedDict):
     """The whole training state of a run, which is donated to each step.
+
+    Optional features of a run add parts of their own (`feature_parts`).
 
     Fields:
       step: int32 [], number of consumed batches.
@@ -70,8 +70,6 @@ class TrainState(TypedDict):
       copies: only if weights are sent as codes of their difference: {key: {name: weight in the
         compute dtype}}, unsharded on every device, which are the weights that the last step read. A
         skipped step updates them, too, although it changes no master weight.
-      masks: only with pruning: {name: bool array}, placed like the parameter; False where a weight
-        is pruned.
       delayed: only with `offload.delayed_update`: "grads" {name: gradient of the last step}, placed
         like the parameter, and of the same step "scale" (float32 [], their factor, clipping
         included), "skip" (bool [], whether they are not used) and "key" (its key data).
@@ -89,8 +87,13 @@ class TrainState(TypedDict):
     disk: NotRequired[Any]
     one_bit: NotRequired[dict[str, Any]]
     copies: NotRequired[dict[str, Any]]
-    masks: NotRequired[dict[str, Any]]
     delayed: NotRequired[dict[str, Any]]
+
+
+def feature_parts(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the parts of a state that optional features added, {part: {name: array like that of
+    the parameter}}."""
+    return {part: x for part, x in state.items() if part not in TrainState.__annotations__}
 
 
 def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
@@ -152,10 +155,9 @@ def abstract_state(
     mesh: Mesh | AbstractMesh,
     *,
     portable: bool,
-    pruned: Collection[str] = (),
 ) -> TrainState:
     """Returns the training state as `ShapeDtypeStruct`s: padded as the run stores it, or in the
-    portable form of checkpoints; with masks of the `pruned` parameters."""
+    portable form of checkpoints."""
 
     def place(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
         shape = leaf.kept_shape if portable else leaf.stored_shape
@@ -174,7 +176,7 @@ def abstract_state(
     trained = {name: leaf for name, leaf in placed.items() if name not in frozen}
     sizes = {name: trees.num_elements(placement.leaves[name].shape) for name in trained}
     counter = replicate(jax.ShapeDtypeStruct((), jnp.int32))
-    state = TrainState(
+    return TrainState(
         step=counter,
         skipped=counter,
         rng=replicate(jax.eval_shape(lambda: run_key_data(0))),
@@ -184,10 +186,6 @@ def abstract_state(
         extras={name: replicate(leaf) for name, leaf in extras.items()},
         loss_scale=jax.tree.map(replicate, _loss_scale(precision)),
     )
-    if pruned:
-        as_mask = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bool, sharding=x.sharding)  # noqa: E731
-        state[MASKS] = {name: as_mask(x) for name, x in trained.items() if name in pruned}
-    return state
 
 
 def portable_opt_state(
@@ -262,8 +260,8 @@ def rows_of_state(
     result["params"], result["frozen"] = (
         {name: params[name] for name in stored[part]} for part in ("params", "frozen")
     )
-    if MASKS in stored:
-        result[MASKS] = {name: params[name] for name in stored[MASKS]}
+    for part, arrays in feature_parts(stored).items():
+        result[part] = {name: params[name] for name in arrays}
     if DELAYED in stored:
         result[DELAYED] |= {"grads": {name: params[name] for name in stored[DELAYED]["grads"]}}
     result["opt_state"] = _opt_state_rows(tx, stored["params"], params)

@@ -7,7 +7,9 @@ file, so both refuse the same combinations. What depends on the model is checked
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -16,15 +18,13 @@ from zerojax import optim
 from zerojax.config import (
     BatchRampConfig,
     CurriculumConfig,
-    LayerDropConfig,
     MeshConfig,
-    PruningConfig,
 )
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.features.layer_drop.layer_choice import check_layer_drop
-from zerojax.features.pruning.pruned_parameters import check_pruning
+from zerojax.features.known import KNOWN
+from zerojax.features.seam import Feature
 from zerojax.offload.offload_pages import check_pages
 from zerojax.offload.offload_tiers import check_by_layer, check_durable, check_sliced_update
 from zerojax.optim.precision import Precision
@@ -63,6 +63,11 @@ class Combination:
     attention_layout: BlockLayout | None = None
 
 
+def _check_feature(feature: Feature[Any, Any], c: Combination) -> None:
+    if not (config := c.features.get(feature.kind)).is_off:
+        feature.check(config, c.settings, c.mesh, c.tx)
+
+
 _CHECKS: tuple[Callable[[Combination], object], ...] = (
     lambda c: check_expert_axis(c.settings, c.mesh, c.precision),
     lambda c: check_lookup(c.settings, c.mesh, c.precision),
@@ -70,8 +75,7 @@ _CHECKS: tuple[Callable[[Combination], object], ...] = (
     lambda c: check_layout(c.mesh, c.attention_layout),
     lambda c: check_one_bit(c.settings, c.mesh, c.precision, c.tx),
     lambda c: check_codes(c.settings, c.mesh, c.precision),
-    lambda c: check_layer_drop(c.features.get(LayerDropConfig), c.settings, c.mesh, c.tx),
-    lambda c: check_pruning(c.features.get(PruningConfig), c.settings, c.tx),
+    *(functools.partial(_check_feature, feature) for feature in KNOWN),
     lambda c: check_ladders(
         c.features.get(CurriculumConfig), c.features.get(BatchRampConfig), c.settings, c.tx
     ),

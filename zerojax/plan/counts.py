@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
+from zerojax.features.known import work_of_features
 from zerojax.models.adapt import bound_attribute
 from zerojax.optim import EmaState
 from zerojax.optim.precision import Precision
@@ -19,6 +20,7 @@ from zerojax.pipeline.pipeline_costs import total_buffer_bytes
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.device_mesh import CONTEXT, MODEL, STAGE
 from zerojax.placement.leaf_placement import FULL_ENOUGH, Access, LeafPlacement
+from zerojax.placement.state import feature_parts
 from zerojax.placement.table import Placement, straight_pieces, unrolled
 from zerojax.tracing import jaxpr, trees
 from zerojax.tracing.flops import (
@@ -69,7 +71,7 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
     """
     state, layout = plan.abstract_state, plan.offload
     moments, average = _without_average(state["opt_state"])
-    rest = {"frozen": state["frozen"], "extras": (state["extras"], state.get("masks"))}
+    rest = {"frozen": state["frozen"], "extras": (state["extras"], feature_parts(state))}
     in_device = {role: {DEVICE: shard_bytes(tree)} for role, tree in rest.items()}
     if layout is None:
         return {
@@ -450,9 +452,7 @@ def model_flops(plan: Decisions) -> float:
         is_trained = [not leaves[name].frozen for name in sorted(leaves)]
         others = len(forward.jaxpr.invars) - len(is_trained)
         flops -= flops_without_gradient(forward, [*is_trained, *[False] * others])
-    if plan.layer_drop is not None:
-        flops *= plan.layer_drop.work()
-    return flops * plan.division.unit
+    return flops * work_of_features(plan) * plan.division.unit
 
 
 def active_parameters(plan: Decisions) -> int | None:

@@ -18,17 +18,16 @@ from jax.sharding import PartitionSpec as P
 from zerojax import models, optim, tracing
 from zerojax.config import (
     BatchRampConfig,
-    LayerDropConfig,
     MeshConfig,
     OptimizerConfig,
-    PruningConfig,
 )
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
+from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import NVME
-from zerojax.features.layer_drop.layer_choice import plan_layer_drop
-from zerojax.features.pruning.pruned_parameters import describe_pruning, masked_names, plan_pruning
+from zerojax.features.known import describe_features, need_loop, plan_features, with_parts
+from zerojax.features.seam import Facts
 from zerojax.hardware import compile_client
 from zerojax.models.losses import split_result
 from zerojax.offload.layer_draws import describe_draws
@@ -319,7 +318,7 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
         mesh=mesh,
         freeze=inputs.freeze,
         tx=task.optimizer.tx,
-        drops_layers=not inputs.features.get(LayerDropConfig).is_off,
+        drops_layers=need_loop(inputs.features),
     )
     has_lists = bool(find_lists(sorted(seen.params)))
     rolling = (
@@ -354,8 +353,6 @@ def _decide(
     names = rolling.stacks
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
     placement, layout, stacked = _place(task, seen, inputs.freeze, names)
-    drop, given = inputs.features.get(LayerDropConfig), (seen.trace, seen.params, settings.zero)
-    layer_drop = plan_layer_drop(drop, task.model, *given, layout)
     traced, why_traced, rules = _examine_loss(task, seen, placement)
     tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
     tx = with_matrices(tx, seen.trace, placement)
@@ -363,9 +360,10 @@ def _decide(
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
     offload = _plan_offload(task, placement, tx, stacked)
     tiles = plan_tiles(settings, offload, placement, _read(task, seen), seen.trace.jaxpr)
-    program, why_unrolled = _choose_program(task, seen, placement, tx, (tiles, names, layer_drop))
-    layouts = names, offload, inputs.features.get(PruningConfig)
-    stored, portable, pruned = _forms(task, seen, placement, tx, layouts)
+    loops = tiles, names, inputs.features
+    program, why_unrolled = _choose_program(task, seen, placement, tx, loops)
+    features = _plan_features(task, seen, placement, inputs.features, (names, layout))
+    stored, portable = _forms(task, seen, placement, tx, (names, offload, features))
     return Plan(
         mesh=mesh,
         model=task.model,
@@ -412,8 +410,8 @@ def _decide(
             *why_traced,
             *rolling.reasons,
             *rules,
-            *(layer_drop.describe() if layer_drop else ()),
-            *_describe_state(task, placement, offload, tiles, pruned),
+            *describe_features(features, placement),
+            *_describe_state(task, offload, tiles),
             *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
             *why_unrolled,
             *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
@@ -423,17 +421,30 @@ def _decide(
             *describe_options(program.options, program.dropped),
         ),
         remake=Remake(settings=settings, inputs=inputs),
-        layer_drop=layer_drop,
         tiles=tiles,
-        pruned=pruned,
+        features=features,
     )
 
 
-def _describe_state(
-    task: _Task, placement: Placement, offload: OffloadLayout | None, tiles: LayerTiles, pruned: Any
-) -> list[str]:
+def _plan_features(
+    task: _Task, seen: _Seen, placement: Placement, features: Features, layouts: tuple[Any, Any]
+) -> dict[str, Any]:
+    stacks, pipeline = layouts
+    facts = Facts(
+        settings=task.settings,
+        model=task.model,
+        trace=seen.trace,
+        params=seen.params,
+        placement=placement,
+        stacks=stacks,
+        pipeline=pipeline,
+    )
+    return plan_features(features, facts)
+
+
+def _describe_state(task: _Task, offload: OffloadLayout | None, tiles: LayerTiles) -> list[str]:
     draws = describe_draws(task.model, task.batch, task.loss, offload)
-    rest = [*describe_tiles(task.settings, tiles), *describe_pruning(pruned, placement), *draws]
+    rest = [*describe_tiles(task.settings, tiles), *draws]
     return [*describe_offload(task.settings, offload), *rest]
 
 
@@ -450,17 +461,16 @@ def _plan_offload(
 
 def _forms(
     task: _Task, seen: _Seen, placement: Placement, tx: Any, layouts: tuple[Stacks, Any, Any]
-) -> tuple[TrainState, TrainState, Any]:
+) -> tuple[TrainState, TrainState]:
     """Returns (abstract state as stored without offload, abstract state in the form of checkpoints
-    under the user's names, pruned parameters)."""
-    names, offload, pruning = layouts
-    pruned = plan_pruning(pruning, seen.trace, placement, names, task.settings)
+    under the user's names)."""
+    names, offload, features = layouts
     build = functools.partial(
         abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=task.mesh
     )
-    stored = build(seen.params, placement=placement, portable=False, pruned=pruned)
+    stored = with_parts(build(seen.params, placement=placement, portable=False), features, names)
     by_name, users = row_structs(seen.params, names), row_placement(placement, names)
-    portable = build(by_name, placement=users, portable=True, pruned=masked_names(pruned, names))
+    portable = with_parts(build(by_name, placement=users, portable=True), features, names)
     about = placement, task.precision, task.mesh, tx, seen.trace.jaxpr
     portable = with_kept_parts(portable, *about)
     stored = with_kept_parts(stored, *about)
@@ -471,7 +481,7 @@ def _forms(
             dtypes = task.precision, task.mesh
             stored = with_delayed(stored, offload.leaves, placement, *dtypes)
             portable = with_delayed(portable, users_layout.leaves, users, *dtypes)
-    return stored, portable, pruned
+    return stored, portable
 
 
 def _describe_sent(
@@ -696,13 +706,13 @@ def _choose_program(
 
     Args:
       loops: what the plan does with loops over layers: (weights gathered in tiles, lists of layers
-        that became loops, settings of layer drop).
+        that became loops, features of the run).
 
     Returns:
       (choices, lines of the plan about unrolled loops).
     """
-    settings, (tiles, lists, drop) = task.settings, loops
-    pays = not lists and drop is None and _pays_to_unroll(settings, task.mesh)
+    settings, (tiles, lists, features) = task.settings, loops
+    pays = not lists and not need_loop(features) and _pays_to_unroll(settings, task.mesh)
     unroll, why = choose_unrolling(settings, seen.trace.jaxpr, len(seen.params), pays=pays)
     check_update_of_tables(placement, tx)
     regather = settings.zero == 3 and task.model.reads_lazily

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.features.known import times_used
 from zerojax.optim.wire_codes import bytes_sent
 from zerojax.pipeline.pipeline_costs import ticks_of
 from zerojax.placement.decisions import Decisions
@@ -235,12 +236,10 @@ def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, flo
     """Returns the numbers of gathers in the forward pass, gathers in the backward pass, and
     scatters per step.
 
-    With layer drop they are the expected numbers after many steps.
+    With features that leave out layers they are the expected numbers after many steps.
     """
     forward, backward, scatters = _times_with_all_layers(plan, leaf)
-    if plan.layer_drop is None:
-        return forward, backward, scatters
-    used = plan.layer_drop.times_used(leaf.name)
+    used = times_used(plan, leaf.name)
     lazily = leaf.access is Access.GATHER_ON_USE
     early = lazily or leaf.access is Access.GATHER_ONCE_SCATTER_EARLY
     return (

@@ -22,13 +22,13 @@ from zerojax.features.deterministic.deterministic_update import (
     build_chunked_update,
     build_fixed_norm,
 )
+from zerojax.features.known import active
 from zerojax.features.one_bit.one_bit_update import (
     TwoPrograms,
     build_averaging_update,
     build_signed_update,
     unsummed_names,
 )
-from zerojax.features.pruning.prune_masks import mask_gradients, masked_weights
 from zerojax.models.adapt import bound_attribute
 from zerojax.models.losses import own_means
 from zerojax.models.step_count import after_step
@@ -45,19 +45,16 @@ from zerojax.optim import loss_scale, one_bit_of
 from zerojax.passes.update import ThisStep, build_norm, build_update
 from zerojax.pipeline import pipeline_passes
 from zerojax.placement.kept_parts import copies_key
-from zerojax.placement.state import COPIES, DELAYED, MASKS, ONE_BIT, TrainState, step_key
+from zerojax.placement.state import COPIES, DELAYED, ONE_BIT, TrainState, feature_parts, step_key
 from zerojax.placement.user_shardings import check_context_mesh
 from zerojax.plan.make import Plan, require_plan
 from zerojax.runtime.memory import keep_freed_memory
 from zerojax.step.offload_variants import streamed_from_host
 from zerojax.step.step_numbers import StepWithNumbers, takes_numbers
-from zerojax.tracing.dropped_layers import draw_scales
 from zerojax.tracing.protocol import Loss
 from zerojax.transport.weight_copies import build_following
 
 Metrics = dict[str, jax.Array]
-_LAYER_DROP = 0x64726F70
-"""Number folded into a step's key to draw which layers the step runs; no data shard has it."""
 
 
 @names_keywords()
@@ -141,7 +138,8 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         key = step_key(state["rng"], state["step"])
         factor = factor_of(state, batch["batch"] if paged else batch)
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
-        grads = mask_gradients(plan, grads, state)
+        for feature, decision in active(plan):
+            grads = feature.gradients(plan, decision, grads, state)
         loss = sums["loss"] / sums["weight"]
         # `factor` is the one that the loss was multiplied by, not that of the next step.
         scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
@@ -206,16 +204,17 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
 def _with_optional_parts(
     plan: Plan, new_state: Any, state: TrainState, updated: dict[str, Any]
 ) -> TrainState:
-    """Adds the parts that only some runs have to the state after a step, and prunes its weights."""
+    """Adds the parts that only some runs have to the state after a step."""
     if COPIES in state:
         new_state["copies"] = state["copies"]
     if ONE_BIT in state:
         new_state["one_bit"] = updated.get(ONE_BIT, state["one_bit"])
     if DELAYED in updated:
         new_state["delayed"] = updated[DELAYED]
-    if MASKS in state:
-        new_state["masks"] = state["masks"]
-        new_state["params"], new_state["opt_state"] = masked_weights(plan, new_state)
+    new_state |= feature_parts(state)
+    for feature, decision in active(plan):
+        changed = feature.updated(plan, decision, new_state)
+        new_state["params"], new_state["opt_state"] = changed
     return new_state
 
 
@@ -407,7 +406,7 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
 
     def unchanged(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
         given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
-        return *gradients(*given, **draw_layers(plan, state)), state
+        return *gradients(*given, **drawn(plan, state)), state
 
     follow = build_following(plan)
     if follow is None:
@@ -419,26 +418,17 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
         copies = follow(state)
         renewed = state.copy()
         renewed["copies"] = {key: copies}
-        return *gradients(*given, copies, **draw_layers(plan, state)), renewed
+        return *gradients(*given, copies, **drawn(plan, state)), renewed
 
     return following
 
 
-def draw_layers(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """Draws the layers of a step: {"scales": float32 [microbatches, layers]}; {} without layer
-    drop.
-
-    The scales (see `tracing.dropped_layers.draw_scales`) depend only on seed, step, microbatch and
-    layer, so they are the same on any mesh.
-    """
-    drop = plan.layer_drop
-    if drop is None:
-        return {}
-    step = state["step"]
-    key = jax.random.fold_in(step_key(state["rng"], step), _LAYER_DROP)
-    theta = drop.config.theta_of(step.astype(jnp.float32), jnp.exp)
-    scales = draw_scales(key, theta, plan.num_microbatches, drop.num_layers)
-    return {"scales": jax.lax.with_sharding_constraint(scales, NamedSharding(plan.mesh, P()))}
+def drawn(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
+    """Returns the arguments of the gradient function that features draw for a step; traced."""
+    found: dict[str, jax.Array] = {}
+    for feature, decision in active(plan):
+        found |= feature.draw(plan, decision, state)
+    return found
 
 
 def _build_update(plan: Plan) -> Any:
@@ -469,6 +459,9 @@ def _passes(plan: Plan) -> Any:
 
 def pass_config(plan: Plan) -> passes.PassConfig:
     """Returns the part of a plan that the forward and backward passes need."""
+    options: dict[str, Any] = {}
+    for feature, decision in active(plan):
+        options |= feature.pass_options(decision)
     return passes.PassConfig(
         model=plan.model,
         loss=plan.loss,
@@ -489,6 +482,6 @@ def pass_config(plan: Plan) -> passes.PassConfig:
         counted=plan.traced.counted_state,
         exact_leaves=frozenset(plan.traced.exact_leaves),
         unroll=plan.program.unroll,
-        kept_layers=None if plan.layer_drop is None else plan.layer_drop.kept,
         tiles=plan.tiles.cut,
+        **options,
     )

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from zerojax.config.checks import names_keywords
-from zerojax.features.pruning.prune_masks import begin_pruned, first_masks, weights_at
+from zerojax.features.known import active
 from zerojax.offload.disk import DiskState, fill_new_disk
 from zerojax.offload.disk_step import build_weights
 from zerojax.offload.layer_draws import find_draws, initial_arrays_of
@@ -31,7 +31,6 @@ from zerojax.placement.kept_parts import no_gradients
 from zerojax.placement.state import (
     COPIES,
     DELAYED,
-    MASKS,
     StageRows,
     TrainState,
     fit,
@@ -341,7 +340,9 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
     state["frozen"] = {name: placed[name] for name in plan.abstract_stored["frozen"]}
     if plan.offload is None:
         state["params"] = {name: placed[name] for name in plan.abstract_stored["params"]}
-        return begin_pruned(plan, state)
+        for feature, decision in active(plan):
+            state = feature.begun(plan, decision, state)
+        return state
     state["params"], state["masters"], averages = {}, {}, {}
     for name, leaf in plan.abstract_stored["params"].items():
         if name in in_files:
@@ -405,8 +406,10 @@ def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> Tr
     key = jax.random.fold_in(jax.random.wrap_key_data(key_data), _STEPS)
     abstract, scaling = plan.abstract_stored, plan.precision.loss_scale
     trained = {name: params[name] for name in abstract["params"]}
-    masks = first_masks(plan, trained)
-    trained = weights_at(plan, trained, masks, 0)
+    parts = {}
+    for feature, decision in active(plan):
+        part, trained = feature.begin(plan, decision, trained)
+        parts |= {} if feature.kind.part is None else {feature.kind.part: part}
     state = TrainState(
         step=zero_counter(),
         skipped=zero_counter(),
@@ -421,11 +424,9 @@ def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> Tr
         state["one_bit"] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract["one_bit"])
     if COPIES in abstract:
         state["copies"] = first_copies(plan, trained)
-    if MASKS in abstract:
-        state["masks"] = masks
     if DELAYED in abstract:
         state["delayed"] = no_gradients(abstract[DELAYED])
-    return state
+    return {**state, **parts}  # type: ignore[return-value]
 
 
 def _new_opt_state(plan: Plan, trained: dict[str, jax.Array]) -> Any:

@@ -112,11 +112,11 @@ def plan_layer_drop(
     params: Mapping[str, Any],
     zero: int,
     pipeline: PipelineLayout | None,
-) -> LayerDrop | None:
-    """Plans the layer drop of a run; returns None without it.
+) -> LayerDrop:
+    """Plans the layer drop of a run.
 
     Args:
-      config: settings of layer drop.
+      config: settings of layer drop, with a theta below 1.
       model: model that is trained.
       trace: trace of the loss of one microbatch.
       params: {name: shape and dtype of the parameter}.
@@ -126,8 +126,6 @@ def plan_layer_drop(
     Raises:
       ConfigError: the layers cannot be dropped; the message states the remedy.
     """
-    if config.is_off:
-        return None
     if model.overwritten:
         raise _refusal(
             f"cannot be combined with the state {min(model.overwritten)}, whose new value is "
@@ -157,16 +155,12 @@ def plan_layer_drop(
     )
 
 
-def check_layer_drop(
-    config: LayerDropConfig, settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any
-) -> None:
+def check_layer_drop(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
     """Raises for settings with which layer drop has not been shown to be exact.
 
     Raises:
       ConfigError: the message states the setting and the remedy.
     """
-    if config.is_off:
-        return
     if not settings.offload.is_off:
         raise _refusal("cannot be combined with offload; leave one of them out")
     if (tile := settings.offload.tile_bytes) is not None:

@@ -16,26 +16,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zerojax.config import PruningConfig
 from zerojax.features.pruning.pruned_parameters import PrunedLeaf
 from zerojax.optim import EmaState
 from zerojax.placement.decisions import Decisions
-from zerojax.placement.state import MASKS, TrainState
+from zerojax.placement.state import TrainState, feature_parts
+from zerojax.placement.table import Placement
 
 Arrays = dict[str, jax.Array]
+Pruned = Mapping[str, PrunedLeaf]
 
 
-def first_masks(plan: Decisions, params: Mapping[str, jax.Array]) -> Arrays:
+def first_masks(pruned: Pruned, placement: Placement, params: Mapping[str, jax.Array]) -> Arrays:
     """Computes the masks of a new state, {name: bool array}: True where a weight is kept.
 
     Of the units with the smallest kept sum of magnitudes the first ones are kept.
 
     Args:
-      plan: plan of the state.
+      pruned: decision of the run's plan.
+      placement: placement table.
       params: {name: initial parameter}, as stored.
     """
     masks: Arrays = {}
-    for name, leaf in plan.pruned.items():
-        source = plan.placement.leaves[leaf.source]
+    for name, leaf in pruned.items():
+        source = placement.leaves[leaf.source]
         kept = _kept_units(params[leaf.source], source.shape, leaf)
         mask = _on_dims(kept, leaf, params[name].shape)
         if leaf.rows is not None:
@@ -117,51 +121,52 @@ def _on_dims(kept: jax.Array, leaf: PrunedLeaf, shape: tuple[int, ...]) -> jax.A
     return lax.broadcast_in_dim(kept, shape, dims)
 
 
-def mask_gradients(plan: Decisions, grads: Arrays, state: TrainState) -> Arrays:
+def mask_gradients(pruned: Pruned, grads: Arrays, state: TrainState) -> Arrays:
     """Multiplies the gradients of pruned weights by 0, as a product with a mask does.
 
     A gradient that is not finite stays so.
     """
-    if not plan.pruned:
-        return grads
     updates = state["step"] - state["skipped"]
     factors = {
-        name: (mask | (updates < plan.pruned[name].start_step)).astype(grads[name].dtype)
-        for name, mask in state[MASKS].items()
+        name: (mask | (updates < pruned[name].start_step)).astype(grads[name].dtype)
+        for name, mask in _masks(state).items()
     }
     return {name: g * factors[name] if name in factors else g for name, g in grads.items()}
 
 
-def masked_weights(plan: Decisions, state: TrainState) -> tuple[Arrays, Any]:
+def masked_weights(pruned: Pruned, state: TrainState) -> tuple[Arrays, Any]:
     """Returns the parameters and the optimizer state of a state, with pruned weights, and their
     average, set to 0 if their first step has come."""
-    updates, masks = state["step"] - state["skipped"], state[MASKS]
-    params, opt_state = weights_at(plan, state["params"], masks, updates), state["opt_state"]
+    updates, masks = state["step"] - state["skipped"], _masks(state)
+    params, opt_state = weights_at(pruned, state["params"], masks, updates), state["opt_state"]
     if isinstance(opt_state, EmaState):
-        average = weights_at(plan, opt_state.ema, masks, updates)
+        average = weights_at(pruned, opt_state.ema, masks, updates)
         opt_state = dataclasses.replace(opt_state, ema=average)
     return params, opt_state
 
 
 def weights_at(
-    plan: Decisions, params: Mapping[str, jax.Array], masks: Mapping[str, jax.Array], updates: Any
+    pruned: Pruned, params: Mapping[str, jax.Array], masks: Mapping[str, jax.Array], updates: Any
 ) -> Arrays:
     """Returns parameters, or their averages, as they are after a number of applied updates."""
     result = dict(params)
     for name, mask in masks.items():
-        keep = mask | (updates < plan.pruned[name].start_step)
+        keep = mask | (updates < pruned[name].start_step)
         result[name] = jnp.where(keep, params[name], jnp.zeros((), params[name].dtype))
     return result
 
 
-def begin_pruned(plan: Decisions, state: TrainState) -> TrainState:
+def begin_pruned(plan: Decisions, pruned: Pruned, state: TrainState) -> TrainState:
     """Sets the pruned weights of a new state to 0 if they are pruned from the first step on."""
-    if not plan.pruned:
-        return state
     shardings = {name: x.sharding for name, x in plan.abstract_stored["params"].items()}
     begin = jax.jit(
-        lambda params, masks: weights_at(plan, params, masks, 0), out_shardings=shardings
+        lambda params, masks: weights_at(pruned, params, masks, 0), out_shardings=shardings
     )
     result = state.copy()
-    result["params"] = begin(state["params"], state[MASKS])
+    result["params"] = begin(state["params"], _masks(state))
     return result
+
+
+def _masks(state: TrainState) -> Arrays:
+    assert PruningConfig.part is not None
+    return feature_parts(state)[PruningConfig.part]

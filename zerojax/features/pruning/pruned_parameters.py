@@ -67,8 +67,6 @@ def plan_pruning(
       ConfigError: a group matches no parameter that it can prune, or one of another group; or
         differences of weights are sent, so that pruned weights would not be 0.
     """
-    if config.is_off:
-        return {}
     _check_deltas(settings, placement)
     leaves = {name: leaf for name, leaf in placement.leaves.items() if not leaf.frozen}
     shapes = {name: leaf.shape for name, leaf in placement.leaves.items()}
@@ -208,14 +206,12 @@ def _last(bias: LeafPlacement, pruned: PrunedLeaf) -> tuple[int, ...]:
     return tuple(range(pruned.layer_dims, len(bias.shape)))
 
 
-def check_pruning(config: PruningConfig, settings: MeshConfig, tx: Any) -> None:
+def check_pruning(settings: MeshConfig, tx: Any) -> None:
     """Raises for settings with which pruned weights would not be 0.
 
     Raises:
       ConfigError: the message states the setting and the remedy.
     """
-    if config.is_off:
-        return
     if not settings.offload.is_off:
         raise _refusal("pruning cannot be combined with offload; leave one of them out")
     if one_bit_of(tx) is not None:

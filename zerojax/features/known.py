@@ -1,0 +1,70 @@
+"""Lists the optional features that change a plan or a step, and calls their hooks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.config.features import Features
+from zerojax.features.layer_drop.layer_dropping import LayerDropping
+from zerojax.features.pruning.weight_pruning import WeightPruning
+from zerojax.features.seam import Facts, Feature
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.layer_stacks import Stacks
+from zerojax.placement.state import TrainState
+from zerojax.placement.table import Placement
+
+KNOWN: tuple[Feature[Any, Any], ...] = (LayerDropping(), WeightPruning())
+
+
+def need_loop(features: Features) -> bool:
+    """Returns whether a feature of the run needs layers that run in a loop."""
+    return any(x.needs_loop and not features.get(x.kind).is_off for x in KNOWN)
+
+
+def plan_features(features: Features, facts: Facts) -> dict[str, Any]:
+    """Returns {feature: its decision} of the features of a run."""
+    found = {}
+    for feature in KNOWN:
+        if not (config := features.get(feature.kind)).is_off:
+            found[feature.kind.keyword] = feature.plan(config, facts)
+    return found
+
+
+def describe_features(decisions: Mapping[str, Any], placement: Placement) -> list[str]:
+    """Returns the lines of a plan's page about features."""
+    on = (x for x in KNOWN if x.kind.keyword in decisions)
+    return [line for x in on for line in x.describe(decisions[x.kind.keyword], placement)]
+
+
+def with_parts(state: TrainState, decisions: Mapping[str, Any], stacks: Stacks) -> TrainState:
+    """Adds the parts of features to an abstract state.
+
+    Args:
+      state: state under stored names, or under the user's.
+      decisions: result of `plan_features`.
+      stacks: {stack of rolled layers: the user's names of its rows}.
+    """
+    parts = {
+        x.kind.part: x.state(decisions[x.kind.keyword], state["params"], stacks)
+        for x in KNOWN
+        if x.kind.part is not None and x.kind.keyword in decisions
+    }
+    return {**state, **parts}  # type: ignore[return-value]
+
+
+def active(plan: Decisions) -> list[tuple[Feature[Any, Any], Any]]:
+    """Returns (feature, its decision) of the features of a plan."""
+    on = (x for x in KNOWN if x.kind.keyword in plan.features)
+    return [(x, plan.features[x.kind.keyword]) for x in on]
+
+
+def work_of_features(plan: Decisions) -> float:
+    """Returns the FLOPs of a step, divided by those of a step without features."""
+    return math.prod(x.work(decision) for x, decision in active(plan))
+
+
+def times_used(plan: Decisions, name: str) -> float:
+    """Returns the expected fraction of steps that read a parameter and reduce its gradient."""
+    return math.prod(x.times_used(decision, name) for x, decision in active(plan))

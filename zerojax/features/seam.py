@@ -1,0 +1,130 @@
+"""Defines the seam of an optional feature: what it may add to a plan, a state and a step.
+
+A feature overrides the hooks that it needs. Plan, first state and step call the hooks of the
+features of a run (`zerojax.features.known`), and name none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import MeshConfig
+from zerojax.config.feature_settings import FeatureSettings
+from zerojax.config.late_dataclasses import dataclass
+from zerojax.placement.decisions import Decisions
+from zerojax.placement.layer_stacks import Stacks
+from zerojax.placement.state import TrainState
+from zerojax.placement.state_layout import PipelineLayout
+from zerojax.placement.table import Placement
+from zerojax.tracing.protocol import Model
+from zerojax.tracing.trace import ModelTrace
+
+Arrays = Mapping[str, jax.Array]
+S = TypeVar("S", bound=FeatureSettings)
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Facts from which a feature decides: the traced loss, and the decisions before it.
+
+    Attributes:
+      settings: mesh options.
+      model: model that is trained.
+      trace: trace of the loss of one microbatch.
+      params: {name: shape and dtype of the parameter}.
+      placement: placement table.
+      stacks: {stack of rolled layers: the user's names of its rows}.
+      pipeline: pipeline of the plan, if it has one.
+    """
+
+    settings: MeshConfig
+    model: Model
+    trace: ModelTrace
+    params: Mapping[str, Any]
+    placement: Placement
+    stacks: Stacks
+    pipeline: PipelineLayout | None
+
+
+class Feature(Generic[S, D]):
+    """An optional feature of a run; every hook of this class does nothing.
+
+    Attributes:
+      kind: type of its settings, which has its name.
+      needs_loop: whether it needs layers that run in a loop.
+    """
+
+    kind: type[S]
+    needs_loop = False
+
+    def check(self, config: S, settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
+        """Raises for settings with which the feature has not been shown to be exact.
+
+        Raises:
+          ConfigError: the message states the setting and the remedy.
+        """
+
+    def plan(self, config: S, facts: Facts) -> D:
+        """Returns the decision of the feature, from settings that are not off.
+
+        Raises:
+          ConfigError: the model does not have what the feature needs.
+        """
+        raise NotImplementedError
+
+    def describe(self, decision: D, placement: Placement) -> list[str]:
+        """Returns lines of the plan's page."""
+        return []
+
+    def work(self, decision: D) -> float:
+        """Returns the FLOPs of a step, divided by those of a step without the feature."""
+        return 1.0
+
+    def times_used(self, decision: D, name: str) -> float:
+        """Returns the expected fraction of steps that read a parameter and reduce its gradient."""
+        return 1.0
+
+    def state(
+        self, decision: D, trained: Mapping[str, jax.ShapeDtypeStruct], stacks: Stacks
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the feature's part of a state, {parameter: struct like the parameter's}.
+
+        Args:
+          decision: of the feature.
+          trained: trained parameters, under their stored names or under the user's.
+          stacks: as in `Facts`.
+        """
+        return {}
+
+    def begin(
+        self, plan: Decisions, decision: D, params: Arrays
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Returns (part of a new state, its parameters); traced."""
+        return {}, dict(params)
+
+    def begun(self, plan: Decisions, decision: D, state: TrainState) -> TrainState:
+        """Returns a new state whose parameters were placed one at a time."""
+        return state
+
+    def pass_options(self, decision: D) -> dict[str, Any]:
+        """Returns fields of `passes.PassConfig`."""
+        return {}
+
+    def draw(self, plan: Decisions, decision: D, state: TrainState) -> dict[str, jax.Array]:
+        """Returns arguments of the gradient function that differ by step; traced."""
+        return {}
+
+    def gradients(
+        self, plan: Decisions, decision: D, grads: dict[str, jax.Array], state: TrainState
+    ) -> dict[str, jax.Array]:
+        """Returns the gradients that the update reads; traced."""
+        return grads
+
+    def updated(self, plan: Decisions, decision: D, state: TrainState) -> tuple[Any, Any]:
+        """Returns (parameters, optimizer state) of a state after an update; traced."""
+        return state["params"], state["opt_state"]
