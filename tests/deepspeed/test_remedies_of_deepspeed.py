@@ -327,6 +327,8 @@ TOGETHER = table(
 {LAMB} {ON_HOST} | offload opt_state slices | adamw | {ADAM} {ON_HOST}
 {LAMB} {MASTERS} {Z}.stage=1 | param_dtype | adamw | {ADAM} {MASTERS} {Z}.stage=1
 {LAYERS_ON_HOST} {STAGES}2 | offload.params=host stage=2 | stage=1 | {LAYERS_ON_HOST}
+activation_checkpointing.cpu_checkpointing=true {STAGES}2 | activations=host stage=2 | stage=1
+  | activation_checkpointing.cpu_checkpointing=true {STAGES}1
 sparse_gradients=true {Z}.stage=1 {Z}.offload_optimizer.device=cpu | lookup=owners offload
   | lookup=gather | {Z}.stage=1 {Z}.offload_optimizer.device=cpu ; sparse_gradients=true {Z}.stage=1
 sequence_parallel_size=2 {STAGES}2 | context=2 stage=2 | stage=1

@@ -39,6 +39,7 @@ from zerojax.plan.rungs import check_ladders
 from zerojax.plan.secondary_shards import check_secondary
 from zerojax.plan.table_lookups import check_lookup
 from zerojax.plan.weight_wire import check_weight_wire
+from zerojax.tracing.activation_offload import check_no_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,7 @@ _CHECKS: tuple[Callable[[Combination], object], ...] = (
     lambda c: optim.fit_optimizer(c.tx, c.precision),
     lambda c: check_elementwise(c.settings, c.tx),
     lambda c: check_by_layer(c.settings),
+    lambda c: check_no_stages(c.settings),
     lambda c: check_durable(c.settings.offload, c.precision),
     lambda c: check_sliced_update(c.settings.offload, c.tx),
     lambda c: check_pages(c.settings, c.mesh, c.precision, c.tx),

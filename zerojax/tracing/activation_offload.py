@@ -99,6 +99,21 @@ def find_loops_over_layers(closed: ClosedJaxpr, parameters: Sequence[bool]) -> l
     return list(_find(closed.jaxpr, held, ""))
 
 
+def check_no_stages(settings: MeshConfig) -> None:
+    """Raises if activations are offloaded in a pipeline.
+
+    Raises:
+      ValueError: the message states both remedies.
+    """
+    tier = settings.offload.activations
+    if tier != DEVICE and settings.stage > 1:
+        raise ValueError(
+            f"offload activations={tier} cannot be combined with stage={settings.stage}, because "
+            "a pipeline stores the inputs of each stage itself; use stage=1, or leave activations "
+            "on the device (offload activations=device)"
+        )
+
+
 def describe_layer_inputs(
     settings: MeshConfig, forward: ClosedJaxpr, num_parameters: int
 ) -> tuple[str, ...]:
@@ -110,17 +125,11 @@ def describe_layer_inputs(
       num_parameters: number of inputs that are parameters.
 
     Raises:
-      ValueError: activations cannot be offloaded for this model, or with pipeline stages.
+      ValueError: activations cannot be offloaded for this model.
     """
     tier = settings.offload.activations
     if tier == DEVICE:
         return ()
-    if settings.stage > 1:
-        raise ValueError(
-            f"offload activations={tier} cannot be combined with stage={settings.stage}, because "
-            "a pipeline stores the inputs of each stage itself; use stage=1, or leave activations "
-            "on the device (offload activations=device)"
-        )
     inputs = len(forward.jaxpr.invars)
     scans = find_layer_scans(forward, [place < num_parameters for place in range(inputs)])
     place = "the host" if tier == HOST else "files"
