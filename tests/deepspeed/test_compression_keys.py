@@ -57,10 +57,10 @@ def trained(config, model, **options):
 
 
 def test_pruning_keys_are_groups_of_the_run():
-    assert said(PRUNED).pruning == PRUNING
+    assert said(PRUNED).features.given == (PRUNING,)
     off = method({"dense_ratio": 0.5}, method="topk")
     off["shared_parameters"]["enabled"] = False
-    assert said(file(head_pruning=off)).pruning.is_off
+    assert not said(file(head_pruning=off)).features.given
 
 
 @pytest.mark.thorough

@@ -30,7 +30,7 @@ def file(schedule="fixed_linear", schedule_config=GROWTH, **changes):
 
 
 def curriculum_of(given):
-    return deepspeed.translate(given, num_devices=8).curriculum
+    return deepspeed.translate(given, num_devices=8).features.get(zerojax.CurriculumConfig)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from zerojax.cli.progress import Progress
 from zerojax.config import ConfigError, ElasticBatch, RunConfig, load, to_dict
 from zerojax.config.checks import MAX_CPU_DEVICES, check_whole_number
 from zerojax.config.display import show
+from zerojax.config.features import FEATURES
 from zerojax.config.loader import user_path
 from zerojax.runtime.shutdown import BAD_INPUT, OK
 from zerojax.runtime.user_files import replace_text
@@ -225,9 +226,11 @@ def _as_dict(translation: Translation) -> dict[str, object]:
         "num_microbatches": translation.num_microbatches,
         "gradient_clipping": translation.gradient_clipping,
         "precision": translation.precision.describe(),
-        "curriculum": to_dict(translation.curriculum),
-        "layer_drop": to_dict(translation.layer_drop),
-        "pruning": to_dict(translation.pruning),
+        **{
+            kind.keyword: to_dict(translation.features.get(kind))
+            for kind in FEATURES
+            if kind.ds_section is not None
+        },
         "conflicts": translation.conflicts,
         "warnings": translation.warnings,
         "reasons": translation.reasons,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zerojax.config.checks import check_regex, check_size, names_keywords, refuse
+from zerojax.config.display import quoted
 from zerojax.config.feature_settings import FeatureSettings
 from zerojax.config.loader import coerce_fields
 
@@ -51,6 +52,9 @@ class BitScheduleConfig(FeatureSettings):
                 self.start_bits,
                 "needs period, the number of updates until the first smaller width; set both",
             )
+
+    def summary(self) -> list[tuple[str, str]]:
+        return [("bits", f"from {self.start_bits} bits on, after {self.start_step} updates")]
 
     @staticmethod
     def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
@@ -155,6 +159,16 @@ class PruningConfig(FeatureSettings):
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+
+    def summary(self) -> list[tuple[str, str]]:
+        return [
+            (
+                "pruning",
+                f"{group.unit}s of {quoted(group.pattern, 35)}: {group.dense_ratio:.4g} of them "
+                f"kept from step {group.start_step + 1} on",
+            )
+            for group in self.groups
+        ]
 
     @staticmethod
     def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:

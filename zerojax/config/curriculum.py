@@ -87,6 +87,11 @@ class CurriculumConfig(FeatureSettings):
         else:
             self._check_growth()
 
+    def summary(self) -> list[tuple[str, str]]:
+        last = "the whole row" if self.max_length is None else str(self.max_length)
+        lengths = self.lengths or (self.first_length, last)
+        return [("rows", f"{lengths[0]} to {lengths[-1]} tokens, {self.schedule_type}")]
+
     @staticmethod
     def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
         return (

@@ -31,6 +31,10 @@ class FeatureSettings:
         """Whether the settings change nothing."""
         return self == type(self)()
 
+    def summary(self) -> list[tuple[str, str]]:
+        """Returns lines about settings that are on: (title of at most 10 letters, text)."""
+        raise NotImplementedError
+
     @classmethod
     def saved_in(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings in the configuration of a saved run; {} if the feature was off.

@@ -42,6 +42,10 @@ class LayerDropConfig(FeatureSettings):
         if self.theta == 1 and self.gamma != GAMMA:
             refuse("gamma", self.gamma, "has no effect with theta=1; set theta, such as 0.5")
 
+    def summary(self) -> list[tuple[str, str]]:
+        text = f"kept with a probability that falls from 1 to {self.theta:g} (the last)"
+        return [("layers", text)]
+
     @staticmethod
     def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:
         return (

@@ -15,6 +15,7 @@ from typing import Any
 from zerojax.config import ConfigError, LogConfig, MeshConfig
 from zerojax.config.checks import warn_user
 from zerojax.config.display import cut, quoted
+from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.deepspeed_config.attention_keys import layout_of
@@ -44,6 +45,10 @@ _SHOWN = 3
 _MAX_KEY = 200
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+_FEATURES = (curriculum_of, layer_drop_of, pruning_of)
+"""Functions that read the settings of an optional feature from a file."""
 
 
 def translate(
@@ -127,9 +132,7 @@ def explain(
         steps_per_print=file.optional("steps_per_print"),
         run_dir=run_dir,
         elasticity=elasticity,
-        curriculum=curriculum_of(file),
-        layer_drop=layer_drop_of(file),
-        pruning=pruning_of(file),
+        features=Features(tuple(x for read in _FEATURES if not (x := read(file)).is_off)),
         rounding=rounding_of(file),
         attention_layout=layout_of(file),
         router=router_of(file),

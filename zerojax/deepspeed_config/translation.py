@@ -11,13 +11,10 @@ from typing import Any, Literal
 import optax
 
 from zerojax.config import (
-    CurriculumConfig,
     ElasticityConfig,
-    LayerDropConfig,
     LogConfig,
     MeshConfig,
     OptimizerConfig,
-    PruningConfig,
 )
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.display import printable, quoted
@@ -112,9 +109,7 @@ class Translation:
       steps_per_print: value of the key steps_per_print; None if the file does not set it.
       run_dir: folder of the run, if a monitor of the file names one; else None.
       elasticity: batch settings for a changing number of devices; may be disabled.
-      curriculum: curriculum of the row length; its type is None without a curriculum.
-      layer_drop: progressive layer drop; its theta is 1 without layer drop.
-      pruning: pruned parameters; it has no groups without pruning.
+      features: settings of the optional features that the file has.
       rounding: rounding of weights that the model must have (`compression_keys.Rounding`); None:
         the file describes none.
       attention_layout: layout set by sparse_attention; None: dense attention.
@@ -141,9 +136,7 @@ class Translation:
     steps_per_print: int | None
     run_dir: Path | None
     elasticity: ElasticityConfig
-    curriculum: CurriculumConfig
-    layer_drop: LayerDropConfig
-    pruning: PruningConfig
+    features: Features
     rounding: Any
     attention_layout: BlockLayout | None
     router: Mapping[str, Any]
@@ -152,11 +145,6 @@ class Translation:
     lines: tuple[Line, ...]
     warnings: tuple[str, ...]
     reasons: tuple[str, ...]
-
-    @property
-    def features(self) -> Features:
-        """Settings of the optional features that the file has."""
-        return Features.found_in(self)
 
     @property
     def num_devices(self) -> int:
@@ -258,22 +246,13 @@ def _run(translation: Translation) -> Iterator[str]:
 
 def _features(translation: Translation) -> Iterator[str]:
     """Yields a line for each feature that changes what the step computes."""
-    if (curriculum := translation.curriculum).type is not None:
-        last = "the whole row" if curriculum.max_length is None else str(curriculum.max_length)
-        lengths = curriculum.lengths or (curriculum.first_length, last)
-        yield f"  rows       {lengths[0]} to {lengths[-1]} tokens, {curriculum.schedule_type}"
-    if not (drop := translation.layer_drop).is_off:
-        yield f"  layers     kept with a probability that falls from 1 to {drop.theta:g} (the last)"
+    lines = [line for settings in translation.features.given for line in settings.summary()]
     if translation.attention_layout is not None:
         layout = translation.attention_layout
-        yield f"  attention  {layout.mode}, blocks of {layout.block}"
-    for group in translation.pruning.groups:
-        yield (
-            f"  pruning    {group.unit}s of {quoted(group.pattern, 35)}: {group.dense_ratio:.4g} "
-            f"of them kept from step {group.start_step + 1} on"
-        )
+        lines.append(("attention", f"{layout.mode}, blocks of {layout.block}"))
     if translation.rounding is not None:
-        yield f"  rounding   {translation.rounding.describe()}"
+        lines.append(("rounding", translation.rounding.describe()))
+    yield from (f"  {title:<10} {text}" for title, text in lines)
 
 
 def _optimizer(translation: Translation) -> str:
