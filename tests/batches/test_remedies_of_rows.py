@@ -43,7 +43,7 @@ from zerojax.data.subwords import HuggingFaceTokenizer
 from zerojax.data.text_set import TextSet, check_targets, open_text_set, verify_text_set
 from zerojax.data.tokenizer import as_tokenizer, load_tokenizer
 from zerojax.data.tokens import check_unused
-from zerojax.plan.rungs import Ladder
+from zerojax.features.curriculum.rungs import Ladder
 
 X = {"x": np.ones((2, 3))}
 

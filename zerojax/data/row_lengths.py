@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.features.curriculum.rungs import WEIGHTS, Ladder
 from zerojax.models.given_arrays import as_arrays
-from zerojax.plan.rungs import WEIGHTS, Ladder
 
 
 def shorten(batch: Any, ladder: Ladder, step: int) -> dict[str, Any]:

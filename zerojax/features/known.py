@@ -6,7 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from zerojax.config.features import Features
+from zerojax.features.batch_ramp.growing_batches import GrowingBatches
+from zerojax.features.curriculum.growing_rows import GrowingRows
 from zerojax.features.layer_drop.layer_dropping import LayerDropping
 from zerojax.features.pruning.weight_pruning import WeightPruning
 from zerojax.features.seam import Facts, Feature
@@ -15,12 +19,36 @@ from zerojax.placement.layer_stacks import Stacks
 from zerojax.placement.state import TrainState
 from zerojax.placement.table import Placement
 
-KNOWN: tuple[Feature[Any, Any], ...] = (LayerDropping(), WeightPruning())
+KNOWN: tuple[Feature[Any, Any], ...] = (
+    LayerDropping(),
+    WeightPruning(),
+    GrowingRows(),
+    GrowingBatches(),
+)
 
 
 def need_loop(features: Features) -> bool:
     """Returns whether a feature of the run needs layers that run in a loop."""
     return any(x.needs_loop and not features.get(x.kind).is_off for x in KNOWN)
+
+
+def choose_microbatches(
+    features: Features, number: int | None, mesh: Mesh | AbstractMesh, batch: Any
+) -> tuple[int | None, list[str]]:
+    """Returns (number of microbatches with which the features of a run can run, reasons).
+
+    Args:
+      features: settings of the run.
+      number: the user's number; None: not given.
+      mesh: mesh of the run.
+      batch: global batch, as arrays or structs.
+    """
+    reasons: list[str] = []
+    for feature in KNOWN:
+        if not (config := features.get(feature.kind)).is_off:
+            number, why = feature.microbatches(config, number, mesh, batch)
+            reasons += why
+    return number, reasons
 
 
 def plan_features(features: Features, facts: Facts) -> dict[str, Any]:
@@ -29,7 +57,7 @@ def plan_features(features: Features, facts: Facts) -> dict[str, Any]:
     for feature in KNOWN:
         if not (config := features.get(feature.kind)).is_off:
             found[feature.kind.keyword] = feature.plan(config, facts)
-    return found
+    return {keyword: decision for keyword, decision in found.items() if decision is not None}
 
 
 def describe_features(decisions: Mapping[str, Any], placement: Placement) -> list[str]:

@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import jax
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
+from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.feature_settings import FeatureSettings
+from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.optim.precision import Precision
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.layer_stacks import Stacks
 from zerojax.placement.state import TrainState
@@ -26,6 +30,28 @@ from zerojax.tracing.trace import ModelTrace
 Arrays = Mapping[str, jax.Array]
 S = TypeVar("S", bound=FeatureSettings)
 D = TypeVar("D")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """Settings of a run that may exclude each other.
+
+    Attributes:
+      settings: mesh options.
+      mesh: the device mesh.
+      precision: dtypes of the run.
+      tx: the optimizer, before it is fitted to the precision.
+      features: settings of the features of the run.
+      attention_layout: layout that all calls of `zerojax.attention` use; None: not known, and
+        checked when the loss is traced.
+    """
+
+    settings: MeshConfig
+    mesh: Mesh | AbstractMesh
+    precision: Precision
+    tx: optax.GradientTransformation
+    features: Features
+    attention_layout: BlockLayout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +88,34 @@ class Feature(Generic[S, D]):
     kind: type[S]
     needs_loop = False
 
-    def check(self, config: S, settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
+    def check(self, config: S, run: Combination) -> None:
         """Raises for settings with which the feature has not been shown to be exact.
 
         Raises:
           ConfigError: the message states the setting and the remedy.
         """
 
-    def plan(self, config: S, facts: Facts) -> D:
-        """Returns the decision of the feature, from settings that are not off.
+    def microbatches(
+        self, config: S, number: int | None, mesh: Mesh | AbstractMesh, batch: Any
+    ) -> tuple[int | None, list[str]]:
+        """Returns (number of microbatches that the feature can run with, reasons).
+
+        Args:
+          config: settings of the feature.
+          number: the number so far; None: not given.
+          mesh: mesh of the run.
+          batch: global batch, as arrays or structs.
+        """
+        return number, []
+
+    def plan(self, config: S, facts: Facts) -> D | None:
+        """Returns the decision of the feature, from settings that are not off; None: the plan of
+        one step does not depend on it.
 
         Raises:
           ConfigError: the model does not have what the feature needs.
         """
-        raise NotImplementedError
+        return None
 
     def describe(self, decision: D, placement: Placement) -> list[str]:
         """Returns lines of the plan's page."""

@@ -11,23 +11,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import optax
-from jax.sharding import AbstractMesh, Mesh
-
 from zerojax import optim
-from zerojax.config import (
-    BatchRampConfig,
-    CurriculumConfig,
-    MeshConfig,
-)
-from zerojax.config.attention_layouts import BlockLayout
-from zerojax.config.features import Features
-from zerojax.config.late_dataclasses import dataclass
 from zerojax.features.known import KNOWN
-from zerojax.features.seam import Feature
+from zerojax.features.seam import Combination, Feature
 from zerojax.offload.offload_pages import check_pages
 from zerojax.offload.offload_tiers import check_by_layer, check_durable, check_sliced_update
-from zerojax.optim.precision import Precision
 from zerojax.placement.expert_axis import check_expert_axis
 from zerojax.placement.frozen_codes import check_codes
 from zerojax.placement.signed_momentum import check_one_bit
@@ -35,38 +23,15 @@ from zerojax.plan.context_split import check_context, check_layout
 from zerojax.plan.gradient_wire import check_gradient_wire
 from zerojax.plan.layer_tiles import check_tiles
 from zerojax.plan.refusals import check_elementwise
-from zerojax.plan.rungs import check_ladders
 from zerojax.plan.secondary_shards import check_secondary
 from zerojax.plan.table_lookups import check_lookup
 from zerojax.plan.weight_wire import check_weight_wire
 from zerojax.tracing.activation_offload import check_no_stages
 
 
-@dataclass(frozen=True, kw_only=True)
-class Combination:
-    """Settings of a run that may exclude each other.
-
-    Attributes:
-      settings: mesh options.
-      mesh: the device mesh.
-      precision: dtypes of the run.
-      tx: the optimizer, before it is fitted to the precision.
-      features: settings of the features of the run.
-      attention_layout: layout that all calls of `zerojax.attention` use; None: not known, and
-        checked when the loss is traced.
-    """
-
-    settings: MeshConfig
-    mesh: Mesh | AbstractMesh
-    precision: Precision
-    tx: optax.GradientTransformation
-    features: Features
-    attention_layout: BlockLayout | None = None
-
-
 def _check_feature(feature: Feature[Any, Any], c: Combination) -> None:
     if not (config := c.features.get(feature.kind)).is_off:
-        feature.check(config, c.settings, c.mesh, c.tx)
+        feature.check(config, c)
 
 
 _CHECKS: tuple[Callable[[Combination], object], ...] = (
@@ -77,9 +42,6 @@ _CHECKS: tuple[Callable[[Combination], object], ...] = (
     lambda c: check_one_bit(c.settings, c.mesh, c.precision, c.tx),
     lambda c: check_codes(c.settings, c.mesh, c.precision),
     *(functools.partial(_check_feature, feature) for feature in KNOWN),
-    lambda c: check_ladders(
-        c.features.get(CurriculumConfig), c.features.get(BatchRampConfig), c.settings, c.tx
-    ),
     lambda c: check_gradient_wire(c.settings, c.mesh),
     lambda c: check_secondary(c.settings, c.mesh),
     lambda c: check_weight_wire(c.settings, c.mesh, c.tx),

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import models, optim, tracing
 from zerojax.config import (
-    BatchRampConfig,
     MeshConfig,
     OptimizerConfig,
 )
@@ -26,6 +25,7 @@ from zerojax.config.display import as_details
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import NVME
+from zerojax.features.known import choose_microbatches as microbatches_of_features
 from zerojax.features.known import describe_features, need_loop, plan_features, with_parts
 from zerojax.features.seam import Facts
 from zerojax.hardware import compile_client
@@ -61,7 +61,6 @@ from zerojax.placement.state import (
 from zerojax.placement.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.placement.table import Placement, place_model, straight_pieces, unrolled
 from zerojax.placement.user_shardings import check_constraints, check_context_mesh
-from zerojax.plan.batch_rungs import ramp_microbatches
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
 from zerojax.plan.combinations import Combination, check_combination
 from zerojax.plan.compiler_options import choose_options
@@ -535,8 +534,7 @@ def _resolve(
     number = check_deterministic(settings, mesh, precision, inputs.num_microbatches)
     why_ramp: list[str] = []
     if settings.deterministic is None:
-        ramp = inputs.features.get(BatchRampConfig)
-        number, why_ramp = ramp_microbatches(ramp, number, mesh, batch)
+        number, why_ramp = microbatches_of_features(inputs.features, number, mesh, batch)
     number, why_number = choose_microbatches(number, mesh, batch)
     check_batch(batch, mesh, number)
     task = _Task(

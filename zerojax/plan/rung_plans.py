@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import BatchRampConfig, ConfigError, CurriculumConfig, OptimizerConfig
-from zerojax.plan.batch_rungs import BatchLadder, batch_ladder_of, resized_structs
+from zerojax.features.batch_ramp.batch_rungs import BatchLadder, batch_ladder_of, resized_structs
+from zerojax.features.curriculum.rungs import WEIGHTS, Ladder, ladder_of
 from zerojax.plan.inputs import PlanInputs, plan_options
 from zerojax.plan.make import Plan, plan_of
-from zerojax.plan.rungs import WEIGHTS, Ladder, ladder_of
 from zerojax.plan.sizes_of_steps import sizes_of_steps
 from zerojax.tracing.trees import flatten_names
 

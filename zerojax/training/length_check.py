@@ -15,8 +15,8 @@ import numpy as np
 
 from zerojax.config.curriculum import MAX_RUNGS
 from zerojax.data.row_lengths import without_end
+from zerojax.features.curriculum.rungs import WEIGHTS
 from zerojax.plan.make import Plan
-from zerojax.plan.rungs import WEIGHTS
 from zerojax.step.build import build_evaluation
 
 _SUM_TOLERANCE = 1e-4

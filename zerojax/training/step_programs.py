@@ -18,10 +18,10 @@ from typing import Any
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.data import shard_batch, shard_own_batch
 from zerojax.data.row_lengths import shorten
+from zerojax.features.curriculum.rungs import Ladder
 from zerojax.forecasting.step_meetings import find_meetings
 from zerojax.plan.counts import model_flops, tokens_per_step
 from zerojax.plan.make import Plan
-from zerojax.plan.rungs import Ladder
 from zerojax.runtime.standstill import Meeting
 from zerojax.step.build import build_step
 

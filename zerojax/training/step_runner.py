@@ -10,9 +10,9 @@ import jax
 
 from zerojax.checkpoint import Checkpointer
 from zerojax.data import shard_batch
+from zerojax.features.curriculum.rungs import Ladder
 from zerojax.optim import Weights
 from zerojax.plan.make import Plan
-from zerojax.plan.rungs import Ladder
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.watchdog import Watchdog

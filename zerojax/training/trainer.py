@@ -19,9 +19,9 @@ from zerojax.checkpoint.store import StoreError
 from zerojax.config import BatchRampConfig
 from zerojax.data import Feed, RowSource, as_feed, local_rows, one_pass, prefetch
 from zerojax.data.ramped_feed import in_ramp
+from zerojax.features.batch_ramp.batch_rungs import BatchLadder
 from zerojax.hardware.local_devices import device_memory
 from zerojax.optim import EMA, EmaState, Weights
-from zerojax.plan.batch_rungs import BatchLadder
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import PeerLostError, is_peer_loss
 from zerojax.runtime.preemption import Interrupted, StopRequest

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config import LayerDropConfig, MeshConfig
+from zerojax.config import LayerDropConfig
 from zerojax.features.layer_drop.layer_choice import LayerDrop, check_layer_drop, plan_layer_drop
-from zerojax.features.seam import Facts, Feature
+from zerojax.features.seam import Combination, Facts, Feature
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.state import TrainState, step_key
 from zerojax.placement.table import Placement
@@ -26,10 +26,8 @@ class LayerDropping(Feature[LayerDropConfig, LayerDrop]):
 
     kind, needs_loop = LayerDropConfig, True
 
-    def check(
-        self, config: LayerDropConfig, settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any
-    ) -> None:
-        check_layer_drop(settings, mesh, tx)
+    def check(self, config: LayerDropConfig, run: Combination) -> None:
+        check_layer_drop(run.settings, run.mesh, run.tx)
 
     def plan(self, config: LayerDropConfig, facts: Facts) -> LayerDrop:
         given = facts.model, facts.trace, facts.params, facts.settings.zero

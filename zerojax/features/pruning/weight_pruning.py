@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 
-from zerojax.config import MeshConfig, PruningConfig
+from zerojax.config import PruningConfig
 from zerojax.features.pruning import prune_masks
 from zerojax.features.pruning.pruned_parameters import (
     PrunedLeaf,
@@ -18,7 +17,7 @@ from zerojax.features.pruning.pruned_parameters import (
     masked_names,
     plan_pruning,
 )
-from zerojax.features.seam import Arrays, Facts, Feature
+from zerojax.features.seam import Arrays, Combination, Facts, Feature
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.layer_stacks import Stacks
 from zerojax.placement.state import TrainState
@@ -32,10 +31,8 @@ class WeightPruning(Feature[PruningConfig, Pruned]):
 
     kind = PruningConfig
 
-    def check(
-        self, config: PruningConfig, settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any
-    ) -> None:
-        check_pruning(settings, tx)
+    def check(self, config: PruningConfig, run: Combination) -> None:
+        check_pruning(run.settings, run.tx)
 
     def plan(self, config: PruningConfig, facts: Facts) -> Pruned:
         return plan_pruning(config, facts.trace, facts.placement, facts.stacks, facts.settings)

@@ -92,8 +92,6 @@ def ramp_microbatches(
     Raises:
       ConfigError: the number, or the data shards of the mesh, do not divide a batch size.
     """
-    if config.is_off:
-        return number, []
     rows = jax.tree.leaves(batch)[0].shape[0]
     ramp, shards = BatchRamp(config=config, final=rows), num_data_shards(mesh)
     unit = math.gcd(*ramp.rungs, rows)

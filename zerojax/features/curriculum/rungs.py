@@ -10,11 +10,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zerojax.config import BatchRampConfig, ConfigError, CurriculumConfig, MeshConfig
+from zerojax.config import ConfigError, CurriculumConfig
 from zerojax.config.curriculum import MAX_RUNGS
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.models import losses
-from zerojax.optim import one_bit_of
 from zerojax.placement.decisions import Decisions
 from zerojax.tracing.expert_calls import find_rows
 
@@ -202,43 +201,6 @@ def _is_next_token(plan: Decisions, *, has_own_loss: bool) -> bool:
     method = getattr(type(target), "loss", None)
     is_of_zoo = getattr(method, "__module__", "").startswith("zerojax.zoo.")
     return not has_own_loss and is_of_zoo and losses.loss_unit(plan.loss) == losses.NATS_PER_TOKEN
-
-
-def check_ladders(
-    curriculum: CurriculumConfig, ramp: BatchRampConfig, settings: MeshConfig, tx: Any
-) -> None:
-    """Raises for settings with which steps of several compiled sizes, of a curriculum or a batch
-    ramp, have not been shown to be exact.
-
-    Raises:
-      ConfigError: the message states the setting and the remedy.
-    """
-    if curriculum.type is not None and not ramp.is_off:
-        raise ConfigError(
-            f"a batch ramp (start={ramp.start}) together with a curriculum of the row length is "
-            "not supported, since each pair of sizes would be a compiled step; leave one of them "
-            "out",
-            ("batch_ramp", "start"),
-        )
-    if curriculum.type is not None:
-        _check_ladder(settings, tx, "a curriculum", ("curriculum", "type"))
-    if not ramp.is_off:
-        _check_ladder(settings, tx, "a batch ramp", ("batch_ramp", "start"))
-
-
-def _check_ladder(settings: MeshConfig, tx: Any, what: str, key: tuple[str, ...]) -> None:
-    offload = settings.offload
-    if one_bit_of(tx) is not None:
-        raise ConfigError(
-            f"{what} together with a 1-bit optimizer, which has two programs per size, is "
-            "not supported; use adamw, or leave one of them out",
-            key,
-        )
-    if not offload.is_off or offload.tile_bytes is not None:
-        other = "offload" if not offload.is_off else f"offload.tile_bytes={offload.tile_bytes}"
-        raise ConfigError(
-            f"{what} together with {other} is not supported; leave one of them out", key
-        )
 
 
 def _check_weights(plan: Decisions, ladder: Ladder) -> None:

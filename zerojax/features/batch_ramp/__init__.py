@@ -1,0 +1,1 @@
+"""Ramp of the batch size: early steps have fewer rows."""
