@@ -361,6 +361,8 @@ def test_settings_that_exclude_each_other(row, num_devices):
     ("kind", "remedy"),
     [
         ("Adagrad", "optax.adagrad(lr)"),
+        ("OneBitLamb", "Lamb"),
+        ("OneBitLamb", "OneBitAdam"),
         ("ZeroOneAdam", "OneBitAdam"),
         ("MuAdam", "Adam"),
         ("MuSGD", "SGD"),

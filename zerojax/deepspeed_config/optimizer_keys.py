@@ -30,7 +30,6 @@ from zerojax.optim import (
     matrices_by_shape,
     muon,
     one_bit_adam,
-    one_bit_lamb,
     sgd,
 )
 from zerojax.optim.building import describe_numbers
@@ -154,23 +153,6 @@ _ONE_BIT_ADAM = {
         "XLA's collectives send the quantized values", cuda_aware=False, comm_backend_name="nccl"
     ),
 }
-_ONE_BIT_LAMB = {
-    **{name: key for name, key in _ONE_BIT_ADAM.items() if not name.startswith("bias")},
-    **{name: _LAMB[name] for name in ("max_coeff", "min_coeff")},
-    "freeze_step": Key("int", 100000, "honoured", "warm-up steps with LAMB, before signs are sent"),
-    "coeff_beta": Key(
-        "float", 0.9, "honoured", "decay of the average of each layer's ratio of norms"
-    ),
-    "factor_max": Key("float", 4.0, "honoured", "upper bound of that average's factor"),
-    "factor_min": Key("float", 0.5, "honoured", "lower bound of that average's factor"),
-    "factor_threshold": Key(
-        "float", 0.1, "honoured", "largest change of that factor in a step, as a fraction"
-    ),
-    "bias_correction": Key(
-        "bool", True, "ignored", "DeepSpeed's 1-bit LAMB has no bias correction"
-    ),
-    "eps_inside_sqrt": Key("bool", False, "ignored", "DeepSpeed's 1-bit LAMB ignores this key"),
-}
 OPTIMIZERS: Mapping[str, Table] = {
     "adam": _ADAM,
     "adamw": _ADAM,
@@ -179,13 +161,12 @@ OPTIMIZERS: Mapping[str, Table] = {
     "sgd": _SGD,
     "muon": _MUON,
     "onebitadam": _ONE_BIT_ADAM,
-    "onebitlamb": _ONE_BIT_LAMB,
 }
 
-_OF_LAYERS = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
 _INSTEAD = "remove the section and pass optimizer="
 _ABSENT = {
     "adagrad": f"is not implemented; {_INSTEAD}optax.adagrad(lr)",
+    "onebitlamb": "(1-bit LAMB) is not implemented; use Lamb or OneBitAdam, with its own keys",
     "zerooneadam": "(0/1 Adam) is not implemented; use OneBitAdam",
     "muadam": "is part of the torch package mup; use Adam with learning rates by parameter group",
     "muadamw": "is part of the torch package mup; use AdamW with learning rates by parameter group",
@@ -430,10 +411,6 @@ def _build(
     elif name == "onebitadam":
         numbers = {each: params[each] for each in ("eps", "freeze_step")}
         tx = one_bit_adam(rate, b1=b1, b2=b2, bias_correction=False, **numbers, **common)
-    elif name == "onebitlamb":
-        names = ("eps", "freeze_step", "min_coeff", "max_coeff", *_OF_LAYERS)
-        numbers = {each: params[each] for each in names}
-        tx = one_bit_lamb(rate, b1=b1, b2=b2, bias_correction=False, **numbers, **common)
     elif name == "lamb":
         names = ("eps", "min_coeff", "max_coeff", "eps_inside_sqrt", "bias_correction")
         numbers = {each: params[each] for each in names}

@@ -259,8 +259,8 @@ def _optimizer(translation: Translation) -> str:
     tx = translation.optimizer
     if isinstance(tx, OptimizerConfig):
         name = f"{tx.name} (zerojax's own settings)"
-    elif (one_bit := one_bit_of(tx)) is not None:
-        name = one_bit.name
+    elif one_bit_of(tx) is not None:
+        name = "1-bit Adam"
     else:
         name = tx.kernel if isinstance(tx, Optimizer) else "an optax transformation"
     clip = translation.gradient_clipping

@@ -30,7 +30,6 @@ from zerojax.optim.muon_parameters import (
     muon_names,
 )
 from zerojax.optim.one_bit import one_bit_adam, one_bit_of
-from zerojax.optim.one_bit_layers import one_bit_lamb
 from zerojax.optim.optimizer import (
     BegunUpdate,
     Optimizer,
@@ -100,7 +99,6 @@ __all__ = [
     "muon_dimensions",
     "muon_names",
     "one_bit_adam",
-    "one_bit_lamb",
     "one_bit_of",
     "sgd",
     "trace_update",

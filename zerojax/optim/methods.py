@@ -155,7 +155,7 @@ def lamb(
             ),
             moments=("mu", "nu"),
             scalars=adam_scalars(b1, b2, eps),
-            run=lamb_passes,
+            run=_lamb_passes,
             elementwise=False,
             per_layer=per_layer,
         ),
@@ -262,24 +262,14 @@ def _scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(plain.init, update)
 
 
-def lamb_passes(
-    params: Arrays,
-    moments: tuple[Arrays, ...],
-    grads: Arrays,
-    numbers: Numbers,
-    *,
-    taken: Callable[[Arrays], Arrays] = lambda ratios: ratios,
+def _lamb_passes(
+    params: Arrays, moments: tuple[Arrays, ...], grads: Arrays, numbers: Numbers
 ) -> tuple[Arrays, tuple[Arrays, ...]]:
-    """Runs LAMB's two passes: new moments and their norms, then new parameters.
-
-    Args:
-      params, moments, grads, numbers: arguments of a `Run`.
-      taken: function from {name: ratio of norms} to the ratios that multiply the updates.
-    """
+    """Runs LAMB's two passes (a `Run`): new moments and their norms, then new parameters."""
     layers = numbers.context.layers
     moments, average = moments[:2], moments[2:]
     half = numbers.update(optimizers.LAMB_MOMENTS, moments, (params, grads), by_row=layers)
-    ratios = taken(trust_ratios(half.sums, numbers.context, layers))
+    ratios = _trust_ratios(half.sums, numbers.context, layers)
     second = dataclasses.replace(
         numbers,
         scalars={
@@ -294,7 +284,7 @@ def lamb_passes(
     return new[0], (*half.updated, *new[1:])
 
 
-def trust_ratios(
+def _trust_ratios(
     sums: tuple[Arrays, ...], context: UpdateContext, layers: Mapping[str, tuple[str, ...]]
 ) -> dict[str, jax.Array]:
     """Computes LAMB's trust ratios over all shards: {name: float32 [] or [layers of this shard]}.

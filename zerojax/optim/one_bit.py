@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -96,22 +96,13 @@ def _padded(values: jax.Array, size: int) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit:
-    """Settings of an optimizer with 1-bit communication, and its update after the warm-up.
+    """Settings of 1-bit Adam, and its update after the warm-up.
 
     Attributes:
-      freeze_step: number of warm-up updates, which are AdamW's (LAMB's in the subclass); skipped
-        steps do not count.
+      freeze_step: number of warm-up updates, which are AdamW's; skipped steps do not count.
       b1: decay of the momentum.
       method, options: definition and options of the warm-up optimizer.
-      name, warm_up_name: names of this optimizer and of the warm-up optimizer, for messages.
-      errors_name: prefix of the names of compression errors in a state.
-      per_layer: whether the state also keeps values for each layer.
     """
-
-    name: ClassVar[str] = "1-bit Adam"
-    warm_up_name: ClassVar[str] = "AdamW"
-    errors_name: ClassVar[str] = "errors"
-    per_layer: ClassVar[bool] = False
 
     freeze_step: int
     b1: float
@@ -121,11 +112,11 @@ class OneBit:
     def frozen_at(self, state: Tree) -> jax.Array:
         """Returns the number of updates in the second moment when it is frozen: int32 [], at least
         1."""
-        return jnp.maximum(adam_part(state).count, 1)
+        return jnp.maximum(_adam_part(state).count, 1)
 
     def momentum(self, state: Tree) -> Arrays:
         """Returns {name: this device's shard of the momentum}."""
-        momentum: Any = adam_part(state).mu
+        momentum: Any = _adam_part(state).mu
         return momentum
 
     def apply(
@@ -133,8 +124,7 @@ class OneBit:
         arrays: tuple[Arrays, Arrays, Arrays, Tree],
         context: UpdateContext,
         frozen_at: jax.Array,
-        layers: Mapping[str, Arrays] | None = None,
-    ) -> tuple[Arrays, Tree, dict[str, Arrays]]:
+    ) -> tuple[Arrays, Tree]:
         """Applies one update with all-reduced momentum to this device's shards.
 
         Parameters with an entry in the new momentum are updated with it and the frozen second
@@ -146,10 +136,9 @@ class OneBit:
             momentum} of the others, the optimizer's state).
           context: context of the update; its gradient scale applies to the gradients only.
           frozen_at: result of the method `frozen_at`.
-          layers: values kept for each layer; None if there are none.
 
         Returns:
-          (parameters, the optimizer's state, the changed entries of `layers`).
+          (parameters, the optimizer's state).
         """
         params, grads, momentum, state = arrays
         whole = context.whole(params)
@@ -158,40 +147,21 @@ class OneBit:
         plain = [name for name in params if name not in momentum]
         pick = lambda tree: {name: tree[name] for name in plain}  # noqa: E731
         new, moments = begun.run(pick(params), (pick(mu), pick(nu)), grads, None)
-        updates: Any = optax.safe_increment(adam_part(state).count)
-        scalars = self.scalars_of(momentum, state, whole, (updates, frozen_at))
-        moved, changed = self.move((params, momentum, mu, nu), scalars, context, layers)
-        new = {**new, **unless(context.skip, moved, params)}
-        agreed = unless(context.skip, momentum, mu)
-        after = {**moments[0], **agreed}, {**nu, **moments[1]}
-        ordered = tuple({name: tree[name] for name in params} for tree in after)
-        return {name: new[name] for name in params}, begun.end(ordered), changed
-
-    def move(
-        self,
-        arrays: tuple[Arrays, Arrays, Arrays, Arrays],
-        scalars: Mapping[str, TwoScalars],
-        context: UpdateContext,
-        layers: Mapping[str, Arrays] | None,
-    ) -> tuple[Arrays, dict[str, Arrays]]:
-        """Computes (updated parameters, changed entries of `layers`) from all-reduced momenta.
-
-        Args:
-          arrays: (parameters, all-reduced momentum, the previous momentum, frozen second moments).
-          scalars: result of `scalars_of`.
-          context: context of the update.
-          layers: values kept for each layer; None if there are none.
-        """
-        params, momentum, _, nu = arrays
+        updates: Any = optax.safe_increment(_adam_part(state).count)
+        scalars = self._scalars_of(momentum, state, whole, (updates, frozen_at))
         moved = {}
         for name, agreed in momentum.items():
             param, (now, frozen) = params[name], scalars[name]
             root = jnp.sqrt(nu[name] / frozen.correction2) + now.eps
             step = jnp.where(nu[name] > 0, (agreed / now.correction1) / root, 0.0)
             moved[name] = param - now.learning_rate * (step + now.weight_decay * param)
-        return moved, {}
+        new = {**new, **_unless(context.skip, moved, params)}
+        kept = _unless(context.skip, momentum, mu)
+        after = {**moments[0], **kept}, {**nu, **moments[1]}
+        ordered = tuple({name: tree[name] for name in params} for tree in after)
+        return {name: new[name] for name in params}, begun.end(ordered)
 
-    def scalars_of(
+    def _scalars_of(
         self,
         names: Iterable[str],
         state: Tree,
@@ -217,12 +187,12 @@ class OneBit:
         return self.method.scalars(rate, weight_decay=weight_decay, count=count, **nothing)
 
 
-def unless(skip: jax.Array, new: Arrays, old: Arrays) -> Arrays:
+def _unless(skip: jax.Array, new: Arrays, old: Arrays) -> Arrays:
     """Selects the new arrays, or the old ones if the step is skipped."""
     return {name: jnp.where(skip, old[name], x) for name, x in new.items()}
 
 
-def adam_part(state: Tree) -> optax.ScaleByAdamState:
+def _adam_part(state: Tree) -> optax.ScaleByAdamState:
     """Returns the part of an optimizer's state that holds Adam's count and moments."""
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
     (found,) = (part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part))
@@ -230,13 +200,12 @@ def adam_part(state: Tree) -> optax.ScaleByAdamState:
 
 
 def one_bit_of(tx: Any) -> OneBit | None:
-    """Returns the `OneBit` of an optimizer with 1-bit communication, or None for other
-    optimizers."""
+    """Returns the `OneBit` of 1-bit Adam, or None for other optimizers."""
     return getattr(tx, "one_bit", None)
 
 
-def check_one_bit_numbers(maker: str, *, freeze_step: Any, b1: Any) -> None:
-    """Checks that `freeze_step` and `b1` are valid for 1-bit communication.
+def _check_warm_up(*, freeze_step: Any, b1: Any) -> None:
+    """Checks that `freeze_step` and `b1` are valid for 1-bit Adam.
 
     Raises:
       ValueError, TypeError: a value is not valid; the message states its limit.
@@ -249,11 +218,11 @@ def check_one_bit_numbers(maker: str, *, freeze_step: Any, b1: Any) -> None:
             "second moment to divide by; a few times 1 / (1 - b2) is usual"
         )
     if callable(b1):
-        raise TypeError(f"{maker}: b1 must be a number, such as 0.9, not a function")
+        raise TypeError("one_bit_adam: b1 must be a number, such as 0.9, not a function")
 
 
-def scalars_with(corrected: Callable[..., Any], bias_correction: bool) -> Callable[..., Any]:
-    """Builds `Method.scalars` of AdamW or LAMB, with or without bias correction of the moments."""
+def _scalars_with(corrected: Callable[..., Any], bias_correction: bool) -> Callable[..., Any]:
+    """Builds `Method.scalars` of AdamW, with or without bias correction of the moments."""
 
     def scalars(rate: Any, **step: Any) -> optimizers.AdamScalars:
         made = corrected(rate, **step)
@@ -307,14 +276,14 @@ def one_bit_adam(
     """
     check_numbers(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps)
     check_numbers(weight_decay=weight_decay, clip_norm=clip_norm)
-    check_one_bit_numbers("one_bit_adam", freeze_step=freeze_step, b1=b1)
+    _check_warm_up(freeze_step=freeze_step, b1=b1)
     if impl not in get_args(Impl):
         choose(impl, kernel="adamw")  # raises an error that lists the valid values
     method = Method(
         kernel="adamw",
         chain=lambda decay, rate: optax.chain(scale_by_adam(b1, b2, eps), decay, rate),
         moments=("mu", "nu"),
-        scalars=scalars_with(adam_scalars(b1, b2, eps), bias_correction),
+        scalars=_scalars_with(adam_scalars(b1, b2, eps), bias_correction),
         run=one_pass(optimizers.ADAMW),
         one_bit=lambda method, options: OneBit(
             freeze_step=freeze_step, b1=b1, method=method, options=options

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -78,7 +77,6 @@ def with_kept_parts(
     precision: Precision,
     mesh: Mesh | AbstractMesh,
     tx: Any,
-    forward: ClosedJaxpr,
 ) -> TrainState:
     """Adds the errors of signed momentum and the copies of weights to an abstract state, if the run
     has them.
@@ -89,11 +87,10 @@ def with_kept_parts(
       precision: dtypes of the plan.
       mesh: mesh of the plan.
       tx: optimizer of the plan.
-      forward: jaxpr of the loss, which shows the parameters in which layers are stacked.
     """
     result = state.copy()
     if one_bit_of(tx) is not None:
-        result["one_bit"] = abstract_one_bit(placement, mesh, tx, forward)
+        result["one_bit"] = abstract_one_bit(placement, mesh)
     copies = abstract_copies(placement, precision, mesh)
     if copies is not None:
         result["copies"] = copies

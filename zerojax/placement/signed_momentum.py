@@ -1,4 +1,4 @@
-"""Plans 1-bit optimizers, which send the signs of momentum: raises for unsupported settings, and
+"""Plans 1-bit Adam, which sends the signs of momentum: raises for unsupported settings, and
 plans stored state and bytes sent."""
 
 from __future__ import annotations
@@ -6,26 +6,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config import MeshConfig
 from zerojax.optim import one_bit_of
-from zerojax.optim.one_bit import OneBit, message_bytes
-from zerojax.optim.one_bit_layers import COEFFICIENTS, FACTORS, FRESH, SCALES
+from zerojax.optim.one_bit import message_bytes
 from zerojax.optim.precision import Precision
 from zerojax.placement.device_mesh import AXES, DATA
 from zerojax.placement.leaf_placement import Access, LeafPlacement
 from zerojax.placement.state import ONE_BIT
 from zerojax.placement.table import Placement
 from zerojax.tracing import trees
-from zerojax.tracing.loops import find_stacks
 from zerojax.tracing.trees import format_bytes
 
 FROZEN_AT, BEGUN, WORKER, SERVER = "frozen_at", "begun", "worker", "server"
@@ -38,25 +35,19 @@ Under `errors_key`:
     the device's last message left out.
   server: {name: float32 [devices, row]}, the part that the device's last message of a mean left
     out.
-1-bit LAMB also has `zerojax.optim.one_bit_layers.SCALES` and `FRESH` there; its momentum in worker
-and server is multiplied by the scales. It has `COEFFICIENTS` and `FACTORS` under `layers_key`,
-which does not depend on the number of devices.
 """
-
-
-_LAYERS = "layers_"
+_ERRORS = "errors_"
 
 
 def check_one_bit(
     settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision, tx: Any
 ) -> None:
-    """Raises if a 1-bit optimizer conflicts with other settings.
+    """Raises if 1-bit Adam conflicts with other settings.
 
     Raises:
       ValueError: the message states the first conflict and the remedy.
     """
-    one_bit = one_bit_of(tx)
-    if one_bit is None:
+    if one_bit_of(tx) is None:
         return
     if settings.zero > 1:
         devices = mesh.shape[DATA]
@@ -65,7 +56,7 @@ def check_one_bit(
             3: "stage 3 would save only the 2 bytes of a weight in addition",
         }[settings.zero]
         raise ValueError(
-            f"{one_bit.name} with zero={settings.zero} is not supported: each device keeps the "
+            f"1-bit Adam with zero={settings.zero} is not supported: each device keeps the "
             "residual errors of its signs for the whole momentum, 4 bytes per parameter that "
             f"sharding cannot divide. Masters, moments and other errors take 16/{devices} = "
             f"{16 / devices:.2g} bytes at stage 1 already, and {gain}; use zero=0 or 1"
@@ -81,22 +72,21 @@ def check_one_bit(
     for other, is_there in others.items():
         if is_there:
             raise ValueError(
-                f"{one_bit.name} with {other} is not supported: signs of the momentum are "
-                "exchanged only between "
-                "devices that split the batch, each with its whole momentum in device memory; "
-                "leave one of them out"
+                f"1-bit Adam with {other} is not supported: signs of the momentum are exchanged "
+                "only between devices that split the batch, each with its whole momentum in "
+                "device memory; leave one of them out"
             )
     if not precision.has_masters or precision.moments_dtype != jnp.float32:
         raise ValueError(
-            f"{one_bit.name} with bfloat16 parameters or moments is not supported: the residual "
+            "1-bit Adam with bfloat16 parameters or moments is not supported: the residual "
             "errors of signs accumulate over steps and would be lost in bfloat16; use param_dtype "
             "and moments_dtype float32"
         )
 
 
 def sends_signs(leaf: LeafPlacement) -> bool:
-    """Returns whether a parameter's momentum is sent as signs after the warm-up of a 1-bit
-    optimizer."""
+    """Returns whether a parameter's momentum is sent as signs after the warm-up of 1-bit
+    Adam."""
     return not (leaf.frozen or leaf.gradient_in_full)
 
 
@@ -116,15 +106,11 @@ def signed_leaves(placement: Placement) -> dict[str, LeafPlacement]:
     return {name: leaf for name, leaf in placement.leaves.items() if sends_signs(leaf)}
 
 
-def errors_key(placement: Placement, beginning: str = OneBit.errors_name) -> str:
+def errors_key(placement: Placement) -> str:
     """Returns the name of the residual errors (momentum minus the signs sent for it) in a state and
     in checkpoints.
 
     The name depends on how parameters are divided among devices, because the errors do.
-
-    Args:
-      placement: placement table.
-      beginning: `errors_name` of the optimizer, with which the name begins.
     """
     devices = placement.axis_sizes[DATA]
     rows = [
@@ -132,29 +118,11 @@ def errors_key(placement: Placement, beginning: str = OneBit.errors_name) -> str
         for name, leaf in sorted(signed_leaves(placement).items())
     ]
     digest = hashlib.sha256(json.dumps([devices, rows]).encode()).hexdigest()[:8]
-    return f"{beginning}_{devices}_{digest}"
+    return f"{_ERRORS}{devices}_{digest}"
 
 
-def layers_key(kept: Mapping[str, Any]) -> str:
-    """Returns the name of the coefficients of layers in the `ONE_BIT` part of a 1-bit LAMB
-    state."""
-    (found,) = (name for name in kept if name.startswith(_LAYERS))
-    return found
-
-
-def abstract_one_bit(
-    placement: Placement, mesh: Mesh | AbstractMesh, tx: Any, forward: ClosedJaxpr
-) -> dict[str, Any]:
-    """Returns the `ONE_BIT` part of the state as `ShapeDtypeStruct`s with shardings.
-
-    Args:
-      placement: placement table.
-      mesh: mesh of the plan.
-      tx: a 1-bit optimizer.
-      forward: jaxpr of the loss, which shows the parameters in which layers are stacked.
-    """
-    one_bit = one_bit_of(tx)
-    assert one_bit is not None
+def abstract_one_bit(placement: Placement, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    """Returns the `ONE_BIT` part of the state as `ShapeDtypeStruct`s with shardings."""
     devices = placement.axis_sizes[DATA]
     counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
 
@@ -168,35 +136,7 @@ def abstract_one_bit(
         WORKER: {name: split(devices, row) for name, row in rows.items()},
         SERVER: {name: split(row) for name, row in rows.items()},
     }
-    if not one_bit.per_layer:
-        return {FROZEN_AT: counter, errors_key(placement, one_bit.errors_name): errors}
-    layers = _abstract_layers(placement, mesh, find_stacks(forward, sorted(placement.leaves)))
-    of_devices = {name: layers[name] for name in (SCALES, FRESH)}
-    of_all = {name: layers[name] for name in (COEFFICIENTS, FACTORS)}
-    shapes = sorted([name, list(x.shape)] for name, x in layers[COEFFICIENTS].items())
-    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:8]
-    return {
-        FROZEN_AT: counter,
-        f"{_LAYERS}{digest}": of_all,
-        errors_key(placement, one_bit.errors_name): errors | of_devices,
-    }
-
-
-def _abstract_layers(
-    placement: Placement, mesh: Mesh | AbstractMesh, stacks: Collection[str]
-) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """Returns the coefficients of each parameter, or of each layer of a stacked parameter, as
-    structs."""
-    numbers, fresh = {}, {}
-    for name, leaf in signed_leaves(placement).items():
-        is_stack = name in stacks
-        # ZeRO never splits layers that a loop slices, so a device has a part of each.
-        assert not is_stack or leaf.zero_dim != -len(leaf.shape)
-        shape = leaf.shape[:1] if is_stack else ()
-        numbers[name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
-        lies = NamedSharding(mesh, leaf.stored_spec)
-        fresh[name] = jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32, sharding=lies)
-    return {COEFFICIENTS: numbers, FACTORS: numbers, SCALES: numbers, FRESH: fresh}
+    return {FROZEN_AT: counter, errors_key(placement): errors}
 
 
 def signs_sent(placement: Placement) -> int:
@@ -231,7 +171,7 @@ def compressed_bytes(placement: Placement, precision: Precision) -> int:
 def describe_one_bit(
     placement: Placement, precision: Precision, tx: Any, settings: MeshConfig
 ) -> list[str]:
-    """Describes what a 1-bit optimizer changes after its warm-up, and the bytes that it sends and
+    """Describes what 1-bit Adam changes after its warm-up, and the bytes that it sends and
     stores."""
     one_bit = one_bit_of(tx)
     if one_bit is None:
@@ -242,23 +182,15 @@ def describe_one_bit(
     total = compressed_bytes(placement, precision)
     weights = "" if settings.zero == 0 else ", including the all-gather of weights"
     lines = [
-        f"{one_bit.name}: updates 1 to {one_bit.freeze_step} are {one_bit.warm_up_name}; after "
-        "them another program runs, which freezes the second moment and sends the momentum of "
-        f"{len(signed)} "
-        f"of {len(trained)} parameters as signs with one scale per 256 values: "
+        f"1-bit Adam: updates 1 to {one_bit.freeze_step} are AdamW; after them another program "
+        "runs, which freezes the second moment and sends the momentum of "
+        f"{len(signed)} of {len(trained)} parameters as signs with one scale per 256 values: "
         f"{format_bytes(signs_sent(placement))} per step and device, {format_bytes(total)} in "
         f"all{weights}",
-        f"{one_bit.name} keeps the residual errors of signs, "
+        "1-bit Adam keeps the residual errors of signs, "
         f"{format_bytes(4 * rows * (devices + 1))} on each device; on another number of devices "
         "these errors start at zero",
     ]
-    if one_bit.per_layer:
-        shards = sum(trees.num_elements(leaf.stored_shape) for leaf in signed.values())
-        shards = rows if settings.zero else shards
-        lines.append(
-            f"{one_bit.name} stores a second moment that it reconstructs from momentum, "
-            f"{format_bytes(4 * shards)} on each device, and each layer's average trust ratio"
-        )
     if one_bit.options.clip_norm is not None:
         lines.append(
             f"clip_norm={one_bit.options.clip_norm:g} after update {one_bit.freeze_step} limits "
@@ -280,25 +212,6 @@ def errors_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -
     """
     if ONE_BIT not in plan_state:
         return False
-    return _begins_anew(plan_state[ONE_BIT], saved, "errors_")
-
-
-def coefficients_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether the 1-bit LAMB coefficients in a checkpoint do not fit the run, so that they
-    start anew.
-
-    Coefficients do not fit if the run stores the layers in other arrays.
-
-    Args:
-      plan_state: abstract state of the run.
-      saved: names of the arrays in the checkpoint.
-    """
-    if ONE_BIT not in plan_state or not any(key.startswith(_LAYERS) for key in plan_state[ONE_BIT]):
-        return False
-    return _begins_anew(plan_state[ONE_BIT], saved, _LAYERS)
-
-
-def _begins_anew(kept: Mapping[str, Any], saved: Mapping[str, Any], beginning: str) -> bool:
-    own = tuple(f"{ONE_BIT}/{key}/" for key in kept if key.startswith(beginning))
-    has_any = any(name.startswith(f"{ONE_BIT}/{beginning}") for name in saved)
+    own = tuple(f"{ONE_BIT}/{key}/" for key in plan_state[ONE_BIT] if key.startswith(_ERRORS))
+    has_any = any(name.startswith(f"{ONE_BIT}/{_ERRORS}") for name in saved)
     return has_any and not any(name.startswith(own) for name in saved)

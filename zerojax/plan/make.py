@@ -470,7 +470,7 @@ def _forms(
     stored = with_parts(build(seen.params, placement=placement, portable=False), features, names)
     by_name, users = row_structs(seen.params, names), row_placement(placement, names)
     portable = with_parts(build(by_name, placement=users, portable=True), features, names)
-    about = placement, task.precision, task.mesh, tx, seen.trace.jaxpr
+    about = placement, task.precision, task.mesh, tx
     portable = with_kept_parts(portable, *about)
     stored = with_kept_parts(stored, *about)
     if offload is not None:

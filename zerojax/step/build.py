@@ -25,7 +25,6 @@ from zerojax.features.deterministic.deterministic_update import (
 from zerojax.features.known import active
 from zerojax.features.one_bit.one_bit_update import (
     TwoPrograms,
-    build_averaging_update,
     build_signed_update,
     unsummed_names,
 )
@@ -68,8 +67,8 @@ def build_step(plan: Plan) -> Any:
     Returns:
       `step(state, batch) -> (state, metrics)`. `state` is donated: use only the returned state.
       A state that was already passed to a step raises ValueError. `batch` comes from `shard_batch`.
-      `step.lower(...)` returns the lowered program. For an optimizer that sends signs
-      (`zerojax.optim.one_bit_adam`, `one_bit_lamb`) it is a `one_bit_update.TwoPrograms`.
+      `step.lower(...)` returns the lowered program. For `zerojax.optim.one_bit_adam`, which sends
+      signs, it is a `one_bit_update.TwoPrograms`.
 
       Metrics are replicated scalars on the devices:
       - "loss": float32, the global sum divided by the global weight.
@@ -436,9 +435,6 @@ def _build_update(plan: Plan) -> Any:
     if plan.offload is not None and plan.offload.leaves:
         update = build_offload_update(plan)
         return with_delay(plan, update) if plan.offload.delayed else update
-    one_bit = one_bit_of(plan.tx)
-    if one_bit is not None and one_bit.per_layer:
-        return build_averaging_update(plan)
     update = build_chunked_update(plan) if plan.settings.deterministic else build_update(plan)
 
     def updated(grads: Any, state: TrainState, now: ThisStep) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from zerojax.optim import COUNT, EMA, EmaState, Weights
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.placement.frozen_codes import decoded
 from zerojax.placement.kept_parts import copies_begin_anew
-from zerojax.placement.signed_momentum import coefficients_begin_anew, errors_begin_anew
+from zerojax.placement.signed_momentum import errors_begin_anew
 from zerojax.placement.state import COPIES, DELAYED, ONE_BIT, TrainState, zero_counter
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import allocating_for
@@ -277,18 +277,12 @@ def _average_that_differs(plan: Plan, restored: Any) -> list[str]:
 
 
 def _errors_that_differ(plan: Plan, restored: Any) -> list[str]:
-    state, lines = {**plan.abstract_stored}, []
-    if errors_begin_anew(state, restored.arrays):
-        lines.append(
-            f"step {restored.step} was saved with the 1-bit error feedback of other devices, or "
-            "of other parts of parameters; it starts at zero here, which loses one step's error"
-        )
-    if coefficients_begin_anew(state, restored.arrays):
-        lines.append(
-            f"step {restored.step} was saved with average norm ratios of layers that are in "
-            "other arrays here; they start as the ratios of the next step"
-        )
-    return lines
+    if not errors_begin_anew({**plan.abstract_stored}, restored.arrays):
+        return []
+    return [
+        f"step {restored.step} was saved with the 1-bit error feedback of other devices, or "
+        "of other parts of parameters; it starts at zero here, which loses one step's error"
+    ]
 
 
 def _copies_that_differ(plan: Plan, restored: Any) -> list[str]:

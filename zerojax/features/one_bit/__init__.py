@@ -1,1 +1,1 @@
-"""Optimizers that send signs of the momentum (1-bit Adam and LAMB)."""
+"""Optimizers that send signs of the momentum (1-bit Adam)."""

@@ -1,4 +1,4 @@
-"""Updates with momentum of which devices exchange only the signs (1-bit Adam, 1-bit LAMB).
+"""Updates with momentum of which devices exchange only the signs (1-bit Adam).
 
 Each device adds its own gradient to the common momentum and to the error that its last message
 left. The momentum has one part per device, and a device sends the signs of each part to that part's
@@ -18,16 +18,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.optim import Optimizer, UpdateContext, one_bit_of
-from zerojax.optim.one_bit import OneBit, decode_signs, encode_signs
-from zerojax.optim.one_bit_layers import COEFFICIENTS, SCALES, OneBitLamb, over_layers
+from zerojax.optim.one_bit import decode_signs, encode_signs
 from zerojax.passes.update import (
     Arrays,
     ThisStep,
-    axes_of_dims,
     axes_of_leaves,
     clipped_scale,
     specs_of_leaves,
-    stacks_of,
     true_shapes,
 )
 from zerojax.placement.decisions import Decisions
@@ -39,7 +36,6 @@ from zerojax.placement.signed_momentum import (
     SERVER,
     WORKER,
     errors_key,
-    layers_key,
     row_elements,
     signed_leaves,
 )
@@ -104,7 +100,7 @@ def build_signed_update(plan: Decisions) -> Callable[..., dict[str, Any]]:
     one_bit = one_bit_of(tx)
     assert one_bit is not None
     parts, devices = _parts_of(plan), plan.mesh.shape[DATA]
-    abstract, key = plan.abstract_state, errors_key(plan.placement, one_bit.errors_name)
+    abstract, key = plan.abstract_state, errors_key(plan.placement)
     params, opt_state, kept = (
         specs_of_leaves(abstract[n]) for n in ("params", "opt_state", ONE_BIT)
     )
@@ -122,13 +118,9 @@ def build_signed_update(plan: Decisions) -> Callable[..., dict[str, Any]]:
         key_data: jax.Array,
     ) -> tuple[Arrays, Any, dict[str, Any]]:
         before = kept[key]
-        scales = before.get(SCALES, {})
         made = {
             name: before[WORKER][name][0]
-            + (1 - one_bit.b1)
-            * part.split(
-                _scaled(grads[name][0].astype(jnp.float32) * (scale * devices), scales.get(name))
-            )
+            + (1 - one_bit.b1) * part.split(grads[name][0].astype(jnp.float32) * (scale * devices))
             for name, part in parts.items()
         }
         rows, own, left, left_of_mean = _agree(made, before[SERVER], parts, limit)
@@ -137,16 +129,12 @@ def build_signed_update(plan: Decisions) -> Callable[..., dict[str, Any]]:
         after = {WORKER: worker, SERVER: server}
         then = {name: before[name] for name in after}
         after = jax.tree.map(lambda new, old: jnp.where(skip, old, new), after, then)
-        momentum = {
-            name: _unscaled(part.stored(rows[name], own[name]), scales.get(name))
-            for name, part in parts.items()
-        }
+        momentum = {name: part.stored(rows[name], own[name]) for name, part in parts.items()}
         plain = {name: grad for name, grad in grads.items() if name not in parts}
         arrays = shards, plain, momentum, state
         context = context_of(scale, skip, key_data)
-        layers = _layers_of(one_bit, kept, key)
-        shards, state, changed = one_bit.apply(arrays, context, kept[FROZEN_AT], layers)
-        return shards, state, _with_layers({**kept, key: {**before, **after}}, key, changed)
+        shards, state = one_bit.apply(arrays, context, kept[FROZEN_AT])
+        return shards, state, {**kept, key: {**before, **after}}
 
     mapped = jax.shard_map(
         local,
@@ -160,70 +148,6 @@ def build_signed_update(plan: Decisions) -> Callable[..., dict[str, Any]]:
         scale, key_data = clipped_scale(tx, now), jax.random.key_data(now.key)
         given = grads, state["opt_state"], state["params"], state[ONE_BIT]
         new, opt_state, kept = mapped(*given, scale, now.skip, key_data)
-        return {"params": new, "opt_state": opt_state, "masters": {}, ONE_BIT: kept}
-
-    return update
-
-
-def _scaled(x: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Multiplies momentum or gradient by the parameter's 1-bit LAMB scales, before signs
-    are taken.
-    """
-    return x if scales is None else over_layers(jnp.multiply, x, scales)
-
-
-def _unscaled(x: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Divides by the scales, the inverse of `_scaled`; for an unsharded parameter or a shard."""
-    return x if scales is None else over_layers(jnp.divide, x, scales)
-
-
-def _layers_of(one_bit: OneBit, kept: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """Returns scales and coefficients per layer for 1-bit LAMB; None for other optimizers."""
-    return {**kept[key], **kept[layers_key(kept)]} if one_bit.per_layer else None
-
-
-def _with_layers(kept: dict[str, Any], key: str, changed: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `ONE_BIT` part of a state with new scales and coefficients of layers."""
-    if not changed:
-        return kept
-    of_all = layers_key(kept)
-    moved = {name: changed.get(name, x) for name, x in kept[of_all].items()}
-    rest = {name: changed.get(name, x) for name, x in kept[key].items()}
-    return {**kept, of_all: moved, key: rest}
-
-
-def build_averaging_update(plan: Decisions) -> Callable[..., dict[str, Any]]:
-    """Builds the traced warm-up update of 1-bit LAMB, which also averages each layer's trust ratio.
-
-    The update is that of LAMB, `(gradients, state, ThisStep) -> changed parts of the state`. The
-    averages are the coefficients that the compressed steps start from.
-    """
-    tx = plan.tx
-    assert isinstance(tx, Optimizer)
-    one_bit = one_bit_of(tx)
-    assert isinstance(one_bit, OneBitLamb)
-    params, opt_state = (specs_of_leaves(plan.abstract_state[n]) for n in ("params", "opt_state"))
-    key, context_of = layers_key(plan.abstract_state[ONE_BIT]), _context(plan)
-
-    def local(
-        grads: Arrays, state: Any, shards: Arrays, averages: Arrays, *numbers: jax.Array
-    ) -> tuple[Arrays, Any, Arrays]:
-        return one_bit.warm_up((shards, grads, state), context_of(*numbers), averages)
-
-    mapped = jax.shard_map(
-        local,
-        mesh=plan.mesh,
-        in_specs=(params, opt_state, params, P(), P(), P(), P()),
-        out_specs=(params, opt_state, P()),
-        check_vma=False,
-    )
-
-    def update(grads: Arrays, state: TrainState, now: ThisStep) -> dict[str, Any]:
-        numbers = clipped_scale(tx, now), now.skip, jax.random.key_data(now.key)
-        kept = state[ONE_BIT]
-        given = grads, state["opt_state"], state["params"], kept[key][COEFFICIENTS]
-        new, opt_state, averages = mapped(*given, *numbers)
-        kept = {**kept, key: {**kept[key], COEFFICIENTS: averages}}
         return {"params": new, "opt_state": opt_state, "masters": {}, ONE_BIT: kept}
 
     return update
@@ -279,9 +203,7 @@ def _context(plan: Decisions) -> Callable[..., UpdateContext]:
     fixed = {
         "axes": axes_of_leaves(plan.mesh, plan.abstract_state["params"]),
         "shapes": true_shapes(plan),
-        "dims": axes_of_dims(plan.mesh, plan.abstract_state["params"]),
         "choice": plan.program.kernels["update"],
-        "layers": stacks_of(plan),
     }
 
     def context(scale: jax.Array, skip: jax.Array, key_data: jax.Array) -> UpdateContext:
@@ -299,18 +221,12 @@ def build_beginning(plan: Decisions) -> Any:
     """
     one_bit = one_bit_of(plan.tx)
     assert one_bit is not None
-    parts, key = _parts_of(plan), errors_key(plan.placement, one_bit.errors_name)
-    params, opt_state, kept = (
-        specs_of_leaves(plan.abstract_state[n]) for n in ("params", "opt_state", ONE_BIT)
-    )
-    params = params if one_bit.per_layer else {}
+    parts, key = _parts_of(plan), errors_key(plan.placement)
+    opt_state, kept = (specs_of_leaves(plan.abstract_state[n]) for n in ("opt_state", ONE_BIT))
 
-    def local(state: Any, kept: dict[str, Any], shards: Arrays) -> dict[str, Any]:
+    def local(state: Any, kept: dict[str, Any]) -> dict[str, Any]:
         momentum = one_bit.momentum(state)
         frozen_at = jnp.where(kept[FROZEN_AT] > 0, kept[FROZEN_AT], one_bit.frozen_at(state))
-        layers = begin_layers((shards, state), kept, frozen_at)
-        if layers:
-            momentum = {name: _scaled(momentum[name], layers[SCALES][name]) for name in parts}
         worker = {}
         for name, part in parts.items():
             row = part.row_of(momentum[name])
@@ -318,25 +234,15 @@ def build_beginning(plan: Decisions) -> Any:
             worker[name] = one_bit.b1 * rows[None]
         server = jax.tree.map(jnp.zeros_like, kept[key][SERVER])
         errors = {**kept[key], BEGUN: jnp.int32(1), WORKER: worker, SERVER: server}
-        return _with_layers({**kept, FROZEN_AT: frozen_at, key: errors}, key, layers)
-
-    def begin_layers(
-        arrays: tuple[Arrays, Any], kept: dict[str, Any], frozen_at: jax.Array
-    ) -> dict[str, Any]:
-        if not isinstance(one_bit, OneBitLamb):
-            return {}
-        nothing = jnp.float32(1), jnp.bool_(False), jax.random.key_data(jax.random.key(0))
-        of_all = kept[layers_key(kept)]
-        return one_bit.begin(arrays, _context(plan)(*nothing), frozen_at, of_all)
+        return {**kept, FROZEN_AT: frozen_at, key: errors}
 
     mapped = jax.shard_map(
-        local, mesh=plan.mesh, in_specs=(opt_state, kept, params), out_specs=kept, check_vma=False
+        local, mesh=plan.mesh, in_specs=(opt_state, kept), out_specs=kept, check_vma=False
     )
 
     def begin(state: TrainState) -> TrainState:
         begun = state.copy()
-        shards = state["params"] if one_bit.per_layer else {}
-        begun["one_bit"] = mapped(state["opt_state"], state["one_bit"], shards)
+        begun["one_bit"] = mapped(state["opt_state"], state["one_bit"])
         return begun
 
     return jax.jit(begin, donate_argnums=0, out_shardings=plan.state_shardings)
@@ -364,7 +270,7 @@ class TwoPrograms:
         self.warm_up, self.compressed, self.begin = warm_up, compressed, build_beginning(plan)
         self.trace, self.lower = warm_up.trace, warm_up.lower
         self._freeze_step = one_bit.freeze_step
-        self._key = errors_key(plan.placement, one_bit.errors_name)
+        self._key = errors_key(plan.placement)
         self._last: Any = None
         self._updates, self._begun = 0, False
 
