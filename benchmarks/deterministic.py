@@ -1,8 +1,8 @@
 """Cost of `deterministic="mesh"` in time, bytes sent and temporaries, relative to a plain step.
 
 On 8 virtual CPU devices at every stage, and on one, which computes 8 small pieces in place of one
-large one. Both sides alternate. `tests/parallel/test_deterministic.py` shows that results are
-bit-equal.
+large one. Both sides alternate. `tests/features/deterministic/test_deterministic.py` shows that
+results are bit-equal.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.parallel import test_prune_masks
+from tests.features.pruning import test_prune_masks
 from tests.support.small_models import (
     apply_functions,
     init_functions,

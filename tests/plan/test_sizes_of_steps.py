@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.support.curriculum_runs import TOKENS, Causal
+from tests.features.curriculum.curriculum_runs import TOKENS, Causal
 from tests.support.inputs_with_features import plan_inputs
 from tests.support.refusals import refused
 from zerojax.plan.inputs import PlanInputs

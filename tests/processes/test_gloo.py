@@ -141,7 +141,7 @@ def test_no_reduce_scatter_goes_through_gloo(zero):
 @pytest.mark.parametrize("zero", [0, 1])
 def test_one_bit_adam_through_gloo_is_that_of_one_process(zero, tmp_path):
     """Four devices of one process, or of two: warm-up and steps whose momentum is sent as signs."""
-    words = ["-m", "tests.support.one_bit_process"]
+    words = ["-m", "tests.features.one_bit.one_bit_process"]
     alone, together = tmp_path / "alone", tmp_path / "together"
     for folder in (alone, together):
         folder.mkdir()

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.support.curriculum_runs import (
+from tests.features.curriculum.curriculum_runs import (
     ROWS,
     TOKENS,
     VOCAB,

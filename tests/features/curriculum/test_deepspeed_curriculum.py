@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.support.curriculum_runs import ROWS, TOKENS, Causal, batch_of, plain_training
+from tests.features.curriculum.curriculum_runs import ROWS, TOKENS, Causal, batch_of, plain_training
 from tests.support.refusals import refused
 from zerojax import deepspeed_config as deepspeed
 from zerojax.config import ConfigError, CurriculumConfig

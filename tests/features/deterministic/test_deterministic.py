@@ -99,7 +99,7 @@ def test_same_bits_everywhere(case, zero, devices):
 def test_same_bits_of_programs_as_users_compile_them(model, zero, devices):
     """With all optimisations, and with instructions that multiply and add at once: which products
     they take depends on what is fused, which `tests/conftest.py` spares the other tests."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
         environment.pop(name, None)
     finished = subprocess.run(

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.support.curriculum_runs import TOKENS, VOCAB, Causal
+from tests.features.curriculum.curriculum_runs import TOKENS, VOCAB, Causal
 from tests.support.refusals import refused
 from tests.support.trajectories import failing_at
 from zerojax.config import ModelConfig

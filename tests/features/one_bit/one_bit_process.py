@@ -1,6 +1,6 @@
 """One of several processes of a run with 1-bit Adam, or the run of a single one.
 
-    python -m tests.support.one_bit_process OUT DEVICES ZERO
+    python -m tests.features.one_bit.one_bit_process OUT DEVICES ZERO
 
 trains on DEVICES virtual devices of each process and writes OUT/process_0.json ... with its losses
 and parameters.
