@@ -225,8 +225,9 @@ def compared(names: Sequence[str], found: Any, expected: Any, parts: int) -> str
     if not np.isfinite(losses).all() or len(losses) != len(wanted):
         return f"LOSSES {losses} for {wanted}"
     is_exact = not (any(one.rounds for one in chosen) or {*names} & {*ROUNDING})
-    # The balance of experts is that of a microbatch, and one device has other rows in each.
-    of_rows = parts > 1 and any("moe" in one.model for one in chosen)
+    # Experts are balanced and layers are drawn by microbatch, which has other rows on one device.
+    by_microbatch = {"moe", "layer_drop"}
+    of_rows = parts > 1 and any(by_microbatch & {*one.model, *one.both} for one in chosen)
     in_half = of_rows or any(one.half for one in chosen)
     limit = CLOSE if not is_exact else ROUNDED if in_half else EXACT
     worst = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
