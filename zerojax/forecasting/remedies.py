@@ -20,7 +20,6 @@ from zerojax.models.adapt import bound_attribute
 from zerojax.optim import Optimizer
 from zerojax.pipeline.pipeline_costs import activation_bytes, total_buffer_bytes
 from zerojax.placement.device_mesh import DATA, MODEL, STAGE, num_data_shards, state_axes
-from zerojax.placement.leaf_placement import Access
 from zerojax.plan.counts import (
     ACTIVATIONS,
     AVERAGE,
@@ -241,14 +240,13 @@ def accumulation_bytes(plan: Plan) -> int:
     memory beside the sum.
     """
     placement = plan.placement
-    early = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY, Access.LOOK_UP)
     sum_bytes = jnp.dtype(plan.precision.accumulate_dtype).itemsize
     replaced = jnp.dtype(plan.precision.reduce_dtype).itemsize
     total = 0
     for leaf in placement.leaves.values():
         if leaf.frozen:
             continue
-        if leaf.access in early:
+        if not leaf.access.has_whole_gradient:
             total += placement.shard_elements(leaf) * (sum_bytes - replaced)
         else:
             total += whole_elements(placement, leaf) * sum_bytes

@@ -36,7 +36,6 @@ from zerojax.passes import (
 )
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.device_mesh import DATA_AXES, MANUAL_AXES, PASS_AXES
-from zerojax.placement.leaf_placement import Access
 from zerojax.placement.slices import put_slice
 from zerojax.tracing.protocol import Loss
 from zerojax.transport.sums import sum_replicated
@@ -471,9 +470,9 @@ def _prepared_specs(config: PassConfig, params: Any, frozen: Any) -> tuple[Array
             continue
         leaf = config.placement.leaves[name]
         assert leaf.node_shards is None, name
-        is_gathered = leaf.access is Access.GATHER_ONCE
+        is_gathered = leaf.access.scatters_late
         spec = P() if is_gathered else leaf.manual_spec
-        early = leaf.access is Access.GATHER_ONCE_SCATTER_EARLY
+        early = leaf.access.gathers_once and leaf.access.scatters_early
         if name in frozen:
             constants[name] = P() if early else spec
         else:

@@ -29,7 +29,6 @@ from zerojax.placement.device_mesh import (
     REPLICA,
     communicates_through_gloo,
 )
-from zerojax.placement.leaf_placement import Access
 from zerojax.placement.slices import put_slice, take_slice, to_device, to_host
 from zerojax.tracing.tiled_products import TiledProduct, WeightProduct
 from zerojax.tracing.tiled_programs import ShardedWeight
@@ -242,7 +241,7 @@ class LayerRows:
             return False
         if name in self.waiting:
             return leaf.zero_dim is not None
-        return leaf.access is Access.GATHER_ON_USE
+        return leaf.access.gathers_on_use
 
     def reduce(self, grads: Arrays) -> Arrays:
         """Sums one layer's gradients over devices, for stacks that are reduced layer by layer.
@@ -270,7 +269,7 @@ class LayerRows:
         leaf = self.leaves[name]
         if name in self.waiting:
             return leaf.zero_dim is not None and name not in self.tiles
-        return leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+        return leaf.access.scatters_early
 
     def _is_summed(self, name: str) -> bool:
         return name in self.waiting and self.leaves[name].zero_dim is None

@@ -39,7 +39,7 @@ from zerojax.passes.table_reads import with_lookups
 from zerojax.placement.device_mesh import EXPERT
 from zerojax.placement.expert_axis import check_expert_calls
 from zerojax.placement.frozen_codes import check_evaluation
-from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.tracing.activation_offload import keep_inputs_on_host
 from zerojax.tracing.dropped_layers import drop_layers
 from zerojax.tracing.expert_calls import find_expert_calls
@@ -275,15 +275,13 @@ def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Ar
     by_row = rows.asked.keys() - rows.elsewhere.keys() - trace.barriers.keys()
 
     def place(leaf: LeafPlacement) -> LeafPlacement:
-        if leaf.access is Access.LOOK_UP and leaf.name in by_row:
+        if leaf.access.looks_up and leaf.name in by_row:
             return leaf
-        lazily = leaf.access is Access.GATHER_ON_USE and leaf.name not in trace.barriers
-        if lazily or leaf.access is Access.WHOLE:
+        lazily = leaf.access.gathers_on_use and leaf.name not in trace.barriers
+        if lazily or leaf.access.is_whole:
             in_bits = leaf.eight_bits and leaf.name in trace.eight_bits
             return dataclasses.replace(leaf, eight_bits=in_bits)
-        return dataclasses.replace(
-            leaf, access=Access.GATHER_ONCE, eight_bits=False, node_shards=None
-        )
+        return leaf.gathered_once()
 
     placement = dataclasses.replace(
         config.placement, leaves={name: place(leaf) for name, leaf in leaves.items()}

@@ -30,8 +30,8 @@ from zerojax.transport.owned_tables import OwnedTable
 from zerojax.transport.sums import TreeOrder, barrier_kind
 
 
-def _of_access(config: PassConfig, names: Any, *accesses: Access) -> list[str]:
-    return [name for name in names if config.placement.leaves[name].access in accesses]
+def _of_access(config: PassConfig, names: Any, question: Callable[[Access], bool]) -> list[str]:
+    return [name for name in names if question(config.placement.leaves[name].access)]
 
 
 def leaf_collectives(
@@ -94,7 +94,7 @@ def gradient_dtype(config: PassConfig, leaf: LeafPlacement) -> Any:
     reduce = config.precision.reduce_dtype
     if leaf.gradient_in_full or config.virtual_shards is not None:
         reduce = jnp.float32
-    if leaf.access in (Access.GATHER_ON_USE, Access.LOOK_UP):
+    if leaf.access.reads_shard:
         return jnp.promote_types(config.precision.compute_dtype, reduce)
     return reduce
 
@@ -118,7 +118,7 @@ def prepare_parameters(
     compute = config.precision.compute_dtype
     stored = {**params, **frozen}
     stored |= _gather_between_nodes(config, stored)
-    once = _of_access(config, stored, Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY)
+    once = _of_access(config, stored, lambda access: access.gathers_once)
     once = [name for name in once if name not in (copies or {})]
     sharded = {name: cast(stored[name], compute) for name in once}
     wholes = collectives.gather_buckets(
@@ -128,14 +128,14 @@ def prepare_parameters(
     inputs, constants = {}, {}
     for name, value in stored.items():
         access = config.placement.leaves[name].access
-        if access is Access.WHOLE:
+        if access.is_whole:
             inputs[name] = cast(value, compute)
-        elif access is Access.GATHER_ONCE:
+        elif access.scatters_late:
             inputs[name] = wholes[name]
         else:
             leaf = config.placement.leaves[name]
             inputs[name] = cast(value, compute if name in frozen else gradient_dtype(config, leaf))
-            if access is Access.GATHER_ONCE_SCATTER_EARLY:
+            if access.gathers_once:
                 constants[name] = wholes[name]
     for name in frozen:
         value = inputs.pop(name)
@@ -180,8 +180,8 @@ def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
     need none of these are left out.
     """
     leaves = config.placement.leaves
-    on_use = _of_access(config, leaves, Access.GATHER_ON_USE)
-    early = _of_access(config, leaves, Access.GATHER_ONCE_SCATTER_EARLY)
+    on_use = _of_access(config, leaves, lambda access: access.gathers_on_use)
+    early = _of_access(config, leaves, lambda access: access.gathers_once and access.scatters_early)
     table = leaf_collectives(config, on_use + early, in_model=True)
     compute = jnp.dtype(config.precision.compute_dtype).name
     decoded = {
@@ -200,7 +200,7 @@ def owned_tables(config: PassConfig) -> dict[str, OwnedTable]:
     """Returns {name: table} of the tables that are sharded by columns, whose rows are looked up."""
     leaves = config.placement.leaves
     tables = {}
-    for name in _of_access(config, leaves, Access.LOOK_UP):
+    for name in _of_access(config, leaves, lambda access: access.looks_up):
         leaf = leaves[name]
         tables[name] = OwnedTable(
             rows=leaf.shape[0],
@@ -224,7 +224,7 @@ def tile_collectives(
 
 def build_tilings(config: PassConfig, frozen: Arrays) -> Tilings:
     """Returns {parameter: its product in tiles, from the product in the traced loss}."""
-    names = _of_access(config, config.tiles, Access.GATHER_ON_USE)
+    names = _of_access(config, config.tiles, lambda access: access.gathers_on_use)
     table = leaf_collectives(config, names, in_model=True)
 
     def tiling(name: str) -> Callable[[WeightProduct], TiledProduct]:
@@ -251,12 +251,11 @@ def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
     backward pass, at any stage.
     """
     placed = config.placement.leaves
-    accesses = Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY
     coded = {name for name, leaf in placed.items() if leaf.codes is not None}
     names = [
         name
-        for name in _of_access(config, placed, *accesses)
-        if name not in coded or placed[name].access is Access.GATHER_ON_USE
+        for name in _of_access(config, placed, lambda access: access.scatters_early)
+        if name not in coded or placed[name].access.gathers_on_use
     ]
     table = leaf_collectives(config, names, in_model=True)
     lazy = config.placement.zero == 3
@@ -330,12 +329,15 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
             found |= collectives.sum_buckets(chosen, axes, bucket_size, over)
         return found
 
-    wholes = {n: grads[n] for n in _of_access(config, grads, Access.WHOLE)}
+    wholes = {n: grads[n] for n in _of_access(config, grads, lambda access: access.is_whole)}
     reduced: Arrays = {}
     for over in (PASS_AXES, MANUAL_AXES, _AXES_OF_EXPERTS):
         chosen = {n: x for n, x in wholes.items() if _summed_over(config, leaves[n]) == over}
         reduced |= summed(chosen, over)
-    late = [*_of_access(config, grads, Access.GATHER_ONCE), *_of_nodes(config, grads)]
+    late = [
+        *_of_access(config, grads, lambda access: access.scatters_late),
+        *_of_nodes(config, grads),
+    ]
     once = {n: grads[n] for n in late}
     shards = collectives.scatter_buckets(once, leaf_collectives(config, once), bucket_size)
     shards |= {n: grads[n] for n in grads if n not in shards and n not in reduced}

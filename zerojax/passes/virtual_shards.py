@@ -30,7 +30,6 @@ from zerojax.passes.microbatch import (
 )
 from zerojax.passes.parameters import leaf_collectives, prepare_parameters, wire_dtype
 from zerojax.placement.device_mesh import DATA, DATA_AXES
-from zerojax.placement.leaf_placement import Access
 from zerojax.tracing.protocol import Loss
 from zerojax.transport import collectives
 from zerojax.transport.sums import (
@@ -44,8 +43,6 @@ from zerojax.transport.sums import (
     tree_sum,
     tree_total,
 )
-
-_EARLY = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 
 
 def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
@@ -200,7 +197,7 @@ def _round(config: PassConfig, grads: Arrays) -> Arrays:
     """
     dtype, leaves = config.precision.reduce_dtype, config.placement.leaves
     return {
-        name: grad if leaves[name].access in _EARLY else grad.astype(dtype).astype(jnp.float32)
+        name: grad if leaves[name].access.scatters_early else grad.astype(dtype).astype(jnp.float32)
         for name, grad in grads.items()
     }
 
@@ -210,10 +207,10 @@ def _reduce(config: PassConfig, grads: Arrays) -> Arrays:
     stored.
     """
     leaves = config.placement.leaves
-    once = {n: g for n, g in grads.items() if leaves[n].access is Access.GATHER_ONCE}
+    once = {n: g for n, g in grads.items() if leaves[n].access.scatters_late}
     table = leaf_collectives(config, once)
     reduced = collectives.scatter_buckets(once, table, config.reduce_bucket_size)
-    whole = {n: g for n, g in grads.items() if leaves[n].access is Access.WHOLE}
+    whole = {n: g for n, g in grads.items() if leaves[n].access.is_whole}
     reduced |= _sum_whole(config, whole, wire_dtype(config))
     return {name: reduced.get(name, grad) for name, grad in grads.items()}
 

@@ -55,6 +55,51 @@ class Access(enum.Enum):
     """The parameter (a table) is never gathered: its rows are sent to the devices that need them,
     and the gradients of rows are sent back."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every data shard stores the whole parameter."""
+        return self is Access.WHOLE
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the whole parameter is gathered from its shards."""
+        return self.gathers_once or self.gathers_on_use
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether the parameter is gathered once per step."""
+        return self in (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY)
+
+    @property
+    def gathers_on_use(self) -> bool:
+        """Whether the parameter is gathered where the model reads it."""
+        return self is Access.GATHER_ON_USE
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether rows of the parameter are sent, and never all of it."""
+        return self is Access.LOOK_UP
+
+    @property
+    def reads_shard(self) -> bool:
+        """Whether the model is given the shard, and no whole parameter."""
+        return self in (Access.GATHER_ON_USE, Access.LOOK_UP)
+
+    @property
+    def scatters_early(self) -> bool:
+        """Whether the gradient is reduce-scattered inside the backward pass."""
+        return self in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
+
+    @property
+    def scatters_late(self) -> bool:
+        """Whether the gradient is whole until the end of the step, and then reduce-scattered."""
+        return self is Access.GATHER_ONCE
+
+    @property
+    def has_whole_gradient(self) -> bool:
+        """Whether the gradient is whole after the backward pass."""
+        return self in (Access.WHOLE, Access.GATHER_ONCE)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LeafPlacement:
@@ -124,6 +169,12 @@ class LeafPlacement:
     layer_rows: tuple[int, ...] | None = None
     is_row_of_stages: bool = False
     reasons: tuple[str, ...] = ()
+
+    def gathered_once(self) -> LeafPlacement:
+        """Returns the placement of a parameter that is gathered once per step instead."""
+        return dataclasses.replace(
+            self, access=Access.GATHER_ONCE, eight_bits=False, node_shards=None
+        )
 
     @property
     def num_slices(self) -> int:

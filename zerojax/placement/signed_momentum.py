@@ -19,7 +19,7 @@ from zerojax.optim import one_bit_of
 from zerojax.optim.one_bit import message_bytes
 from zerojax.optim.precision import Precision
 from zerojax.placement.device_mesh import AXES, DATA
-from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.placement.state import ONE_BIT
 from zerojax.placement.table import Placement
 from zerojax.tracing import trees
@@ -164,7 +164,7 @@ def compressed_bytes(placement: Placement, precision: Precision) -> int:
             sent += whole
         if leaf.frozen or sends_signs(leaf):
             continue
-        sent += whole * 4 * (1 if leaf.access is Access.GATHER_ONCE else 2)
+        sent += whole * 4 * (1 if leaf.access.scatters_late else 2)
     return round(sent)
 
 

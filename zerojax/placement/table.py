@@ -501,18 +501,19 @@ def straight_pieces(program: Any) -> list[StraightPiece]:
 
 
 def unrolled(
-    placement: Placement, pieces: Sequence[StraightPiece], access: Access = Access.GATHER_ON_USE
+    placement: Placement, pieces: Sequence[StraightPiece], *, gradients: bool = False
 ) -> frozenset[str]:
-    """Returns the names of parameters that exist at the same time outside of loops, with one kind
-    of access.
+    """Returns the names of parameters that exist whole at the same time outside of loops.
 
-    The result is empty if these are not most of the parameters with that access.
+    The result is empty if these are not most of the parameters that are gathered so.
 
     Args:
       placement: placement table.
       pieces: parts of the traced loss without loops.
-      access: GATHER_ON_USE for gathered weights, GATHER_ONCE_SCATTER_EARLY for gradients.
+      gradients: False: weights that are gathered on use. True: gradients that are scattered early,
+        of weights that are gathered once.
     """
+    access = Access.GATHER_ONCE_SCATTER_EARLY if gradients else Access.GATHER_ON_USE
     chosen = {n for n, leaf in placement.leaves.items() if leaf.access is access}
     straight: frozenset[str] = frozenset().union(*(p.names for p in pieces if not p.in_loop))
     found = straight & chosen

@@ -19,7 +19,7 @@ from zerojax.optim.weight_codes import bytes_per_parameter
 from zerojax.pipeline.pipeline_costs import total_buffer_bytes
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.device_mesh import CONTEXT, MODEL, STAGE
-from zerojax.placement.leaf_placement import FULL_ENOUGH, Access, LeafPlacement
+from zerojax.placement.leaf_placement import FULL_ENOUGH, LeafPlacement
 from zerojax.placement.state import feature_parts
 from zerojax.placement.table import Placement, straight_pieces, unrolled
 from zerojax.tracing import jaxpr, trees
@@ -316,14 +316,14 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     on_use: dict[str, int] = {}
     by_layer: dict[str | None, list[tuple[int, int]]] = {}
     pieces = straight_pieces(plan.traced.forward.jaxpr)
-    waiting = unrolled(placement, pieces, Access.GATHER_ONCE_SCATTER_EARLY)
+    waiting = unrolled(placement, pieces, gradients=True)
     for leaf in placement.leaves.values():
         whole = whole_elements(placement, leaf)
         shard, part = placement.shard_elements(leaf), placement.held_elements(leaf)
         layers = layers_of(plan, leaf)
         if leaf.codes is not None:
             coded = coded_bytes(placement, leaf)
-            lazily = leaf.access is Access.GATHER_ON_USE
+            lazily = leaf.access.gathers_on_use
             on_use[leaf.name] = (whole * compute + (coded if lazily else 0)) // layers
             weights += coded if leaf.zero_dim is not None and not lazily else 0
             weights += coded // leaf.node_shards if leaf.node_shards else 0
@@ -344,7 +344,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
                 far_gradients += shard * _scattered_itemsize(plan)
             continue
         as_stored = leaf.name in copied or _is_read_as_stored(plan, leaf)
-        if leaf.access in (Access.GATHER_ON_USE, Access.LOOK_UP):
+        if leaf.access.reads_shard:
             as_stored = as_stored or not _is_cast(plan.precision)
             read = whole // layers * (1 if leaf.eight_bits else compute)
             tiles = plan.tiles.cut.get(leaf.name)
@@ -354,7 +354,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
             as_they_lie = as_stored and leaf.node_shards is None
             size = compute if leaf.frozen else max(compute, reduce)
             weights += 0 if as_they_lie else part * size
-        elif leaf.delta_codes is None and not (as_stored and leaf.access is Access.WHOLE):
+        elif leaf.delta_codes is None and not (as_stored and leaf.access.is_whole):
             weights += whole * compute
         gradients += gradient_bytes(plan, leaf)
         if leaf.frozen or leaf.name not in waiting:
@@ -383,7 +383,7 @@ def gradient_bytes(plan: Decisions, leaf: LeafPlacement) -> int:
     """
     if leaf.frozen:
         return 0
-    if leaf.access not in (Access.WHOLE, Access.GATHER_ONCE):
+    if not leaf.access.has_whole_gradient:
         held = plan.placement.held_elements(leaf)
         size = _scattered_itemsize(plan)
         if leaf.node_shards is not None and _adds_up(plan):

@@ -18,7 +18,6 @@ from zerojax.config import MeshConfig
 from zerojax.operators.marks import inner_programs
 from zerojax.optim.precision import Precision
 from zerojax.placement.decisions import Decisions
-from zerojax.placement.leaf_placement import Access
 from zerojax.placement.table import Placement
 from zerojax.plan.wire import leaf_transfers
 from zerojax.tracing import trees
@@ -97,7 +96,7 @@ def describe_wire(
       placement: placement table.
       eight_bits: names of the parameters that the model uses only as 8-bit floats.
     """
-    on_use = [leaf for leaf in placement.leaves.values() if leaf.access is Access.GATHER_ON_USE]
+    on_use = [leaf for leaf in placement.leaves.values() if leaf.access.gathers_on_use]
     could = [leaf for leaf in on_use if leaf.name in eight_bits]
     elements = sum(trees.num_elements(leaf.shape) for leaf in could)
     if settings.wire.weights != "fp8":

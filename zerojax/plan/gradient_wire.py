@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax.config import MeshConfig
 from zerojax.optim.wire_codes import BLOCKS, GradientCodes
 from zerojax.placement.device_mesh import REPLICA, has_nvidia_gpus
-from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.placement.table import Placement
 from zerojax.plan.context_split import GPUS_OF_A_NODE
 from zerojax.plan.refusals import check_no_other_way
@@ -64,7 +64,7 @@ def with_gradient_wire(
         return placement
 
     def wired(name: str, leaf: LeafPlacement) -> LeafPlacement:
-        if leaf.access is Access.LOOK_UP:
+        if leaf.access.looks_up:
             return leaf  # only its rows are sent
         if name in exact:
             return dataclasses.replace(leaf, gradient_in_full=True)

@@ -25,7 +25,7 @@ from zerojax.config.mesh import DEVICE
 from zerojax.offload.offload_tiers import cut_into_layers
 from zerojax.operators.marks import inner_programs
 from zerojax.placement.device_mesh import DATA_AXES, EXPERT
-from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.placement.state_layout import LayerTiles, OffloadLayout, WeightTiles
 from zerojax.placement.table import Placement
 from zerojax.tracing.activation_offload import keep_inputs_on_host
@@ -163,7 +163,7 @@ def _tiles_of_reads(
     reads = find_reads_in_loops(forward.jaxpr, leaves)
     rows, products = {}, {}
     for name, leaf in leaves.items():
-        if leaf.access is not Access.LOOK_UP:
+        if not leaf.access.looks_up:
             shape = leaf.shape[max(leaf.stack_dims - leaf.mapped_dims, 0) :]
             rows[name] = jax.ShapeDtypeStruct(shape, params[name].dtype)
             products[name] = _product_of_reads(leaf, reads.get(name, []))
@@ -175,7 +175,7 @@ def _product_of_reads(
     leaf: LeafPlacement, reads: Sequence[WeightProduct | str]
 ) -> WeightProduct | str:
     """Returns the product that alone reads a parameter, or why it cannot be gathered in tiles."""
-    if leaf.access is not Access.GATHER_ON_USE:
+    if not leaf.access.gathers_on_use:
         return "all layers are gathered once per step"
     if leaf.codes is not None:
         return "it is stored in codes"

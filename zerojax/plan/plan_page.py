@@ -16,7 +16,6 @@ from zerojax.optim.weight_codes import FROZEN_CODES
 from zerojax.pipeline.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.device_mesh import MODEL, describe_mesh
-from zerojax.placement.leaf_placement import Access
 from zerojax.placement.state_layout import OffloadLayout
 from zerojax.placement.table import Placement, straight_pieces, unrolled
 from zerojax.plan.counts import (
@@ -114,7 +113,7 @@ def _leaf_lines(plan: Decisions) -> list[str]:
     placement: Placement = plan.placement
     pieces = straight_pieces(plan.traced.forward.jaxpr)
     together = unrolled(placement, pieces)
-    waiting = unrolled(placement, pieces, Access.GATHER_ONCE_SCATTER_EARLY)
+    waiting = unrolled(placement, pieces, gradients=True)
     rows = [("parameter", "shape", "stored as", "per device", "read")]
     for leaf in placement.leaves.values():
         spec = ", ".join(map(_axis_words, leaf.stored_spec)) or "whole"

@@ -20,7 +20,6 @@ from zerojax.optim.precision import Precision
 from zerojax.placement import device_mesh as meshes
 from zerojax.placement.device_mesh import MODEL, STAGE
 from zerojax.placement.expert_axis import describe_experts
-from zerojax.placement.leaf_placement import Access
 from zerojax.placement.state import dtype_in_loss
 from zerojax.placement.state_layout import OffloadLayout
 from zerojax.placement.table import Placement, straight_pieces, unrolled
@@ -194,8 +193,8 @@ def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
     """Describes how often parameters are gathered at stage 3, and which gathered parameters exist
     at the same time."""
     leaves = placement.leaves.values()
-    on_use = [leaf.name for leaf in leaves if leaf.access is Access.GATHER_ON_USE]
-    once = sum(leaf.access is Access.GATHER_ONCE for leaf in leaves)
+    on_use = [leaf.name for leaf in leaves if leaf.access.gathers_on_use]
+    once = sum(leaf.access.scatters_late for leaf in leaves)
     rest = (
         f"; {once} {'are' if once > 1 else 'is'} gathered once per step and stored until its end"
         if once

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.placement.device_mesh import state_axes
-from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.placement.table import Placement
 from zerojax.plan.gradient_wire import shards_in_node
 from zerojax.plan.refusals import check_no_other_way
@@ -66,7 +66,7 @@ def with_secondary(
         return placement
 
     def placed(leaf: LeafPlacement) -> LeafPlacement:
-        if leaf.access is not Access.GATHER_ON_USE:
+        if not leaf.access.gathers_on_use:
             return leaf
         members = shards_in_node(mesh, leaf.zero_axes, settings.node)
         return dataclasses.replace(leaf, node_shards=members)

@@ -30,7 +30,7 @@ from zerojax.optim.precision import Precision
 from zerojax.optim.wire_codes import BLOCKS, GradientCodes
 from zerojax.placement.device_mesh import EXPERT, STAGE
 from zerojax.placement.kept_parts import followed_leaves
-from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.placement.table import Placement
 from zerojax.plan.refusals import check_no_other_way
 from zerojax.tracing import trees
@@ -39,7 +39,6 @@ from zerojax.tracing.trees import format_bytes
 _ASKED = "wire.weights=int8"
 DELTA_BITS = {"delta_int8": 8, "delta_int4": 4}
 """{value of `wire.weights`: number of bits of the code of a difference}."""
-_GATHERED = (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY, Access.GATHER_ON_USE)
 
 
 def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
@@ -102,7 +101,7 @@ def with_weight_wire(placement: Placement, settings: MeshConfig, precision: Prec
 
     def wired(leaf: LeafPlacement) -> LeafPlacement:
         size = sent_elements(placement, leaf)
-        gathered = leaf.access in _GATHERED and leaf.codes is None and leaf.name not in exact
+        gathered = leaf.access.is_gathered and leaf.codes is None and leaf.name not in exact
         if not gathered or codes.num_bytes(size) >= size * itemsize:
             return leaf
         if deltas:
@@ -116,7 +115,7 @@ def with_weight_wire(placement: Placement, settings: MeshConfig, precision: Prec
 def sent_elements(placement: Placement, leaf: LeafPlacement) -> int:
     """Returns the number of elements that a device sends in one all-gather: its shard of the layers
     that are gathered together."""
-    at_once = leaf.access is Access.GATHER_ON_USE and leaf.node_shards is None
+    at_once = leaf.access.gathers_on_use and leaf.node_shards is None
     return placement.shard_elements(leaf) // (leaf.num_slices if at_once else 1)
 
 

@@ -18,7 +18,7 @@ from zerojax.optim.wire_codes import bytes_sent
 from zerojax.pipeline.pipeline_costs import ticks_of
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.device_mesh import DATA_AXES, EXPERT, REPLICA
-from zerojax.placement.leaf_placement import Access, LeafPlacement
+from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.plan.counts import coded_bytes, layers_of, padded_elements, whole_elements
 
 WIRE_UNIT_BYTES = 2
@@ -144,7 +144,7 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
                 )
             )
 
-    if leaf.access is Access.WHOLE:
+    if leaf.access.is_whole:
         streamed = _is_streamed(plan, leaf)
         if not leaf.frozen:
             over = tuple(dict.fromkeys((*DATA_AXES, *leaf.zero_axes)))
@@ -154,7 +154,7 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
             times = plan.num_microbatches if streamed else 1
             add("backward" if streamed else "after", "all-reduce", over, reduce, times, size)
         return made
-    if leaf.access is Access.LOOK_UP:
+    if leaf.access.looks_up:
         assert leaf.asked is not None
         times, row = plan.num_microbatches, _ring(shards) * leaf.shape[-1]
         add("forward", "all-to-all", leaf.zero_axes, compute, times, leaf.asked.rows * row)
@@ -189,8 +189,8 @@ def _add_shards(
     gathered = coded if leaf.eight_bits else fetched
     streamed = _is_streamed(plan, leaf)
     forward, backward, scatters = _times_used(plan, leaf)
-    once = leaf.access is not Access.GATHER_ON_USE and not streamed
-    late = leaf.access is Access.GATHER_ONCE and not streamed
+    once = not leaf.access.gathers_on_use and not streamed
+    late = leaf.access.scatters_late and not streamed
     axes, members = leaf.zero_axes, leaf.node_shards or shards
     within = "" if leaf.node_shards is None else "node"
     between = shards // members if within else 1
@@ -240,12 +240,10 @@ def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, flo
     """
     forward, backward, scatters = _times_with_all_layers(plan, leaf)
     used = times_used(plan, leaf.name)
-    lazily = leaf.access is Access.GATHER_ON_USE
-    early = lazily or leaf.access is Access.GATHER_ONCE_SCATTER_EARLY
     return (
-        forward * (used if lazily else 1),
+        forward * (used if leaf.access.gathers_on_use else 1),
         backward * used,
-        scatters * (used if early else 1),
+        scatters * (used if leaf.access.scatters_early else 1),
     )
 
 
@@ -257,8 +255,8 @@ def _times_with_all_layers(plan: Decisions, leaf: LeafPlacement) -> tuple[float,
     if _is_streamed(plan, leaf):
         microbatches = plan.num_microbatches
         return microbatches, microbatches * (1 - 1 / layers_of(plan, leaf)), microbatches
-    early = leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
-    lazily = leaf.access is Access.GATHER_ON_USE
+    early = leaf.access.scatters_early
+    lazily = leaf.access.gathers_on_use
     if plan.pipeline is None:
         microbatches = plan.num_microbatches
         again = microbatches * plan.program.regather if lazily else 0

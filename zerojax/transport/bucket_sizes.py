@@ -9,7 +9,6 @@ import collections
 from collections.abc import Iterator
 
 from zerojax.placement.decisions import Decisions
-from zerojax.placement.leaf_placement import Access
 from zerojax.tracing.trees import num_elements
 from zerojax.transport.collectives import make_buckets
 
@@ -21,13 +20,12 @@ FACTOR = 4
 """Factor by which the buckets of once-per-step collectives are made smaller or larger."""
 REDUCE, GATHER = "reduce_bucket_size", "allgather_bucket_size"
 OPTIONS = (REDUCE, GATHER)
-IN_LOOPS = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 ONCE = {
-    REDUCE: (Access.WHOLE, Access.GATHER_ONCE),
-    GATHER: (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY),
+    REDUCE: lambda access: access.has_whole_gradient,
+    GATHER: lambda access: access.gathers_once,
 }
-"""{bucket option: accesses of the parameters whose once-per-step collectives have this bucket
-size}.
+"""{bucket option: whether the once-per-step collectives of a parameter with an access have this
+bucket size}.
 """
 
 
@@ -62,7 +60,7 @@ def _once_per_step(plan: Decisions) -> Iterator[tuple[str, int]]:
 
 def _once(plan: Decisions, option: str, size: int) -> list[list[str]]:
     leaves = plan.placement.leaves
-    elements = {n: num_elements(x.shape) for n, x in leaves.items() if x.access in ONCE[option]}
+    elements = {n: num_elements(x.shape) for n, x in leaves.items() if ONCE[option](x.access)}
     return make_buckets(elements, size)
 
 
@@ -75,6 +73,6 @@ def elements_of_a_layer(plan: Decisions) -> int:
     layer: collections.Counter[int] = collections.Counter()
     for leaf in plan.placement.leaves.values():
         in_tiles = leaf.name in plan.tiles.cut
-        if leaf.access in IN_LOOPS and leaf.num_slices > 1 and not in_tiles:
+        if leaf.access.scatters_early and leaf.num_slices > 1 and not in_tiles:
             layer[leaf.num_slices] += num_elements(leaf.shape) // leaf.num_slices
     return max(layer.values(), default=0)

@@ -31,7 +31,6 @@ from zerojax.plan.make import Plan
 from zerojax.tracing.trees import num_elements
 from zerojax.transport.bucket_sizes import (
     GATHER,
-    IN_LOOPS,
     ONCE,
     OPTIONS,
     REDUCE,
@@ -135,10 +134,10 @@ def bare_seconds(plan: Plan, gpu: Gpu) -> float:
     leaves = plan.placement.leaves.values()
     elements = 0
     for option in OPTIONS:
-        once = {x.name: num_elements(x.shape) for x in leaves if x.access in ONCE[option]}
+        once = {x.name: num_elements(x.shape) for x in leaves if ONCE[option](x.access)}
         elements += _largest(once, getattr(plan.settings, option))
     limit = getattr(plan.settings, GATHER if plan.zero == 3 else REDUCE)
-    loops = [leaf for leaf in leaves if leaf.access in IN_LOOPS and not leaf.frozen]
+    loops = [leaf for leaf in leaves if leaf.access.scatters_early and not leaf.frozen]
     for slices in {leaf.num_slices for leaf in loops}:
         layer = {x.name: num_elements(x.shape) // slices for x in loops if x.num_slices == slices}
         elements += plan.num_microbatches * slices * _largest(layer, limit)
