@@ -275,11 +275,12 @@ def test_second_derivatives_are_refused():
             r"targets have shape \(1, 13\), but hidden has shape \(2, 13, 16\)",
         ),
         ({"weights": MASK[0]}, r"weights have shape \(13,\)"),
+        ({"hidden": HIDDEN[:0]}, r"hidden has shape \(0, 13, 16\)"),
     ],
 )
 def test_shapes_that_do_not_belong_together_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        chunked(HIDDEN, TABLE, **options)
+        chunked(options.pop("hidden", HIDDEN), TABLE, **options)
 
 
 # --- over devices -----------------------------------------------------------------------------

@@ -104,6 +104,8 @@ def _check(
 ) -> None:
     if chunk != "auto" and chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1 token; 1024 is usual")
+    if not hidden.size:
+        raise ValueError(f"hidden has shape {hidden.shape}, which is no token; give at least one")
     if vocab_dim not in (0, 1):
         raise ValueError(f"vocab_dim={vocab_dim} must be 0 ([vocab, width]) or 1 ([width, vocab])")
     if head.ndim != 2 or head.shape[1 - vocab_dim] != hidden.shape[-1]:
