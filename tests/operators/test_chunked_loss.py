@@ -279,8 +279,9 @@ def test_second_derivatives_are_refused():
     ],
 )
 def test_shapes_that_do_not_belong_together_are_refused(options, message):
+    given = {"hidden": HIDDEN, **options}
     with pytest.raises(ValueError, match=message):
-        chunked(options.pop("hidden", HIDDEN), TABLE, **options)
+        chunked(given.pop("hidden"), TABLE, **given)
 
 
 # --- over devices -----------------------------------------------------------------------------
