@@ -18,8 +18,9 @@ from zerojax.cli.jax_environment import (
     run_one_program_at_a_time,
     use_cpu_devices,
 )
-from zerojax.config import BatchRampConfig, RunConfig, load
+from zerojax.config import RunConfig, load
 from zerojax.config.display import show
+from zerojax.config.features import FEATURES
 from zerojax.config.loader import user_path
 from zerojax.runtime.user_files import replace_text
 
@@ -133,13 +134,14 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
     if offload.on_disk:  # other state files on the same disk, so that the run's own are unchanged
         own = None if offload.folder is None else str(Path(offload.folder) / folder.name)
         offload = dataclasses.replace(offload, folder=own, durable=False)
+    full_batches: dict[str, Any] = {x.keyword: x() for x in FEATURES if x.regroups}
     return dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, offload=offload),
         steps=total,
         run_dir=str(folder),
         eval_every=None,
-        batch_ramp=BatchRampConfig(),  # measures steps with the full batch
+        **full_batches,
         data=dataclasses.replace(config.data, validation_fraction=0.0),
         optimizer=dataclasses.replace(
             config.optimizer,

@@ -25,6 +25,7 @@ class BatchRampConfig(FeatureSettings):
 
     keyword = "batch_ramp"
     changes_work = True
+    regroups = True
 
     start: int | None = None
     """Number of rows of the batch in the first step. null: every step has the run's batch."""
@@ -56,11 +57,6 @@ class BatchRampConfig(FeatureSettings):
         )
 
     def check_steps(self, steps: int | None) -> None:
-        """Raises if there is a ramp, but the user has not set the number of steps.
-
-        Raises:
-          ConfigError: `steps` is None.
-        """
         if steps is None and not self.is_off:
             refuse(
                 "start",

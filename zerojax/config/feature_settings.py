@@ -19,17 +19,26 @@ class FeatureSettings:
       part: name of the feature's part of a training state, and the first part of its names in a
         checkpoint; None: it has none.
       changes_work: whether the feature changes the rows or tokens of a step.
+      regroups: whether the rows of the data's batches are put into batches of other sizes.
     """
 
     keyword: ClassVar[str]
     ds_section: ClassVar[str | None] = None
     part: ClassVar[str | None] = None
     changes_work: ClassVar[bool] = False
+    regroups: ClassVar[bool] = False
 
     @property
     def is_off(self) -> bool:
         """Whether the settings change nothing."""
         return self == type(self)()
+
+    def check_steps(self, steps: int | None) -> None:
+        """Raises if the feature is on and needs the number of steps, but the user has set none.
+
+        Raises:
+          ConfigError: `steps` is None.
+        """
 
     def summary(self) -> list[tuple[str, str]]:
         """Returns lines about settings that are on: (title of at most 10 letters, text)."""

@@ -72,6 +72,20 @@ class Features:
         """Returns the settings of a feature; None if none were given."""
         return next((x for x in self.given if isinstance(x, kind)), None)
 
+    @property
+    def regroups(self) -> str | None:
+        """Keyword of a feature that is on and regroups rows of the data; None without one."""
+        return next((x.keyword for x in self.given if x.regroups and not x.is_off), None)
+
+    def check_steps(self, steps: int | None) -> None:
+        """Raises if a feature needs the number of steps, but the user has set none.
+
+        Raises:
+          ConfigError: `steps` is None.
+        """
+        for settings in self.given:
+            settings.check_steps(steps)
+
     def replaced(self, *settings: FeatureSettings) -> "Features":
         """Returns the features with other settings of some of them."""
         kept = (x for x in self.given if type(x) not in map(type, settings))

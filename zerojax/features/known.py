@@ -14,6 +14,7 @@ from zerojax.features.curriculum.growing_rows import GrowingRows
 from zerojax.features.layer_drop.layer_dropping import LayerDropping
 from zerojax.features.pruning.weight_pruning import WeightPruning
 from zerojax.features.seam import Facts, Feature
+from zerojax.optim.step_sizes import StepSizes
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.layer_stacks import Stacks
 from zerojax.placement.state import TrainState
@@ -30,6 +31,19 @@ KNOWN: tuple[Feature[Any, Any], ...] = (
 def need_loop(features: Features) -> bool:
     """Returns whether a feature of the run needs layers that run in a loop."""
     return any(x.needs_loop and not features.get(x.kind).is_off for x in KNOWN)
+
+
+def sizes_of_features(features: Features, rows: int, seq_len: int | None) -> StepSizes | None:
+    """Returns the rows and tokens of each step; None if no feature changes them.
+
+    Args:
+      features: settings of the run.
+      rows: rows of the whole batch.
+      seq_len: tokens of a row; None: not known.
+    """
+    on = [x for x in KNOWN if not features.get(x.kind).is_off]
+    found = (x.sizes(features.get(x.kind), rows, seq_len) for x in on)
+    return next((sizes for sizes in found if sizes is not None), None)
 
 
 def choose_microbatches(

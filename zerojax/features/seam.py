@@ -19,6 +19,7 @@ from zerojax.config.feature_settings import FeatureSettings
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.precision import Precision
+from zerojax.optim.step_sizes import StepSizes
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.layer_stacks import Stacks
 from zerojax.placement.state import TrainState
@@ -94,6 +95,16 @@ class Feature(Generic[S, D]):
         Raises:
           ConfigError: the message states the setting and the remedy.
         """
+
+    def sizes(self, config: S, rows: int, seq_len: int | None) -> StepSizes | None:
+        """Returns the rows and tokens of each step; None: all steps have the whole batch.
+
+        Args:
+          config: settings of the feature.
+          rows: rows of the whole batch.
+          seq_len: tokens of a row; None: not known.
+        """
+        return None
 
     def microbatches(
         self, config: S, number: int | None, mesh: Mesh | AbstractMesh, batch: Any

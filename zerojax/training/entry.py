@@ -479,7 +479,7 @@ def _with_default_steps(arguments: Arguments, steps: int | None, why: str) -> Ar
     """
     if arguments.steps is not None or steps is None:
         return arguments
-    arguments.features.get(BatchRampConfig).check_steps(None)
+    arguments.features.check_steps(None)
     reasons = (*arguments.reasons, f"steps={steps}: {why}")
     return dataclasses.replace(arguments, steps=steps, reasons=reasons)
 

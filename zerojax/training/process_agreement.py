@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.checkpoint.agreement import gather
 from zerojax.config.batch_division import BatchDivision
-from zerojax.config.features import FEATURES
+from zerojax.config.features import FEATURES, Features
 from zerojax.config.loader import to_dict
 from zerojax.data import abstract_global, local_rows_of_mesh
 from zerojax.data.feed import Feed, SourceFeed
@@ -111,15 +111,16 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
     )
 
 
-def check_ramp_of_feed(feed: Feed) -> None:
-    """Raises if a batch ramp cannot divide the batches of a feed among several processes.
+def check_regrouping(feed: Feed, features: Features) -> None:
+    """Raises if a feature cannot regroup the rows of a feed among several processes.
 
     Raises:
       ValueError: there are several processes, and rows cannot be read by index.
     """
-    if jax.process_count() > 1 and not isinstance(feed, SourceFeed):
+    name = features.regroups
+    if name is not None and jax.process_count() > 1 and not isinstance(feed, SourceFeed):
         raise ValueError(
-            f"batch_ramp: batches of type {feed.kind!r} cannot be regrouped in "
+            f"{name}: batches of type {feed.kind!r} cannot be regrouped in "
             f"{jax.process_count()} processes, which would need rows of each other; pass a dataset "
             "of rows, a TokenSource or text, or use one process"
         )

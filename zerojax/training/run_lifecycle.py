@@ -13,7 +13,7 @@ from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.checkpoint.arrays import check_storable
 from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.checkpoint.folders import list_steps
-from zerojax.config import BatchRampConfig, SamplesConfig, WatchConfig
+from zerojax.config import SamplesConfig, WatchConfig
 from zerojax.config.display import quoted
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import to_dict, user_path
@@ -28,7 +28,7 @@ from zerojax.tracing.source_lines import line_of_user
 from zerojax.tracing.trees import flatten_names, num_bytes
 from zerojax.training.checkpointing import base_of, end_state
 from zerojax.training.evaluation import check_evaluation_mode
-from zerojax.training.process_agreement import check_ramp_of_feed, check_same_run, describe_run
+from zerojax.training.process_agreement import check_regrouping, check_same_run, describe_run
 from zerojax.training.run_spec import CHECKPOINT_FOLDER, RunSpec, print_if_slow
 from zerojax.training.trainer import Trainer
 from zerojax.training.validation import check_before_run, describe_limit
@@ -67,8 +67,8 @@ def open_run(spec: RunSpec, plan: Plan) -> Run:
     if (cache := keep_programs()) is not None:
         reasons.append(cache)
     check_offload(plan)
-    if spec.feed is not None and not plan.inputs.features.get(BatchRampConfig).is_off:
-        check_ramp_of_feed(spec.feed)
+    if spec.feed is not None:
+        check_regrouping(spec.feed, plan.inputs.features)
     if jax.process_count() > 1:
         assert spec.feed is not None
         check_same_run(

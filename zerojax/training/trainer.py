@@ -16,7 +16,6 @@ import jax
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.checkpoint.store import StoreError
-from zerojax.config import BatchRampConfig
 from zerojax.data import Feed, RowSource, as_feed, local_rows, one_pass, prefetch
 from zerojax.data.ramped_feed import in_ramp
 from zerojax.features.batch_ramp.batch_rungs import BatchLadder
@@ -44,7 +43,7 @@ from zerojax.training.loop_notes import (
     say_unsaved,
 )
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
-from zerojax.training.process_agreement import check_ramp_of_feed, divide_batches
+from zerojax.training.process_agreement import check_regrouping, divide_batches
 from zerojax.training.reporting import Metrics, compare_peak
 from zerojax.training.resumed_settings import NEXT_RATE, next_rate
 from zerojax.training.run_generation import (
@@ -154,7 +153,7 @@ class Trainer(StepRunner):
         if steps is None:
             batches, count = one_pass(batches)
             if count is not None:
-                self.plan.inputs.features.get(BatchRampConfig).check_steps(None)
+                self.plan.inputs.features.check_steps(None)
             steps = count if count is None else self.num_steps - self.num_steps % count + count
         feed, self._last_step = self._as_feed(batches), steps
         before = self.num_steps, int(self.state["skipped"])
@@ -291,7 +290,7 @@ class Trainer(StepRunner):
                 divide_batches(feed, self.plan.mesh)
         if ramp is None:
             return feed
-        check_ramp_of_feed(feed)
+        check_regrouping(feed, self.plan.inputs.features)
         return in_ramp(feed, ramp, start=start)
 
     def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:

@@ -288,12 +288,14 @@ def test_what_a_ramp_would_change_is_refused_before_arrays_exist(name, monkeypat
 
 
 def test_batches_of_several_processes_are_read_by_index(monkeypatch):
+    from zerojax.config.features import Features
     from zerojax.data import as_feed
-    from zerojax.training.process_agreement import check_ramp_of_feed
+    from zerojax.training.process_agreement import check_regrouping
 
+    features = Features.of(batch_ramp=RAMP)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    refused(lambda: check_ramp_of_feed(as_feed(batch_of)), "function 2", "dataset")
-    check_ramp_of_feed(as_feed(DatasetSource(dataset=[1, 2], global_batch_size=1)))
+    refused(lambda: check_regrouping(as_feed(batch_of), features), "function 2", "dataset")
+    check_regrouping(as_feed(DatasetSource(dataset=[1, 2], global_batch_size=1)), features)
 
 
 # --- other ways of computing a step ---------------------------------------------------------------

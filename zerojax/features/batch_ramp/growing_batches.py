@@ -6,10 +6,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax.config import BatchRampConfig
+from zerojax.config import BatchRamp, BatchRampConfig
 from zerojax.features.batch_ramp.batch_rungs import ramp_microbatches
 from zerojax.features.seam import Combination, Feature
 from zerojax.features.several_sizes import check_sizes
+from zerojax.optim.step_sizes import StepSizes
 
 
 class GrowingBatches(Feature[BatchRampConfig, None]):
@@ -19,6 +20,14 @@ class GrowingBatches(Feature[BatchRampConfig, None]):
 
     def check(self, config: BatchRampConfig, run: Combination) -> None:
         check_sizes(run, "a batch ramp", ("batch_ramp", "start"))
+
+    def sizes(self, config: BatchRampConfig, rows: int, seq_len: int | None) -> StepSizes:
+        found = BatchRamp(config=config, final=rows)
+        return StepSizes(
+            after=tuple(step - 1 for step in found.first_steps),
+            rows=found.rungs,
+            tokens=None if seq_len is None else tuple(size * seq_len for size in found.rungs),
+        )
 
     def microbatches(
         self, config: BatchRampConfig, number: int | None, mesh: Mesh | AbstractMesh, batch: Any

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from zerojax.config import CurriculumConfig
+from zerojax.config.checks import MAX_SIZE
 from zerojax.features.seam import Combination, Feature
 from zerojax.features.several_sizes import check_sizes
+from zerojax.optim.step_sizes import StepSizes
 
 
 class GrowingRows(Feature[CurriculumConfig, None]):
@@ -14,3 +18,23 @@ class GrowingRows(Feature[CurriculumConfig, None]):
 
     def check(self, config: CurriculumConfig, run: Combination) -> None:
         check_sizes(run, "a curriculum", ("curriculum", "type"))
+
+    def sizes(self, config: CurriculumConfig, rows: int, seq_len: int | None) -> StepSizes | None:
+        if seq_len is None:
+            return None
+        if config.schedule_type != "fixed_discrete" and config.max_length is None:
+            config = dataclasses.replace(config, max_length=seq_len)
+        after, lengths, step = [], [], 0
+        while True:
+            length = config.length(step + 1)
+            after.append(step)
+            lengths.append(length)
+            following = config.first_step_above(length, step + 1)
+            if following is None or following > MAX_SIZE:
+                break
+            step = following - 1
+        return StepSizes(
+            after=tuple(after),
+            rows=(rows,) * len(after),
+            tokens=tuple(rows * length for length in lengths),
+        )
