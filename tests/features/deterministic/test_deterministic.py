@@ -31,7 +31,7 @@ from zerojax.placement.device_mesh import make_mesh
 from zerojax.placement.leaf_placement import Access
 from zerojax.plan.make import make_plan
 from zerojax.step.build import build_step
-from zerojax.transport.sums import TreeOrder, tree_sum, tree_total
+from zerojax.transport.sums import TreeOrder, run_in_barriers, tree_sum, tree_total
 
 slow = pytest.mark.slow
 
@@ -111,6 +111,30 @@ def test_same_bits_of_programs_as_users_compile_them(model, zero, devices):
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines()[-1] == "differences: []"
+
+
+def test_a_loop_over_pieces_stays_a_loop():
+    """XLA's CPU compiler turns a small loop into one function, with other bits of sums than those
+    of a piece alone. It must not do so with what runs in barriers, also when a result is unused."""
+
+    def sums(x: jax.Array, *, barriers: bool) -> jax.Array:
+        of_piece = lambda y: (jnp.sum(y * y), y + 1)  # noqa: E731
+
+        def one(number: jax.Array, found: jax.Array) -> jax.Array:
+            piece = x[number]
+            result = run_in_barriers("branch", x, of_piece, piece) if barriers else of_piece(piece)
+            return found.at[number].set(result[0])
+
+        return jax.lax.fori_loop(0, len(x), one, jnp.zeros(len(x)))
+
+    def is_function(*, barriers: bool) -> bool:
+        x = jax.ShapeDtypeStruct((8, 4, 4), jnp.float32)
+        lowered = jax.jit(functools.partial(sums, barriers=barriers)).lower(x)
+        return "xla_cpu_small_call" in lowered.compile().as_text()
+
+    if not is_function(barriers=False):
+        pytest.skip("this XLA keeps small loops")
+    assert not is_function(barriers=True)
 
 
 def test_a_division_is_a_division():
