@@ -344,7 +344,7 @@ def test_a_card_with_no_room_at_all_is_a_verdict(words, monkeypatch, capsys):
         (["--devices", "6", "mesh.model=4"], "--devices 6: mesh replica=1"),
         (["--devices", "6", "mesh.data=4"], "needs 4 devices, but found 6; use data=-1"),
         (["--devices", "5"], "not divisible by 5 data shards"),
-        (["num_microbatches=8"], "use 64 rows, or num_microbatches=4"),
+        (["num_microbatches=8"], "use global_batch_size=64, or num_microbatches=4"),
         (["zero=7"], "is not valid; use 0, 1, 2 or 3"),
         (["--gpus", "h100"], "unrecognized arguments: --gpus"),
         (["vocab_size=null", "data.path=no/such/tokens.bin"], "set model.vocab_size"),

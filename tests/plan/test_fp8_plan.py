@@ -138,7 +138,9 @@ def test_shorter_products_hide_less_of_an_offload():
 @pytest.mark.thorough
 def test_the_search_for_a_plan_counts_them_so_too():
     card = dataclasses.replace(sample_card(), bf16_flops=1e12, fp8_flops=2e12)
-    wide, small = (bounds_of(plan_of(matmul_dtype=d), card, 1.0).seconds for d in (None, "fp8"))
+    wide, small = (
+        bounds_of(plan_of(matmul_dtype=d), card, 1.0).products_seconds for d in (None, "fp8")
+    )
     share = eight_bit_share(plan_of().traced.forward)
     assert small / wide == pytest.approx(1 - share / 2)
 

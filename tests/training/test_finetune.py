@@ -258,7 +258,7 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
             None,
             None,
             ("global_batch_size=20",),
-            "20 is not divisible by 8 data shards; use 16 or 24",
+            "20 is not divisible by 8 data shards; use global_batch_size=16 or",
         ),
         (None, None, ("mesh.data=3",), "mesh .*data=3.* needs 3 devices, but found 8"),
         (None, None, ("lora.targets=[attn/]",), "attn/"),

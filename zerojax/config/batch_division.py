@@ -24,15 +24,14 @@ class BatchDivision:
         """Number of pieces, by which the rows must be divisible."""
         return self.shards * self.parts
 
-    def nearest(self, rows: int) -> str:
-        """Returns the nearest numbers of rows that can be divided, such as "16 or 24"."""
-        low = rows // self.unit * self.unit
-        return f"{low} or {low + self.unit}" if low else f"{self.unit}"
-
-    def why_not(self, rows: int) -> str | None:
+    def why_not(self, rows: int, setting: str | None = None) -> str | None:
         """Returns why a number of rows cannot be divided, with remedies; None if it can.
 
         The text continues "global_batch_size=20 ...".
+
+        Args:
+          rows: number of rows of a batch.
+          setting: name of the setting that is the number of rows; None: it has none.
         """
         if rows and rows % self.unit == 0:
             return None
@@ -40,5 +39,11 @@ class BatchDivision:
         by = f"{of_shards} x {of_parts} = {self.unit}" if self.parts > 1 else of_shards
         by = of_parts if self.shards == 1 and self.parts > 1 else by
         fewer = [n for n in range(1, self.parts) if rows and rows % (self.shards * n) == 0]
-        remedy = f", or {self.name}={fewer[-1]}" if fewer else ""
-        return f"is not divisible by {by}; use {self.nearest(rows)} rows{remedy}"
+        low = rows // self.unit * self.unit
+        near = [size for size in (low, low + self.unit) if size]
+        if setting is None:
+            remedy = f"{' or '.join(map(str, near))} rows"
+        else:
+            remedy = " or ".join(f"{setting}={size}" for size in near)
+        remedy += f", or {self.name}={fewer[-1]}" if fewer else ""
+        return f"is not divisible by {by}; use {remedy}"

@@ -47,7 +47,7 @@ class BatchRampConfig(FeatureSettings):
         check_size(self, "ramp_rows", most=2**62)
 
     def summary(self) -> list[tuple[str, str]]:
-        return [("batch", f"{self.start} rows at first, then {self.increment} more each time")]
+        return [("batch", f"start={self.start}, then {self.increment} rows more each time")]
 
     @staticmethod
     def resume_note(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> str:

@@ -437,7 +437,7 @@ class RunConfig:
         expand_folders(self, "run_dir")
         self._check_elasticity()
         division = BatchDivision(1, self.num_microbatches or 1)
-        why = division.why_not(self.global_batch_size)
+        why = division.why_not(self.global_batch_size, "global_batch_size")
         if why is not None and not self.elasticity.enabled:
             refuse("global_batch_size", self.global_batch_size, why)
         self._check_batch_ramp()

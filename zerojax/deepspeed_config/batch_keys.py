@@ -98,7 +98,7 @@ def _with_shards(file: File, batch: Batch, shards: int) -> Batch:
 
 
 def _divide(file: File, train: int, division: BatchDivision) -> int | None:
-    why = division.why_not(train)
+    why = division.why_not(train, TRAIN)
     if why is None:
         return train // division.unit
     file.notes.refuse(TRAIN, train, why)

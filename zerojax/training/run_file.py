@@ -395,7 +395,9 @@ def plan_from_config(
 
 def _check_pieces(config: RunConfig, shards: int) -> None:
     """Raises ValueError if the batch is not divisible by data shards times microbatches."""
-    why = BatchDivision(shards, config.num_microbatches or 1).why_not(config.global_batch_size)
+    why = BatchDivision(shards, config.num_microbatches or 1).why_not(
+        config.global_batch_size, "global_batch_size"
+    )
     if why is not None:
         raise ValueError(f"global_batch_size={config.global_batch_size} {why}")
 

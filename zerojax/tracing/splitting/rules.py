@@ -84,6 +84,18 @@ def _reduction(record: Record, equation: Any, operands: Sequence[Value]) -> Sequ
     return [tuple(dim for axis, dim in enumerate(value.dims) if axis not in axes)]
 
 
+def _general_reduction(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+    """Follows a reduction of several arrays of one shape by a function of their entries."""
+    axes, number = equation.params["dimensions"], len(equation.outvars)
+    results = []
+    for value, result in zip(operands[:number], equation.outvars, strict=True):
+        for one, other in zip(operands[0].dims, value.dims, strict=True):
+            record.unify(one, other)
+        record.add_sum("reduction", tuple(value.dims[axis] for axis in axes), result)
+        results.append(tuple(dim for axis, dim in enumerate(value.dims) if axis not in axes))
+    return results
+
+
 def _dot_general(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
     contracted, batched = equation.params["dimension_numbers"]
     return [_product(record, equation, operands[:2], contracted, batched)]
@@ -344,6 +356,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_DRAWS, _new),
     **dict.fromkeys(["slice", "dynamic_slice", "pad"], _part),
     "bitcast_convert_type": _bitcast,
+    "reduce": _general_reduction,
     "broadcast_in_dim": _broadcast_in_dim,
     "conv_general_dilated": _convolution,
     "dot_general": _dot_general,

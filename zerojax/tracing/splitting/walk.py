@@ -76,7 +76,12 @@ def _after(record: Record, equation: Any, operands: list[Value]) -> Sequence[Val
     if kind == "cond":
         return _cond(record, params, operands)
     inner = list(inner_programs(params))
-    calls = kind != "shard_map" and len(inner) == 1 and len(inner[0].invars) == len(operands)
+    # The program of `reduce` combines two numbers; it is no call.
+    calls = (
+        kind not in ("shard_map", "reduce")
+        and len(inner) == 1
+        and len(inner[0].invars) == len(operands)
+    )
     if calls and len(inner[0].outvars) == len(equation.outvars):
         return follow_dims(record, inner[0], operands)
     weights, before = _joined(operands), len(record.totals)
