@@ -124,6 +124,11 @@ def text_plan(zero, family="gpt2", optimizer=None, **options):
     )
 
 
+PARTIAL = {"max_gather_mb": 0.001}
+"""The loss in chunks reduces a vocabulary that is split over `model` by one reduction of several
+arrays, whose parts XLA gathers: 4 bytes for each token and device."""
+
+
 @functools.cache
 def step_of(**options):
     """A compiled step whose rules are still to be checked."""
@@ -156,7 +161,7 @@ def test_a_sound_step_keeps_every_rule(zero):
 @pytest.mark.parametrize("zero", [3, 2, 1, 0])
 def test_a_sound_step_of_a_decoder_keeps_every_rule(zero, options):
     plan = text_plan(zero, **{"data": -1, **options})
-    rules = {**SOUND, "rules_split": True} if "model" in options else SOUND
+    rules = {**SOUND, **PARTIAL, "rules_split": True} if "model" in options else SOUND
     assert zerojax.expect(plan, **rules)
 
 
@@ -179,7 +184,8 @@ def test_a_sound_step_of_a_decoder_keeps_every_rule(zero, options):
 )
 def test_a_sound_step_with_other_axes_and_codes_keeps_every_rule(options):
     """Codes of weights on the wire are computed, but from weights alone."""
-    assert zerojax.expect(text_plan(family="llama", **options), **SOUND)
+    rules = SOUND | PARTIAL if "model" in options else SOUND
+    assert zerojax.expect(text_plan(family="llama", **options), **rules)
 
 
 @pytest.mark.thorough

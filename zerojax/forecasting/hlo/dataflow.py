@@ -240,6 +240,8 @@ class Dataflow:
             return Edge.SAME
         if opcode == "broadcast":
             return Edge.SAME if self._is_scalar((instruction.name, ())) else Edge.USED
+        if opcode == "select" and (kept := self._kept_by_select(instruction)) is not None:
+            return Edge.SAME if position == kept else None
         if opcode in ("add", "subtract") or (opcode == "scatter" and position == 0):
             return Edge.ADDED
         if opcode in _SCALES:
@@ -253,6 +255,17 @@ class Dataflow:
             if into is not None:
                 return Edge.ADDED if into == index else None
         return Edge.USED
+
+    def _kept_by_select(self, instruction: Instruction) -> int | None:
+        """Returns the operand that a `select` passes on if it only orders operations; else None.
+
+        `transport.collective_order` lets a collective wait for others so: one condition, which is
+        always true, chooses between the whole array and a number.
+        """
+        chosen, *given = (self._is_scalar(value) for value in self._operands(instruction.name))
+        if not chosen or given[0] == given[1]:
+            return None
+        return 1 + given.index(False)
 
     def _accumulates(self, instruction: Instruction) -> dict[int, tuple[int, ...]]:
         """Returns {operand of a custom call: element of the result that is written into the memory
