@@ -172,7 +172,8 @@ def trained(
     settings: Any = merged(one.mesh for one in chosen)
     if alone is not None:
         settings = zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1])
-        options["num_microbatches"] = alone
+        if "batch_ramp" not in options:  # a ramp chooses them
+            options["num_microbatches"] = alone
     elif "nvme" in str(settings.get("offload")):
         settings["offload"] = {**settings["offload"], "folder": str(folder)}
     losses: list[float] = []

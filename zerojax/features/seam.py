@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.config.attention_layouts import BlockLayout
+from zerojax.config.batch_division import BatchDivision
 from zerojax.config.feature_settings import FeatureSettings
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
@@ -67,6 +68,7 @@ class Facts:
       placement: placement table.
       stacks: {stack of rolled layers: the user's names of its rows}.
       pipeline: pipeline of the plan, if it has one.
+      division: division of a batch over data shards and microbatches.
     """
 
     settings: MeshConfig
@@ -76,6 +78,7 @@ class Facts:
     placement: Placement
     stacks: Stacks
     pipeline: PipelineLayout | None
+    division: BatchDivision
 
 
 class Feature(Generic[S, D]):

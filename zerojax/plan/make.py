@@ -20,6 +20,7 @@ from zerojax.config import (
     MeshConfig,
     OptimizerConfig,
 )
+from zerojax.config.batch_division import BatchDivision
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.features import Features
@@ -437,6 +438,7 @@ def _plan_features(
         placement=placement,
         stacks=stacks,
         pipeline=pipeline,
+        division=BatchDivision(meshes.num_data_shards(task.mesh), task.num_microbatches),
     )
     return plan_features(features, facts)
 

@@ -301,6 +301,9 @@ def test_layers_of_a_list_are_dropped_alike(at_stage_0):
 @pytest.mark.thorough
 def test_each_microbatch_draws_its_own_layers():
     plan = plan_for(mesh={"zero": 3}, num_microbatches=2)
+    said = [line for line in plan.reasons if "data shards (8)" in line]
+    assert len(said) == 1, "rows of a microbatch are others on another number of data shards"
+    assert not any("data shards" in line for line in plan_for(mesh={"zero": 3}).reasons)
     _, _, scales = trained(plan, 4)
     assert scales[0].shape == (2, LAYERS)
     assert any((scale[0] != scale[1]).any() for scale in scales)

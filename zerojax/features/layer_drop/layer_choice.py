@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import ConfigError, LayerDropConfig, MeshConfig
+from zerojax.config.batch_division import BatchDivision
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim import one_bit_of
 from zerojax.placement.device_mesh import CONTEXT, EXPERT
@@ -38,12 +39,14 @@ class LayerDrop:
       stacks: names of the parameters with one row for each layer.
       layer_share: fraction of the forward pass's FLOPs that the layers compute.
       stages: numbers of the layers of each virtual pipeline stage; empty without a pipeline.
+      division: division of a batch over data shards and microbatches.
     """
 
     config: LayerDropConfig
     num_layers: int
     stacks: frozenset[str]
     layer_share: float
+    division: BatchDivision
     stages: tuple[range, ...] = ()
 
     @property
@@ -97,6 +100,12 @@ class LayerDrop:
                 f"in each slot, which on average computes at most {self.slowest():.1%} of its "
                 "layers; fewer stages with more layers each save more time"
             )
+        if self.division.parts > 1 and self.division.shards > 1:
+            lines.append(
+                f"layer drop: each of {self.division.parts} microbatches draws its own layers, and "
+                "which rows are in a microbatch depends on the number of data shards "
+                f"({self.division.shards}): losses are equal only on meshes with as many"
+            )
         if jax.__version_info__[:2] < NEEDED_JAX:
             lines.append(
                 f"layer drop: JAX {jax.__version__} copies the weights of all layers for the "
@@ -112,6 +121,7 @@ def plan_layer_drop(
     params: Mapping[str, Any],
     zero: int,
     pipeline: PipelineLayout | None,
+    division: BatchDivision,
 ) -> LayerDrop:
     """Plans the layer drop of a run.
 
@@ -122,6 +132,7 @@ def plan_layer_drop(
       params: {name: shape and dtype of the parameter}.
       zero: ZeRO stage.
       pipeline: pipeline of the plan, if it has one.
+      division: division of a batch over data shards and microbatches.
 
     Raises:
       ConfigError: the layers cannot be dropped; the message states the remedy.
@@ -152,6 +163,7 @@ def plan_layer_drop(
         stacks=stacks,
         layer_share=equation_flops(scan.equation) / total if total else 0.0,
         stages=() if pipeline is None else tuple(pipeline.stage_layers),
+        division=division,
     )
 
 

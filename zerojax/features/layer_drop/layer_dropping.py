@@ -31,7 +31,7 @@ class LayerDropping(Feature[LayerDropConfig, LayerDrop]):
 
     def plan(self, config: LayerDropConfig, facts: Facts) -> LayerDrop:
         given = facts.model, facts.trace, facts.params, facts.settings.zero
-        return plan_layer_drop(config, *given, facts.pipeline)
+        return plan_layer_drop(config, *given, facts.pipeline, facts.division)
 
     def describe(self, decision: LayerDrop, placement: Placement) -> list[str]:
         return decision.describe()
