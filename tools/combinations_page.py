@@ -46,7 +46,9 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
     "offload.update_in_backward": {
         "offload": {"opt_state": "host", "params": "host", "update_in_backward": True}
     },
-    "offload.delayed_update": {"offload": {"opt_state": "host", "delayed_update": True}},
+    "offload.delayed_update": {
+        "offload": {"opt_state": "host", "delayed_update": True, "min_elements": 16}
+    },
     "offload.tile_bytes (zero=3)": {"mesh": {"zero": 3}, "offload": {"tile_bytes": 4096}},
     "wire.weights: int8": {"wire": {"weights": "int8"}},
     "wire.weights: delta_int8": {"wire": {"weights": "delta_int8"}},
@@ -71,7 +73,7 @@ A run's settings are checked before its loss is traced. `train`, run files, `ini
 `zerojax plan` and `zerojax deepspeed explain` share one list of checks
 (`zerojax.plan.combinations`). The table has every pair of {number} settings that these checks
 refuse: {refused} of {pairs}. The error of a refused pair says what to change. What depends on the
-model, such as a pipeline of layers that differ, is refused when the loss is traced.
+model, the batch or the number of microbatches is refused when the loss is traced.
 `python -m tools.combinations_page` writes this page.
 
 | setting | cannot be combined with |

@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
+import jax
+import numpy as np
 import pytest
 
+from tests.support.small_models import reference_model
 from tools import combinations_page
+from tools.combinations_page import DEVICES, SETTINGS, combination, is_refused, share_key
+from zerojax.config import MoEConfig
 from zerojax.plan.combinations import check_combination
+from zerojax.plan.inputs import PlanInputs
+from zerojax.plan.make import plan_of
+from zerojax.plan.rung_plans import with_rungs
 
 
 def test_the_page_is_computed():
     assert combinations_page.PAGE.read_text() == combinations_page.page()
 
 
-@pytest.mark.parametrize("name", combinations_page.SETTINGS)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_each_setting_of_the_page_is_possible_alone(name):
-    check_combination(combinations_page.combination(combinations_page.SETTINGS[name]))
+    check_combination(combination(SETTINGS[name]))
+
+
+OF_TABLES = ("lamb", "muon", "adam8bit")
+"""Optimizers that are refused only if the model has a table whose rows are looked up."""
+
+
+def plan_together(*names):
+    """Plans a small Llama with settings of the page; experts where the mesh splits them."""
+    found = combination(*(SETTINGS[name] for name in names))
+    tokens = jax.ShapeDtypeStruct((2 * DEVICES, 16), np.int32)
+    more = {"moe": MoEConfig(num_experts=4, experts_per_token=2)} if "expert=2" in names else {}
+    inputs = PlanInputs(
+        model=reference_model("llama", num_layers=4, **more),
+        example_batch={"tokens": tokens, "targets": tokens},
+        optimizer=found.tx,
+        precision=found.precision,
+        features=found.features,
+        steps=20,
+    )
+    return with_rungs(plan_of(inputs, found.settings))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("one", SETTINGS)
+def test_what_the_page_allows_can_be_planned(one):
+    others = list(SETTINGS)[list(SETTINGS).index(one) + 1 :]
+    given = OF_TABLES if one == "lookup=owners" else ()
+    others = [x for x in others if x not in given and not share_key(one, x)]
+    allowed = [x for x in others if not is_refused(one, x)]
+    wrong = {}
+    for other in allowed:
+        try:
+            plan_together(one, other)
+        except ValueError as error:
+            wrong[other] = str(error)[:200]
+    assert not wrong

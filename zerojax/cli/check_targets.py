@@ -14,7 +14,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -192,23 +192,46 @@ def _loss_of_text(model: Any) -> Any:
 
 
 def _of_plan(given: Mapping[str, Any], end: End) -> Any:
-    batch = given["example_batch"]
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+    names = ("model", "loss", "optimizer", "freeze")
+    end({"batch": _of_arrays(given["example_batch"]), **{name: given[name] for name in names}})
+
+
+def _of_arrays(batch: Any) -> Any:
+    """Returns a batch of arrays as it is.
+
+    Raises:
+      ValueError: the batch has shapes in place of arrays.
+    """
+    if _has_shapes(batch):
         raise ValueError(
             "the script passes shapes (ShapeDtypeStruct), and a check needs a batch of arrays; "
-            "name a function that "
-            "returns one: zerojax check FILE.py:NAME"
+            "name a function that returns one: zerojax check FILE.py:NAME"
         )
-    names = ("model", "loss", "optimizer", "freeze")
-    end({"batch": batch, **{name: given[name] for name in names}})
+    return batch
+
+
+def _has_shapes(batch: Any) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
 
 
 def _of_engine(given: Mapping[str, Any], end: End) -> Any:
     run = PortedRun.of_call(given, jax.device_count())
-    parts = {name: given[name] for name in ("model", "loss", "freeze", "seed")}
-    parts["optimizer"] = run.translation.optimizer
-    mesh = make_mesh(run.translation.mesh)
-    return EngineUntilBatch(run, mesh, lambda batch: end({**parts, "batch": batch}))
+    parts = {
+        "model": given["model"],
+        "loss": run.loss,
+        "optimizer": run.translation.optimizer,
+        "freeze": run.freeze,
+        "seed": given["seed"],
+    }
+
+    def check_with(batch: Any) -> NoReturn:
+        end({**parts, "batch": _of_arrays(batch)})
+
+    engine = EngineUntilBatch(run, make_mesh(run.translation.mesh), check_with)
+    example = given["example_batch"]
+    if example is not None and not _has_shapes(example):
+        engine.prepare(example)
+    return engine  # of shapes the first batch of arrays is checked
 
 
 def _optimizer_of(config: Any, given: Mapping[str, Any]) -> Any:

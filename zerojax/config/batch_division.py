@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from zerojax.config.late_dataclasses import dataclass
 
 
@@ -35,15 +37,25 @@ class BatchDivision:
         """
         if rows and rows % self.unit == 0:
             return None
-        of_shards, of_parts = f"{self.shards} data shards", f"{self.name}={self.parts}"
-        by = f"{of_shards} x {of_parts} = {self.unit}" if self.parts > 1 else of_shards
-        by = of_parts if self.shards == 1 and self.parts > 1 else by
-        fewer = [n for n in range(1, self.parts) if rows and rows % (self.shards * n) == 0]
+        by = f"{self.shards} data shard{'s' * (self.shards > 1)}"
+        if self.parts > 1:
+            of_parts = f"{self.name}={self.parts}"
+            by = of_parts if self.shards == 1 else f"{self.unit} ({by} x {of_parts})"
+        fewer = self._largest_below(rows)
         low = rows // self.unit * self.unit
         near = [size for size in (low, low + self.unit) if size]
         if setting is None:
             remedy = f"{' or '.join(map(str, near))} rows"
         else:
             remedy = " or ".join(f"{setting}={size}" for size in near)
-        remedy += f", or {self.name}={fewer[-1]}" if fewer else ""
+        remedy += f", or {self.name}={fewer}" if fewer else ""
         return f"is not divisible by {by}; use {remedy}"
+
+    def _largest_below(self, rows: int) -> int | None:
+        """Returns the largest smaller number of microbatches that divides a number of rows."""
+        of_shard, rest = divmod(rows, self.shards)
+        if rest or not rows:
+            return None
+        small = [n for n in range(1, math.isqrt(of_shard) + 1) if of_shard % n == 0]
+        divisors = (*small, *(of_shard // n for n in small))
+        return max((n for n in divisors if n < self.parts), default=None)

@@ -19,7 +19,7 @@ class FeatureSettings:
       part: name of the feature's part of a training state, and the first part of its names in a
         checkpoint; None: it has none.
       changes_work: whether the feature changes the rows or tokens of a step.
-      regroups: whether the rows of the data's batches are put into batches of other sizes.
+      regroups: whether steps take other numbers of rows than the batches of the data have.
     """
 
     keyword: ClassVar[str]

@@ -153,7 +153,9 @@ class EngineQueries(ConfigQueries):
       metrics: metrics of the last step, still on the devices; {} before the first step.
     """
 
-    def __init__(self, translation: deepspeed_config.Translation, mesh: Mesh) -> None:
+    def __init__(
+        self, translation: deepspeed_config.Translation, mesh: Mesh | AbstractMesh
+    ) -> None:
         super().__init__(translation, mesh)
         self._runner: StepRunner | None = None
         self._loaded_step = 0

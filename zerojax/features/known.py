@@ -42,8 +42,10 @@ def sizes_of_features(features: Features, rows: int, seq_len: int | None) -> Ste
       seq_len: tokens of a row; None: not known.
     """
     on = [x for x in KNOWN if not features.get(x.kind).is_off]
-    found = (x.sizes(features.get(x.kind), rows, seq_len) for x in on)
-    return next((sizes for sizes in found if sizes is not None), None)
+    found = [x.sizes(features.get(x.kind), rows, seq_len) for x in on]
+    given = [sizes for sizes in found if sizes is not None]
+    assert len(given) <= 1, "check_sizes refuses two features that change the size of steps"
+    return given[0] if given else None
 
 
 def choose_microbatches(

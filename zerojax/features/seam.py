@@ -123,8 +123,8 @@ class Feature(Generic[S, D]):
         return number, []
 
     def plan(self, config: S, facts: Facts) -> D | None:
-        """Returns the decision of the feature, from settings that are not off; None: the plan of
-        one step does not depend on it.
+        """Returns the decision of the feature, from settings that are not off; None: there is
+        nothing to decide, and none of the hooks below is called.
 
         Raises:
           ConfigError: the model does not have what the feature needs.

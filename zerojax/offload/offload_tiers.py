@@ -396,29 +396,24 @@ def cut_into_layers(
         ) from error
 
 
-def check_update_in_backward(
-    layout: OffloadLayout | None,
-    num_microbatches: int,
-    precision: Precision,
-    tx: optax.GradientTransformation,
+_IN_BACKWARD = "offload.update_in_backward updates a layer as soon as its gradient exists"
+_UNDONE = "or offload.params: nvme with durable: true, whose update can be undone"
+
+
+def check_early_update(
+    config: OffloadConfig, precision: Precision, tx: optax.GradientTransformation
 ) -> None:
-    """Raises if an update of layers on the host in the backward pass is requested but needs
-    gradients that do not exist yet.
+    """Raises if an update of layers on the host in the backward pass is requested with settings
+    that need all gradients first.
 
     Layers in files have no such limits: their update can be undone (`durable`).
 
     Raises:
       ValueError: the message states the conflicting setting and the remedy.
     """
-    if layout is None or not layout.update_in_backward:
+    if not config.update_in_backward or config.params != HOST:
         return
-    undone = "or offload.params: nvme with durable: true, whose update can be undone"
-    what = "offload.update_in_backward updates a layer as soon as its gradient exists"
-    if num_microbatches != 1:
-        raise ValueError(
-            f"{what}, so gradients of num_microbatches={num_microbatches} cannot be accumulated "
-            f"first; use num_microbatches=1 and a smaller batch, more data shards, {undone}"
-        )
+    what, undone = _IN_BACKWARD, _UNDONE
     clip_norm = getattr(tx, "clip_norm", None)
     if clip_norm is not None:
         raise ValueError(
@@ -431,6 +426,23 @@ def check_update_in_backward(
         raise ValueError(
             f"{what}, before a float16 overflow in another layer is detected, so a step cannot be "
             f"undone; use precision bf16 or fp32, {undone}"
+        )
+
+
+def check_update_in_backward(layout: OffloadLayout | None, num_microbatches: int) -> None:
+    """Raises if an update of layers on the host in the backward pass is requested but needs
+    gradients that do not exist yet, or state that is not at hand.
+
+    Raises:
+      ValueError: the message states the conflicting setting and the remedy.
+    """
+    if layout is None or not layout.update_in_backward:
+        return
+    what, undone = _IN_BACKWARD, _UNDONE
+    if num_microbatches != 1:
+        raise ValueError(
+            f"{what}, so gradients of num_microbatches={num_microbatches} cannot be accumulated "
+            f"first; use num_microbatches=1 and a smaller batch, more data shards, {undone}"
         )
     for name in sorted(layout.streamed & layout.leaves.keys()):
         counts = layout.leaves[name].counts

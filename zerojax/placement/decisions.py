@@ -119,9 +119,9 @@ class Decisions:
       remake: function that plans the same run on another mesh.
       tiles: layer weights that are gathered in tiles.
       features: {optional feature of the run: its decision} (`features.known.plan_features`).
-      ladder: compiled row lengths of a curriculum (`plan.rungs.Ladder`), or batch sizes of a ramp
-        (`plan.batch_rungs.BatchLadder`); None without either, or before `rung_plans.with_rungs` has
-        planned them.
+      ladder: compiled row lengths of a curriculum (`features.curriculum.rungs.Ladder`), or batch
+        sizes of a ramp (`features.batch_ramp.batch_rungs.BatchLadder`); None without either, or
+        before `rung_plans.with_rungs` has planned them.
     """
 
     mesh: Mesh | AbstractMesh

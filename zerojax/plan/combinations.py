@@ -15,18 +15,24 @@ from zerojax import optim
 from zerojax.features.known import KNOWN
 from zerojax.features.seam import Combination, Feature
 from zerojax.offload.offload_pages import check_pages
-from zerojax.offload.offload_tiers import check_by_layer, check_durable, check_sliced_update
+from zerojax.offload.offload_tiers import (
+    check_by_layer,
+    check_durable,
+    check_early_update,
+    check_sliced_update,
+)
 from zerojax.placement.expert_axis import check_expert_axis
 from zerojax.placement.frozen_codes import check_codes
 from zerojax.placement.signed_momentum import check_one_bit
 from zerojax.plan.context_split import check_context, check_layout
 from zerojax.plan.gradient_wire import check_gradient_wire
 from zerojax.plan.layer_tiles import check_tiles
-from zerojax.plan.refusals import check_elementwise
+from zerojax.plan.refusals import check_elementwise, check_equal_bits
 from zerojax.plan.secondary_shards import check_secondary
 from zerojax.plan.table_lookups import check_lookup
 from zerojax.plan.weight_wire import check_weight_wire
 from zerojax.tracing.activation_offload import check_no_stages
+from zerojax.tracing.unrolling import check_unroll
 
 
 def _check_feature(feature: Feature[Any, Any], c: Combination) -> None:
@@ -35,6 +41,8 @@ def _check_feature(feature: Feature[Any, Any], c: Combination) -> None:
 
 
 _CHECKS: tuple[Callable[[Combination], object], ...] = (
+    lambda c: check_equal_bits(c.settings, c.mesh, c.precision),
+    lambda c: check_unroll(c.settings),
     lambda c: check_expert_axis(c.settings, c.mesh, c.precision),
     lambda c: check_lookup(c.settings, c.mesh, c.precision),
     lambda c: check_context(c.settings, c.mesh),
@@ -48,6 +56,7 @@ _CHECKS: tuple[Callable[[Combination], object], ...] = (
     lambda c: optim.fit_optimizer(c.tx, c.precision),
     lambda c: check_elementwise(c.settings, c.tx),
     lambda c: check_by_layer(c.settings),
+    lambda c: check_early_update(c.settings.offload, c.precision, c.tx),
     lambda c: check_no_stages(c.settings),
     lambda c: check_durable(c.settings.offload, c.precision),
     lambda c: check_sliced_update(c.settings.offload, c.tx),

@@ -101,13 +101,13 @@ from zerojax.plan.reasons import (
 from zerojax.plan.refusals import (
     check_arguments,
     check_batch,
-    check_deterministic,
     check_not_per_example,
     check_reads,
     check_rows,
     check_trained,
     check_wire,
     errors_with_users_lines,
+    microbatches_of_equal_bits,
 )
 from zerojax.plan.rolling import (
     Rolling,
@@ -455,7 +455,7 @@ def _plan_offload(
     settings, mesh = task.settings, task.mesh
     layout = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
     if settings.offload.params != NVME:
-        check_update_in_backward(layout, task.num_microbatches, task.precision, tx)
+        check_update_in_backward(layout, task.num_microbatches)
     check_delayed_update(settings.offload, layout, task.num_microbatches)
     return layout
 
@@ -533,7 +533,7 @@ def _resolve(
     check_lazy_reads(precision, reads_lazily=internal.reads_lazily)
     check_parts_of_rows(mesh, internal, inputs.loss)
     loss = models.as_loss(inputs.loss, internal, inputs.example_batch)
-    number = check_deterministic(settings, mesh, precision, inputs.num_microbatches)
+    number = microbatches_of_equal_bits(settings, mesh, inputs.num_microbatches)
     why_ramp: list[str] = []
     if settings.deterministic is None:
         number, why_ramp = microbatches_of_features(inputs.features, number, mesh, batch)

@@ -103,22 +103,14 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
         raise ValueError(f"global batch size {rows} {why}")
 
 
-def check_deterministic(
-    settings: MeshConfig,
-    mesh: Mesh | AbstractMesh,
-    precision: Precision,
-    num_microbatches: int | None,
-) -> int | None:
+def check_equal_bits(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision) -> None:
     """Raises if deterministic='mesh' cannot give the same bits on every mesh.
 
-    Returns:
-      The number of microbatches: the user's number, or the number that follows from virtual_shards.
-
     Raises:
-      ValueError: axes, precision or microbatches with which results would depend on the mesh.
+      ValueError: axes, offload or precision with which results would depend on the mesh.
     """
     if settings.deterministic is None:
-        return num_microbatches
+        return
     asked, count = "deterministic='mesh'", settings.virtual_shards
     for axis in [name for name in meshes.AXES if name != meshes.DATA]:
         if mesh.shape[axis] > 1:
@@ -136,23 +128,36 @@ def check_deterministic(
             f"{asked} with data={shards}: virtual_shards={count} is not divisible by {shards} "
             f"devices; {remedy}"
         )
-    needed = count // shards
-    if num_microbatches not in (None, needed):
-        raise ValueError(
-            f"num_microbatches={num_microbatches} contradicts {asked}, which computes "
-            f"virtual_shards={count} pieces on {shards} data shards, {needed} on each; leave "
-            f"num_microbatches out, or use virtual_shards={_near_power(num_microbatches * shards)}"
-        )
     if not settings.offload.is_off:
         raise ValueError(
             f"{asked} together with offload: the order in which slices of state are updated "
-            "differs with the "
-            "mesh; leave offload or deterministic out"
+            "differs with the mesh; leave offload or deterministic out"
         )
     if precision.accumulate_dtype != jnp.float32:
         raise ValueError(
             f"{asked} accumulates in float32, but accumulate_dtype is "
             f"{jnp.dtype(precision.accumulate_dtype).name}; use accumulate_dtype='fp32'"
+        )
+
+
+def microbatches_of_equal_bits(
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, num_microbatches: int | None
+) -> int | None:
+    """Returns the number of microbatches: the user's, or with deterministic='mesh' the number that
+    follows from virtual_shards.
+
+    Raises:
+      ValueError: the user's number contradicts virtual_shards.
+    """
+    if settings.deterministic is None:
+        return num_microbatches
+    count, shards = settings.virtual_shards, mesh.shape[meshes.DATA]
+    needed = count // shards
+    if num_microbatches not in (None, needed):
+        raise ValueError(
+            f"num_microbatches={num_microbatches} contradicts deterministic='mesh', which computes "
+            f"virtual_shards={count} pieces on {shards} data shards, {needed} on each; leave "
+            f"num_microbatches out, or use virtual_shards={_near_power(num_microbatches * shards)}"
         )
     return needed
 

@@ -457,7 +457,9 @@ def pass_config(plan: Plan) -> passes.PassConfig:
     """Returns the part of a plan that the forward and backward passes need."""
     options: dict[str, Any] = {}
     for feature, decision in active(plan):
-        options |= feature.pass_options(decision)
+        more = feature.pass_options(decision)
+        assert not options.keys() & more.keys(), "two features set one option of the passes"
+        options |= more
     return passes.PassConfig(
         model=plan.model,
         loss=plan.loss,

@@ -340,9 +340,7 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
     state["frozen"] = {name: placed[name] for name in plan.abstract_stored["frozen"]}
     if plan.offload is None:
         state["params"] = {name: placed[name] for name in plan.abstract_stored["params"]}
-        for feature, decision in active(plan):
-            state = feature.begun(plan, decision, state)
-        return state
+        return _begun(plan, state)
     state["params"], state["masters"], averages = {}, {}, {}
     for name, leaf in plan.abstract_stored["params"].items():
         if name in in_files:
@@ -357,6 +355,12 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
         averages[name] = found.average
     if isinstance(state["opt_state"], EmaState):
         state["opt_state"] = dataclasses.replace(state["opt_state"], ema=averages)
+    return _begun(plan, state)
+
+
+def _begun(plan: Plan, state: TrainState) -> TrainState:
+    for feature, decision in active(plan):
+        state = feature.begun(plan, decision, state)
     return state
 
 
@@ -451,7 +455,7 @@ def place(
     Args:
       value: array of the true (unpadded) shape.
       stored: stored shape, dtype and sharding.
-      rows: permutation of a stack's rows in a pipeline (`plan.state.StageRows`); None: none.
+      rows: permutation of a stack's rows in a pipeline (`placement.state.StageRows`); None: none.
     """
     if isinstance(value, LazyArray):
         return _place_lazy(value, stored, rows)

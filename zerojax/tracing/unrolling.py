@@ -76,8 +76,7 @@ def choose_unrolling(
     why = why_never_unrolled(settings)
     if settings.unroll is False or (settings.unroll is None and (why or not pays)):
         return False, ()
-    if why:
-        raise ValueError(f"unroll=True cannot be combined with {why}; leave unroll=False")
+    check_unroll(settings)
     places = range(len(forward.jaxpr.invars))
     scans = find_loops_over_layers(forward, [place < num_parameters for place in places])
     if settings.unroll is None:
@@ -98,6 +97,17 @@ def choose_unrolling(
         loops = "; ".join(reasons) or "the loss has no jax.lax.scan over stacked parameters"
         raise ValueError(f"unroll=True, but there is no loop to unroll ({loops}); use unroll=False")
     return True, tuple(reasons)
+
+
+def check_unroll(settings: MeshConfig) -> None:
+    """Raises if unrolling is requested, but other settings need the loops.
+
+    Raises:
+      ValueError: the message states the setting and the remedy.
+    """
+    why = why_never_unrolled(settings)
+    if settings.unroll and why:
+        raise ValueError(f"unroll=True cannot be combined with {why}; leave unroll=False")
 
 
 def why_never_unrolled(settings: MeshConfig) -> str | None:

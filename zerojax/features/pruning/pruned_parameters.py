@@ -52,7 +52,6 @@ def plan_pruning(
     trace: ModelTrace,
     placement: Placement,
     stacks: Stacks,
-    settings: MeshConfig,
 ) -> dict[str, PrunedLeaf]:
     """Finds the parameters that a run prunes: {stored name: its pruning}.
 
@@ -61,13 +60,10 @@ def plan_pruning(
       trace: trace of the loss, which shows the rows and heads of a parameter.
       placement: placement table.
       stacks: {stack of rolled layers: the user's names of its rows}.
-      settings: mesh options.
 
     Raises:
-      ConfigError: a group matches no parameter that it can prune, or one of another group; or
-        differences of weights are sent, so that pruned weights would not be 0.
+      ConfigError: a group matches no parameter that it can prune, or one of another group.
     """
-    _check_deltas(settings, placement)
     leaves = {name: leaf for name, leaf in placement.leaves.items() if not leaf.frozen}
     shapes = {name: leaf.shape for name, leaf in placement.leaves.items()}
     uses = find_matrix_uses(trace.program.jaxpr, shapes)
@@ -216,10 +212,7 @@ def check_pruning(settings: MeshConfig, tx: Any) -> None:
         raise _refusal("pruning cannot be combined with offload; leave one of them out")
     if one_bit_of(tx) is not None:
         raise _refusal("pruning cannot be combined with a 1-bit optimizer; use adamw")
-
-
-def _check_deltas(settings: MeshConfig, placement: Placement) -> None:
-    if any(leaf.delta_codes is not None for leaf in placement.leaves.values()):
+    if settings.wire.weights.startswith("delta"):
         raise _refusal(
             f"pruning cannot be combined with wire.weights={settings.wire.weights}, whose copies "
             "of weights only approach 0; use wire.weights=compute"

@@ -35,7 +35,7 @@ class WeightPruning(Feature[PruningConfig, Pruned]):
         check_pruning(run.settings, run.tx)
 
     def plan(self, config: PruningConfig, facts: Facts) -> Pruned:
-        return plan_pruning(config, facts.trace, facts.placement, facts.stacks, facts.settings)
+        return plan_pruning(config, facts.trace, facts.placement, facts.stacks)
 
     def describe(self, decision: Pruned, placement: Placement) -> list[str]:
         return describe_pruning(decision, placement)

@@ -257,10 +257,11 @@ class Dataflow:
         return Edge.USED
 
     def _kept_by_select(self, instruction: Instruction) -> int | None:
-        """Returns the operand that a `select` passes on if it only orders operations; else None.
+        """Returns the operand whose numbers a `select` passes on; None if both may be passed on.
 
-        `transport.collective_order` lets a collective wait for others so: one condition, which is
-        always true, chooses between the whole array and a number.
+        One condition for the whole array chooses between the array and a number. So
+        `transport.collective_order` lets a collective wait for others; a user's `where(flag, x, 0)`
+        moves `x` in the same way.
         """
         chosen, *given = (self._is_scalar(value) for value in self._operands(instruction.name))
         if not chosen or given[0] == given[1]:
