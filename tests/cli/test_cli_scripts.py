@@ -12,6 +12,7 @@ import zerojax
 from tests.support.forecast_samples import sample_forecast
 from zerojax import forecasting
 from zerojax.cli import main
+from zerojax.cli.check_targets import parts_of_script
 from zerojax.cli.script_runs import plan_of_script
 from zerojax.hardware import compile_client
 from zerojax.placement.device_mesh import make_abstract_mesh
@@ -141,11 +142,25 @@ def test_before_its_first_batch_an_engine_that_is_planned_answers_as_one_that_ru
         "optimizer=optax.adam(0.1))\n"
         "assert engine.zero_optimization_stage() == 2 and engine.mesh.size == 4\n"
         "assert engine.load_checkpoint('nowhere') == (None, {})\n"
-        "engine.train_batch(data_iter=iter([batch, batch, batch]))"
+        "engine.train()\n"
+        "with engine:\n"
+        "    while engine.global_steps + engine.skipped_steps < 3 and engine.plan is None:\n"
+        "        engine.train_batch(data_iter=iter([batch, batch, batch]))"
     )
     plan = plan_of_script(write(tmp_path, text), [], 4)
     rows = {leaf.shape[0] for leaf in jax.tree.leaves(plan.abstract_batch)}
     assert (rows, plan.num_microbatches) == ({2 * 64}, 2)
+
+
+def test_of_an_engine_an_example_batch_is_planned_and_checked(tmp_path):
+    config = {"train_batch_size": 64, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    text = (
+        f"engine = zerojax.initialize((init, apply), {config}, loss=loss, example_batch=batch)\n"
+        "raise SystemExit('the example batch ends the script')"
+    )
+    path = write(tmp_path, text)
+    assert plan_of_script(path, [], 4).abstract_batch["x"].shape == (64, 64)
+    assert parts_of_script(path, 1)["batch"]["x"].shape == (64, 64)
 
 
 def test_a_ds_config_in_train_is_translated_for_the_devices_to_plan_for(tmp_path):

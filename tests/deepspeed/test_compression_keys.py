@@ -106,6 +106,8 @@ def test_the_model_must_round_as_the_ds_config_says():
     wrong = {**right, "bit_schedule": BitScheduleConfig(start_bits=9, period=2)}
     for other in (reference_model("gpt2"), reference_model("gpt2", **wrong)):
         refused(lambda m=other: trained(given, m), "matmul_dtype", error=ConfigError)
+    engine = lambda: zerojax.initialize(reference_model("gpt2"), given)  # noqa: E731
+    refused(engine, "matmul_dtype", error=ConfigError)
     for modules in (["mlp"], ["blocks/", "embed"]):
         part = file(weight_quantization=method(BITS, modules))
         refused(lambda p=part: trained(p, model), "modules", error=ConfigError)

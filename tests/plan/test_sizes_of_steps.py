@@ -13,6 +13,7 @@ import zerojax
 from tests.features.curriculum.curriculum_runs import TOKENS, Causal
 from tests.support.inputs_with_features import plan_inputs
 from tests.support.refusals import refused
+from zerojax.config.features import Features
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import plan_of
 from zerojax.plan.rung_plans import with_rungs
@@ -82,5 +83,7 @@ def test_a_batch_without_tokens_is_refused():
     image = jax.ShapeDtypeStruct((ROWS, 4, 4, 3), np.float32)
     inputs = inputs_of(example_batch={"image": image, "label": image})
     refused(lambda: plan_of(inputs, {"zero": 1}), "tokens image", "steps")
+    ramped = dataclasses.replace(inputs, features=Features.of(batch_ramp=RAMP))
+    refused(lambda: plan_of(ramped, {"zero": 1}), "tokens image", "steps")
     rows = dataclasses.replace(RATE, schedule_unit="steps", scaling="linear", base_batch=ROWS)
     assert sizes_of_steps(dataclasses.replace(inputs, optimizer=rows)).rows == (ROWS,)

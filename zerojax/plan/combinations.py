@@ -41,8 +41,6 @@ def _check_feature(feature: Feature[Any, Any], c: Combination) -> None:
 
 
 _CHECKS: tuple[Callable[[Combination], object], ...] = (
-    lambda c: check_equal_bits(c.settings, c.mesh, c.precision),
-    lambda c: check_unroll(c.settings),
     lambda c: check_expert_axis(c.settings, c.mesh, c.precision),
     lambda c: check_lookup(c.settings, c.mesh, c.precision),
     lambda c: check_context(c.settings, c.mesh),
@@ -62,6 +60,8 @@ _CHECKS: tuple[Callable[[Combination], object], ...] = (
     lambda c: check_sliced_update(c.settings.offload, c.tx),
     lambda c: check_pages(c.settings, c.mesh, c.precision, c.tx),
     lambda c: check_tiles(c.settings, c.mesh),
+    lambda c: check_equal_bits(c.settings, c.mesh, c.precision),
+    lambda c: check_unroll(c.settings),
 )
 
 
