@@ -36,14 +36,13 @@ from zerojax.data.best_fit import best_fit_decreasing
 from zerojax.data.dataset_source import DatasetSource, as_dataset_source
 from zerojax.data.feed import REGROUPED
 from zerojax.data.packing import boundary_of
-from zerojax.data.ramped_feed import RampedFeed
 from zerojax.data.record_files import read_records, saved_files
-from zerojax.data.row_lengths import shorten
+from zerojax.data.regrouped_feed import RegroupedFeed
 from zerojax.data.subwords import HuggingFaceTokenizer
 from zerojax.data.text_set import TextSet, check_targets, open_text_set, verify_text_set
 from zerojax.data.tokenizer import as_tokenizer, load_tokenizer
 from zerojax.data.tokens import check_unused
-from zerojax.features.curriculum.rungs import Ladder
+from zerojax.features.curriculum.rungs import LengthLadder
 
 X = {"x": np.ones((2, 3))}
 
@@ -130,9 +129,9 @@ def first(batches: Any) -> Any:
     return next(as_feed(batches))
 
 
-def ramped(*batches: Any, state: Any = None) -> RampedFeed:
+def ramped(*batches: Any, state: Any = None) -> RegroupedFeed:
     ramp = BatchRamp(config=BatchRampConfig(start=2, increment=2, ramp_rows=8), final=4)
-    feed = RampedFeed(as_feed(iter(batches)), ramp)
+    feed = RegroupedFeed(as_feed(iter(batches)), ramp)
     if state is not None:
         feed.restore(state)
     next(feed)
@@ -148,8 +147,8 @@ def state_after(steps: int) -> Any:
 
 def shortened(batch: Any) -> Any:
     config = zerojax.CurriculumConfig(type="seqlen", total_steps=9, min_length=8, max_length=16)
-    ladder = Ladder(config=config, seq_len=16, keys=("tokens",), adds_weights=False)
-    return shorten(batch, ladder, 1)
+    ladder = LengthLadder(config=config, seq_len=16, keys=("tokens",), adds_weights=False)
+    return ladder.cut(batch, 1)
 
 
 def rows_of(tokens: int) -> Any:

@@ -13,12 +13,12 @@ import zerojax
 from tests.support.marks import needs_compiler
 from tests.support.small_models import reference_model
 from zerojax import make_mesh, make_plan
+from zerojax.features.one_bit.sign_plan import compressed_bytes
 from zerojax.forecasting import COMPILED, FORMULA
 from zerojax.forecasting.compiled_facts import cache_key
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.placement.device_mesh import make_abstract_mesh
-from zerojax.placement.signed_momentum import compressed_bytes
 
 
 def plan_of(zero: int = 3, mesh=None, rows: int = 8):

@@ -6,10 +6,15 @@ import jax
 import numpy as np
 import pytest
 
+from tests.support.refusals import refused
 from tests.support.small_models import reference_model
 from tools import combinations_page
 from tools.combinations_page import DEVICES, SETTINGS, combination, is_refused, share_key
 from zerojax.config import MoEConfig
+from zerojax.config.feature_settings import FeatureSettings
+from zerojax.features.known import KNOWN, works_with
+from zerojax.features.other_settings import OTHERS, check_others
+from zerojax.placement.device_mesh import DATA
 from zerojax.plan.combinations import check_combination
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import plan_of
@@ -23,6 +28,27 @@ def test_the_page_is_computed():
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_setting_of_the_page_is_possible_alone(name):
     check_combination(combination(SETTINGS[name]))
+
+
+CHANGE_NO_STEP = {*(f"zero={n}" for n in range(4)), "precision: fp16", "lion"} | {
+    "lamb",
+    "muon",
+    "adam8bit",
+}
+"""Settings that a feature works with without having said so: stages, dtypes, update rules."""
+
+
+@pytest.mark.parametrize("name", sorted({*SETTINGS} - CHANGE_NO_STEP))
+def test_a_feature_is_refused_with_what_it_does_not_say_that_it_works_with(name):
+    class NewConfig(FeatureSettings):
+        keyword, switch = "new", "on"
+
+    refused(lambda: check_others(combination(SETTINGS[name]), NewConfig, ()), "new", ";")
+
+
+@pytest.mark.parametrize("feature", KNOWN, ids=lambda feature: feature.kind.keyword)
+def test_what_a_feature_works_with_is_in_the_list_of_settings(feature):
+    assert works_with(feature) - {DATA} <= {other.name for other in OTHERS}
 
 
 OF_TABLES = ("lamb", "muon", "adam8bit")

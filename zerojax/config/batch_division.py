@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 from zerojax.config.late_dataclasses import dataclass
 
@@ -59,3 +60,22 @@ class BatchDivision:
         small = [n for n in range(1, math.isqrt(of_shard) + 1) if of_shard % n == 0]
         divisors = (*small, *(of_shard // n for n in small))
         return max((n for n in divisors if n < self.parts), default=None)
+
+
+class RowsOfSteps(Protocol):
+    """Numbers of rows of the steps of a run whose global batch changes.
+
+    Attributes:
+      final: number of rows of the full batch.
+    """
+
+    @property
+    def final(self) -> int: ...
+
+    def rows(self, step: int) -> int:
+        """Returns the number of rows of a step, counted from 1."""
+        ...
+
+    def rows_before(self, step: int) -> int:
+        """Returns the number of rows of all steps before this one."""
+        ...

@@ -24,6 +24,7 @@ class BatchRampConfig(FeatureSettings):
     Megatron's `--rampup-batch-size`."""
 
     keyword = "batch_ramp"
+    switch = "start"
     changes_work = True
     regroups = True
 
@@ -45,6 +46,17 @@ class BatchRampConfig(FeatureSettings):
             refuse(given[0], getattr(self, given[0]), reason)
         check_size(self, "start", "increment")
         check_size(self, "ramp_rows", most=2**62)
+
+    def check_batch(self, rows: int, *, elastic: bool) -> None:
+        if self.is_off:
+            return
+        if elastic:
+            raise ConfigError(
+                f"a batch ramp (start={self.start}) together with elasticity, which chooses the "
+                "batch, is not supported; leave elasticity or batch_ramp out",
+                ("batch_ramp", "start"),
+            )
+        BatchRamp(config=self, final=rows)
 
     def summary(self) -> list[tuple[str, str]]:
         return [("batch", f"start={self.start}, then {self.increment} rows more each time")]

@@ -26,6 +26,7 @@ class BitScheduleConfig(FeatureSettings):
     """Schedule of the bit width of rounded kernels, for matmul_dtype fake_int8 and fake_int4."""
 
     keyword = "bit_schedule"
+    switch = "start_bits"
 
     start_step: int = 0
     """Number of applied updates after which kernels are rounded; before, they are not."""
@@ -151,6 +152,7 @@ class PruningConfig(FeatureSettings):
     on."""
 
     keyword = "pruning"
+    switch = "groups"
     ds_section = "compression_training"
     part = "masks"
 

@@ -32,6 +32,7 @@ class CurriculumConfig(FeatureSettings):
     of each row."""
 
     keyword = "curriculum"
+    switch = "type"
     ds_section = "curriculum_learning"
     changes_work = True
 

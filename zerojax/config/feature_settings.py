@@ -15,6 +15,7 @@ class FeatureSettings:
     Attributes:
       keyword: name of the feature in a run: the keyword of `train`, the section of a run file, and
         the key in the run folder and in checkpoints.
+      switch: name of the setting that turns the feature on.
       ds_section: section of a ds_config that sets the feature; None: no section does.
       part: name of the feature's part of a training state, and the first part of its names in a
         checkpoint; None: it has none.
@@ -23,6 +24,7 @@ class FeatureSettings:
     """
 
     keyword: ClassVar[str]
+    switch: ClassVar[str]
     ds_section: ClassVar[str | None] = None
     part: ClassVar[str | None] = None
     changes_work: ClassVar[bool] = False
@@ -38,6 +40,17 @@ class FeatureSettings:
 
         Raises:
           ConfigError: `steps` is None.
+        """
+
+    def check_batch(self, rows: int, *, elastic: bool) -> None:
+        """Raises if the feature is on and does not fit the batch of a run file.
+
+        Args:
+          rows: rows of the global batch.
+          elastic: whether elasticity chooses the batch.
+
+        Raises:
+          ConfigError: the message states the setting and the remedy.
         """
 
     def summary(self) -> list[tuple[str, str]]:

@@ -86,6 +86,19 @@ class Features:
         for settings in self.given:
             settings.check_steps(steps)
 
+    def check_batch(self, rows: int, *, elastic: bool) -> None:
+        """Raises if a feature does not fit the batch of a run file.
+
+        Args:
+          rows: rows of the global batch.
+          elastic: whether elasticity chooses the batch.
+
+        Raises:
+          ConfigError: the message states the setting and the remedy.
+        """
+        for settings in self.given:
+            settings.check_batch(rows, elastic=elastic)
+
     def replaced(self, *settings: FeatureSettings) -> "Features":
         """Returns the features with other settings of some of them."""
         kept = (x for x in self.given if type(x) not in map(type, settings))

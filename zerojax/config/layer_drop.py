@@ -24,6 +24,7 @@ class LayerDropConfig(FeatureSettings):
     layers, which are drawn again for every microbatch."""
 
     keyword = "layer_drop"
+    switch = "theta"
     ds_section = "progressive_layer_drop"
 
     theta: float = 1.0

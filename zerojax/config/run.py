@@ -15,7 +15,7 @@ import yaml
 
 from zerojax.config.attention_layouts import LayoutConfig
 from zerojax.config.batch_division import BatchDivision
-from zerojax.config.batch_ramp import BatchRamp, BatchRampConfig
+from zerojax.config.batch_ramp import BatchRampConfig
 from zerojax.config.checks import (
     MAX_LAYERS,
     check_at_least,
@@ -33,6 +33,7 @@ from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.expect import ExpectConfig
 from zerojax.config.expert_settings import MoEConfig
+from zerojax.config.features import Features
 from zerojax.config.layer_drop import LayerDropConfig
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict, load_dataclass, to_dict
 from zerojax.config.mesh import MeshConfig, OffloadConfig, WireConfig, as_mesh_config
@@ -440,7 +441,8 @@ class RunConfig:
         why = division.why_not(self.global_batch_size, "global_batch_size")
         if why is not None and not self.elasticity.enabled:
             refuse("global_batch_size", self.global_batch_size, why)
-        self._check_batch_ramp()
+        found = Features.found_in(self)
+        found.check_batch(self.global_batch_size, elastic=self.elasticity.enabled)
         scaled = "fp16" in (self.precision, self.reduce_dtype)
         if self.loss_scale != LossScale() and not scaled:
             raise ConfigError(
@@ -462,17 +464,6 @@ class RunConfig:
             )
         for pattern in self.freeze:
             check_regex("freeze", pattern)
-
-    def _check_batch_ramp(self) -> None:
-        if self.batch_ramp.is_off:
-            return
-        if self.elasticity.enabled:
-            raise ConfigError(
-                f"a batch ramp (start={self.batch_ramp.start}) together with elasticity, which "
-                "chooses the batch, is not supported; leave elasticity or batch_ramp out",
-                ("batch_ramp", "start"),
-            )
-        BatchRamp(config=self.batch_ramp, final=self.global_batch_size)
 
     def _check_elasticity(self) -> None:
         if not self.elasticity.enabled:

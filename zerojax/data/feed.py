@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from zerojax.config import BatchRamp
+from zerojax.config.batch_division import RowsOfSteps
 from zerojax.data.source import RowSource
 from zerojax.models.given_arrays import as_arrays, own_arrays
 
@@ -97,9 +97,9 @@ class Feed(abc.ABC):
         details = state
         if REGROUPED in state and not (self.regroups or allow_other_data):
             raise ValueError(
-                f"the saved run had a batch ramp, so its {state['position']} steps are not so many "
-                "batches of the data; continue with its batch_ramp, or continue after so many "
-                f"batches nevertheless: {_OTHERS}"
+                f"the batches of the saved run grew, so its {state['position']} steps are not so "
+                "many batches of the data; continue with its settings (batch_ramp), or continue "
+                f"after so many batches nevertheless: {_OTHERS}"
             )
         if state.get("kind") != self.kind:
             if not allow_other_data:
@@ -182,24 +182,24 @@ class SourceFeed(Feed):
         if not 0 <= self._lo < self._hi <= size:
             raise ValueError(f"rows={rows} are not within the {size} rows of a global batch")
         self._row = start * size
-        self._ramp: BatchRamp | None = None
+        self._sizes: RowsOfSteps | None = None
 
-    def use_ramp(self, ramp: BatchRamp) -> None:
-        """Makes every following batch as large as a batch ramp sets for its step.
+    def use_sizes(self, sizes: RowsOfSteps) -> None:
+        """Gives every following batch the number of rows of its step.
 
         Of a batch of s rows, each process reads its part: the rows `lo` s / B to `hi` s / B, where
         `lo` and `hi` are its rows of a full batch of B rows.
 
         Args:
-          ramp: batch sizes; its full batch is that of the source.
+          sizes: rows of the steps; the full batch is that of the source.
         """
-        state, self._ramp = self.state(), ramp
+        state, self._sizes = self.state(), sizes
         self.restore(state)  # forgets batches that were read ahead with another size
 
     def _next(self) -> Batch:
         size, whole = self._source.global_batch_size, self._source.global_batch_size
-        if self._ramp is not None:
-            size = self._ramp.rows(self._position + 1)
+        if self._sizes is not None:
+            size = self._sizes.rows(self._position + 1)
         low, high = self._lo * size // whole, self._hi * size // whole
         batch = self._source.rows(self._row + low, self._row + high)
         self._row += size
@@ -230,8 +230,8 @@ class SourceFeed(Feed):
         same = row is not None and not differing
         if same:
             self._row = int(row)
-        elif self._ramp is not None:
-            self._row = self._ramp.rows_before(position + 1)
+        elif self._sizes is not None:
+            self._row = self._sizes.rows_before(position + 1)
         else:
             self._row = position * self._source.global_batch_size
 

@@ -14,6 +14,7 @@ from zerojax.features.curriculum.growing_rows import GrowingRows
 from zerojax.features.layer_drop.layer_dropping import LayerDropping
 from zerojax.features.pruning.weight_pruning import WeightPruning
 from zerojax.features.seam import Facts, Feature
+from zerojax.features.several_sizes import Ladder
 from zerojax.optim.step_sizes import StepSizes
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.layer_stacks import Stacks
@@ -26,6 +27,21 @@ KNOWN: tuple[Feature[Any, Any], ...] = (
     GrowingRows(),
     GrowingBatches(),
 )
+PAIRS = (
+    frozenset({"layer_drop", "pruning"}),
+    frozenset({"layer_drop", "curriculum"}),
+    frozenset({"layer_drop", "batch_ramp"}),
+    frozenset({"pruning", "curriculum"}),
+    frozenset({"pruning", "batch_ramp"}),
+)
+"""Pairs of features that were shown to equal the plain way together; all other pairs are refused.
+Curriculum and batch ramp are no such pair: each pair of sizes would be a compiled step."""
+
+
+def works_with(feature: Feature[Any, Any]) -> frozenset[str]:
+    """Returns the names of all settings and features with which a feature may be combined."""
+    own = feature.kind.keyword
+    return feature.works_with.union(*(pair for pair in PAIRS if own in pair))
 
 
 def need_loop(features: Features) -> bool:
@@ -44,8 +60,21 @@ def sizes_of_features(features: Features, rows: int, seq_len: int | None) -> Ste
     on = [x for x in KNOWN if not features.get(x.kind).is_off]
     found = [x.sizes(features.get(x.kind), rows, seq_len) for x in on]
     given = [sizes for sizes in found if sizes is not None]
-    assert len(given) <= 1, "check_sizes refuses two features that change the size of steps"
+    assert len(given) <= 1, "PAIRS has no two features that change the size of steps"
     return given[0] if given else None
+
+
+def ladder_of(features: Features, plan: Decisions, *, own_loss: bool) -> Ladder | None:
+    """Returns the compiled sizes of a run, without plans; None if all steps have one size.
+
+    Args:
+      features: settings of the run.
+      plan: plan of a full step.
+      own_loss: whether the caller passed a loss.
+    """
+    on = [x for x in KNOWN if not features.get(x.kind).is_off]
+    found = [x.ladder(features.get(x.kind), plan, own_loss=own_loss) for x in on]
+    return next((ladder for ladder in found if ladder is not None), None)
 
 
 def choose_microbatches(

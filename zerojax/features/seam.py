@@ -19,6 +19,7 @@ from zerojax.config.batch_division import BatchDivision
 from zerojax.config.feature_settings import FeatureSettings
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.features.several_sizes import Ladder
 from zerojax.optim.precision import Precision
 from zerojax.optim.step_sizes import StepSizes
 from zerojax.placement.decisions import Decisions
@@ -86,18 +87,15 @@ class Feature(Generic[S, D]):
 
     Attributes:
       kind: type of its settings, which has its name.
+      works_with: names of other settings with which it was shown to equal the plain way
+        (`zerojax.features.other_settings.OTHERS`); it is refused with all others. Pairs of features
+        are in `zerojax.features.known.PAIRS`.
       needs_loop: whether it needs layers that run in a loop.
     """
 
     kind: type[S]
+    works_with: frozenset[str] = frozenset()
     needs_loop = False
-
-    def check(self, config: S, run: Combination) -> None:
-        """Raises for settings with which the feature has not been shown to be exact.
-
-        Raises:
-          ConfigError: the message states the setting and the remedy.
-        """
 
     def sizes(self, config: S, rows: int, seq_len: int | None) -> StepSizes | None:
         """Returns the rows and tokens of each step; None: all steps have the whole batch.
@@ -106,6 +104,19 @@ class Feature(Generic[S, D]):
           config: settings of the feature.
           rows: rows of the whole batch.
           seq_len: tokens of a row; None: not known.
+        """
+        return None
+
+    def ladder(self, config: S, plan: Decisions, *, own_loss: bool) -> Ladder | None:
+        """Returns the sizes for which the step is compiled, without plans; None: one size.
+
+        Args:
+          config: settings of the feature.
+          plan: plan of a full step.
+          own_loss: whether the caller passed a loss.
+
+        Raises:
+          ConfigError: the batch, the loss or a setting does not fit.
         """
         return None
 

@@ -15,6 +15,7 @@ from zerojax.config.checks import names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.mesh import HOST
 from zerojax.features.one_bit.one_bit_update import TwoPrograms
+from zerojax.features.one_bit.sign_plan import compressed_bytes
 from zerojax.forecasting import forecast_cache
 from zerojax.forecasting.compiled_facts import (
     Facts,
@@ -50,7 +51,6 @@ from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.hardware.gpus.achieved import published_rates
 from zerojax.optim.one_bit import one_bit_of
 from zerojax.placement import device_mesh as meshes
-from zerojax.placement.signed_momentum import compressed_bytes
 from zerojax.plan.counts import (
     LAYER_UPDATE,
     PIPELINE_BUFFERS,
@@ -473,7 +473,7 @@ def _expected(
 
 
 def _of_ladder(plan: Plan) -> Iterator[str]:
-    """Yields remarks if the size of a step changes during the run (curriculum, batch ramp)."""
+    """Yields remarks if the size of a step changes during the run."""
     if plan.ladder is not None:
         yield from plan.ladder.describe()
         whole = plan.ladder.describe_rung(plan.ladder.whole)

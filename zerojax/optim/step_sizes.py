@@ -1,9 +1,9 @@
 """Numbers of rows and tokens of a run's steps, as functions of the number of updates applied.
 
-A curriculum or a batch ramp fixes the size of every step before the run. The numbers of rows and
+Features that change the size of steps fix it before the run. The numbers of rows and
 tokens seen are therefore pure functions of the number of steps, which checkpoints hold: no other
-state is needed. As in every schedule here, a skipped step counts as no step. The batch of a ramp,
-however, grows with the batches consumed, so the plan of each size states its own rows.
+state is needed. As in every schedule here, a skipped step counts as no step. A batch may
+however grow with the batches consumed, so the plan of each size states its own rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StepSizes:
       rows: number of rows of the global batch of a step in each part.
       tokens: number of tokens of the global batch of a step in each part; None: not known.
       why_unknown: what to say if the tokens are needed but not known.
-      own_rows: number of rows of every batch of this plan, the plan of one size of a ramp; None:
+      own_rows: number of rows of every batch of this plan, the plan of one compiled size; None:
         the rows follow from the number of updates.
     """
 

@@ -41,7 +41,6 @@ from zerojax.placement.expert_axis import check_expert_calls
 from zerojax.placement.frozen_codes import check_evaluation
 from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.tracing.activation_offload import keep_inputs_on_host
-from zerojax.tracing.dropped_layers import drop_layers
 from zerojax.tracing.expert_calls import find_expert_calls
 from zerojax.tracing.protocol import Loss
 from zerojax.tracing.row_lookups import find_row_lookups
@@ -61,8 +60,8 @@ def build_gradients(
     data of the step's random key. `batch` is {key: [global batch, ...]}. `loss_factor` is a float32
     [] by which the loss is multiplied before it is differentiated, or None. `copies` is {name:
     unsharded weight in the compute dtype} of parameters with `delta_codes`, or None if there are
-    none. `scales` is float32 [microbatches, layers] from `tracing.dropped_layers`, equal on every
-    device, or None without layer drop.
+    none. `scales` is float32 [microbatches, layers], the scale of each layer and equal on every
+    device, or None if layers have no scales (`PassConfig.scale_layers`).
 
     Args:
       config: configuration of the pass.
@@ -114,7 +113,7 @@ def build_differentiation(
 
     Returns:
       `(inputs, extras, key, batch) -> ((scaled loss, (sums, extras afterwards)), gradients)`. With
-      layer drop it takes as a further argument the scale of each layer.
+      `PassConfig.scale_layers` it takes as a further argument the scale of each layer.
     """
     on_read = build_reads(config, frozen)
 
@@ -133,8 +132,8 @@ def build_differentiation(
     loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
     if config.unroll:
         loss_of = unroll_layers(loss_of, list(constants.values()))
-    if config.kept_layers is not None:
-        loss_of = drop_layers(loss_of, list(constants.values()), config.kept_layers)
+    if config.scale_layers is not None:
+        loss_of = config.scale_layers(loss_of, list(constants.values()))
 
     def differentiated(inputs: Arrays, *others: Any):
         loss, (sums, after) = loss_of(inputs, *others)

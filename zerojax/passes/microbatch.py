@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,8 +44,9 @@ class PassConfig:
       sequence_sharding: whether the residual stream is sharded over `model` along the sequence.
       exact_leaves: names of the floating-point leaves of the batch whose exact values matter.
       unroll: whether loops over layers are unrolled.
-      kept_layers: expected fraction of layers that a step runs with layer drop; None without layer
-        drop.
+      scale_layers: function (function of the parameters, parameters in its closure) that returns
+        the function with a further argument: the scale of each layer, 0 for one that is left out.
+        None: layers have no scales.
       regather: whether stage 3 gathers parameters again in the backward pass instead of keeping
         them.
       pipeline: distribution of the layers over pipeline stages; None if there is one stage.
@@ -82,7 +83,7 @@ class PassConfig:
     counted: frozenset[str] = frozenset()
     exact_leaves: frozenset[str] = frozenset()
     unroll: bool = False
-    kept_layers: float | None = None
+    scale_layers: Callable[[Callable[..., Any], Sequence[Any]], Callable[..., Any]] | None = None
     tiles: Mapping[str, WeightTiles] = dataclasses.field(default_factory=dict)
 
     @property
@@ -177,7 +178,7 @@ def map_gradients(
       local: function of one device, `(params, frozen, extras, key_data, batch, loss_factor) ->
         (sums, grads, extras)`. `grads` is sharded like `params`; `sums` and `extras` are the same
         on every device. If there are copies of weights (`LeafPlacement.delta_codes`), it also takes
-        the keyword `copies`; with layer drop, the keyword `scales`.
+        the keyword `copies`; if layers have scales, the keyword `scales`.
       unsummed: names of gradients that are not summed over devices; `local` returns them as [1,
         ...].
     """

@@ -48,7 +48,6 @@ from zerojax.pipeline.stage import Stage, StageWork
 from zerojax.placement.device_mesh import MANUAL_AXES, MODEL, STAGE
 from zerojax.placement.state_layout import PipelineLayout
 from zerojax.schedules import ExecutorTable, TickRun, forward_schedule, lower
-from zerojax.tracing.dropped_layers import drop_layers
 from zerojax.tracing.jaxpr import holds_collectives
 from zerojax.tracing.loops import LossPieces, cut_loss
 from zerojax.tracing.protocol import Loss
@@ -186,7 +185,7 @@ class _Weights:
         The loss is traced with the layers of all stages.
         """
         layers = self.layout.num_layers
-        drops = train and self.config.kept_layers is not None
+        scaled = train and self.config.scale_layers is not None
 
         def run(values: Arrays, extras: Arrays, key: jax.Array, batch: Arrays):
             return run_microbatch(
@@ -206,8 +205,8 @@ class _Weights:
             jax.eval_shape(shard_key, key_data),
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches),
             padding=-1 in self.layout.rows,
-            skips=self.layout.skips_padding and not drops,
-            masks=not drops,
+            skips=self.layout.skips_padding and not scaled,
+            masks=not scaled,
             overwritten=self.config.model.overwritten,
         )
 
@@ -228,15 +227,15 @@ class _Weights:
           key_data: data of the step's random key.
           microbatches: batch of this data shard, [microbatches, rows, ...].
           loss_factor: factor of the loss before differentiation; None: 1.
-          scales: with layer drop, the scale of each layer, float32 [microbatches, layers].
+          scales: the scale of each layer, float32 [microbatches, layers]; None: they have none.
         """
         key = shard_key(key_data)
         fixed = self.of_all(self.constants)
         run_embed, run_head = self.rewritten(pieces.embed), self.rewritten(pieces.head)
         run_layers = self.rewritten(pieces.layers)
         if scales is not None:
-            assert self.config.kept_layers is not None
-            run_layers = drop_layers(run_layers, (), self.config.kept_layers)
+            assert self.config.scale_layers is not None
+            run_layers = self.config.scale_layers(run_layers, ())
 
         def context(extras: Arrays, index: jax.Array) -> tuple[Arrays, jax.Array, Arrays]:
             take = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)  # noqa: E731

@@ -25,7 +25,7 @@ from zerojax.optim import Schedule
 from zerojax.optim.precision import Precision
 from zerojax.placement.device_mesh import DATA_AXES, num_data_shards
 from zerojax.placement.layer_stacks import Stacks, row_placement
-from zerojax.placement.state import COPIES, DELAYED, ONE_BIT, TrainState
+from zerojax.placement.state import KEPT_PARTS, TrainState
 from zerojax.placement.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.placement.table import Placement
 from zerojax.tracing import trees
@@ -119,9 +119,8 @@ class Decisions:
       remake: function that plans the same run on another mesh.
       tiles: layer weights that are gathered in tiles.
       features: {optional feature of the run: its decision} (`features.known.plan_features`).
-      ladder: compiled row lengths of a curriculum (`features.curriculum.rungs.Ladder`), or batch
-        sizes of a ramp (`features.batch_ramp.batch_rungs.BatchLadder`); None without either, or
-        before `rung_plans.with_rungs` has planned them.
+      ladder: compiled sizes of steps (`features.several_sizes.Ladder`); None if all have one size,
+        or before `rung_plans.with_rungs` has planned them.
     """
 
     mesh: Mesh | AbstractMesh
@@ -194,12 +193,9 @@ class Decisions:
     def fingerprint(self) -> str:
         """Hash of the names, shapes and dtypes of the state, the same on every mesh.
 
-        Error feedback of 1-bit optimizers and copies of weights depend on the mesh and are left
-        out, and so are gradients that wait for a delayed update. `reshard` requires equal
-        fingerprints.
+        `KEPT_PARTS` of the state are left out. `reshard` requires equal fingerprints.
         """
-        others = (ONE_BIT, COPIES, DELAYED)
-        state = {name: x for name, x in self.abstract_portable.items() if name not in others}
+        state = {name: x for name, x in self.abstract_portable.items() if name not in KEPT_PARTS}
         leaves = trees.flatten_names(state)
         rows = [[name, list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()]
         return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]

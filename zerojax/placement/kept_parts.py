@@ -1,6 +1,5 @@
-"""Parts that only some training states have: the residual errors of 1-bit optimizers (signed
-momentum) and each device's copies of weights (`wire.weights`), which have the same form in a run
-and in checkpoints, and the gradients that wait for a delayed update."""
+"""Parts that only some training states have: each device's copies of weights (`wire.weights`), in
+the same form in a run and in checkpoints, and the gradients that wait for a delayed update."""
 
 from __future__ import annotations
 
@@ -14,10 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.optim import one_bit_of
 from zerojax.optim.precision import Precision
 from zerojax.placement.leaf_placement import LeafPlacement
-from zerojax.placement.signed_momentum import abstract_one_bit
 from zerojax.placement.state import COPIES, DELAYED, TrainState
 from zerojax.placement.table import Placement
 
@@ -71,30 +68,19 @@ def copies_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -
     return bool(own) and not any(name.startswith(own) for name in saved)
 
 
-def with_kept_parts(
-    state: TrainState,
-    placement: Placement,
-    precision: Precision,
-    mesh: Mesh | AbstractMesh,
-    tx: Any,
+def with_copies(
+    state: TrainState, placement: Placement, precision: Precision, mesh: Mesh | AbstractMesh
 ) -> TrainState:
-    """Adds the errors of signed momentum and the copies of weights to an abstract state, if the run
-    has them.
+    """Adds the copies of weights to an abstract state, if the run has them.
 
     Args:
-      state: abstract state without these parts.
+      state: abstract state without them.
       placement: placement table of the plan.
       precision: dtypes of the plan.
       mesh: mesh of the plan.
-      tx: optimizer of the plan.
     """
-    result = state.copy()
-    if one_bit_of(tx) is not None:
-        result["one_bit"] = abstract_one_bit(placement, mesh)
     copies = abstract_copies(placement, precision, mesh)
-    if copies is not None:
-        result["copies"] = copies
-    return result
+    return state if copies is None else {**state, COPIES: copies}
 
 
 def with_delayed(

@@ -40,6 +40,10 @@ names of a checkpoint."""
 DELAYED = "delayed"
 """Key of the gradients that wait for their update (`offload.delayed_update`) in a state and in the
 names of a checkpoint."""
+MESH_PARTS = (ONE_BIT, COPIES)
+"""Parts that depend on the mesh, so that they begin anew on another one."""
+KEPT_PARTS = (*MESH_PARTS, DELAYED)
+"""Parts that only some states have, and that are no parameters, moments or user's arrays."""
 
 
 class TrainState(TypedDict):
@@ -66,7 +70,7 @@ class TrainState(TypedDict):
       disk: only with offload: handle of the slices in files, a tree node without arrays; {} without
         files.
       one_bit: only with a 1-bit optimizer: its errors and counters
-        (`zerojax.placement.signed_momentum`).
+        (`zerojax.features.one_bit.sign_plan`).
       copies: only if weights are sent as codes of their difference: {key: {name: weight in the
         compute dtype}}, unsharded on every device, which are the weights that the last step read. A
         skipped step updates them, too, although it changes no master weight.

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from zerojax import optim
-from zerojax.features.known import KNOWN
+from zerojax.features.known import KNOWN, works_with
+from zerojax.features.one_bit.sign_plan import check_one_bit
+from zerojax.features.other_settings import check_others
 from zerojax.features.seam import Combination, Feature
 from zerojax.offload.offload_pages import check_pages
 from zerojax.offload.offload_tiers import (
@@ -23,7 +25,6 @@ from zerojax.offload.offload_tiers import (
 )
 from zerojax.placement.expert_axis import check_expert_axis
 from zerojax.placement.frozen_codes import check_codes
-from zerojax.placement.signed_momentum import check_one_bit
 from zerojax.plan.context_split import check_context, check_layout
 from zerojax.plan.gradient_wire import check_gradient_wire
 from zerojax.plan.layer_tiles import check_tiles
@@ -36,8 +37,8 @@ from zerojax.tracing.unrolling import check_unroll
 
 
 def _check_feature(feature: Feature[Any, Any], c: Combination) -> None:
-    if not (config := c.features.get(feature.kind)).is_off:
-        feature.check(config, c)
+    if not c.features.get(feature.kind).is_off:
+        check_others(c, feature.kind, works_with(feature))
 
 
 _CHECKS: tuple[Callable[[Combination], object], ...] = (

@@ -442,8 +442,8 @@ def model_flops(plan: Decisions) -> float:
     """Counts the floating-point operations of one step over all devices, without recomputation.
 
     They are three times the forward pass (`tracing.flops.TRAINING_FACTOR`) of every microbatch of
-    every data shard, without the products for gradients of frozen parameters. With layer drop they
-    are the expected number after many steps.
+    every data shard, without the products for gradients of frozen parameters. With features that
+    leave out layers they are the expected number after many steps.
     """
     forward = plan.traced.forward
     flops = TRAINING_FACTOR * count_program_flops(forward)

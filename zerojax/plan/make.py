@@ -28,6 +28,7 @@ from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import NVME
 from zerojax.features.known import choose_microbatches as microbatches_of_features
 from zerojax.features.known import describe_features, need_loop, plan_features, with_parts
+from zerojax.features.one_bit.sign_plan import describe_one_bit, with_errors
 from zerojax.features.seam import Facts
 from zerojax.hardware import compile_client
 from zerojax.models.losses import split_result
@@ -46,9 +47,8 @@ from zerojax.placement.decisions import Decisions, ProgramChoices, TracedLoss
 from zerojax.placement.device_mesh import COMPILER_AXES, DATA_AXES, EXPERT, STAGE
 from zerojax.placement.expert_axis import plan_experts
 from zerojax.placement.frozen_codes import check_lazy_reads, describe_codes
-from zerojax.placement.kept_parts import with_delayed, with_kept_parts
+from zerojax.placement.kept_parts import with_copies, with_delayed
 from zerojax.placement.layer_stacks import Stacks, row_layout, row_placement, row_structs
-from zerojax.placement.signed_momentum import describe_one_bit
 from zerojax.placement.state import (
     TrainState,
     abstract,
@@ -318,7 +318,7 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
         mesh=mesh,
         freeze=inputs.freeze,
         tx=task.optimizer.tx,
-        drops_layers=need_loop(inputs.features),
+        in_loop=need_loop(inputs.features),
     )
     has_lists = bool(find_lists(sorted(seen.params)))
     rolling = (
@@ -472,9 +472,9 @@ def _forms(
     stored = with_parts(build(seen.params, placement=placement, portable=False), features, names)
     by_name, users = row_structs(seen.params, names), row_placement(placement, names)
     portable = with_parts(build(by_name, placement=users, portable=True), features, names)
-    about = placement, task.precision, task.mesh, tx
-    portable = with_kept_parts(portable, *about)
-    stored = with_kept_parts(stored, *about)
+    portable = with_copies(portable, placement, task.precision, task.mesh)
+    stored = with_copies(stored, placement, task.precision, task.mesh)
+    portable, stored = (with_errors(x, placement, task.mesh, tx) for x in (portable, stored))
     if offload is not None:
         users_layout = row_layout(offload, names)
         portable = portable_on_host(portable, users_layout)

@@ -84,19 +84,19 @@ class Wishes:
       mesh: the device mesh.
       freeze: regular expressions on names of parameters that are not trained.
       tx: the optimizer.
-      drops_layers: whether steps skip layers at random (layer drop), which needs a loop.
+      in_loop: whether a feature needs layers that run in a loop.
     """
 
     settings: MeshConfig
     mesh: Mesh | AbstractMesh
     freeze: tuple[str, ...]
     tx: optax.GradientTransformation
-    drops_layers: bool = False
+    in_loop: bool = False
 
     @property
     def needs_loop(self) -> bool:
         """Whether the settings are an error for a model whose layers do not run in a loop."""
-        return self.drops_layers or works_with_loops_alone(self.settings, self.mesh)
+        return self.in_loop or works_with_loops_alone(self.settings, self.mesh)
 
 
 def choose_rolling(

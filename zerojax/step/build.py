@@ -44,7 +44,7 @@ from zerojax.optim import loss_scale, one_bit_of
 from zerojax.passes.update import ThisStep, build_norm, build_update
 from zerojax.pipeline import pipeline_passes
 from zerojax.placement.kept_parts import copies_key
-from zerojax.placement.state import COPIES, DELAYED, ONE_BIT, TrainState, feature_parts, step_key
+from zerojax.placement.state import KEPT_PARTS, TrainState, feature_parts, step_key
 from zerojax.placement.user_shardings import check_context_mesh
 from zerojax.plan.make import Plan, require_plan
 from zerojax.runtime.memory import keep_freed_memory
@@ -204,13 +204,8 @@ def _with_optional_parts(
     plan: Plan, new_state: Any, state: TrainState, updated: dict[str, Any]
 ) -> TrainState:
     """Adds the parts that only some runs have to the state after a step."""
-    if COPIES in state:
-        new_state["copies"] = state["copies"]
-    if ONE_BIT in state:
-        new_state["one_bit"] = updated.get(ONE_BIT, state["one_bit"])
-    if DELAYED in updated:
-        new_state["delayed"] = updated[DELAYED]
-    new_state |= feature_parts(state)
+    kept = {part: updated.get(part, state[part]) for part in KEPT_PARTS if part in state}
+    new_state |= {**kept, **feature_parts(state)}
     for feature, decision in active(plan):
         changed = feature.updated(plan, decision, new_state)
         new_state["params"], new_state["opt_state"] = changed

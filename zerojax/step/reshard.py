@@ -33,7 +33,7 @@ from zerojax.placement.slices import on_host
 from zerojax.placement.state import (
     COPIES,
     DELAYED,
-    ONE_BIT,
+    MESH_PARTS,
     StageRows,
     TrainState,
     fit,
@@ -49,10 +49,6 @@ from zerojax.transport.weight_copies import new_copies
 
 Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
 """(leaves, structure) of a pytree; hashable, so that it can be a cache key."""
-_KEPT = (ONE_BIT, COPIES)
-"""Parts of a state that are the same in the stored and the portable form (the same for
-every mesh).
-"""
 
 
 @names_keywords()
@@ -103,13 +99,12 @@ def _check_key(plan: Plan, state: TrainState) -> None:
 
 
 def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-    """Splits a state into (parts whose stored and portable forms differ, `_KEPT` parts).
+    """Splits a state into (parts whose stored and portable forms differ, `MESH_PARTS` parts).
 
-    The `_KEPT` parts are the errors of 1-bit messages and the weight copies of `wire.weights`; None
-    if there are none.
+    The second is None if the state has none of them.
     """
-    kept: dict[str, Any] = {name: part for name, part in state.items() if name in _KEPT}
-    rest: Any = {name: part for name, part in state.items() if name not in _KEPT}
+    kept: dict[str, Any] = {name: part for name, part in state.items() if name in MESH_PARTS}
+    rest: Any = {name: part for name, part in state.items() if name not in MESH_PARTS}
     return rest, kept or None
 
 

@@ -18,6 +18,7 @@ from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.base_weights import BaseWeights, base_weights
 from zerojax.checkpoint.export import without_average
 from zerojax.checkpoint.restoring import fingerprints_of
+from zerojax.features.one_bit.sign_plan import errors_begin_anew
 from zerojax.offload.disk_durable import AnotherPlanError, resume, resume_step
 from zerojax.offload.disk_saving import saved_names, write_pieces
 from zerojax.offload.sliced_state import average_like
@@ -25,8 +26,7 @@ from zerojax.optim import COUNT, EMA, EmaState, Weights
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.placement.frozen_codes import decoded
 from zerojax.placement.kept_parts import copies_begin_anew
-from zerojax.placement.signed_momentum import errors_begin_anew
-from zerojax.placement.state import COPIES, DELAYED, ONE_BIT, TrainState, zero_counter
+from zerojax.placement.state import DELAYED, KEPT_PARTS, MESH_PARTS, TrainState, zero_counter
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import allocating_for
 from zerojax.step.initialization import init_state
@@ -167,7 +167,7 @@ def restore_state(
     abstract = portable_to_read(plan)
     names = average_names(abstract["params"])
     has_average = isinstance(abstract["opt_state"], EmaState)
-    averages, kept = [*names, AVERAGE_COUNT], [f"{part}/" for part in (ONE_BIT, COPIES, DELAYED)]
+    averages, kept = [*names, AVERAGE_COUNT], [f"{part}/" for part in KEPT_PARTS]
     restored = checkpointer.restore(
         abstract,
         step,
@@ -192,13 +192,12 @@ def restore_state(
 def _optional_groups(abstract: Mapping[str, Any]) -> list[list[str]]:
     """Returns groups of names of optional arrays; a checkpoint has all arrays of a group or none.
 
-    Optional arrays are the error feedback of 1-bit optimizers, the copies of weights, and gradients
-    that wait for their update.
+    Optional arrays are those of `KEPT_PARTS`.
     """
     waiting = {DELAYED: abstract[DELAYED]} if DELAYED in abstract else {}
     return [list(flatten_names(waiting))] * bool(waiting) + [
         list(flatten_names({kind: {name: part}}))
-        for kind in (ONE_BIT, COPIES)
+        for kind in MESH_PARTS
         for name, part in abstract.get(kind, {}).items()
     ]
 

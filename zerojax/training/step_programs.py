@@ -1,7 +1,7 @@
 """Compiled steps of a plan: one step, or one for each compiled size of a ladder.
 
-A curriculum trains on shorter rows first, a batch ramp on fewer rows. While a step of one size
-runs, the step of the next size is compiled in a thread. JAX caches the compiled program, so the
+Early steps of some runs have shorter or fewer rows. While a step of one size runs, the step of the
+next size is compiled in a thread. JAX caches the compiled program, so the
 first call with the next size only runs it.
 """
 
@@ -17,8 +17,6 @@ from typing import Any
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.data import shard_batch, shard_own_batch
-from zerojax.data.row_lengths import shorten
-from zerojax.features.curriculum.rungs import Ladder
 from zerojax.forecasting.step_meetings import find_meetings
 from zerojax.plan.counts import model_flops, tokens_per_step
 from zerojax.plan.make import Plan
@@ -92,7 +90,7 @@ class StepPrograms:
     """All compiled steps of a plan, one for each compiled size.
 
     Args:
-      plan: plan of a full step, with or without a curriculum or a batch ramp.
+      plan: plan of a full step.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -111,13 +109,13 @@ class StepPrograms:
         return self._programs[self.rung(step)]
 
     def place(self, step: int, batch: Any, shard: Callable[..., Any] = shard_batch) -> Any:
-        """Places a host batch on the devices, with rows shortened for step `step` (from 1).
+        """Places a host batch on the devices, cut to the size of step `step` (from 1).
 
         Args:
           shard: `shard_own_batch` if the batch comes from a feed, `shard_batch` otherwise.
         """
-        if isinstance(self._ladder, Ladder):
-            batch = shorten(batch, self._ladder, step)
+        if self._ladder is not None:
+            batch = self._ladder.cut(batch, step)
         return shard(self.of(step).plan, batch, vocab_size=self._plan.vocab_size)
 
     def placing(self, after: int) -> Callable[[Any], Any]:
@@ -173,7 +171,7 @@ class CountedWork:
     """Numbers of tokens and FLOPs of steps whose rows or batches have different sizes.
 
     Attributes:
-      plan: plan with a curriculum or a batch ramp.
+      plan: plan with several compiled sizes.
     """
 
     plan: Plan
@@ -184,7 +182,7 @@ class CountedWork:
 
     def tokens(self, after: int, until: int) -> int | None:
         """Returns the tokens of steps `after` + 1 to `until`, over all devices, without those that
-        a curriculum gives weight 0.
+        have weight 0 to shorten rows.
 
         Returns None if batches have no "tokens".
         """

@@ -10,7 +10,6 @@ import jax
 
 from zerojax.checkpoint import Checkpointer
 from zerojax.data import shard_batch
-from zerojax.features.curriculum.rungs import Ladder
 from zerojax.optim import Weights
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
@@ -28,7 +27,6 @@ from zerojax.training.checkpointing import (
     restore_state,
     what_differs,
 )
-from zerojax.training.length_check import LengthCheck
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import EVAL
 from zerojax.training.process_times import LoopClock
@@ -58,7 +56,7 @@ class StepRunner:
       metrics: metrics of the last report, on the host.
       history: metrics of every report, oldest first.
       clock: clock of the training loop.
-      jitted_step: compiled step of the current plan; with a curriculum or batch ramp, of the last
+      jitted_step: compiled step of the current plan; if steps have several sizes, of the last
         step.
       step_plan: plan of `jitted_step`.
     """
@@ -86,8 +84,8 @@ class StepRunner:
         self._programs = StepPrograms(self.plan)
         self._step_was_called = False
         self._use(self._programs.of(self.num_steps + 1))
-        is_curriculum = isinstance(self.plan.ladder, Ladder)
-        self._check_of_lengths = LengthCheck(self.plan) if is_curriculum else None
+        ladder = self.plan.ladder
+        self._first_check = None if ladder is None else ladder.first_check(build_evaluation)
         self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
         self._watchdog.plan_changed()
 
@@ -155,10 +153,10 @@ class StepRunner:
             self._log.event(kind, step, text, **fields)
 
     def _check_lengths(self, step: int, batch: Any) -> None:
-        """Checks once that weights of 0 at the end of rows have the effect of shorter rows."""
-        check = self._check_of_lengths
-        if check is not None and check.passes(self.state, batch, self.step_plan, step):
-            self._check_of_lengths = None
+        """Checks once that steps of other sizes compute what the model means."""
+        check = self._first_check
+        if check is not None and check(self.state, batch, self.step_plan, step):
+            self._first_check = None
 
     def follow(self, metrics: Mapping[str, jax.Array], *, is_reported: bool) -> bool:
         """Registers a step taken by `step`, and reads the report of an earlier step.

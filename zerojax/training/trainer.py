@@ -17,8 +17,7 @@ from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.checkpoint.store import StoreError
 from zerojax.data import Feed, RowSource, as_feed, local_rows, one_pass, prefetch
-from zerojax.data.ramped_feed import in_ramp
-from zerojax.features.batch_ramp.batch_rungs import BatchLadder
+from zerojax.data.regrouped_feed import in_sizes
 from zerojax.hardware.local_devices import device_memory
 from zerojax.optim import EMA, EmaState, Weights
 from zerojax.plan.make import Plan
@@ -88,7 +87,7 @@ class Trainer(StepRunner):
         its "step".
       evaluation_names: names of the evaluation metrics, known from the first step on; empty without
         validation data.
-      jitted_step: compiled step of the current plan; with a curriculum or batch ramp, of the last
+      jitted_step: compiled step of the current plan; if steps have several sizes, of the last
         step.
       step_plan: plan of `jitted_step`.
     """
@@ -279,19 +278,18 @@ class Trainer(StepRunner):
         return feed
 
     def _new_feed(self, batches: Any) -> Feed:
-        ladder = self.plan.ladder
-        ramp = ladder.ramp if isinstance(ladder, BatchLadder) else None
+        rows_of_steps = None if self.plan.ladder is None else self.plan.ladder.rows_of_steps
         feed, start = batches, None
         if not isinstance(batches, Feed):
             start = self.num_steps
             rows = local_rows(self.plan) if isinstance(batches, RowSource) else None
-            feed = as_feed(batches, start=0 if ramp else start, rows=rows)
+            feed = as_feed(batches, start=0 if rows_of_steps else start, rows=rows)
             if jax.process_count() > 1:
                 divide_batches(feed, self.plan.mesh)
-        if ramp is None:
+        if rows_of_steps is None:
             return feed
         check_regrouping(feed, self.plan.inputs.features)
-        return in_ramp(feed, ramp, start=start)
+        return in_sizes(feed, rows_of_steps, start=start)
 
     def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
         """Trains until the run is done or its plan changes; returns True if the plan changed."""

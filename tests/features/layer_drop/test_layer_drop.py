@@ -14,12 +14,12 @@ import zerojax
 from tests.support.inputs_with_features import plan_inputs
 from tests.support.refusals import refused
 from zerojax.config import ConfigError, ModelConfig
+from zerojax.features.layer_drop.dropped_layers import draw_scales
 from zerojax.forecasting.hlo import find_collectives, find_in_branches, read_program
 from zerojax.plan.counts import model_flops
 from zerojax.plan.make import Plan, plan_of
 from zerojax.plan.wire import wire_bytes
 from zerojax.step.build import drawn
-from zerojax.tracing.dropped_layers import draw_scales
 from zerojax.tracing.flops import count_program_flops
 from zerojax.zoo import build_model
 

@@ -24,11 +24,16 @@ from tests.tracing import test_rolled_training
 from zerojax import deepspeed_config as deepspeed
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import ConfigError
+from zerojax.features.one_bit.sign_plan import (
+    compressed_bytes,
+    errors_key,
+    row_elements,
+    signs_sent,
+)
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.optim import decay_mask, one_bit_adam
 from zerojax.optim.one_bit import BLOCK, decode_signs, encode_signs, message_bytes
-from zerojax.placement.signed_momentum import compressed_bytes, errors_key, row_elements, signs_sent
 from zerojax.step.build import build_step
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import reshard_state

@@ -8,56 +8,48 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import BatchRamp, BatchRampConfig, ConfigError
-from zerojax.config.late_dataclasses import dataclass
-from zerojax.placement.decisions import Decisions
+from zerojax.features.several_sizes import Ladder
 from zerojax.placement.device_mesh import STAGE, num_data_shards
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchLadder:
-    """Compiled batch sizes of a run with a batch ramp; has the same methods as `Ladder`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchLadder(Ladder):
+    """Compiled batch sizes of a run with a batch ramp.
 
     Attributes:
       ramp: number of rows of each step.
-      plans: {number of rows: plan of the step with this batch}.
     """
 
-    ramp: BatchRamp
-    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-
+    kind = BatchRampConfig
     event = "batch_size", "rows"
-    """Name of the log's event at a new size, and its field."""
+    remedy = "use other batch sizes (start, increment), or settings that support this one"
+    ramp: BatchRamp
 
     @property
     def whole(self) -> int:
-        """Number of rows of a full batch."""
         return self.ramp.final
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.ramp.rungs
+
     def size(self, step: int) -> int:
-        """Returns the number of rows of a step, counted from 1."""
         return self.ramp.rows(step)
 
-    def rung_of(self, size: int) -> int:
-        """Returns the compiled size for a batch of `size` rows, which is `size`."""
-        return size
-
     def next_step(self, step: int) -> int | None:
-        """Returns the first step after `step` that needs another program; None if no step does."""
         return self.ramp.first_step_above(self.ramp.rows(step))
 
     def spans(self, after: int, until: int) -> Iterator[tuple[int, int]]:
-        """Yields (rows, number of successive steps) of the steps `after` + 1 to `until`."""
         return self.ramp.spans(after, until)
 
     def describe(self) -> list[str]:
-        """Returns lines for the plan about the batch sizes and the steps that have them."""
         sizes = zip(self.ramp.rungs, self.ramp.first_steps, strict=True)
         steps = ", ".join(f"{rows} from step {step}" for rows, step in sizes)
         config, last = self.ramp.config, self.ramp.first_steps[-1]
@@ -69,12 +61,23 @@ class BatchLadder:
         ]
 
     def describe_size(self, size: int) -> str:
-        """Describes a step's batch for the log."""
         return f"batch of {size} of {self.whole} rows"
 
     def describe_rung(self, rung: int) -> str:
-        """Describes what the program of a compiled size computes."""
         return f"a batch of {rung} rows"
+
+    def structs(self, batch: Any, size: int) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
+
+    def microbatches(self, number: int, size: int) -> int:
+        return number * size // self.whole
+
+    def is_plan_of_run(self, size: int) -> bool:
+        return size == self.whole
+
+    @property
+    def rows_of_steps(self) -> BatchRamp:
+        return self.ramp
 
 
 def ramp_microbatches(
@@ -119,13 +122,3 @@ def ramp_microbatches(
         f"num_microbatches={number}: microbatches of {rows // number} rows divide every batch of "
         "the ramp"
     ]
-
-
-def batch_ladder_of(plan: Decisions, config: BatchRampConfig) -> BatchLadder:
-    """Finds the batch sizes of a run, without plans."""
-    return BatchLadder(ramp=BatchRamp(config=config, final=plan.global_batch_size))
-
-
-def resized_structs(batch: Any, rows: int) -> Any:
-    """Returns the shapes of a global batch of `rows` rows, from structs of the full batch."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)

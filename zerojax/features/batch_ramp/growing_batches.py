@@ -7,19 +7,18 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import BatchRamp, BatchRampConfig
-from zerojax.features.batch_ramp.batch_rungs import ramp_microbatches
-from zerojax.features.seam import Combination, Feature
-from zerojax.features.several_sizes import check_sizes
+from zerojax.features.batch_ramp.batch_rungs import BatchLadder, ramp_microbatches
+from zerojax.features.seam import Feature
+from zerojax.features.several_sizes import WORK_WITH_SIZES
 from zerojax.optim.step_sizes import StepSizes
+from zerojax.placement.decisions import Decisions
 
 
 class GrowingBatches(Feature[BatchRampConfig, None]):
     """Ramp of the batch size."""
 
     kind = BatchRampConfig
-
-    def check(self, config: BatchRampConfig, run: Combination) -> None:
-        check_sizes(run, "a batch ramp", ("batch_ramp", "start"))
+    works_with = WORK_WITH_SIZES
 
     def sizes(self, config: BatchRampConfig, rows: int, seq_len: int | None) -> StepSizes:
         found = BatchRamp(config=config, final=rows)
@@ -28,6 +27,9 @@ class GrowingBatches(Feature[BatchRampConfig, None]):
             rows=found.rungs,
             tokens=None if seq_len is None else tuple(size * seq_len for size in found.rungs),
         )
+
+    def ladder(self, config: BatchRampConfig, plan: Decisions, *, own_loss: bool) -> BatchLadder:
+        return BatchLadder(ramp=BatchRamp(config=config, final=plan.global_batch_size))
 
     def microbatches(
         self, config: BatchRampConfig, number: int | None, mesh: Mesh | AbstractMesh, batch: Any

@@ -6,18 +6,21 @@ import dataclasses
 
 from zerojax.config import CurriculumConfig
 from zerojax.config.checks import MAX_SIZE
-from zerojax.features.seam import Combination, Feature
-from zerojax.features.several_sizes import check_sizes
+from zerojax.features.curriculum.rungs import LengthLadder, ladder_of
+from zerojax.features.seam import Feature
+from zerojax.features.several_sizes import WORK_WITH_SIZES
 from zerojax.optim.step_sizes import StepSizes
+from zerojax.placement.decisions import Decisions
 
 
 class GrowingRows(Feature[CurriculumConfig, None]):
     """Curriculum of the row length."""
 
     kind = CurriculumConfig
+    works_with = WORK_WITH_SIZES
 
-    def check(self, config: CurriculumConfig, run: Combination) -> None:
-        check_sizes(run, "a curriculum", ("curriculum", "type"))
+    def ladder(self, config: CurriculumConfig, plan: Decisions, *, own_loss: bool) -> LengthLadder:
+        return ladder_of(plan, config, own_loss=own_loss)
 
     def sizes(self, config: CurriculumConfig, rows: int, seq_len: int | None) -> StepSizes | None:
         if seq_len is None:

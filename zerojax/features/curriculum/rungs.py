@@ -1,29 +1,34 @@
 """Decides which arrays of a batch a curriculum shortens; raises if shorter rows would change the
 meaning of the loss.
 
-This module reads shapes and the traced loss; `plan/rung_plans.py` makes the plans.
+This module reads shapes and the traced loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from zerojax.config import ConfigError, CurriculumConfig
 from zerojax.config.curriculum import MAX_RUNGS
-from zerojax.config.late_dataclasses import dataclass
+from zerojax.features.curriculum.length_check import LengthCheck
+from zerojax.features.curriculum.row_lengths import WEIGHTS, shorten
+from zerojax.features.several_sizes import Ladder
 from zerojax.models import losses
 from zerojax.placement.decisions import Decisions
 from zerojax.tracing.expert_calls import find_rows
 
-WEIGHTS, SEGMENTS = "weights", "segments"
+SEGMENTS = "segments"
 LANGUAGE_MODEL_KEYS = ("tokens", "targets", WEIGHTS)
 _KEYS = "name the arrays [rows, tokens, ...] to shorten: curriculum.keys=[...]"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ladder:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthLadder(Ladder):
     """Compiled row lengths of a run with a curriculum.
 
     Attributes:
@@ -31,38 +36,37 @@ class Ladder:
       seq_len: number of tokens of a full row.
       keys: names of the batch arrays that are shortened.
       adds_weights: whether an array "weights" is added to batches, because they have none.
-      plans: {compiled length: plan of the step at this length}.
     """
 
+    kind = CurriculumConfig
+    event = "sequence_length", "length"
+    remedy = (
+        "use a model and settings that support shorter rows, or other lengths (min_length, "
+        "length_step)"
+    )
     config: CurriculumConfig
     seq_len: int
     keys: tuple[str, ...]
     adds_weights: bool
-    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-
-    event = "sequence_length", "length"
-    """Name of the log's event at a new length, and its field."""
 
     @property
     def whole(self) -> int:
-        """Number of tokens of a full row."""
         return self.seq_len
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.config.rungs
+
     def size(self, step: int) -> int:
-        """Returns the number of tokens per row of a step, counted from 1."""
         return self.config.length(step)
 
     def rung_of(self, size: int) -> int:
-        """Returns the compiled length for rows of `size` tokens."""
         return self.config.rung(size)
 
     def next_step(self, step: int) -> int | None:
-        """Returns the first step after `step` that needs another program; None if no step does."""
         return self.config.first_step_above(self.rung_of(self.size(step)), step)
 
     def spans(self, after: int, until: int) -> Iterator[tuple[int, int]]:
-        """Yields (tokens per row, number of successive steps) of the steps `after` + 1 to
-        `until`."""
         return self.config.spans(after, until)
 
     @property
@@ -72,7 +76,6 @@ class Ladder:
         return self.config.rungs != self.config.all_lengths
 
     def describe(self) -> list[str]:
-        """Returns lines for the plan about the row lengths and which of them are compiled."""
         config = self.config
         lengths, rungs = config.all_lengths, ", ".join(map(str, config.rungs))
         how = (
@@ -90,14 +93,32 @@ class Ladder:
         ]
 
     def describe_size(self, size: int) -> str:
-        """Describes a step's rows for the log."""
         rung = self.rung_of(size)
         compiled = "" if rung == size else f", computed with {rung}"
         return f"rows of {size} of {self.seq_len} tokens{compiled}"
 
     def describe_rung(self, rung: int) -> str:
-        """Describes what the program of a compiled length computes."""
         return f"rows of {rung} tokens"
+
+    def structs(self, batch: Any, size: int) -> Any:
+        def short(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = (leaf.shape[0], size, *leaf.shape[2:]) if name in self.keys else leaf.shape
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        structs = {name: short(name, leaf) for name, leaf in batch.items()}
+        if self.adds_weights:
+            rows = batch[self.keys[0]].shape[0]
+            structs[WEIGHTS] = jax.ShapeDtypeStruct((rows, size), jnp.float32)
+        return structs
+
+    def cut(self, batch: Any, step: int) -> dict[str, Any]:
+        fields = {"keys": self.keys, "seq_len": self.seq_len, "adds_weights": self.adds_weights}
+        return shorten(batch, self.config, step, **fields)
+
+    def first_check(self, build_evaluation: Callable[[Any], Any]) -> Callable[..., bool] | None:
+        if not self.is_weighted:
+            return None
+        return LengthCheck(self.config, self.keys, build_evaluation).passes
 
     @property
     def last_below(self) -> int:
@@ -105,21 +126,21 @@ class Ladder:
         return max((n for n in self.config.all_lengths if n < self.config.last_length), default=0)
 
 
-def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) -> Ladder:
+def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, own_loss: bool) -> LengthLadder:
     """Finds the compiled lengths of a run, without plans, after checking that shorter rows give
     exact results.
 
     Args:
       plan: plan for full rows.
       curriculum: curriculum whose type is set.
-      has_own_loss: whether the caller passed a loss.
+      own_loss: whether the caller passed a loss.
 
     Raises:
       ConfigError: the batch, the loss or a setting does not fit; the message states the problem and
         the remedy.
     """
     batch = plan.abstract_batch
-    keys = _keys(plan, curriculum, has_own_loss=has_own_loss)
+    keys = _keys(plan, curriculum, own_loss=own_loss)
     seq_len = batch[keys[0]].shape[1]
     most = curriculum.max_length or seq_len
     most = max([most, *curriculum.lengths])
@@ -136,14 +157,14 @@ def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bo
         )
     if curriculum.schedule_type != "fixed_discrete" and curriculum.max_length is None:
         curriculum = dataclasses.replace(curriculum, max_length=seq_len)
-    ladder = Ladder(config=curriculum, seq_len=seq_len, keys=keys, adds_weights=False)
+    ladder = LengthLadder(config=curriculum, seq_len=seq_len, keys=keys, adds_weights=False)
     if not ladder.is_weighted:
         return ladder
     _check_weights(plan, ladder)
     return dataclasses.replace(ladder, adds_weights=WEIGHTS not in batch)
 
 
-def _keys(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) -> tuple[str, ...]:
+def _keys(plan: Decisions, curriculum: CurriculumConfig, *, own_loss: bool) -> tuple[str, ...]:
     """Returns the names of the batch arrays to shorten, which all have the shape [rows, tokens,
     ...] and one length."""
     batch = plan.abstract_batch
@@ -162,7 +183,7 @@ def _keys(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) 
     keys = curriculum.keys
     if not keys:
         others = [name for name in batch if name not in LANGUAGE_MODEL_KEYS]
-        if not _is_next_token(plan, has_own_loss=has_own_loss):
+        if not _is_next_token(plan, own_loss=own_loss):
             raise _refusal(
                 "the loss is not a next-token loss of zerojax, so it is not known which arrays "
                 "have "
@@ -188,7 +209,7 @@ def _keys(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) 
     return keys
 
 
-def _is_next_token(plan: Decisions, *, has_own_loss: bool) -> bool:
+def _is_next_token(plan: Decisions, *, own_loss: bool) -> bool:
     """Returns whether a loss is zerojax's own next-token loss: of `model(tokens)`, or the method of
     a model of `zerojax.zoo`."""
     loss: Any = plan.loss
@@ -200,10 +221,10 @@ def _is_next_token(plan: Decisions, *, has_own_loss: bool) -> bool:
     target = getattr(model, "template", None) or model.source
     method = getattr(type(target), "loss", None)
     is_of_zoo = getattr(method, "__module__", "").startswith("zerojax.zoo.")
-    return not has_own_loss and is_of_zoo and losses.loss_unit(plan.loss) == losses.NATS_PER_TOKEN
+    return not own_loss and is_of_zoo and losses.loss_unit(plan.loss) == losses.NATS_PER_TOKEN
 
 
-def _check_weights(plan: Decisions, ladder: Ladder) -> None:
+def _check_weights(plan: Decisions, ladder: LengthLadder) -> None:
     """Raises if rows that are shortened by weights of 0 at their end would give another loss than
     shorter rows.
 

@@ -1,7 +1,7 @@
 """Decides whether a model's layers can be dropped (progressive layer drop), and which parameters
 belong to them.
 
-This module reads settings and the traced loss; `tracing.dropped_layers` rewrites the loss.
+This module reads settings and the traced loss; `dropped_layers` rewrites the loss.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
-from zerojax.config import ConfigError, LayerDropConfig, MeshConfig
+from zerojax.config import ConfigError, LayerDropConfig
 from zerojax.config.batch_division import BatchDivision
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.optim import one_bit_of
-from zerojax.placement.device_mesh import CONTEXT, EXPERT
+from zerojax.features.layer_drop.dropped_layers import find_layers
 from zerojax.placement.state_layout import PipelineLayout
-from zerojax.tracing.dropped_layers import find_layers
 from zerojax.tracing.flops import count_program_flops, equation_flops
 from zerojax.tracing.loops import find_stacks
 from zerojax.tracing.protocol import Model
@@ -165,35 +162,6 @@ def plan_layer_drop(
         stages=() if pipeline is None else tuple(pipeline.stage_layers),
         division=division,
     )
-
-
-def check_layer_drop(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
-    """Raises for settings with which layer drop has not been shown to be exact.
-
-    Raises:
-      ConfigError: the message states the setting and the remedy.
-    """
-    if not settings.offload.is_off:
-        raise _refusal("cannot be combined with offload; leave one of them out")
-    if (tile := settings.offload.tile_bytes) is not None:
-        raise _refusal(f"cannot be combined with offload.tile_bytes={tile}; leave one of them out")
-    if settings.deterministic:
-        raise _refusal(
-            f"cannot be combined with deterministic={settings.deterministic}; leave one of them out"
-        )
-    if settings.unroll:
-        raise _refusal(
-            "drops iterations of a loop over layers, but unroll=True removes this loop; use "
-            "unroll=False"
-        )
-    if settings.wire.weights == "fp8":
-        raise _refusal("cannot be combined with wire.weights=fp8; use compute")
-    if (size := mesh.shape[CONTEXT]) > 1:
-        raise _refusal(f"cannot be combined with context={size}; use context=1")
-    if (size := mesh.shape[EXPERT]) > 1:
-        raise _refusal(f"cannot be combined with expert={size}; use expert=1")
-    if one_bit_of(tx) is not None:
-        raise _refusal("cannot be combined with a 1-bit optimizer; use adamw")
 
 
 def _refusal(text: str) -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,12 +11,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config import LayerDropConfig
-from zerojax.features.layer_drop.layer_choice import LayerDrop, check_layer_drop, plan_layer_drop
-from zerojax.features.seam import Combination, Facts, Feature
+from zerojax.features.layer_drop.dropped_layers import draw_scales, drop_layers
+from zerojax.features.layer_drop.layer_choice import LayerDrop, plan_layer_drop
+from zerojax.features.seam import Facts, Feature
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.state import TrainState, step_key
 from zerojax.placement.table import Placement
-from zerojax.tracing.dropped_layers import draw_scales
 
 _LAYER_DROP = 0x64726F70
 """Number folded into a step's key to draw which layers the step runs; no data shard has it."""
@@ -25,9 +26,10 @@ class LayerDropping(Feature[LayerDropConfig, LayerDrop]):
     """Progressive layer drop."""
 
     kind, needs_loop = LayerDropConfig, True
-
-    def check(self, config: LayerDropConfig, run: Combination) -> None:
-        check_layer_drop(run.settings, run.mesh, run.tx)
+    works_with = frozenset(
+        {"wire.weights=int8", "wire.weights=delta_int8", "wire.gradients", "wire.secondary"}
+        | {"lookup", "replica", "model", "stage", "sequence_sharding", "ema"}
+    )
 
     def plan(self, config: LayerDropConfig, facts: Facts) -> LayerDrop:
         given = facts.model, facts.trace, facts.params, facts.settings.zero
@@ -43,12 +45,12 @@ class LayerDropping(Feature[LayerDropConfig, LayerDrop]):
         return decision.times_used(name)
 
     def pass_options(self, decision: LayerDrop) -> dict[str, Any]:
-        return {"kept_layers": decision.kept}
+        return {"scale_layers": functools.partial(drop_layers, share=decision.kept)}
 
     def draw(self, plan: Decisions, decision: LayerDrop, state: TrainState) -> dict[str, jax.Array]:
         """Draws the layers of a step: {"scales": float32 [microbatches, layers]}.
 
-        The scales (see `tracing.dropped_layers.draw_scales`) depend only on seed, step, microbatch
+        The scales (see `dropped_layers.draw_scales`) depend only on seed, step, microbatch
         and layer, so they are the same on any mesh.
         """
         step = state["step"]

@@ -17,6 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from zerojax.features.one_bit.sign_plan import (
+    BEGUN,
+    FROZEN_AT,
+    SERVER,
+    WORKER,
+    errors_key,
+    row_elements,
+    signed_leaves,
+)
 from zerojax.optim import Optimizer, UpdateContext, one_bit_of
 from zerojax.optim.one_bit import decode_signs, encode_signs
 from zerojax.passes.update import (
@@ -30,15 +39,6 @@ from zerojax.passes.update import (
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.device_mesh import DATA, PASS_AXES
 from zerojax.placement.leaf_placement import LeafPlacement
-from zerojax.placement.signed_momentum import (
-    BEGUN,
-    FROZEN_AT,
-    SERVER,
-    WORKER,
-    errors_key,
-    row_elements,
-    signed_leaves,
-)
 from zerojax.placement.state import ONE_BIT, TrainState
 from zerojax.tracing import trees
 from zerojax.transport.collectives import LeafCollectives, leaf_collectives, make_buckets

@@ -8,11 +8,9 @@ import difflib
 import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
 
-from zerojax.config import ConfigError, MeshConfig, PruningConfig, PruningGroup
+from zerojax.config import ConfigError, PruningConfig, PruningGroup
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.optim import one_bit_of
 from zerojax.optim.groups import is_matrix
 from zerojax.placement.layer_stacks import Stacks, users_names
 from zerojax.placement.leaf_placement import LeafPlacement
@@ -200,23 +198,6 @@ def _bias_of(
 
 def _last(bias: LeafPlacement, pruned: PrunedLeaf) -> tuple[int, ...]:
     return tuple(range(pruned.layer_dims, len(bias.shape)))
-
-
-def check_pruning(settings: MeshConfig, tx: Any) -> None:
-    """Raises for settings with which pruned weights would not be 0.
-
-    Raises:
-      ConfigError: the message states the setting and the remedy.
-    """
-    if not settings.offload.is_off:
-        raise _refusal("pruning cannot be combined with offload; leave one of them out")
-    if one_bit_of(tx) is not None:
-        raise _refusal("pruning cannot be combined with a 1-bit optimizer; use adamw")
-    if settings.wire.weights.startswith("delta"):
-        raise _refusal(
-            f"pruning cannot be combined with wire.weights={settings.wire.weights}, whose copies "
-            "of weights only approach 0; use wire.weights=compute"
-        )
 
 
 def describe_pruning(pruned: Mapping[str, PrunedLeaf], placement: Placement) -> list[str]:

@@ -12,13 +12,13 @@ from zerojax.config import PruningConfig
 from zerojax.features.pruning import prune_masks
 from zerojax.features.pruning.pruned_parameters import (
     PrunedLeaf,
-    check_pruning,
     describe_pruning,
     masked_names,
     plan_pruning,
 )
-from zerojax.features.seam import Arrays, Combination, Facts, Feature
+from zerojax.features.seam import Arrays, Facts, Feature
 from zerojax.placement.decisions import Decisions
+from zerojax.placement.device_mesh import AXES
 from zerojax.placement.layer_stacks import Stacks
 from zerojax.placement.state import TrainState
 from zerojax.placement.table import Placement
@@ -30,9 +30,12 @@ class WeightPruning(Feature[PruningConfig, Pruned]):
     """Pruning of weights by their magnitude."""
 
     kind = PruningConfig
-
-    def check(self, config: PruningConfig, run: Combination) -> None:
-        check_pruning(run.settings, run.tx)
+    # Not with copies of weights that follow by differences: they only approach 0.
+    works_with = frozenset(
+        {"offload.tile_bytes", "deterministic", "unroll", "lookup", "sequence_sharding", "ema"}
+        | {"wire.weights=fp8", "wire.weights=int8", "wire.gradients", "wire.secondary"}
+        | {*AXES}
+    )
 
     def plan(self, config: PruningConfig, facts: Facts) -> Pruned:
         return plan_pruning(config, facts.trace, facts.placement, facts.stacks)

@@ -58,8 +58,8 @@ def cut_loss(
       skips: whether a `cond` skips the computation of rows of padding. This needs layers without
         collectives. The layers must also be checkpointed (`LayerLoop.is_checkpointed`) or run
         without residuals, because a `cond` copies its residuals for the backward pass.
-      masks: whether gradients of computed rows of padding are masked. False if layer drop skips
-        these rows, since it needs loops that slice the parameters themselves.
+      masks: whether gradients of computed rows of padding are masked. False if the layers have
+        scales, which skip these rows and need loops that slice the parameters themselves.
       overwritten: names of the extras (non-parameter arrays) that are replaced by their gradient.
 
     Raises:

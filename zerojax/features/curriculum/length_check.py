@@ -7,17 +7,16 @@ checked once, in evaluation mode, with the first batch and the state before the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.config.curriculum import MAX_RUNGS
-from zerojax.data.row_lengths import without_end
-from zerojax.features.curriculum.rungs import WEIGHTS
-from zerojax.plan.make import Plan
-from zerojax.step.build import build_evaluation
+from zerojax.config.curriculum import MAX_RUNGS, CurriculumConfig
+from zerojax.features.curriculum.row_lengths import WEIGHTS, without_end
+from zerojax.placement.decisions import Decisions
 
 _SUM_TOLERANCE = 1e-4
 """Relative difference of two sums of weights that rounding of float32 sums may cause."""
@@ -27,13 +26,20 @@ class LengthCheck:
     """The length check of one run.
 
     Args:
-      plan: plan with a curriculum of row lengths.
+      config: curriculum with lengths that need weights of 0.
+      keys: names of the batch arrays that are shortened.
+      build_evaluation: `zerojax.step.build.build_evaluation`.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._ladder = plan.ladder
+    def __init__(
+        self,
+        config: CurriculumConfig,
+        keys: Sequence[str],
+        build_evaluation: Callable[[Decisions], Any],
+    ) -> None:
+        self._config, self._keys, self._build_evaluation = config, keys, build_evaluation
 
-    def passes(self, state: Any, batch: Any, plan: Plan, step: int) -> bool:
+    def passes(self, state: Any, batch: Any, plan: Decisions, step: int) -> bool:
         """Compares the losses of two batches that differ only in tokens of weight 0.
 
         The two losses must be bit-equal, because a masked attention score adds exactly 0 to a sum.
@@ -52,21 +58,17 @@ class LengthCheck:
         Raises:
           ValueError: the loss of early tokens depends on later ones, or does not use the weights.
         """
-        ladder = self._ladder
-        if not ladder.is_weighted:
-            return True
-        length = ladder.config.length(step)
-        cut = length // 2
+        cut = self._config.length(step) // 2
         if cut < 1:
             return False
         # The weights of the batch may be 0 at tokens whose loss the check needs.
         batch = {**batch, WEIGHTS: _on(batch[WEIGHTS], _ones, cut)}
         early = {**batch, WEIGHTS: _on(batch[WEIGHTS], without_end, cut)}
-        names = [name for name in ladder.keys if name != WEIGHTS]
+        names = [name for name in self._keys if name != WEIGHTS]
         changed = {name: _on(batch[name], _with_other_end, cut) for name in names}
         if not any(jax.device_get(_differ(batch[name], changed[name])) for name in names):
             return False
-        evaluate = build_evaluation(plan)
+        evaluate = self._build_evaluation(plan)
         one, other = (
             jax.device_get(evaluate(state, each)) for each in (early, {**early, **changed})
         )
@@ -97,7 +99,7 @@ class LengthCheck:
 
     def _remedy(self, other: str) -> str:
         return (
-            f"A schedule of {len(self._ladder.config.all_lengths)} lengths needs weights of 0, one "
+            f"A schedule of {len(self._config.all_lengths)} lengths needs weights of 0, one "
             f"of at most {MAX_RUNGS} does not: raise length_step, use fixed_discrete, or {other}"
         )
 

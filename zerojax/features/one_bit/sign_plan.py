@@ -20,7 +20,7 @@ from zerojax.optim.one_bit import message_bytes
 from zerojax.optim.precision import Precision
 from zerojax.placement.device_mesh import AXES, DATA
 from zerojax.placement.leaf_placement import LeafPlacement
-from zerojax.placement.state import ONE_BIT
+from zerojax.placement.state import ONE_BIT, TrainState
 from zerojax.placement.table import Placement
 from zerojax.tracing import trees
 from zerojax.tracing.trees import format_bytes
@@ -137,6 +137,15 @@ def abstract_one_bit(placement: Placement, mesh: Mesh | AbstractMesh) -> dict[st
         SERVER: {name: split(row) for name, row in rows.items()},
     }
     return {FROZEN_AT: counter, errors_key(placement): errors}
+
+
+def with_errors(
+    state: TrainState, placement: Placement, mesh: Mesh | AbstractMesh, tx: Any
+) -> TrainState:
+    """Adds the errors of signed momentum to an abstract state, if the optimizer has them."""
+    if one_bit_of(tx) is None:
+        return state
+    return {**state, ONE_BIT: abstract_one_bit(placement, mesh)}
 
 
 def signs_sent(placement: Placement) -> int:

@@ -1,4 +1,4 @@
-"""Batches of the sizes that a batch ramp sets: every row is used once, in the order of the data."""
+"""Batches with other numbers of rows than those of the data: every row is used once, in order."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.config import BatchRamp
+from zerojax.config.batch_division import RowsOfSteps
 from zerojax.data.feed import REGROUPED, Batch, Feed, SourceFeed, State, logger
 from zerojax.plan.refusals import check_rows
 
 
-def in_ramp(feed: Feed, ramp: BatchRamp, *, start: int | None = None) -> Feed:
-    """Returns a feed of the same rows in batches of the ramp's sizes.
+def in_sizes(feed: Feed, sizes: RowsOfSteps, *, start: int | None = None) -> Feed:
+    """Returns a feed of the same rows in batches of other sizes.
 
     A `SourceFeed` reads the rows of each step by index. The batches of any other feed, of any size,
     are cut into rows, and the rows are put together in order.
 
     Args:
       feed: feed of the run's data; do not use it afterwards.
-      ramp: batch sizes of the run.
+      sizes: number of rows of each step.
       start: number of steps taken before; the feed moves to the row after them. None: the feed
         keeps its position, and no step was taken.
     """
     if isinstance(feed, SourceFeed):
-        feed.use_ramp(ramp)
-        ramped: Feed = feed
+        feed.use_sizes(sizes)
+        regrouped: Feed = feed
     else:
-        ramped = RampedFeed(feed, ramp)
+        regrouped = RegroupedFeed(feed, sizes)
     if start:
-        ramped.restore({"position": start}, allow_other_data=True)
-    return ramped
+        regrouped.restore({"position": start}, allow_other_data=True)
+    return regrouped
 
 
-class RampedFeed(Feed):
-    """Feed of the rows of another feed, regrouped into batches of a ramp's sizes.
+class RegroupedFeed(Feed):
+    """Feed of the rows of another feed, in batches of other sizes.
 
     Its state holds the state of the other feed before the batch that is partly used, and the number
     of its used rows.
@@ -44,14 +44,14 @@ class RampedFeed(Feed):
 
     regroups = True
 
-    def __init__(self, feed: Feed, ramp: BatchRamp) -> None:
+    def __init__(self, feed: Feed, sizes: RowsOfSteps) -> None:
         super().__init__(0)
-        self.kind, self._feed, self._ramp = feed.kind, feed, ramp
+        self.kind, self._feed, self._sizes = feed.kind, feed, sizes
         self._whole: Batch | None = None
         self._before, self._used = feed.state(), 0
 
     def _next(self) -> Batch:
-        wanted, parts = self._ramp.rows(self._position + 1), []
+        wanted, parts = self._sizes.rows(self._position + 1), []
         missing = wanted
         while missing:
             part = self._take(missing)
@@ -99,10 +99,10 @@ class RampedFeed(Feed):
     def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
         if REGROUPED in details:
             inner, used = details[REGROUPED]["feed"], details[REGROUPED]["used"]
-        elif details.get("kind") == self.kind:  # saved without a ramp, so whole batches were used
+        elif details.get("kind") == self.kind:  # whole batches were used
             inner, used = details, 0
         else:
-            batches, used = divmod(self._ramp.rows_before(position + 1), self._ramp.final)
+            batches, used = divmod(self._sizes.rows_before(position + 1), self._sizes.final)
             inner = {"kind": self._feed.kind, "position": batches}
         self._feed.restore(inner, allow_other_data=allow_other)
         self._whole, self._before, self._used = None, self._feed.state(), 0
