@@ -185,9 +185,23 @@ class Feature(Generic[S, D]):
         return {}
 
     def gradients(
-        self, plan: Decisions, decision: D, grads: dict[str, jax.Array], state: TrainState
+        self,
+        plan: Decisions,
+        decision: D,
+        grads: dict[str, jax.Array],
+        state: TrainState,
+        scale: jax.Array,
     ) -> dict[str, jax.Array]:
-        """Returns the gradients that the update reads; traced."""
+        """Returns the gradients that the update reads; traced.
+
+        Args:
+          plan: the plan.
+          decision: of the feature.
+          grads: {name: summed gradient with the stored shape, padding included}.
+          state: state before the step.
+          scale: float32 [], by which gradients are multiplied later: it depends on the weight of
+            the batch, on the loss scale and on the number of devices.
+        """
         return grads
 
     def updated(self, plan: Decisions, decision: D, state: TrainState) -> tuple[Any, Any]:

@@ -137,11 +137,11 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         key = step_key(state["rng"], state["step"])
         factor = factor_of(state, batch["batch"] if paged else batch)
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
-        for feature, decision in active(plan):
-            grads = feature.gradients(plan, decision, grads, state)
         loss = sums["loss"] / sums["weight"]
         # `factor` is the one that the loss was multiplied by, not that of the next step.
         scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
+        for feature, decision in active(plan):
+            grads = feature.gradients(plan, decision, grads, state, scale)
         read = read_norm(grads, scale, sums.get("squares"))
         grad_norm = read.norm
         finite = jnp.isfinite(loss) & (read.read_finite if in_backward else jnp.isfinite(grad_norm))

@@ -63,7 +63,12 @@ class WeightPruning(Feature[PruningConfig, Pruned]):
         return prune_masks.begin_pruned(plan, decision, state)
 
     def gradients(
-        self, plan: Decisions, decision: Pruned, grads: dict[str, jax.Array], state: TrainState
+        self,
+        plan: Decisions,
+        decision: Pruned,
+        grads: dict[str, jax.Array],
+        state: TrainState,
+        scale: jax.Array,
     ) -> dict[str, jax.Array]:
         return prune_masks.mask_gradients(decision, grads, state)
 
