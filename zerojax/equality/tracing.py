@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.equality.short_runs import quick_options
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.operators.whole_batch import batch_split_over
 from zerojax.tracing.jaxpr import holds_collectives
@@ -198,7 +199,7 @@ class _Walk:
                 return self._inside(number, equation) or self._break_at(equation, given, made)
         return None
 
-    def _break_at(self, equation: Any, given: tuple[Relation, ...], made: list[Any]) -> Break:
+    def _break_at(self, equation: Equation, given: tuple[Relation, ...], made: list[Any]) -> Break:
         index = next(self.number[var] for var in made if self.relation(var) is Relation.OTHER)
         shapes = [jnp.shape(run[index]) for run in self.values[:2]]
         return Break(
@@ -209,7 +210,7 @@ class _Walk:
             where=line_of_equation(equation),
         )
 
-    def _inside(self, number: int, equation: Any) -> Break | None:
+    def _inside(self, number: int, equation: Equation) -> Break | None:
         """Returns the break inside the subprogram of an equation (such as a scan), if located."""
         twin = self.other.jaxpr.eqns[number]
         kind = equation.primitive.name
@@ -378,7 +379,7 @@ def _close(first: np.ndarray, second: np.ndarray, limit: float) -> bool:
     return bool(np.all((differences <= limit) | (np.isnan(first) & np.isnan(second))))
 
 
-def _written_by_user(equation: Any) -> bool:
+def _written_by_user(equation: Equation) -> bool:
     """Returns whether source lines inside an equation's subprogram belong to the user's code.
 
     A jitted library function is traced only at its first call, so its lines may belong to another
@@ -397,7 +398,7 @@ def _closed(program: Any) -> ClosedJaxpr:
     return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
 
 
-def _called(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
+def _called(equation: Equation, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if name in equation.params:
             program = _closed(equation.params[name])
@@ -406,13 +407,13 @@ def _called(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]
     return None
 
 
-def _branch(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
+def _branch(equation: Equation, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
     branches = equation.params["branches"]
     index = int(np.clip(int(given[0]), 0, len(branches) - 1))
     return _closed(branches[index]), list(given[1:])
 
 
-def _iteration(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
+def _iteration(equation: Equation, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
     """Returns the body of a scan, and the inputs of its first iteration."""
     body = _closed(equation.params["jaxpr"])
     arguments = []

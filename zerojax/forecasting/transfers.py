@@ -17,6 +17,7 @@ from zerojax.forecasting.hlo.communication import PERMUTE
 from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.forecasting.roofline import link_bandwidth, with_network_bytes
 from zerojax.hardware.gpus import Gpu
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.pipeline.pipeline_costs import message_bytes
 from zerojax.placement.device_mesh import CONTEXT, EXPERT, MANUAL_AXES, STAGE
@@ -118,7 +119,7 @@ def _sent_over_context(jaxpr: Jaxpr, devices: int) -> float:
     return math.fsum(_sent_by(equation, devices) for equation in jaxpr.eqns)
 
 
-def _sent_by(equation: Any, devices: int) -> float:
+def _sent_by(equation: Equation, devices: int) -> float:
     name, params = equation.primitive.name, equation.params
     inner = [_sent_over_context(program, devices) for program in inner_programs(params)]
     if inner:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from jax.typing import DTypeLike
 
 from zerojax.models.given_arrays import check_no_torch
 from zerojax.models.step_count import find_step_rules
@@ -23,7 +24,7 @@ def _is_key(value: Any) -> bool:
 
 
 @functools.cache
-def _key_impl(dtype: Any) -> str:
+def _key_impl(dtype: DTypeLike) -> str:
     """Returns the name of the random generator of keys with this dtype, such as "threefry2x32"."""
     names = ("threefry2x32", "rbg", "unsafe_rbg")
     for name in names:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax.config.mesh import HOST
 from zerojax.offload.sliced_update import update_slice
@@ -213,11 +214,11 @@ class DelayedUpdates(LayerUpdates):
             size[name] = self._layout.beside_a_layer(name) * leaves[name].slice_elements * layers
         return divide(size)
 
-    def load(self, totals: Arrays, index: Any, names: Sequence[str]) -> Arrays:
+    def load(self, totals: Arrays, index: jax.Array | int, names: Sequence[str]) -> Arrays:
         """Reads this device's shards of weights of one layer, before the layer's update."""
         return LayerUpdates.load(self, totals, index, [n for n in names if n not in self.outer])
 
-    def waiting(self, totals: Arrays, index: Any) -> tuple[Arrays, tuple[Arrays, Any]]:
+    def waiting(self, totals: Arrays, index: jax.Array | int) -> tuple[Arrays, tuple[Arrays, Any]]:
         """Takes a layer's gradients of the step before.
 
         Returns:
@@ -228,7 +229,7 @@ class DelayedUpdates(LayerUpdates):
         old, held = lax.optimization_barrier((old, totals["grads"]))
         return {**totals, "grads": held}, (old, totals["skip"])
 
-    def receive(self, totals: Arrays, index: Any, grads: Arrays) -> tuple[Arrays, Any]:
+    def receive(self, totals: Arrays, index: jax.Array | int, grads: Arrays) -> tuple[Arrays, Any]:
         """Sums a layer's gradients over devices, and puts them where the used ones were.
 
         Returns:
@@ -278,13 +279,13 @@ class _BesideLayers(LayerOfLeaf):
     Its rows are [count, elements of a slice], and its gradient is that of the whole parameter.
     """
 
-    def __init__(self, leaf: SlicedLeaf, dtype: Any, count: int, *, reads_row: bool) -> None:
+    def __init__(self, leaf: SlicedLeaf, dtype: DTypeLike, count: int, *, reads_row: bool) -> None:
         self._leaf, self._dtype, self._reads_row = leaf, dtype, reads_row
         self._count, self._first = count, leaf.first(HOST)
         self.spec = slice_spec(leaf, (MODEL,))
 
     def update(
-        self, begun: Any, loaded: list[jax.Array], grad: jax.Array, index: Any
+        self, begun: Any, loaded: list[jax.Array], grad: jax.Array, index: jax.Array | int
     ) -> list[jax.Array]:
         number = self._first + index * self._count
         pieces = take_slices(as_slices(self._leaf, grad), number, self._count)
@@ -293,7 +294,9 @@ class _BesideLayers(LayerOfLeaf):
         row = new.astype(self._dtype)
         return [row, *after] if self._reads_row else [row, new, *after]
 
-    def load(self, weights: jax.Array, slices: list[Arrays], index: Any) -> list[jax.Array]:
+    def load(
+        self, weights: jax.Array, slices: list[Arrays], index: jax.Array | int
+    ) -> list[jax.Array]:
         first, count = index * self._count, self._count
         found = [to_device(take_slices(one[HOST], first, count)) for one in slices]
         if self._reads_row:
@@ -302,7 +305,7 @@ class _BesideLayers(LayerOfLeaf):
         return found
 
     def store(
-        self, weights: jax.Array, slices: list[Arrays], new: list[jax.Array], index: Any
+        self, weights: jax.Array, slices: list[Arrays], new: list[jax.Array], index: jax.Array | int
     ) -> tuple[jax.Array, list[Arrays]]:
         first = index * self._count
         after = [

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from zerojax.config.mesh import DEVICE
 from zerojax.offload.disk import DiskState
@@ -110,7 +111,7 @@ class PageUpdates:
     def _build(
         self,
         place: DiskLeaf,
-        dtype: Any,
+        dtype: DTypeLike,
         of_grads: NamedSharding,
         slice_of: Callable[[jax.Array, jax.Array], jax.Array],
     ) -> Any:

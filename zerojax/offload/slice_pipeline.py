@@ -160,7 +160,9 @@ class _Pipeline:
             after[position] = array
         return tuple(after), tuple(loaded)
 
-    def _compute(self, arrays: Slices, loaded: Slices, index: Any) -> tuple[Slices, Slices]:
+    def _compute(
+        self, arrays: Slices, loaded: Slices, index: jax.Array | int
+    ) -> tuple[Slices, Slices]:
         """Updates the slices numbered `index`; returns (arrays, new slices of the stacks on the
         host).
         """

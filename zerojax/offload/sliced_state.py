@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from zerojax.config.mesh import HOST, HOST_KIND
 from zerojax.optim import EMA, as_average, ema_of
@@ -266,7 +267,7 @@ def _average(sharding: Any, host: bool) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _cast(dtype: Any, sharding: Any, host: bool) -> Any:
+def _cast(dtype: DTypeLike, sharding: Any, host: bool) -> Any:
     """Builds a jitted function that casts an array in any memory."""
 
     def cast(x: jax.Array) -> jax.Array:

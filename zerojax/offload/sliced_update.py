@@ -214,7 +214,7 @@ class LeafUpdate:
         reads = master is None
         stacks.append(SliceStack(array=weights, first=first, on_host=on_host, is_read=reads))
 
-        def update(index: Any, slices: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def update(index: jax.Array | int, slices: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             if master is None:
                 *old, gradient, own = slices
             else:

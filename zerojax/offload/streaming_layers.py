@@ -53,15 +53,17 @@ class LayerWork:
     around: bool
     sinks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def run(self, rows: Arrays, index: Any, activations: Several) -> tuple[Several, Arrays]:
+    def run(
+        self, rows: Arrays, index: jax.Array | int, activations: Several
+    ) -> tuple[Several, Arrays]:
         """Runs one layer."""
         return self.layer(rows, self.consts, self._others(index), activations)
 
-    def _others(self, index: Any) -> list[jax.Array]:
+    def _others(self, index: jax.Array | int) -> list[jax.Array]:
         return [take_slice(stack, index) for stack in self.others]
 
     def run_again(
-        self, rows: Arrays, index: Any, activations: Several, *, at_once: bool = False
+        self, rows: Arrays, index: jax.Array | int, activations: Several, *, at_once: bool = False
     ) -> Callable[[list], Any]:
         """Recomputes one layer in the backward pass, and returns its derivative.
 
@@ -146,7 +148,7 @@ def run_forward(
     changes = jax.tree.map(stack, written)
     kept = None if inputs is None else inputs.empty(max(last, 1), activations)
 
-    def one(index: Any, carry: Any) -> Any:
+    def one(index: jax.Array | int, carry: Any) -> Any:
         activations, rows, kept, changes = carry
         following = work.load(index + 1)
         if inputs is not None:
@@ -183,7 +185,9 @@ def run_backward(
     """
     last, kept = work.num_layers - 1, last_layer.inputs
 
-    def one(index: Any, rows: Arrays, activations: Several, sums: _Sums, totals: Any) -> Any:
+    def one(
+        index: jax.Array | int, rows: Arrays, activations: Several, sums: _Sums, totals: Any
+    ) -> Any:
         of_rows, sums = _pull(work.run_again(rows, index, activations), index, sums)
         return sums, take(totals, index, of_rows)
 
@@ -236,36 +240,41 @@ class Updates(Protocol):
         """Prepares the totals for the backward pass; `sums` are the sums of loss and weight."""
         ...
 
-    def load(self, totals: Any, index: Any, names: Sequence[str]) -> Arrays:
+    def load(self, totals: Any, index: jax.Array | int, names: Sequence[str]) -> Arrays:
         """Loads this device's shards of weights of a layer before its update."""
         ...
 
-    def complete(self, shards: Arrays, index: Any) -> Arrays:
+    def complete(self, shards: Arrays, index: jax.Array | int) -> Arrays:
         """All-gathers the shards of both halves, with what is not in host memory; returns {name:
         weights of the layer}.
         """
         ...
 
-    def waiting(self, totals: Any, index: Any) -> tuple[Any, Any]:
+    def waiting(self, totals: Any, index: jax.Array | int) -> tuple[Any, Any]:
         """Takes the gradients for `update` that the step before left, if `is_delayed`; returns
         (totals, gradients)."""
         ...
 
-    def receive(self, totals: Any, index: Any, grads: Arrays) -> tuple[Any, Any]:
+    def receive(self, totals: Any, index: jax.Array | int, grads: Arrays) -> tuple[Any, Any]:
         """Reduces a layer's gradients over devices; returns (totals, gradients for `update`)."""
         ...
 
     def update(
-        self, totals: Any, waiting: Any, loaded: Arrays, index: Any, names: Sequence[str]
+        self,
+        totals: Any,
+        waiting: Any,
+        loaded: Arrays,
+        index: jax.Array | int,
+        names: Sequence[str],
     ) -> Arrays:
         """Updates a part of a layer; returns its new state, on the device."""
         ...
 
-    def load_state(self, totals: Any, index: Any, names: Sequence[str]) -> Arrays:
+    def load_state(self, totals: Any, index: jax.Array | int, names: Sequence[str]) -> Arrays:
         """Loads the state of a part of a layer before its update."""
         ...
 
-    def store_state(self, totals: Any, new: Arrays, index: Any) -> Any:
+    def store_state(self, totals: Any, new: Arrays, index: jax.Array | int) -> Any:
         """Stores the new state of a part of a layer in host memory; returns the totals."""
         ...
 
@@ -288,7 +297,7 @@ def run_updating_backward(
     """
     last, kept, every = work.num_layers - 1, last_layer.inputs, sum(updates.groups, ())
 
-    def load(totals: Any, index: Any, names: Sequence[str]) -> tuple[Arrays, Arrays]:
+    def load(totals: Any, index: jax.Array | int, names: Sequence[str]) -> tuple[Arrays, Arrays]:
         """Loads state of a layer, and weights of the layer below."""
         return updates.load_state(totals, index, names), updates.load(totals, index - 1, names)
 
@@ -341,7 +350,7 @@ def run_delayed_backward(
     """
     last, kept, every = work.num_layers - 1, last_layer.inputs, sum(updates.groups, ())
 
-    def load(totals: Any, index: Any, names: Sequence[str]) -> tuple[Arrays]:
+    def load(totals: Any, index: jax.Array | int, names: Sequence[str]) -> tuple[Arrays]:
         return (updates.load_state(totals, index, names),)
 
     def body(done: Any, carry: Any) -> Any:
@@ -394,7 +403,7 @@ class _Turns:
         totals: Any,
         waiting: tuple[Arrays, Any],
         loaded: Arrays,
-        index: Any,
+        index: jax.Array | int,
         load: Callable[[Any, Any, Sequence[str]], tuple[Arrays, ...]],
     ) -> None:
         self._updates, self._totals, self._loaded, self._index = updates, totals, loaded, index
@@ -402,7 +411,12 @@ class _Turns:
         self._coming: dict[int, tuple[Arrays, ...]] = {}
 
     def run_beside(
-        self, work: LayerWork, rows: Arrays, index: Any, activations: Several, sums: _Sums
+        self,
+        work: LayerWork,
+        rows: Arrays,
+        index: jax.Array | int,
+        activations: Several,
+        sums: _Sums,
     ) -> tuple[Arrays, _Sums]:
         """Recomputes and differentiates a layer, with all turns; the result is that of `_pull`."""
         turns = iter(range(1, NUM_GROUPS))
@@ -473,7 +487,7 @@ def _no_sums(work: LayerWork, gradients: list) -> _Sums:
     return gradients, *((zeros(work.consts), zeros(work.others)) if work.around else ([], []))
 
 
-def _pull(pull: Callable[[list], Any], index: Any, sums: _Sums) -> tuple[Arrays, _Sums]:
+def _pull(pull: Callable[[list], Any], index: jax.Array | int, sums: _Sums) -> tuple[Arrays, _Sums]:
     """Differentiates one layer.
 
     Returns:
@@ -486,7 +500,7 @@ def _pull(pull: Callable[[list], Any], index: Any, sums: _Sums) -> tuple[Arrays,
     return of_rows, (gradients, consts, others)
 
 
-def _put_rows(stacks: Arrays, rows: Arrays, index: Any) -> Arrays:
+def _put_rows(stacks: Arrays, rows: Arrays, index: jax.Array | int) -> Arrays:
     return {name: put_slice(stack, rows[name], index) for name, stack in stacks.items()}
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.offload.streaming_layers import Inputs, has_gradient
@@ -79,7 +80,7 @@ class RowStacks:
         specs = {name: self.specs[name] for name in like}
         return over_auto_axes(local, (specs,), self._stack_specs(like))(carriers)
 
-    def load(self, stacks: Arrays, index: Any) -> Arrays:
+    def load(self, stacks: Arrays, index: jax.Array | int) -> Arrays:
         """Loads one row of each stack to the device."""
 
         def local(stacks: Arrays, index: jax.Array) -> Arrays:
@@ -91,7 +92,7 @@ class RowStacks:
         given = self._stack_specs(stacks), P()
         return over_auto_axes(local, given, rows)(stacks, jnp.asarray(index, jnp.int32))
 
-    def store(self, stacks: Arrays, rows: Arrays, index: Any) -> Arrays:
+    def store(self, stacks: Arrays, rows: Arrays, index: jax.Array | int) -> Arrays:
         """Returns the stacks with one row of each overwritten."""
 
         def local(stacks: Arrays, rows: Arrays, index: jax.Array) -> Arrays:
@@ -204,7 +205,7 @@ class LayerRows:
             for name, x in wholes.items()
         }
 
-    def load(self, index: Any, waiting: Arrays | None = None) -> Arrays:
+    def load(self, index: jax.Array | int, waiting: Arrays | None = None) -> Arrays:
         """Loads one layer's row of every stack, in the compute dtype.
 
         A row is unsharded, or a shard if it is gathered in tiles.
@@ -217,7 +218,7 @@ class LayerRows:
         rows = self.stacks.load(self.waiting if waiting is None else waiting, index)
         return self.complete(rows, index)
 
-    def complete(self, rows: Arrays, index: Any) -> Arrays:
+    def complete(self, rows: Arrays, index: jax.Array | int) -> Arrays:
         """Adds the rows of stacks on the device, and all-gathers; the result is that of `load`.
 
         Args:
@@ -343,13 +344,13 @@ def host_inputs(specs: list[P]) -> Inputs:
         on_host, rest = split(like)
         return stacks.empty(number, on_host), here.empty(number, tuple(rest))
 
-    def load(kept: Any, index: Any) -> Any:
+    def load(kept: Any, index: jax.Array | int) -> Any:
         on_host, rest = stacks.load(kept[0], index), iter(here.load(kept[1], index))
         return tuple(
             on_host[str(at)] if str(at) in on_host else next(rest) for at in range(len(specs))
         )
 
-    def store(kept: Any, values: Any, index: Any) -> Any:
+    def store(kept: Any, values: Any, index: jax.Array | int) -> Any:
         on_host, rest = split(values)
         return stacks.store(kept[0], on_host, index), here.store(kept[1], tuple(rest), index)
 
@@ -362,7 +363,7 @@ def split_by_name(arrays: Arrays, names: Any) -> tuple[Arrays, Arrays]:
     return chosen, {name: x for name, x in arrays.items() if name not in names}
 
 
-def _cast(value: jax.Array, dtype: Any) -> jax.Array:
+def _cast(value: jax.Array, dtype: DTypeLike) -> jax.Array:
     return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
@@ -377,7 +378,7 @@ class GradientSink(Protocol):
         """
         ...
 
-    def take(self, totals: Any, index: Any, grads: Arrays) -> Any:
+    def take(self, totals: Any, index: jax.Array | int, grads: Arrays) -> Any:
         """Returns the totals with the gradients of one layer added.
 
         Args:
@@ -434,7 +435,7 @@ class GradientTotals:
         del sums
         return {**totals, "squares": jax.tree.map(jnp.zeros_like, totals["squares"])}
 
-    def take(self, totals: Arrays, index: Any, grads: Arrays) -> Arrays:
+    def take(self, totals: Arrays, index: jax.Array | int, grads: Arrays) -> Arrays:
         """Reduces the gradients of a layer and adds them to the totals."""
         waiting, here = split_by_name(self.rows.reduce(grads), self.rows.streamed)
         if self.first is not None:
@@ -454,7 +455,7 @@ class GradientTotals:
         }
 
 
-def put_rows(stacks: Arrays, rows: Arrays, index: Any, *, adds: bool) -> Arrays:
+def put_rows(stacks: Arrays, rows: Arrays, index: jax.Array | int, *, adds: bool) -> Arrays:
     """Overwrites one row of each stack on the device, or adds to it if `adds`; returns the
     stacks.
     """

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import HOST
@@ -168,20 +169,20 @@ class LayerUpdates:
         """Names of the streamed parameters in groups with about as many bytes."""
         return divide({name: self.rows.waiting[name].size for name in self.rows.streamed})
 
-    def load(self, totals: Arrays, index: Any, names: Sequence[str]) -> Arrays:
+    def load(self, totals: Arrays, index: jax.Array | int, names: Sequence[str]) -> Arrays:
         """Loads this device's shards of weights of one layer, before the layer's update."""
         return self.rows.stacks.load({name: totals["weights"][name] for name in names}, index)
 
-    def complete(self, shards: Arrays, index: Any) -> Arrays:
+    def complete(self, shards: Arrays, index: jax.Array | int) -> Arrays:
         """Adds the weights that are not updated here, and all-gathers."""
         frozen = {name: x for name, x in self.rows.waiting.items() if name in self.rows.frozen}
         return self.rows.complete({**self.rows.stacks.load(frozen, index), **shards}, index)
 
-    def waiting(self, totals: Arrays, index: Any) -> Any:
+    def waiting(self, totals: Arrays, index: jax.Array | int) -> Any:
         """Is not called: the gradients are those of this step."""
         raise NotImplementedError
 
-    def receive(self, totals: Arrays, index: Any, grads: Arrays) -> tuple[Arrays, Any]:
+    def receive(self, totals: Arrays, index: jax.Array | int, grads: Arrays) -> tuple[Arrays, Any]:
         """Sums a layer's gradients over devices; returns (totals, (gradients, whether to skip the
         update)).
         """
@@ -196,7 +197,12 @@ class LayerUpdates:
         return after, (waiting, totals["skip"] | ~finite)
 
     def update(
-        self, totals: Arrays, waiting: Any, loaded: Arrays, index: Any, names: Sequence[str]
+        self,
+        totals: Arrays,
+        waiting: Any,
+        loaded: Arrays,
+        index: jax.Array | int,
+        names: Sequence[str],
     ) -> Arrays:
         """Updates parameters of a layer; returns {name: [new weights of the layer, new slices of
         each array]}.
@@ -204,7 +210,9 @@ class LayerUpdates:
         grads, skip = self._gradients(waiting[0], names), waiting[1]
         loaded = {name: loaded[name] for name in names}
 
-        def local(loaded: Arrays, grads: Arrays, bare: Any, index: Any, *numbers: Any) -> Any:
+        def local(
+            loaded: Arrays, grads: Arrays, bare: Any, index: jax.Array | int, *numbers: Any
+        ) -> Any:
             begun = begin(self.plan, bare, context_of(self.plan, *numbers))
             return {
                 name: self._leaf(name).update(begun, loaded[name], grad, index)
@@ -223,13 +231,13 @@ class LayerUpdates:
             self.key_data,
         )
 
-    def load_state(self, totals: Arrays, index: Any, names: Sequence[str]) -> Arrays:
+    def load_state(self, totals: Arrays, index: jax.Array | int, names: Sequence[str]) -> Arrays:
         """Loads the state of parameters of a layer to the device, for their update.
 
         The state is {name: [the layer's weights if there are no masters, slices of each array]}.
         """
 
-        def local(weights: Arrays, slices: Arrays, index: Any) -> Any:
+        def local(weights: Arrays, slices: Arrays, index: jax.Array | int) -> Any:
             return {
                 name: self._leaf(name).load(weights[name], slices[name], index) for name in weights
             }
@@ -239,11 +247,11 @@ class LayerUpdates:
             *self._arrays(totals, names), jnp.asarray(index, jnp.int32)
         )
 
-    def store_state(self, totals: Arrays, new: Arrays, index: Any) -> Arrays:
+    def store_state(self, totals: Arrays, new: Arrays, index: jax.Array | int) -> Arrays:
         """Stores the new state of parameters of a layer."""
         names = list(new)
 
-        def local(weights: Arrays, slices: Arrays, new: Arrays, index: Any) -> Any:
+        def local(weights: Arrays, slices: Arrays, new: Arrays, index: jax.Array | int) -> Any:
             found = {
                 name: self._leaf(name).store(weights[name], slices[name], new[name], index)
                 for name in weights
@@ -326,7 +334,7 @@ class LayerOfLeaf:
     """
 
     def __init__(
-        self, leaf: SlicedLeaf, dtype: Any, *, reads_row: bool, on_host: bool = True
+        self, leaf: SlicedLeaf, dtype: DTypeLike, *, reads_row: bool, on_host: bool = True
     ) -> None:
         self._leaf, self._dtype, self._reads_row = leaf, dtype, reads_row
         self._on_host = on_host
@@ -335,7 +343,7 @@ class LayerOfLeaf:
         self.spec = slice_spec(leaf, (MODEL,))
 
     def update(
-        self, begun: Any, loaded: list[jax.Array], grad: jax.Array, index: Any
+        self, begun: Any, loaded: list[jax.Array], grad: jax.Array, index: jax.Array | int
     ) -> list[jax.Array]:
         """Updates one layer; returns [new weights of the layer, new slices of each array], on the
         device.
@@ -352,7 +360,9 @@ class LayerOfLeaf:
         row = jnp.stack(rows).reshape(grad.shape)
         return [row, *(jnp.stack(parts) for parts in zip(*stored, strict=True))]
 
-    def load(self, weights: jax.Array, slices: list[Arrays], index: Any) -> list[jax.Array]:
+    def load(
+        self, weights: jax.Array, slices: list[Arrays], index: jax.Array | int
+    ) -> list[jax.Array]:
         """Loads a layer's arrays for `update`: [weights if there is no master, slices of each
         array].
         """
@@ -366,7 +376,7 @@ class LayerOfLeaf:
         return row + [bring(take_slices(one[self._tier], first, count)) for one in slices]
 
     def store(
-        self, weights: jax.Array, slices: list[Arrays], new: list[jax.Array], index: Any
+        self, weights: jax.Array, slices: list[Arrays], new: list[jax.Array], index: jax.Array | int
     ) -> tuple[jax.Array, list[Arrays]]:
         """Writes the result of `update` into the arrays; returns (stack of the weights, slices)."""
         leave = to_host if self._tier == HOST else _same

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators import chunked_attention as chunked
@@ -172,7 +173,13 @@ def _compute(
 
 
 def _part(
-    options: _Options, branch: Branch, dtype: Any, query: Any, key: Any, value: Any, rows: Rows
+    options: _Options,
+    branch: Branch,
+    dtype: DTypeLike,
+    query: Any,
+    key: Any,
+    value: Any,
+    rows: Rows,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one branch of `_compute` without sinks, with the result in `dtype`."""
     if branch.implementation == "chunked":

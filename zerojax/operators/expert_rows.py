@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from zerojax.operators.marks import LINEAR_RULE
 
@@ -120,7 +121,7 @@ def gates_to_slots(gates: jax.Array, slots: Slots) -> jax.Array:
     return _to_slots(gates.reshape(-1), single)
 
 
-def from_slots(values: jax.Array, slots: Slots, dtype: Any) -> jax.Array:
+def from_slots(values: jax.Array, slots: Slots, dtype: DTypeLike) -> jax.Array:
     """Sums slots by token, [E * C, D] -> [T, D] in `dtype`, over the choices of this round."""
     return _from_slots(values, slots, jnp.dtype(dtype).name)
 
@@ -132,7 +133,7 @@ def _spread(rows: jax.Array, slots: Slots) -> jax.Array:
     return rows.at[slots.choice // slots.slot.shape[1]].get(mode="clip")
 
 
-def _gathered(values: jax.Array, slots: Slots, dtype: Any) -> jax.Array:
+def _gathered(values: jax.Array, slots: Slots, dtype: DTypeLike) -> jax.Array:
     """Sums the k choices of each row by k successive gathers, without an array [T, k, D]."""
     shape = (slots.slot.shape[0],) + (1,) * (values.ndim - 1)
     total = None

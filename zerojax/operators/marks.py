@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 
 BatchCall = typing.Literal["batch_sum", "batch_mean"]
 """{name of a function in `zerojax` that reduces over the whole batch: its mark}."""
@@ -45,25 +46,25 @@ def mark_wait(value: jax.Array) -> jax.Array:
     return checkpoint_name(value, _WAIT)
 
 
-def is_wait(equation: Any) -> bool:
+def is_wait(equation: Equation) -> bool:
     """Returns whether an equation marks a number for which other values only wait."""
     return equation.primitive.name == "name" and equation.params["name"] == _WAIT
 
 
-def read_name(equation: Any) -> str | None:
+def read_name(equation: Equation) -> str | None:
     """Returns the name of the parameter that an equation marks as read; None if it marks none."""
     if equation.primitive.name != "name" or not equation.params["name"].startswith(_READ):
         return None
     return equation.params["name"].removeprefix(_READ).partition(":")[2]
 
 
-def read_shape(equation: Any) -> tuple[int, ...]:
+def read_shape(equation: Equation) -> tuple[int, ...]:
     """Returns the shape that the model sees, from an equation that marks a read."""
     shape = equation.params["name"].removeprefix(_READ).partition(":")[0]
     return tuple(map(int, filter(None, shape.removesuffix(_EIGHT_BITS).split("x"))))
 
 
-def reads_eight_bits(equation: Any) -> bool:
+def reads_eight_bits(equation: Equation) -> bool:
     """Returns whether the model uses only 8 bits of the value, from an equation that marks a
     read."""
     return equation.params["name"].removeprefix(_READ).partition(":")[0].endswith(_EIGHT_BITS)
@@ -74,7 +75,7 @@ def mark_batch_call(value: jax.Array, kind: BatchCall) -> jax.Array:
     return checkpoint_name(value, f"zerojax.over_batch:{kind}")
 
 
-def batch_call(equation: Any) -> BatchCall | None:
+def batch_call(equation: Equation) -> BatchCall | None:
     """Returns the reduction over the batch that an equation marks; None if it marks none."""
     return _OVER_BATCH.get(equation.params["name"]) if equation.primitive.name == "name" else None
 
@@ -110,7 +111,7 @@ def what_takes_whole_sequences(program: Jaxpr) -> str | None:
     """
     reasons: list[str] = []
 
-    def is_mark(equation: Any) -> bool:
+    def is_mark(equation: Equation) -> bool:
         name = equation.params["name"] if equation.primitive.name == "name" else ""
         if name.startswith(_WHOLE_SEQUENCES):
             reasons.append(name.removeprefix(_WHOLE_SEQUENCES))
@@ -124,7 +125,7 @@ def mark_expert_weights(value: jax.Array) -> jax.Array:
     return checkpoint_name(value, f"{_EXPERT_WEIGHTS}{value.ndim}")
 
 
-def expert_weights_ndim(equation: Any) -> int | None:
+def expert_weights_ndim(equation: Equation) -> int | None:
     """Returns `ndim` of marked expert weights, as the model sees them; None without a mark.
 
     Under `jax.vmap` the value in the program has more dimensions.
@@ -140,7 +141,7 @@ def mark_expert_call(gates: jax.Array, *numbers: int) -> jax.Array:
     return checkpoint_name(gates, _EXPERT_CALL + "x".join(map(str, (gates.size, *numbers))))
 
 
-def expert_call(equation: Any) -> tuple[int, ...] | None:
+def expert_call(equation: Equation) -> tuple[int, ...] | None:
     """Returns the sizes that `mark_expert_call` recorded, or None; the first is the number of
     gates.
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from zerojax.config.compression import MAX_BITS
 from zerojax.config.late_dataclasses import dataclass
@@ -90,7 +91,7 @@ def codes_and_scales(xp: Any, weights: Any, name: str, levels: Any = None) -> tu
 
 
 def _with_scales(
-    xp: Any, wide: Any, axis: int, most: Any, inverse: Any, dtype: Any
+    xp: Any, wide: Any, axis: int, most: Any, inverse: Any, dtype: DTypeLike
 ) -> tuple[Any, Any]:
     """Returns (codes, scales) of float32 values that share a scale along `axis`.
 
@@ -179,7 +180,7 @@ def encoded_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return codes, scales[..., 0]
 
 
-def _as_integers(codes: jax.Array, scales: jax.Array, axis: int, dtype: Any) -> Any:
+def _as_integers(codes: jax.Array, scales: jax.Array, axis: int, dtype: DTypeLike) -> Any:
     """Returns (int8 codes, scales in `dtype`). Scales are NaN where a code along `axis` is not
     finite, because integers cannot show it."""
     are_finite = jnp.all(jnp.isfinite(codes), axis=axis, keepdims=True)
@@ -203,7 +204,7 @@ def coded_dot(x: jax.Array, codes: jax.Array, scales: jax.Array, num_inputs: int
     """
     contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
 
-    def product(dtype: Any) -> Any:
+    def product(dtype: DTypeLike) -> Any:
         return lambda x, codes: lax.dot_general(
             x.astype(dtype),
             codes.astype(dtype),
@@ -251,7 +252,7 @@ def _exact(xp: Any, values: Any) -> Any:
     return _rounded(xp, values.astype(np.float32), values.dtype)
 
 
-def _rounded(xp: Any, values: Any, dtype: Any) -> Any:
+def _rounded(xp: Any, values: Any, dtype: DTypeLike) -> Any:
     """Rounds float32 values to the precision of `dtype`; the result is still float32."""
     kind = jnp.finfo(dtype)
     if kind.bits >= 32:

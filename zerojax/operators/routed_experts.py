@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from zerojax.config.checks import names_keywords
 from zerojax.config.late_dataclasses import dataclass
@@ -408,7 +409,7 @@ def _widened(x: jax.Array) -> jax.Array:
 
 
 def _result(
-    apply: Apply, weights: Any, shape: tuple[int, ...], dtype: Any
+    apply: Apply, weights: Any, shape: tuple[int, ...], dtype: DTypeLike
 ) -> tuple[tuple[int, ...], np.dtype]:
     """Returns (shape, dtype) of the result of `apply` for rows of shape [E, C, D] or [R, D]."""
     run = apply if len(shape) == 3 else functools.partial(_with_stand_in, apply)

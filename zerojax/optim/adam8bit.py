@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from pallas_kernels import optimizers
 from pallas_kernels.adam8bit import Moments8bit
@@ -117,7 +118,7 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
         own = dataclasses.replace(options, ema=None)
         return _update_whole(method, own, (updates, state, params), grad_norm)
 
-    def with_dtypes(moments_dtype: Any, stochastic: bool) -> Optimizer:
+    def with_dtypes(moments_dtype: DTypeLike, stochastic: bool) -> Optimizer:
         if moments_dtype is not None and jnp.dtype(moments_dtype) != jnp.float32:
             raise ValueError(
                 f"moments_dtype={jnp.dtype(moments_dtype)} is not possible for adam8bit, which "

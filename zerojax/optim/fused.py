@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.choice import Impl
 from pallas_kernels.elementwise import Rule, Updated, averaging, averaging_scalars
@@ -177,7 +178,7 @@ class Options:
     decay: Decay
     clip_norm: float | None
     impl: Impl
-    moments_dtype: Any = None
+    moments_dtype: DTypeLike | None = None
     stochastic: bool = False
     ema: Ema | None = None
 
@@ -219,7 +220,7 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         context = dataclasses.replace(context, layers=layers)
         return _apply(method, options, (params, grads, state), context)
 
-    def with_dtypes(moments_dtype: Any, stochastic: bool) -> Optimizer:
+    def with_dtypes(moments_dtype: DTypeLike, stochastic: bool) -> Optimizer:
         changed = {"moments_dtype": jnp.dtype(moments_dtype), "stochastic": stochastic}
         return make_optimizer(method, dataclasses.replace(options, **changed))
 
@@ -262,7 +263,7 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
     )
 
 
-def cast_floats(tree: Tree, dtype: Any) -> Tree:
+def cast_floats(tree: Tree, dtype: DTypeLike) -> Tree:
     """Casts the floating-point arrays of a tree to another dtype."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)

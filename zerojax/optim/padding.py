@@ -24,6 +24,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.optim.optimizer import map_state
 from zerojax.optim.transforms import extra_arguments
 
@@ -284,7 +285,7 @@ def _of_equation(one: Any, other: Any, operands: list[_Value]) -> list[_Value]:
     return [_Value((PLAIN,) * x.aval.ndim) for x in other.outvars]
 
 
-def _settings(equation: Any) -> dict[str, str]:
+def _settings(equation: Equation) -> dict[str, str]:
     return {key: str(value) for key, value in equation.params.items() if key != "sharding"}
 
 
@@ -294,7 +295,7 @@ def _same(one: Any, other: Any, setting: str) -> Any:
     return other.params[setting]
 
 
-def _inner(equation: Any) -> Any:
+def _inner(equation: Equation) -> Any:
     """Returns the closed jaxpr that an equation calls with exactly its operands, or None.
 
     None for a loop: its jaxpr gets slices of the operands, or runs again on its results.
@@ -337,7 +338,7 @@ def _join(dims: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(result)
 
 
-def _of_elements(equation: Any, operands: list[_Value]) -> _Value:
+def _of_elements(equation: Equation, operands: list[_Value]) -> _Value:
     name = equation.primitive.name
     dims = _join([operand.dims for operand in operands])
     known = [operand.padding for operand in operands]
@@ -354,11 +355,11 @@ def _of_elements(equation: Any, operands: list[_Value]) -> _Value:
     return _Value(dims)
 
 
-def _zero_of(equation: Any) -> Any:
+def _zero_of(equation: Equation) -> Any:
     return np.zeros((), equation.outvars[0].aval.dtype)
 
 
-def _evaluate(equation: Any, known: list[Any]) -> Any:
+def _evaluate(equation: Equation, known: list[Any]) -> Any:
     """Evaluates an elementwise operation on known numbers; None for an unsupported operation."""
     name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
     if name == "integer_pow":
@@ -371,7 +372,7 @@ def _evaluate(equation: Any, known: list[Any]) -> Any:
         return np.asarray(function(*(np.asarray(x) for x in known))).astype(dtype)
 
 
-def _of_reduction(one: Any, equation: Any, operand: _Value) -> _Value:
+def _of_reduction(one: Any, equation: Equation, operand: _Value) -> _Value:
     name, axes = equation.primitive.name, _same(one, equation, "axes")
     kept = tuple(dim for at, dim in enumerate(operand.dims) if at not in axes)
     taken = [dim for at, dim in enumerate(operand.dims) if at in axes]

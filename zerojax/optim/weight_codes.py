@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.protocol import LazyArray
@@ -131,7 +132,7 @@ class WeightCodes:
         ]
         return xp.concatenate(parts, axis=axis)
 
-    def decode(self, codes: jax.Array, dtype: Any) -> jax.Array:
+    def decode(self, codes: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Decodes traced codes: level times scale in float32, rounded once to `dtype`. Values that
         are subnormal in float16 become 0."""
         size, axis = self.block_bytes, self._axis(codes.ndim)
@@ -259,7 +260,7 @@ def _nearest_int8(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
     return code.view(np.uint8) if xp is np else lax.bitcast_convert_type(code, jnp.uint8)
 
 
-def _rounded(values: jax.Array, precision: Any, dtype: Any) -> jax.Array:
+def _rounded(values: jax.Array, precision: Any, dtype: DTypeLike) -> jax.Array:
     """Rounds to `precision` and casts to `dtype`, in a way that the compiler cannot remove.
 
     XLA may remove a cast to 16 bits and back, and then compute with more precision than the stored

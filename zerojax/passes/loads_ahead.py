@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from zerojax.operators.equations import Equation
 from zerojax.placement.slices import put_slice, take_slice, to_device
 from zerojax.tracing.activation_offload import evaluate_loops
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
@@ -51,7 +52,7 @@ def _is_on_host(atom: Any) -> bool:
     return getattr(atom.aval, "memory_space", None) == jax.memory.Space.Host
 
 
-def _run_loop(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _run_loop(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     params, (num_consts, num_carry) = equation.params, split_scan(equation)
     first, last = num_consts + num_carry, params["length"] - 1
     consts, start, items = operands[:num_consts], operands[num_consts:first], operands[first:]
@@ -93,14 +94,14 @@ def _without_loads(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
     nothing can be merged with its computation.
     """
 
-    def is_load(equation: Any) -> bool:
+    def is_load(equation: Equation) -> bool:
         return equation.primitive.name == "device_put" and _is_on_host(equation.invars[0])
 
-    def is_apart(equation: Any) -> bool:
+    def is_apart(equation: Equation) -> bool:
         is_outer = is_checkpoint(equation) or is_call(equation)
         return is_load(equation) or (is_outer and any(map(_is_on_host, equation.invars)))
 
-    def run_apart(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def run_apart(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if is_load(equation):
             return operands
         return _without_loads(program_of(equation), operands)

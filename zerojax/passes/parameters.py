@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax.operators.marks import mark_read
 from zerojax.passes.microbatch import Arrays, PassConfig
@@ -156,7 +157,7 @@ def _gather_between_nodes(config: PassConfig, stored: Arrays) -> Arrays:
     )
 
 
-def cast(value: jax.Array, dtype: Any) -> jax.Array:
+def cast(value: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Casts a floating-point array to `dtype`; returns any other array unchanged."""
     return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
 

@@ -25,6 +25,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs, marks_experts, read_name
 from zerojax.passes.gradient_order import (
     given_by_loops,
@@ -185,14 +186,14 @@ def _evaluate(
     )
 
 
-def _reads(equation: Any) -> bool:
+def _reads(equation: Equation) -> bool:
     """Returns whether an equation reads a parameter, at any depth."""
     return read_name(equation) is not None or any(
         _reads(inner) for program in inner_programs(equation.params) for inner in program.eqns
     )
 
 
-def _trains(rules: Rewriting, equation: Any) -> bool:
+def _trains(rules: Rewriting, equation: Equation) -> bool:
     """Returns whether an equation reads a trained parameter, at any depth."""
     return read_name(equation) in rules.trained or any(
         _trains(rules, inner)
@@ -205,7 +206,7 @@ def _places(taken: Sequence[Any], wanted: Set[Any]) -> list[int]:
     return [place for place, variable in enumerate(taken) if variable in wanted]
 
 
-def _is_structured(equation: Any) -> bool:
+def _is_structured(equation: Equation) -> bool:
     """Returns whether an equation is a loop, branch, checkpoint or call that reads parameters.
 
     A `cond` with such reads takes the same branch on all devices; the plan has checked this.
@@ -215,7 +216,7 @@ def _is_structured(equation: Any) -> bool:
 
 
 def _evaluate_structured(
-    rules: Rewriting, equation: Any, inputs: Sequence[Any], where: _Surroundings
+    rules: Rewriting, equation: Equation, inputs: Sequence[Any], where: _Surroundings
 ) -> Sequence[Any]:
     if equation.primitive.name == "scan":
         return _evaluate_scan(rules, equation, inputs)
@@ -238,7 +239,7 @@ def _evaluate_structured(
     return run(*inputs)
 
 
-def _evaluate_scan(rules: Rewriting, equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+def _evaluate_scan(rules: Rewriting, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     params = equation.params
     num_consts, num_carry = split_scan(equation)
     consts = list(inputs[:num_consts])

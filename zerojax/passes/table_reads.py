@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
 from zerojax.tracing.row_lookups import CALLS, SAME, takes_rows
@@ -75,14 +76,14 @@ class _Held:
     casts: tuple[Any, ...] = ()
 
 
-def _marked(equation: Any) -> str | None:
+def _marked(equation: Equation) -> str | None:
     """Returns the name of the table whose placeholder an equation marks, or None."""
     if equation.primitive.name != "name" or not equation.params["name"].startswith(_STAND_IN):
         return None
     return equation.params["name"].removeprefix(_STAND_IN)
 
 
-def _has_mark(equation: Any) -> bool:
+def _has_mark(equation: Equation) -> bool:
     """Returns whether an equation, or a program inside it, marks a placeholder."""
     return _marked(equation) is not None or any(
         _has_mark(inner) for program in inner_programs(equation.params) for inner in program.eqns
@@ -129,7 +130,7 @@ def _follow(program: Jaxpr, inputs: Sequence[_Held | None]) -> tuple[set[int], l
     return apart, [held_by(atom) for atom in program.outvars]
 
 
-def _tables_made(equation: Any, given: Sequence[_Held | None]) -> list[_Held | None]:
+def _tables_made(equation: Equation, given: Sequence[_Held | None]) -> list[_Held | None]:
     """Returns, for each result of an equation, the table that it stands for, or None."""
     kind, name = equation.primitive.name, _marked(equation)
     if name is not None:
@@ -143,7 +144,7 @@ def _tables_made(equation: Any, given: Sequence[_Held | None]) -> list[_Held | N
     return [None] * len(equation.outvars)
 
 
-def _run(rules: _Rules, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+def _run(rules: _Rules, equation: Equation, given: Sequence[Any]) -> Sequence[Any]:
     """Evaluates an equation that creates or uses a table."""
     kind = equation.primitive.name
     if kind in SAME:
@@ -158,7 +159,7 @@ def _run(rules: _Rules, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
     return [_look_up(rules, equation, *given)]
 
 
-def _look_up(rules: _Rules, equation: Any, held: _Held, indices: jax.Array) -> jax.Array:
+def _look_up(rules: _Rules, equation: Equation, held: _Held, indices: jax.Array) -> jax.Array:
     """Evaluates a gather of table rows, with [..., 1] indices, by a lookup on all devices."""
     params = equation.params
     rows = take_rows(
@@ -173,7 +174,7 @@ def _look_up(rules: _Rules, equation: Any, held: _Held, indices: jax.Array) -> j
     return jnp.moveaxis(rows, -1, dim)
 
 
-def _run_checkpoint(rules: _Rules, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+def _run_checkpoint(rules: _Rules, equation: Equation, given: Sequence[Any]) -> Sequence[Any]:
     closed = program_of(equation)
     tables = _held_among(given)
     made = _follow(closed.jaxpr, tables)[1]
@@ -194,7 +195,7 @@ def _joined(tables: Sequence[_Held | None], arrays: Sequence[Any]) -> list[Any]:
     return [next(rest) if table is None else table for table in tables]
 
 
-def _run_scan(rules: _Rules, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+def _run_scan(rules: _Rules, equation: Equation, given: Sequence[Any]) -> Sequence[Any]:
     params = equation.params
     num_consts, num_carry = split_scan(equation)
     consts = list(given[:num_consts])

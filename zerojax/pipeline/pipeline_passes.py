@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.passes import (
@@ -391,7 +392,7 @@ def execute(
     outer: Arrays,
     rows: np.ndarray,
     extras: Arrays,
-    accumulate_dtype: Any,
+    accumulate_dtype: DTypeLike,
     activation_spec: Any,
     backward: bool = True,
 ) -> Results:

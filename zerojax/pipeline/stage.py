@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.schedules import ExecutorTable, TickRun
@@ -127,7 +128,7 @@ class Stage:
         """
         return "residual" if self.stashes_residuals else "input"
 
-    def start(self, extras: Arrays, accumulate_dtype: Any) -> Arrays:
+    def start(self, extras: Arrays, accumulate_dtype: DTypeLike) -> Arrays:
         """Returns the carry of the loop over ticks before the first tick: empty buffers and zero
         sums.
         """
@@ -349,7 +350,7 @@ class Stage:
             self.head(state, row, outputs, index)
         return outputs
 
-    def embed(self, state: Arrays, inputs: Several, index: Any, first: Any) -> Several:
+    def embed(self, state: Arrays, inputs: Several, index: jax.Array | int, first: Any) -> Several:
         """Returns the embedding on the first virtual stage, or the received inputs on the
         others.
         """
@@ -364,7 +365,7 @@ class Stage:
         state["extras"] = {**extras, **changed}
         return inputs
 
-    def head(self, state: Arrays, row: Arrays, outputs: Several, index: Any) -> None:
+    def head(self, state: Arrays, row: Arrays, outputs: Several, index: jax.Array | int) -> None:
         """Computes the head's loss and its backward pass, on the last virtual stage only.
 
         The head's backward pass runs in the forward slot, so that all backward (B) slots are alike.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax.optim.precision import Precision
 from zerojax.placement.leaf_placement import LeafPlacement
@@ -107,7 +108,7 @@ def with_delayed(
         dtype = jnp.float32 if in_full else precision.reduce_dtype
         return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
 
-    def scalar(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def scalar(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
     result = state.copy()

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.placement.state_layout import SlicedLeaf
@@ -46,7 +47,7 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=HOST_KIND)
 
 
-def abstract_tiers(leaf: SlicedLeaf, dtype: Any, mesh: Mesh | AbstractMesh) -> Tiers:
+def abstract_tiers(leaf: SlicedLeaf, dtype: DTypeLike, mesh: Mesh | AbstractMesh) -> Tiers:
     """Returns the slices of one array as {memory: `ShapeDtypeStruct`}."""
     return {
         tier: jax.ShapeDtypeStruct(

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax import tracing
 from zerojax.config.late_dataclasses import dataclass
@@ -376,7 +377,7 @@ def slice_batch(batch: Tree, parts: int, precision: Precision, exact: Collection
     return jax.tree_util.tree_map_with_path(part, batch)
 
 
-def dtype_in_loss(dtype: Any, precision: Precision, *, is_exact: bool) -> Any:
+def dtype_in_loss(dtype: DTypeLike, precision: Precision, *, is_exact: bool) -> Any:
     """Returns the dtype in which the loss gets a leaf of the batch.
 
     Floating-point arrays are cast to the compute dtype, except those whose exact values matter and

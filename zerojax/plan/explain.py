@@ -6,10 +6,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from zerojax.config.display import printable
 from zerojax.config.mesh import DEVICE
@@ -114,7 +114,7 @@ def _shard(stored: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return stored.sharding.shard_shape(stored.shape)
 
 
-def _array(shape: Sequence[int], dtype: Any) -> str:
+def _array(shape: Sequence[int], dtype: DTypeLike) -> str:
     return f"{jnp.dtype(dtype).name}[{', '.join(map(str, shape))}]"
 
 

@@ -13,6 +13,7 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from zerojax.optim import (
     EXTRA_ARGUMENTS,
@@ -94,7 +95,7 @@ def fit_padding(
     )
 
 
-def _dtype(dtype: Any, precision: Precision) -> Any:
+def _dtype(dtype: DTypeLike, precision: Precision) -> Any:
     return precision.param_dtype if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from zerojax.config.checks import names_keywords
 from zerojax.features.known import active
@@ -522,7 +523,7 @@ def _shape_of(shard: Ranges) -> tuple[int, ...]:
 
 
 def _on_cpu(
-    blocks: Iterator[tuple[int, np.ndarray]], shard: Ranges, dtype: Any, devices: list[Any]
+    blocks: Iterator[tuple[int, np.ndarray]], shard: Ranges, dtype: DTypeLike, devices: list[Any]
 ) -> list[jax.Array]:
     """Copies the shard into new memory for each CPU device; the next step may overwrite it."""
     shape = _shape_of(shard)
@@ -542,7 +543,7 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def fill_on_devices(
-    blocks: Iterator[tuple[int, np.ndarray]], shard: Ranges, dtype: Any, devices: list[Any]
+    blocks: Iterator[tuple[int, np.ndarray]], shard: Ranges, dtype: DTypeLike, devices: list[Any]
 ) -> list[jax.Array]:
     """Assembles the shard on each device from blocks of rows."""
     shape = _shape_of(shard)

@@ -22,6 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from zerojax.config import MeshConfig
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
 from zerojax.tracing.trees import format_bytes
@@ -54,7 +55,7 @@ class LayerScan:
       parameters: for each array that the loop slices, whether it is a stacked parameter.
     """
 
-    equation: Any
+    equation: Equation
     inside: str
     parameters: tuple[bool, ...]
 
@@ -292,7 +293,7 @@ def evaluate_loops(
       The outputs of the program.
     """
 
-    def rewrite(equation: Any) -> _Run | None:
+    def rewrite(equation: Equation) -> _Run | None:
         if id(equation) in chosen:
             return lambda operands: run_loop(equation, operands)
         if equation.primitive.name in _CALLS and contains(equation, lambda e: id(e) in chosen):
@@ -303,7 +304,7 @@ def evaluate_loops(
     return _evaluate(closed, inputs, rewrite)
 
 
-def _run_layers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _run_layers(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     params, (num_consts, num_carry) = equation.params, split_scan(equation)
     consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
 
@@ -339,7 +340,7 @@ def without_checkpoints(function: Callable[..., Any]) -> Callable[..., Any]:
     return rewritten
 
 
-def _dissolve(equation: Any) -> _Run | None:
+def _dissolve(equation: Equation) -> _Run | None:
     """Returns a function that evaluates a checkpoint, or a call that contains one, without the
     checkpoint.
 
@@ -352,7 +353,7 @@ def _dissolve(equation: Any) -> _Run | None:
     return None
 
 
-def contains(equation: Any, predicate: Callable[[Any], bool]) -> bool:
+def contains(equation: Equation, predicate: Callable[[Any], bool]) -> bool:
     """Returns whether a call contains a matching equation, directly or in nested calls."""
     return any(
         predicate(inner) or (inner.primitive.name in _CALLS and contains(inner, predicate))
@@ -366,7 +367,7 @@ def _evaluate(
 ) -> list[Any]:
     """Evaluates a program; `rewrite` may return another implementation for an equation, or None."""
 
-    def run_apart(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def run_apart(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         run = rewrite(equation)
         assert run is not None
         return run(operands)

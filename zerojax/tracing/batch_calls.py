@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import BatchCall, batch_call, inner_programs
 from zerojax.tracing.dependence import Follow, Marks, union
 from zerojax.tracing.jaxpr import is_checkpoint
@@ -69,10 +70,10 @@ class _CallMarks(Follow):
         super().__init__(frozenset())
         self.marks: dict[int, Marks] = {}
 
-    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
+    def _ends(self, equation: Equation, operands: list[Marks]) -> bool:
         return False
 
-    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
+    def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
         if batch_call(equation) is not None:
             # The body of a loop is traversed more than once, with more marks each time.
             self.marks[id(equation)] = self.marks.get(id(equation), 0) | union(operands)

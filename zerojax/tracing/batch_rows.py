@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import BatchCall, batch_call, inner_programs
 from zerojax.tracing.jaxpr import split_scan
 from zerojax.tracing.row_dependence import (
@@ -111,7 +112,7 @@ class _Follow:
             held.update(zip(equation.outvars, results, strict=True))
         return [of(atom) for atom in program.outvars]
 
-    def _equation(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
+    def _equation(self, equation: Equation, operands: list[Dependence]) -> Sequence[Dependence]:
         kind, number = equation.primitive.name, len(equation.outvars)
         if (known := self._renamed(equation, operands)) is not None:
             return known
@@ -144,7 +145,7 @@ class _Follow:
         return [self._single_output(equation, operands)] * number
 
     def _with_scales(
-        self, equation: Any, operands: list[Dependence], result: Dependence
+        self, equation: Equation, operands: list[Dependence], result: Dependence
     ) -> Dependence:
         """Adds the scales of the terms to the dependence of a value that is a sum of row totals.
 
@@ -174,7 +175,9 @@ class _Follow:
         known = 0 < len(terms) <= _MOST_DIVISORS and all(x and math.isfinite(x) for x in terms)
         return dataclasses.replace(result, scales=terms) if known else result
 
-    def _renamed(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence] | None:
+    def _renamed(
+        self, equation: Equation, operands: list[Dependence]
+    ) -> Sequence[Dependence] | None:
         """Returns the dependence of the outputs of a copy, a cast, a batch reduction, or an
         addition to an input.
 
@@ -194,7 +197,7 @@ class _Follow:
         raised = _raised(kind, operands)
         return None if raised is None else [raised]
 
-    def _inner(self, equation: Any) -> Jaxpr | None:
+    def _inner(self, equation: Equation) -> Jaxpr | None:
         """Returns the program inside a call, if it has the same inputs as the equation; otherwise
         None.
 
@@ -207,13 +210,13 @@ class _Follow:
             return None
         return inner[0] if _shapes(inner[0].invars) == _shapes(equation.invars) else None
 
-    def _cond(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
+    def _cond(self, equation: Equation, operands: list[Dependence]) -> Sequence[Dependence]:
         if not isinstance(operands[0], Fixed):
             return [OTHER] * len(equation.outvars)
         branches = [self.outputs(b.jaxpr, operands[1:]) for b in equation.params["branches"]]
         return [join(outputs) for outputs in zip(*branches, strict=True)]
 
-    def _scan(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
+    def _scan(self, equation: Equation, operands: list[Dependence]) -> Sequence[Dependence]:
         """Processes the body of a scan repeatedly, until the dependence of its carry no longer
         changes.
 
@@ -233,7 +236,7 @@ class _Follow:
                 return [*carry, *map(_outside, outputs[num_carry:])]
             carry = joined
 
-    def _while(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
+    def _while(self, equation: Equation, operands: list[Dependence]) -> Sequence[Dependence]:
         """Processes the body of a while loop repeatedly, until the dependence of its carry no
         longer changes.
 
@@ -255,7 +258,7 @@ class _Follow:
 
     # Equations with one output
 
-    def _single_output(self, equation: Any, operands: list[Dependence]) -> Dependence:
+    def _single_output(self, equation: Equation, operands: list[Dependence]) -> Dependence:
         kind = equation.primitive.name
         if kind in ("add", "add_any", "sub", "mul", "div", "neg", *_KEEPS_TOTALS) and any(
             isinstance(operand, Total | Count) for operand in operands
@@ -274,7 +277,7 @@ class _Follow:
             self._compared.append(kind)
         return rows_after(equation, operands, self._num_rows)
 
-    def _of_totals(self, equation: Any, operands: list[Dependence]) -> Dependence:
+    def _of_totals(self, equation: Equation, operands: list[Dependence]) -> Dependence:
         kind = equation.primitive.name
         first = operands[0]
         if kind in _KEEPS_TOTALS:
@@ -325,7 +328,7 @@ def _number_of(value: Any) -> float | None:
     return float(value)
 
 
-def _rounds(equation: Any) -> bool:
+def _rounds(equation: Equation) -> bool:
     """Returns whether an equation casts floats to integers; sums of the results may then differ."""
     before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     whole = jnp.integer, jnp.bool_
@@ -397,7 +400,7 @@ def _joined_carry(before: Dependence, after: Dependence) -> Dependence:
     return after if after == _PRODUCT and before != OTHER else join([before, after])
 
 
-def _linear(equation: Any, operands: Sequence[Dependence]) -> Other:
+def _linear(equation: Equation, operands: Sequence[Dependence]) -> Other:
     """Returns `AFFINE` if the equation keeps sums of totals and fixed values, otherwise `OTHER`.
 
     For example a sum, a product with a fixed value, or a reshape does.

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import has_own_rules, is_own_rule, split_scan, variables
 
@@ -101,10 +102,10 @@ class Follow:
             held.update(zip(equation.outvars, self._equation(equation, operands), strict=True))
         return [of(atom) for atom in program.outvars]
 
-    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
+    def _ends(self, equation: Equation, operands: list[Marks]) -> bool:
         return not any(operands) or equation.primitive.name in self._ends_at
 
-    def _equation(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
+    def _equation(self, equation: Equation, operands: list[Marks]) -> Sequence[Marks]:
         kind, params = equation.primitive.name, equation.params
         if kind == "scan":
             return self._scan(equation, operands)
@@ -119,11 +120,11 @@ class Follow:
             return self.outputs(inner[0], operands)
         return [self._leaf(equation, operands)] * len(equation.outvars)
 
-    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
+    def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
         """Returns the marks of the results of an equation without a nested program."""
         return union(operands)
 
-    def _scan(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
+    def _scan(self, equation: Equation, operands: list[Marks]) -> Sequence[Marks]:
         """Processes the body of a loop repeatedly, until the marks of its carry no longer
         change.
         """
@@ -161,17 +162,17 @@ class _RuleMarks(Follow):
         self._as_they_are = as_they_are
         self.marks: dict[int, Marks] = {}
 
-    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
+    def _ends(self, equation: Equation, operands: list[Marks]) -> bool:
         return False
 
-    def _equation(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
+    def _equation(self, equation: Equation, operands: list[Marks]) -> Sequence[Marks]:
         if not is_own_rule(equation):
             return super()._equation(equation, operands)
         # The body of a loop is traversed more than once, with more marks each time.
         self.marks[id(equation)] = self.marks.get(id(equation), 0) | union(operands)
         return [0 if self._as_they_are else union(operands)] * len(equation.outvars)
 
-    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
+    def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
         if any(map(has_own_rules, inner_programs(equation.params))):
             self.marks[id(equation)] = union(operands)
         computed = self._as_they_are and equation.primitive.name not in SAME_NUMBERS
@@ -216,7 +217,7 @@ def inline_calls_with_loops(closed: ClosedJaxpr) -> ClosedJaxpr:
     )
 
 
-def _hides_loop(equation: Any) -> bool:
+def _hides_loop(equation: Equation) -> bool:
     return equation.primitive.name in _CALLS and any(
         inner.primitive.name == "scan" or _hides_loop(inner)
         for program in inner_programs(equation.params)

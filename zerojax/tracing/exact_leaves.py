@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import SAME_NUMBERS, Follow, Marks, union
 
@@ -64,7 +65,7 @@ class _Exact(Follow):
         self.used: dict[tuple[int, ...], tuple[Marks, str]] = {}
         self._around: tuple[int, ...] = ()
 
-    def _equation(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
+    def _equation(self, equation: Equation, operands: list[Marks]) -> Sequence[Marks]:
         before = self._around
         self._around = (*before, id(equation))
         results = super()._equation(equation, operands)
@@ -75,7 +76,7 @@ class _Exact(Follow):
             for mark, variable in zip(results, equation.outvars, strict=True)
         ]
 
-    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
+    def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
         kind, marks = equation.primitive.name, union(operands)
         if (use := _use(equation)) is not None:
             examined = operands[: equation.params["num_keys"]] if kind == "sort" else operands
@@ -84,7 +85,7 @@ class _Exact(Follow):
         return _OF_PARAMETERS if is_of_layer else marks
 
 
-def _use(equation: Any) -> str | None:
+def _use(equation: Equation) -> str | None:
     """Returns what an operation does that depends on the last bits of its operands, or None."""
     kind = equation.primitive.name
     if kind in _ROUNDING:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.grouped_products import Products, most_rows, whole_slots
 from zerojax.operators.marks import expert_call, expert_weights_ndim, inner_programs
 from zerojax.operators.routed_experts import PARTS, slots_of_further_rounds
@@ -87,7 +88,7 @@ class _Follow:
             held |= zip(equation.outvars, self._equation(equation, operands, around), strict=True)
         return [name_of(atom) for atom in program.outvars]
 
-    def _equation(self, equation: Any, operands: list[Name], around: str | None) -> list[Name]:
+    def _equation(self, equation: Equation, operands: list[Name], around: str | None) -> list[Name]:
         kind = equation.primitive.name
         nothing: list[Name] = [None] * len(equation.outvars)
         ndim = expert_weights_ndim(equation)
@@ -122,12 +123,12 @@ class _Follow:
         elif calls.dims.setdefault(name, -ndim) != -ndim:
             self.note(name, "goes into zerojax.experts with two numbers of dimensions")
 
-    def _scan(self, equation: Any, operands: list[Name], around: str | None) -> list[Name]:
+    def _scan(self, equation: Equation, operands: list[Name], around: str | None) -> list[Name]:
         num_consts, num_carry = split_scan(equation)
         body, carry = equation.params["jaxpr"].jaxpr, slice(num_consts, num_consts + num_carry)
         return self._repeated(body, operands, carry, around)
 
-    def _while(self, equation: Any, operands: list[Name], around: str | None) -> list[Name]:
+    def _while(self, equation: Equation, operands: list[Name], around: str | None) -> list[Name]:
         first, second = (equation.params[f"{part}_nconsts"] for part in ("cond", "body"))
         for name in operands[:first]:
             self.note(name, "decides how often a loop runs")
@@ -148,7 +149,7 @@ class _Follow:
                 self.note(after, "is carried by a loop")
         return outputs
 
-    def _cond(self, equation: Any, operands: list[Name], around: str | None) -> list[Name]:
+    def _cond(self, equation: Equation, operands: list[Name], around: str | None) -> list[Name]:
         self.note(operands[0], "decides a branch")
         branches = [
             self.outputs(branch.jaxpr, operands[1:], around or "cond")
@@ -163,7 +164,7 @@ class _Follow:
         return outputs
 
 
-def _takes_a_layer(equation: Any) -> bool:
+def _takes_a_layer(equation: Equation) -> bool:
     """Returns whether an equation selects one row of a stack, as `stack[i]` does."""
     kind, before, after = equation.primitive.name, equation.invars, equation.outvars
     if kind == "squeeze":
@@ -269,7 +270,7 @@ def find_rows(program: Jaxpr, times: int = 1, again: bool = False) -> Iterator[R
             yield from find_rows(inner, times * iterations, inside)
 
 
-def _keeps_rows(equation: Any) -> bool:
+def _keeps_rows(equation: Equation) -> bool:
     """Returns whether a checkpoint's policy saves the result of an all-to-all."""
     policy = equation.params["policy"]
     if policy is None or not equation.invars:

@@ -11,6 +11,7 @@ from jax.interpreters import partial_eval
 
 from zerojax.config.checks import warn_user
 from zerojax.operators.cudnn_attention import BACKWARD, FORWARD, call_flops
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import FURTHER_ROUNDS, cost_of_branches, share_of_branch
 from zerojax.tracing.dependence import Follow, Marks, union
 
@@ -89,7 +90,7 @@ def _jaxpr_flops(jaxpr: core.Jaxpr) -> int:
     return sum(equation_flops(equation) for equation in jaxpr.eqns)
 
 
-def equation_flops(equation: core.JaxprEqn) -> int:
+def equation_flops(equation: Equation) -> int:
     """Returns the FLOPs of one equation, including nested programs."""
     name = equation.primitive.name
     if name in ("dot_general", "ragged_dot", "ragged_dot_general"):
@@ -117,7 +118,7 @@ PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dil
 """Primitives that are matrix products or convolutions."""
 
 
-def products(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, int]]:
+def products(program: core.Jaxpr) -> Iterator[tuple[Equation, int]]:
     """Yields (equation, FLOPs of all its runs) of each matrix product or convolution, also nested
     ones.
 
@@ -162,7 +163,7 @@ class _Operands(Follow):
         super().__init__(frozenset())
         self.found: dict[int, list[Marks]] = {}
 
-    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
+    def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
         if equation.primitive.name in PRODUCTS:
             earlier = self.found.get(id(equation), [0, 0])
             # The body of a loop is traversed until its carry gains no more marks.
@@ -189,7 +190,7 @@ def ragged_groups(program: core.Jaxpr) -> dict[int, int]:
     return flops_by_groups
 
 
-def times_run(equation: core.JaxprEqn) -> int:
+def times_run(equation: Equation) -> int:
     """Returns how often an equation runs the program inside it, summed over all devices."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
@@ -203,7 +204,7 @@ def times_run(equation: core.JaxprEqn) -> int:
     return 1
 
 
-def _is_further(equation: core.JaxprEqn) -> bool:
+def _is_further(equation: Equation) -> bool:
     """Returns whether an equation is the loop of `zerojax.experts` over the rounds after
     the first.
     """
@@ -220,7 +221,7 @@ def _inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
                 yield item
 
 
-def _dot_flops(equation: core.JaxprEqn) -> int:
+def _dot_flops(equation: Equation) -> int:
     lhs, rhs = (_shape(var) for var in equation.invars[:2])
     numbers = equation.params.get("dimension_numbers")
     group_dims: tuple[int, ...] = ()
@@ -233,7 +234,7 @@ def _dot_flops(equation: core.JaxprEqn) -> int:
     return 2 * math.prod(lhs) * free
 
 
-def _convolution_flops(equation: core.JaxprEqn) -> int:
+def _convolution_flops(equation: Equation) -> int:
     params = equation.params
     kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
     out_channels = kernel[params["dimension_numbers"].rhs_spec[0]]
@@ -242,7 +243,7 @@ def _convolution_flops(equation: core.JaxprEqn) -> int:
     return 2 * math.prod(out) * per_output // math.prod(params["lhs_dilation"])
 
 
-def _library_flops(equation: core.JaxprEqn) -> int:
+def _library_flops(equation: Equation) -> int:
     """Returns the FLOPs of a call of cuDNN's attention; 0 for other library calls."""
     target, config = equation.params["target_name"], equation.params["legacy_backend_config"]
     if target not in (FORWARD, BACKWARD):
@@ -254,7 +255,7 @@ def _shape(var: Any) -> tuple[int, ...]:
     return var.aval.shape
 
 
-def _trip_count(equation: core.JaxprEqn) -> int:
+def _trip_count(equation: Equation) -> int:
     """Returns the number of iterations of a loop `while i < n: i += c` with constants.
 
     For other loops it returns 1 and warns.

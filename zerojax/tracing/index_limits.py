@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.lax import GatherScatterMode
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs, read_name
 
 
@@ -98,7 +99,7 @@ def _follow(
 
 
 def _outputs(
-    equation: Any, operands: list[Any], limits_by_leaf: dict[str, list[IndexLimit]]
+    equation: Equation, operands: list[Any], limits_by_leaf: dict[str, list[IndexLimit]]
 ) -> Sequence[Any]:
     kind, nothing = equation.primitive.name, [None] * len(equation.outvars)
     if (name := read_name(equation)) is not None:
@@ -152,7 +153,7 @@ def _wrapped(first: Any, second: Any) -> _Index | None:
 
 
 def _note(
-    equation: Any, table: Any, index: Any, limits_by_leaf: dict[str, list[IndexLimit]]
+    equation: Equation, table: Any, index: Any, limits_by_leaf: dict[str, list[IndexLimit]]
 ) -> None:
     if not (isinstance(table, _Table) and isinstance(index, _Index)) or index.added:
         return

@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import LINEAR_RULE, batch_call, inner_programs
 
 
@@ -42,7 +43,7 @@ def has_own_rules(program: Jaxpr) -> bool:
     )
 
 
-def is_own_rule(equation: Any) -> bool:
+def is_own_rule(equation: Equation) -> bool:
     """Returns whether an equation calls a custom derivative that may not be linear."""
     called = equation.primitive.name.startswith("custom_vjp")
     return called and not any(map(_is_linear, inner_programs(equation.params)))
@@ -53,12 +54,12 @@ def _is_linear(rule: Jaxpr) -> bool:
     return LINEAR_RULE in names
 
 
-def is_checkpoint(equation: Any) -> bool:
+def is_checkpoint(equation: Equation) -> bool:
     """Returns whether an equation is a `jax.checkpoint`."""
     return equation.primitive.name in ("checkpoint", "remat", "remat2")
 
 
-def program_of(equation: Any) -> ClosedJaxpr:
+def program_of(equation: Equation) -> ClosedJaxpr:
     """Returns the program of a call or a checkpoint.
 
     The parameters of a checkpoint contain an open jaxpr, those of a call a closed one; JAX 0.12 has
@@ -245,7 +246,7 @@ def _constants(values: Any) -> Iterator[Any]:
             yield from _constants(value)
 
 
-def split_scan(equation: Any) -> tuple[int, int]:
+def split_scan(equation: Equation) -> tuple[int, int]:
     """Returns (number of constants, number of carried values) of a `scan` equation.
 
     Its inputs are constants, carried values and stacks; its outputs are carried values and stacks.

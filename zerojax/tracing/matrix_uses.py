@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import expert_call, expert_weights_ndim, inner_programs
 from zerojax.tracing.jaxpr import split_scan
 
@@ -170,7 +171,7 @@ class _Walk:
             values |= zip(equation.outvars, self._equation(equation, operands), strict=True)
         return [value_of(atom) for atom in program.outvars]
 
-    def _equation(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+    def _equation(self, equation: Equation, operands: list[_Value]) -> list[_Value]:
         kind, outputs = equation.primitive.name, len(equation.outvars)
         if kind == "name":
             self._mark(equation, operands[0])
@@ -200,7 +201,7 @@ class _Walk:
                 made_by |= self._note(equation, value.held)
         return [_Value(None, made_by)] * outputs
 
-    def _mark(self, equation: Any, value: _Value) -> None:
+    def _mark(self, equation: Equation, value: _Value) -> None:
         """Records the uses that a mark of `zerojax.experts` shows."""
         ndim = expert_weights_ndim(equation)
         if ndim is not None and value.held is not None:
@@ -215,7 +216,7 @@ class _Walk:
             sizes = {math.prod(use.shape[dim] for dim in one.columns) for one in use.products}
             use.is_router |= numbers is not None and numbers[1] in sizes
 
-    def _note(self, equation: Any, held: _Held) -> frozenset[str]:
+    def _note(self, equation: Equation, held: _Held) -> frozenset[str]:
         """Records a use that is not a product; returns the parameter if its rows are looked up."""
         use = self.uses[held.name]
         if equation.primitive.name in ("gather", "take"):
@@ -224,7 +225,7 @@ class _Walk:
         use.others.add(equation.primitive.name)
         return _NOBODY
 
-    def _product(self, equation: Any, operands: list[_Value]) -> _Value:
+    def _product(self, equation: Equation, operands: list[_Value]) -> _Value:
         summed, counted = equation.params["dimension_numbers"]
         made_by = set()
         for value, contracted, batched in zip(operands, summed, counted, strict=True):
@@ -238,7 +239,7 @@ class _Walk:
             made_by.add(name)
         return _Value(None, frozenset(made_by))
 
-    def _scan(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+    def _scan(self, equation: Equation, operands: list[_Value]) -> list[_Value]:
         num_consts, num_carry = split_scan(equation)
         consts, carry = operands[:num_consts], operands[num_consts:][:num_carry]
         rows = [_row(value) for value in operands[num_consts + num_carry :]]
@@ -263,7 +264,7 @@ class _Walk:
                     self.uses[before.held.name].others.add("a loop's carry")
             carry = after
 
-    def _moved(self, equation: Any, held: _Held) -> _Held | None:
+    def _moved(self, equation: Equation, held: _Held) -> _Held | None:
         """Returns the `_Held` after an operation that only rearranges elements; None for other
         operations.
         """
@@ -302,7 +303,7 @@ def _joined(alternatives: Sequence[Sequence[_Value]]) -> list[_Value]:
     return joined
 
 
-def _takes_one_layer(equation: Any) -> bool:
+def _takes_one_layer(equation: Equation) -> bool:
     """Returns whether a gather takes one row, as `stack[i]` does with a traced i."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     operand, indices = equation.invars[0].aval, equation.invars[1].aval
@@ -314,7 +315,7 @@ def _takes_one_layer(equation: Any) -> bool:
     )
 
 
-def _broadcast(equation: Any, held: _Held) -> _Held | None:
+def _broadcast(equation: Equation, held: _Held) -> _Held | None:
     """Returns the `_Held` after a broadcast that adds dimensions of size 1; None if elements are
     repeated.
     """
@@ -328,7 +329,7 @@ def _broadcast(equation: Any, held: _Held) -> _Held | None:
     return _Held(held.name, tuple(dims))
 
 
-def _reshaped(equation: Any, held: _Held, shape: Sequence[int]) -> _Held | None:
+def _reshaped(equation: Equation, held: _Held, shape: Sequence[int]) -> _Held | None:
     """Returns the `_Held` after a reshape that joins or separates complete dimensions; else
     None.
     """

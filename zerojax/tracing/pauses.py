@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from zerojax.operators.equations import Equation
 from zerojax.tracing.flops import equation_flops, without_waste
 from zerojax.tracing.jaxpr import evaluate_in_pieces, free_variables, piece_function
 
@@ -34,7 +35,7 @@ def run_with_pauses(
     chosen, ends = _choose(closed.jaxpr, count)
     done: list[Any] = []
 
-    def run_apart(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def run_apart(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         taken = free_variables([equation])
         known = {
             v: x

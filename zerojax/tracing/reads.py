@@ -19,6 +19,7 @@ import jax
 from jax.extend.core import Jaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import (
     inner_programs,
     mark_read,
@@ -154,7 +155,9 @@ def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], branch: Branch, reads: Reads)
     return [names_of(atom) for atom in jaxpr.outvars]
 
 
-def _outputs(equation: Any, operands: list[Names], branch: Branch, reads: Reads) -> Sequence[Names]:
+def _outputs(
+    equation: Equation, operands: list[Names], branch: Branch, reads: Reads
+) -> Sequence[Names]:
     """Returns, for each output of one equation, the parameters whose stored values it contains
     unchanged.
     """
@@ -181,7 +184,7 @@ def _outputs(equation: Any, operands: list[Names], branch: Branch, reads: Reads)
     return nothing
 
 
-def _note_read(equation: Any, names: Names, branch: Branch, reads: Reads) -> None:
+def _note_read(equation: Equation, names: Names, branch: Branch, reads: Reads) -> None:
     name = read_name(equation)
     assert name is not None
     stored, shape = tuple(equation.invars[0].aval.shape), read_shape(equation)
@@ -214,7 +217,7 @@ def _leaving(shape: tuple[int, ...], rest: tuple[int, ...]) -> Iterator[tuple[in
 
 
 def _follow_scan(
-    equation: Any, operands: list[Names], branch: Branch, reads: Reads
+    equation: Equation, operands: list[Names], branch: Branch, reads: Reads
 ) -> Sequence[Names]:
     """Processes the body of a scan repeatedly, until its carry contains no further parameters."""
     num_consts, num_carry = split_scan(equation)
@@ -229,7 +232,7 @@ def _follow_scan(
 
 
 def _follow_branches(
-    equation: Any, operands: list[Names], branch: Branch, reads: Reads
+    equation: Equation, operands: list[Names], branch: Branch, reads: Reads
 ) -> Sequence[Names]:
     kind, params = equation.primitive.name, equation.params
     branch = branch or ("" if id(equation) in reads.uniform else kind)
@@ -245,7 +248,7 @@ def _follow_branches(
     return [old | new for old, new in zip(carry, outputs, strict=True)]
 
 
-def _slices_leading_dim(equation: Any) -> bool:
+def _slices_leading_dim(equation: Equation) -> bool:
     """Returns whether an equation selects one row of a stack, as `stack[i]` does."""
     kind, before, after = equation.primitive.name, equation.invars, equation.outvars
     if kind == "squeeze":

@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.lax import GatherScatterMode
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import is_checkpoint, split_scan
 
@@ -59,7 +60,7 @@ class RowLookups:
     elsewhere: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def takes_rows(equation: Any) -> bool:
+def takes_rows(equation: Equation) -> bool:
     """Returns whether an equation gathers whole rows of an array [rows, width] by integer
     indices.
     """
@@ -126,7 +127,7 @@ class _Follow:
         return [name_of(atom) for atom in program.outvars]
 
     def _equation(
-        self, equation: Any, operands: list[Name], times: int, again: bool
+        self, equation: Equation, operands: list[Name], times: int, again: bool
     ) -> Sequence[Name]:
         kind = equation.primitive.name
         inner = list(inner_programs(equation.params))
@@ -146,13 +147,13 @@ class _Follow:
                 self.note(name, f"goes into `{kind}`, which needs all rows, as a tied head does")
         return [None] * len(equation.outvars)
 
-    def _gather(self, equation: Any, name: Name, times: int, again: bool) -> None:
+    def _gather(self, equation: Equation, name: Name, times: int, again: bool) -> None:
         assert name is not None
         number = times * math.prod(equation.invars[1].aval.shape[:-1])
         before = self.lookups.asked.get(name, Asked())
         self.lookups.asked[name] = Asked(before.rows + number, before.again + number * again)
 
-    def _branch(self, equation: Any, operands: list[Name], times: int, again: bool) -> None:
+    def _branch(self, equation: Equation, operands: list[Name], times: int, again: bool) -> None:
         """Records that tables are read inside a branch, where a lookup would wait for other
         devices.
 
@@ -168,7 +169,7 @@ class _Follow:
             inputs = operands[params["cond_nconsts"] :]
             self.outputs(params["body_jaxpr"].jaxpr, inputs, times, again=again)
 
-    def _scan(self, equation: Any, operands: list[Name], times: int, again: bool) -> None:
+    def _scan(self, equation: Equation, operands: list[Name], times: int, again: bool) -> None:
         num_consts, _ = split_scan(equation)
         for name in operands[num_consts:]:
             self.note(name, "is carried or sliced by a loop")

@@ -6,8 +6,8 @@ The result of a primitive without a rule is `Other`.
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from zerojax.operators.equations import Equation
 from zerojax.tracing.row_dependence import FIXED, OTHER, Dependence, Fixed, Rows, Total, join
 
 _ELEMENTWISE_NAMES = """
@@ -46,7 +46,7 @@ _ALONG_A_DIM = {
 }
 
 
-def rows_after(equation: Any, operands: list[Dependence], num_rows: int) -> Dependence:
+def rows_after(equation: Equation, operands: list[Dependence], num_rows: int) -> Dependence:
     """Returns the dependence of each output of an equation without a nested program.
 
     Args:
@@ -63,7 +63,7 @@ def rows_after(equation: Any, operands: list[Dependence], num_rows: int) -> Depe
     return OTHER if rule is None else rule(equation, operands)
 
 
-def pairs_rows(equation: Any, operands: list[Dependence]) -> bool:
+def pairs_rows(equation: Equation, operands: list[Dependence]) -> bool:
     """Returns whether an equation computes a value for each pair of rows.
 
     An example is the matrix of all products of two rows.
@@ -79,7 +79,7 @@ def pairs_rows(equation: Any, operands: list[Dependence]) -> bool:
     return all(dim not in (*contracted[place], *batched[place]) for place, dim in rows)
 
 
-def _reduction(equation: Any, operands: list[Dependence]) -> Dependence:
+def _reduction(equation: Equation, operands: list[Dependence]) -> Dependence:
     (rows,) = operands
     assert isinstance(rows, Rows)
     axes = equation.params["axes"]
@@ -91,13 +91,13 @@ def _reduction(equation: Any, operands: list[Dependence]) -> Dependence:
     return Rows(rows.dim - sum(axis < rows.dim for axis in axes))
 
 
-def _along_a_dim(equation: Any, operands: list[Dependence]) -> Dependence:
+def _along_a_dim(equation: Equation, operands: list[Dependence]) -> Dependence:
     rows = join([operand for operand in operands if not isinstance(operand, Fixed)])
     along = equation.params[_ALONG_A_DIM[equation.primitive.name]]
     return rows if isinstance(rows, Rows) and rows.dim != along else OTHER
 
 
-def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Dependence:
+def _reshape(equation: Equation, operands: list[Dependence], num_rows: int) -> Dependence:
     """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a reshape.
 
     The result is `Rows` if the reshape keeps each row as one block. For this, the sizes of the
@@ -115,7 +115,7 @@ def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Depend
     return OTHER
 
 
-def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
+def _reduce(equation: Equation, operands: list[Dependence]) -> Dependence:
     """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a custom
     reduction.
 
@@ -129,7 +129,7 @@ def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
     return Rows(rows.dim - sum(dim < rows.dim for dim in removed))
 
 
-def _window(equation: Any, operands: list[Dependence]) -> Dependence:
+def _window(equation: Equation, operands: list[Dependence]) -> Dependence:
     """Returns `Rows` (each row still depends on one row of the batch) or `Other` for windows.
 
     The result is `Rows` if windows stay within each row, as in pooling.
@@ -144,32 +144,32 @@ def _window(equation: Any, operands: list[Dependence]) -> Dependence:
     return rows if one_row and unpadded else OTHER
 
 
-def _stack(equation: Any, operands: list[Dependence]) -> Dependence:
+def _stack(equation: Equation, operands: list[Dependence]) -> Dependence:
     rows = join([operand for operand in operands if not isinstance(operand, Fixed)])
     axis = equation.params["axis"] % equation.outvars[0].aval.ndim
     return Rows(rows.dim + (axis <= rows.dim)) if isinstance(rows, Rows) else OTHER
 
 
-def _unstack(equation: Any, operands: list[Dependence]) -> Dependence:
+def _unstack(equation: Equation, operands: list[Dependence]) -> Dependence:
     (rows,) = operands
     assert isinstance(rows, Rows)
     axis = equation.params["axis"] % equation.invars[0].aval.ndim
     return OTHER if rows.dim == axis else Rows(rows.dim - (axis < rows.dim))
 
 
-def _of_matrices(equation: Any, operands: list[Dependence]) -> Dependence:
+def _of_matrices(equation: Equation, operands: list[Dependence]) -> Dependence:
     rows = join([operand for operand in operands if not isinstance(operand, Fixed)])
     ndims = [atom.aval.ndim for atom in equation.invars]
     return rows if isinstance(rows, Rows) and rows.dim < min(ndims) - 2 else OTHER
 
 
-def _fft(equation: Any, operands: list[Dependence]) -> Dependence:
+def _fft(equation: Equation, operands: list[Dependence]) -> Dependence:
     (rows,) = operands
     kept = equation.invars[0].aval.ndim - len(equation.params["fft_lengths"])
     return rows if isinstance(rows, Rows) and rows.dim < kept else OTHER
 
 
-def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
+def _scatter(equation: Equation, operands: list[Dependence]) -> Dependence:
     """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a scatter.
 
     The result is `Rows` if each row of the updates is written to the same row.
@@ -195,7 +195,7 @@ def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
     return OTHER
 
 
-def _squeeze(equation: Any, operands: list[Dependence]) -> Dependence:
+def _squeeze(equation: Equation, operands: list[Dependence]) -> Dependence:
     (rows,) = operands
     assert isinstance(rows, Rows)
     removed = equation.params["dimensions"]
@@ -204,7 +204,7 @@ def _squeeze(equation: Any, operands: list[Dependence]) -> Dependence:
     return Rows(rows.dim - sum(dim < rows.dim for dim in removed))
 
 
-def _expand_dims(equation: Any, operands: list[Dependence]) -> Dependence:
+def _expand_dims(equation: Equation, operands: list[Dependence]) -> Dependence:
     (rows,) = operands
     assert isinstance(rows, Rows)
     made = set(equation.params["dimensions"])
@@ -212,7 +212,7 @@ def _expand_dims(equation: Any, operands: list[Dependence]) -> Dependence:
     return Rows(kept[rows.dim])
 
 
-def _broadcast_in_dim(equation: Any, operands: list[Dependence]) -> Dependence:
+def _broadcast_in_dim(equation: Equation, operands: list[Dependence]) -> Dependence:
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -221,26 +221,26 @@ def _broadcast_in_dim(equation: Any, operands: list[Dependence]) -> Dependence:
     return Rows(dim) if same else OTHER
 
 
-def _transpose(equation: Any, operands: list[Dependence]) -> Dependence:
+def _transpose(equation: Equation, operands: list[Dependence]) -> Dependence:
     (rows,) = operands
     assert isinstance(rows, Rows)
     return Rows(equation.params["permutation"].index(rows.dim))
 
 
-def _rev(equation: Any, operands: list[Dependence]) -> Dependence:
+def _rev(equation: Equation, operands: list[Dependence]) -> Dependence:
     (rows,) = operands
     assert isinstance(rows, Rows)
     return OTHER if rows.dim in equation.params["dimensions"] else rows
 
 
-def _top_k(equation: Any, operands: list[Dependence]) -> Dependence:
+def _top_k(equation: Equation, operands: list[Dependence]) -> Dependence:
     (rows,) = operands
     last = equation.invars[0].aval.ndim - 1
     along = equation.params.get("axis", last) % (last + 1)
     return rows if isinstance(rows, Rows) and rows.dim != along else OTHER
 
 
-def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
+def _keeping(equation: Equation, operands: list[Dependence]) -> Dependence:
     """Returns `Rows` (each row still depends on one row of the batch) or `Other` for an operation.
 
     The result is `Rows` if the operation keeps the size of the row dimension.
@@ -252,7 +252,7 @@ def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
     return rows if before[rows.dim] == after[rows.dim] else OTHER
 
 
-def _dynamic_update_slice(equation: Any, operands: list[Dependence]) -> Dependence:
+def _dynamic_update_slice(equation: Equation, operands: list[Dependence]) -> Dependence:
     """Returns `Rows` (each row still depends on one row of the batch) or `Other` for an update.
 
     The result is `Rows` if the update covers all rows.
@@ -267,7 +267,7 @@ def _dynamic_update_slice(equation: Any, operands: list[Dependence]) -> Dependen
     return rows if array[rows.dim] == update[rows.dim] else OTHER
 
 
-def _dot_general(equation: Any, operands: list[Dependence]) -> Dependence:
+def _dot_general(equation: Equation, operands: list[Dependence]) -> Dependence:
     (contracted, batched), sides = equation.params["dimension_numbers"], []
     for side, operand in enumerate(operands):
         if isinstance(operand, Rows):
@@ -290,7 +290,7 @@ def _dot_general(equation: Any, operands: list[Dependence]) -> Dependence:
     return Rows(place)
 
 
-def _conv_general_dilated(equation: Any, operands: list[Dependence]) -> Dependence:
+def _conv_general_dilated(equation: Equation, operands: list[Dependence]) -> Dependence:
     rows, kernel = operands
     numbers = equation.params["dimension_numbers"]
     alone = equation.params["batch_group_count"] == 1 and isinstance(kernel, Fixed)
@@ -299,7 +299,7 @@ def _conv_general_dilated(equation: Any, operands: list[Dependence]) -> Dependen
     return Rows(numbers.out_spec[0])
 
 
-def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
+def _gather(equation: Equation, operands: list[Dependence]) -> Dependence:
     """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a gather.
 
     The result is `Rows` for a lookup by the indices of each row; other gathers are left to `_take`.
@@ -317,7 +317,7 @@ def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
     return Rows(batch[index.dim])
 
 
-def _take(equation: Any, table: Dependence) -> Dependence:
+def _take(equation: Equation, table: Dependence) -> Dependence:
     """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a gather.
 
     The result is `Rows` if the gather takes the same positions of every row.

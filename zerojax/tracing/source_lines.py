@@ -9,12 +9,13 @@ import threading
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import flax
 import jax
 import numpy as np
 import optax
+
+from zerojax.operators.equations import Equation
 
 PREFETCH = "zerojax-prefetch"
 """Name of threads that read batches ahead."""
@@ -29,7 +30,7 @@ _WRITTEN_BY_USERS_TOO = (str(_OURS / "zoo") + os.sep, str(_OURS / "models" / "lo
 """Parts of zerojax that count as user code if no stack frame is in the user's code."""
 
 
-def line_of_equation(equation: Any) -> str | None:
+def line_of_equation(equation: Equation) -> str | None:
     """Returns the innermost line of user code that created an equation, as "file:line: source"."""
     trace = getattr(getattr(equation, "source_info", None), "traceback", None)
     if trace is None:

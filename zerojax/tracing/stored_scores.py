@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.cudnn_attention import FORWARD
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import Follow, Marks, union
 from zerojax.tracing.source_lines import line_of_equation
@@ -72,7 +73,7 @@ def count_attention_kernels(program: Jaxpr) -> int:
     return sum(map(_is_kernel, _equations(program, inside_kernels=False)))
 
 
-def _is_kernel(equation: Any) -> bool:
+def _is_kernel(equation: Equation) -> bool:
     if equation.primitive.name == "pallas_call":
         kernels = inner_programs(equation.params)
         inside = (e for kernel in kernels for e in _equations(kernel, inside_kernels=True))
@@ -110,10 +111,10 @@ class _Scores(Follow):
             if self._summed[number] & self._contracted[number]
         ]
 
-    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
+    def _ends(self, equation: Equation, operands: list[Marks]) -> bool:
         return not equation.outvars
 
-    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
+    def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
         kind = equation.primitive.name
         if kind == "dot_general":
             return self._product(equation, operands)
@@ -129,7 +130,7 @@ class _Scores(Follow):
                 marks |= here | (union(operands) & 3 << 2 * number)
         return marks
 
-    def _product(self, equation: Any, operands: list[Marks]) -> Marks:
+    def _product(self, equation: Equation, operands: list[Marks]) -> Marks:
         contracted, batch = equation.params["dimension_numbers"]
         if not batch[0]:
             return 0

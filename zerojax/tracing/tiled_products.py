@@ -20,8 +20,10 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import is_checkpoint, program_of, variables
 
@@ -42,7 +44,7 @@ class WeightProduct:
       casts: dtypes to which the weight is cast before the product, in order.
     """
 
-    equation: Any
+    equation: Equation
     side: int
     dims: tuple[int | None, ...]
     casts: tuple[Any, ...]
@@ -103,7 +105,9 @@ class WeightProduct:
         shape = [1 if dim is None else weight.shape[dim] for dim in self.dims]
         return lax.transpose(weight, [*kept, *dropped]).reshape(shape)
 
-    def multiply(self, weight: jax.Array, other: jax.Array, dtype: Any = None) -> jax.Array:
+    def multiply(
+        self, weight: jax.Array, other: jax.Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         """Computes the product.
 
         Args:
@@ -117,7 +121,7 @@ class WeightProduct:
             params["preferred_element_type"] = np.dtype(dtype)
         return self.equation.primitive.bind(*operands, **params)
 
-    def pull_back(self, weight: jax.Array, cotangent: jax.Array, dtype: Any) -> jax.Array:
+    def pull_back(self, weight: jax.Array, cotangent: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Returns the gradient of the other operand, with sums and result in `dtype`."""
         (contracting, _), mine = self._numbers, self.free_of(self.side)
         first = 0 if self.side == 0 else len(self.free_of(0))
@@ -176,18 +180,18 @@ def _follow(
     return _follow(program, equation.outvars[0], after, casts)
 
 
-def is_call(equation: Any) -> bool:
+def is_call(equation: Equation) -> bool:
     """Returns whether an equation is a call or a checkpoint."""
     return equation.primitive.name in ("jit", "pjit") or is_checkpoint(equation)
 
 
-def is_step(equation: Any) -> bool:
+def is_step(equation: Equation) -> bool:
     """Returns whether an equation casts a weight or changes its layout."""
     kind = equation.primitive.name
     return kind in _SAME or kind in _LAYOUT or kind == "convert_element_type"
 
 
-def _moved(equation: Any, dims: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
+def _moved(equation: Equation, dims: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
     """Returns the weight's dimension for each dimension of the result of a cast or layout change.
 
     Returns None if the dimensions of the weight do not stay separate.
@@ -246,7 +250,7 @@ class TiledProduct:
         if self.sums:
             at, dtype = product.dim_of_other(self.dim), _wide(result.dtype)
 
-            def add(index: Any, tile: jax.Array, total: jax.Array) -> jax.Array:
+            def add(index: jax.Array | int, tile: jax.Array, total: jax.Array) -> jax.Array:
                 part = self._take(other, at, index)
                 return total + product.multiply(product.operand(tile), part, dtype)
 
@@ -254,14 +258,14 @@ class TiledProduct:
             return total.astype(result.dtype)
         at = product.dim_of_result(self.dim)
 
-        def put(index: Any, tile: jax.Array, found: jax.Array) -> jax.Array:
+        def put(index: jax.Array | int, tile: jax.Array, found: jax.Array) -> jax.Array:
             return self._put(found, at, index, product.multiply(product.operand(tile), other))
 
         found = self._loop(shard, put, jnp.zeros(self._cut_shape(result.shape, at), result.dtype))
         return found.reshape(result.shape)
 
     def backward(
-        self, shard: jax.Array, other: jax.Array, cotangent: jax.Array, dtype: Any
+        self, shard: jax.Array, other: jax.Array, cotangent: jax.Array, dtype: DTypeLike
     ) -> tuple[jax.Array | None, jax.Array]:
         """Returns (gradient of the shard in `dtype`, summed over devices; gradient of `other`).
 
@@ -271,7 +275,7 @@ class TiledProduct:
         at = product.dim_of_other(self.dim) if sums else product.dim_of_result(self.dim)
         size = shard.shape[self.dim] // self.count
 
-        def one(index: Any, tile: jax.Array, state: Any) -> Any:
+        def one(index: jax.Array | int, tile: jax.Array, state: Any) -> Any:
             grads, of_other = state
             given = self._take(other, at, index) if sums else other
             part = cotangent if sums else self._take(cotangent, at, index)
@@ -294,10 +298,10 @@ class TiledProduct:
         """Runs `step(index, tile, state)` for all tiles; gathers the next tile at the same time."""
         size = shard.shape[self.dim] // self.count
 
-        def tile(index: Any) -> jax.Array:
+        def tile(index: jax.Array | int) -> jax.Array:
             return self.gather(lax.dynamic_slice_in_dim(shard, index * size, size, self.dim))
 
-        def body(index: Any, carry: Any) -> Any:
+        def body(index: jax.Array | int, carry: Any) -> Any:
             here, state = carry
             following = tile(index + 1)
             return following, step(index, here, state)
@@ -310,19 +314,19 @@ class TiledProduct:
         run = shape[at] // (self.groups * self.count)
         return (*shape[:at], self.groups, self.count, run, *shape[at + 1 :])
 
-    def _take(self, whole: jax.Array, at: int, index: Any) -> jax.Array:
+    def _take(self, whole: jax.Array, at: int, index: jax.Array | int) -> jax.Array:
         """Returns the part of `whole` along dimension `at` that belongs to a tile."""
         parts = whole.reshape(self._cut_shape(whole.shape, at))
         part = lax.dynamic_index_in_dim(parts, index, at + 1, keepdims=False)
         return part.reshape(*whole.shape[:at], -1, *whole.shape[at + 1 :])
 
-    def _put(self, parts: jax.Array, at: int, index: Any, part: jax.Array) -> jax.Array:
+    def _put(self, parts: jax.Array, at: int, index: jax.Array | int, part: jax.Array) -> jax.Array:
         """Writes the part of a tile into an array of shape `_cut_shape`, the inverse of `_take`."""
         part = part.reshape(*parts.shape[: at + 1], *parts.shape[at + 2 :])
         return lax.dynamic_update_index_in_dim(parts, part.astype(parts.dtype), index, at + 1)
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> Any:
     """Returns the dtype in which products of tiles are added up: at least float32."""
     return jnp.promote_types(dtype, jnp.float32)
 

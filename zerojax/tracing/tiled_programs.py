@@ -14,6 +14,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs, marked_reads, read_name
 from zerojax.tracing.jaxpr import (
     evaluate_in_pieces,
@@ -71,7 +72,7 @@ def products_read(
                 yield name, equation, find_product(program, equation.outvars[0])
 
 
-def has_reads(equation: Any, names: Collection[str]) -> bool:
+def has_reads(equation: Equation, names: Collection[str]) -> bool:
     """Returns whether a loop, call or checkpoint contains reads, at any depth of such equations."""
     if not names or not (is_call(equation) or equation.primitive.name == "scan"):
         return False
@@ -106,7 +107,7 @@ def run_with_tiles(
     if not apart:
         return jaxpr_as_fun(closed)(*inputs)
 
-    def run_apart(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    def run_apart(equation: Equation, given: Sequence[Any]) -> Sequence[Any]:
         if (tiled := begins.get(id(equation))) is not None:
             (shard,) = given
             return [ShardedWeight(shard, None, tiled)]
@@ -130,7 +131,7 @@ def _first_equations(program: Jaxpr, reads: Tilings) -> dict[int, TiledProduct]:
     return found
 
 
-def _run_apart(equation: Any, inputs: Sequence[Any], reads: Tilings) -> Sequence[Any]:
+def _run_apart(equation: Equation, inputs: Sequence[Any], reads: Tilings) -> Sequence[Any]:
     """Evaluates an equation that reads weights in tiles: a step, a call, a loop or a product."""
     kind = equation.primitive.name
     if kind == "dot_general":
@@ -152,7 +153,7 @@ def _run_apart(equation: Any, inputs: Sequence[Any], reads: Tilings) -> Sequence
     return run(*inputs)
 
 
-def _run_loop(equation: Any, inputs: Sequence[Any], reads: Tilings) -> Sequence[Any]:
+def _run_loop(equation: Equation, inputs: Sequence[Any], reads: Tilings) -> Sequence[Any]:
     params, (num_consts, num_carry) = equation.params, split_scan(equation)
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
 

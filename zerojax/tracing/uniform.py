@@ -12,10 +12,10 @@ custom derivatives, whose forward rules replace the traced functions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend.core import Jaxpr
 
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import Follow, Marks, union
 from zerojax.tracing.jaxpr import is_own_rule
@@ -60,10 +60,10 @@ class _Predicates(Follow):
         super().__init__(frozenset())
         self.predicates: dict[int, Marks] = {}
 
-    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
+    def _ends(self, equation: Equation, operands: list[Marks]) -> bool:
         return False
 
-    def _equation(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
+    def _equation(self, equation: Equation, operands: list[Marks]) -> Sequence[Marks]:
         if equation.primitive.name == "cond":
             # The body of a loop is traversed more than once, with more marks each time.
             before = self.predicates.get(id(equation), 0)
@@ -71,11 +71,11 @@ class _Predicates(Follow):
         followed = super()._equation(equation, operands)
         return [_DIFFERS] * len(followed) if is_own_rule(equation) else followed
 
-    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
+    def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
         return _DIFFERS if _differs(equation) else union(operands)
 
 
-def _differs(equation: Any) -> bool:
+def _differs(equation: Equation) -> bool:
     """Returns whether an equation's results may differ between devices even if its operands are
     equal.
     """

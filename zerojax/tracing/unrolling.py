@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr
 
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import DEVICE
+from zerojax.operators.equations import Equation
 from zerojax.tracing.activation_offload import (
     LayerScan,
     contains,
@@ -140,7 +141,7 @@ def _why_not(scan: LayerScan) -> str | None:
     return None
 
 
-def _may_be_merged(equation: Any) -> bool:
+def _may_be_merged(equation: Equation) -> bool:
     """Returns whether an equation is a checkpoint whose recomputation the compiler may merge.
 
     Checkpoints with `prevent_cse`, as in layers of experts, also work in unrolled layers.
@@ -148,6 +149,6 @@ def _may_be_merged(equation: Any) -> bool:
     return is_checkpoint(equation) and not np.all(equation.params["prevent_cse"])
 
 
-def _run_unrolled(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _run_unrolled(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     params = {**equation.params, "unroll": equation.params["length"]}
     return equation.primitive.bind(*operands, **params)

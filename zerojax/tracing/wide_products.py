@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import read_name
 from zerojax.tracing.dependence import SAME_NUMBERS, Follow, Marks, union
 from zerojax.tracing.flops import PRODUCTS, products, without_waste
@@ -75,10 +76,10 @@ class _Widened(Follow):
         """Returns the cause that comes first in the program."""
         return self._causes[(marks & -marks).bit_length() - 1] if marks else None
 
-    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
+    def _ends(self, equation: Equation, operands: list[Marks]) -> bool:
         return not equation.outvars
 
-    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
+    def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
         name, result = read_name(equation), equation.outvars[0]
         if name is not None:
             return self._bit(("read", name), None) if _is_narrow(result) else union(operands)
@@ -96,7 +97,7 @@ class _Widened(Follow):
             return self._of_parameter(equation, operands[0])
         return self._bit(id(equation), f"a value becomes float32{_at(equation)}")
 
-    def _of_parameter(self, equation: Any, marks: Marks) -> Marks:
+    def _of_parameter(self, equation: Equation, marks: Marks) -> Marks:
         """Returns the marks of a parameter that is cast, and records the line of its first cast."""
         for key, bit in self._bits.items():
             if marks >> bit & 1 and self._causes[bit] is None:
@@ -110,7 +111,7 @@ class _Widened(Follow):
         return 1 << self._bits[key]
 
 
-def _at(equation: Any) -> str:
+def _at(equation: Equation) -> str:
     line = line_of_equation(equation)
     return "" if line is None else f" ({line})"
 

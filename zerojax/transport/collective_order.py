@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs, mark_wait
 from zerojax.placement.device_mesh import MODEL
 from zerojax.tracing.dependence import Follow, Marks, union
@@ -99,24 +100,24 @@ def _has_loops(program: Jaxpr, everywhere: bool) -> bool:
     )
 
 
-def _holds_loops(equation: Any, everywhere: bool) -> bool:
+def _holds_loops(equation: Equation, everywhere: bool) -> bool:
     return any(_has_loops(inner, everywhere) for inner in inner_programs(equation.params))
 
 
-def _is_loop(equation: Any, everywhere: bool) -> bool:
+def _is_loop(equation: Equation, everywhere: bool) -> bool:
     if equation.primitive.name not in _LOOPS or equation.params.get("length") == 0:
         return False
     return everywhere or _holds_collectives(equation)
 
 
-def _holds_collectives(equation: Any) -> bool:
+def _holds_collectives(equation: Equation) -> bool:
     return any(map(holds_collectives, inner_programs(equation.params)))
 
 
 class _Marks(Follow):
     """Traversal of what each value depends on in the compiled program, which has no barriers."""
 
-    def _equation(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
+    def _equation(self, equation: Equation, operands: list[Marks]) -> Sequence[Marks]:
         if equation.primitive.name == "optimization_barrier":
             return operands
         return super()._equation(equation, operands)
@@ -184,7 +185,7 @@ class _Order:
             held.update(zip(needed, found, strict=True))
             return piece_function(program, equations, taken, needed)
 
-        def run_apart(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        def run_apart(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
             given = [*map(of, equation.invars)]
             if (inner := _called(equation)) is not None:
                 with jax.named_scope(_scope(equation)):
@@ -199,7 +200,7 @@ class _Order:
         )
         return outputs, [*map(of, closed.jaxpr.outvars)]
 
-    def _is_event(self, equation: Any) -> bool:
+    def _is_event(self, equation: Equation) -> bool:
         return (
             equation.primitive.name.startswith(COLLECTIVES)
             or _holds_collectives(equation)
@@ -208,7 +209,7 @@ class _Order:
         )
 
     def _run_event(
-        self, program: Jaxpr, equation: Any, operands: Sequence[Any], marks: Sequence[Marks]
+        self, program: Jaxpr, equation: Equation, operands: Sequence[Any], marks: Sequence[Marks]
     ) -> tuple[list[Any], list[Marks]]:
         """Runs a collective or a loop when the events before it have ended."""
         operands, everything = [*operands], (1 << len(self._events)) - 1
@@ -259,7 +260,7 @@ class _Order:
         return lax.select(zero == 0, value, other)
 
 
-def _called(equation: Any) -> ClosedJaxpr | None:
+def _called(equation: Equation) -> ClosedJaxpr | None:
     """Returns the program of a call or a checkpoint; None for other equations."""
     if not is_checkpoint(equation) and equation.primitive.name not in _CALLS:
         return None
@@ -267,13 +268,13 @@ def _called(equation: Any) -> ClosedJaxpr | None:
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
 
 
-def _scope(equation: Any) -> str:
+def _scope(equation: Equation) -> str:
     """Returns the name that JAX gives to the operations of a call or a checkpoint."""
     name = "checkpoint" if is_checkpoint(equation) else f"jit({equation.params.get('name', '')})"
     return "/".join(filter(None, [str(equation.source_info.name_stack), name]))
 
 
-def _with_barriers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _with_barriers(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     """Returns the operands of a call; those of a checkpoint behind the barriers that JAX adds."""
     if not is_checkpoint(equation) or not equation.params["differentiated"]:
         return operands
@@ -283,7 +284,7 @@ def _with_barriers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return [next(given) if apart else x for x, apart in pairs]
 
 
-def _run_alone(program: Jaxpr, equation: Any, operands: Sequence[Any]) -> list[Any]:
+def _run_alone(program: Jaxpr, equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Runs an equation on operands that need not be the values of its variables."""
     fresh = jax.make_jaxpr(lambda *values: None)
     taken = fresh(*(atom.aval for atom in equation.invars)).jaxpr.invars
@@ -302,7 +303,7 @@ def _witnesses(results: Sequence[jax.Array]) -> list[jax.Array]:
     return [x for x in usable if jnp.issubdtype(x.dtype, jnp.floating)] or usable
 
 
-def _smallest_used(equation: Any) -> int | None:
+def _smallest_used(equation: Equation) -> int | None:
     """Returns the position of the smallest operand of a loop that can wait; None if there is none.
 
     An operand that the body of a `scan`, or no branch of a `cond`, reads cannot wait, because the

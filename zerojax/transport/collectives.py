@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import mark_read
@@ -251,8 +252,8 @@ def leaf_collectives(
     leaf: LeafPlacement,
     num_shards: int,
     *,
-    compute_dtype: Any,
-    reduce_dtype: Any,
+    compute_dtype: DTypeLike,
+    reduce_dtype: DTypeLike,
     by_permutes: bool = False,
     tree: TreeOrder | None = None,
     barrier: BarrierKind | None = None,

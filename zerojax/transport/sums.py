@@ -32,7 +32,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.extend.core import Literal as Constant
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
+from zerojax.operators.equations import Equation
 from zerojax.optim.wire_codes import GradientCodes
 from zerojax.placement.device_mesh import COMPILER_AXES, DATA_AXES, PASS_AXES
 
@@ -289,7 +291,7 @@ def cut_columns(rows: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
 
 
 def scatter_in_tree(
-    wholes: Arrays, leaves: Mapping[str, Cut], order: TreeOrder, wire_dtype: Any
+    wholes: Arrays, leaves: Mapping[str, Cut], order: TreeOrder, wire_dtype: DTypeLike
 ) -> Arrays:
     """Sums like `scatter_by_permutes`, but in float32 and a fixed order, by one all-to-all.
 
@@ -312,7 +314,7 @@ def scatter_in_tree(
 def sum_in_tree(
     values: Arrays,
     order: TreeOrder,
-    wire_dtype: Any = jnp.float32,
+    wire_dtype: DTypeLike = jnp.float32,
     over: tuple[str, ...] = DATA_AXES,
 ) -> Arrays:
     """Sums replicated values in float32 over mesh axes, in a fixed order.
@@ -447,7 +449,7 @@ def _with_inner(value: Any) -> Any:
     return value
 
 
-def _divides_by_array(equation: Any) -> bool:
+def _divides_by_array(equation: Equation) -> bool:
     if equation.primitive.name != "div":
         return False
     bottom = equation.invars[1]
@@ -455,7 +457,7 @@ def _divides_by_array(equation: Any) -> bool:
     return is_array and jnp.issubdtype(bottom.aval.dtype, jnp.floating)
 
 
-def _opaque_division(equation: Any) -> list[Any]:
+def _opaque_division(equation: Equation) -> list[Any]:
     """Returns equations that divide the same values, by a divisor the compiler cannot see as
     broadcast.
     """

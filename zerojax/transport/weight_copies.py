@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.kept_parts import copies_key, followed_leaves
@@ -70,7 +71,7 @@ def build_following(plan: Decisions) -> Callable[[Any], Arrays] | None:
     return follow
 
 
-def _rounded(master: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(master: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rounds values to the precision of `dtype`; returns float32."""
     if dtype == jnp.bfloat16:
         # XLA may remove a cast that is undone at once (xla_allow_excess_precision).

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import branch_scope
 from zerojax.tracing.activation_offload import (
     LayerScan,
@@ -123,7 +124,7 @@ class _Starts(Follow):
         self._carried = slice(num_consts, num_consts + num_carry)
         self.marks: list[Marks] = [0] * num_carry
 
-    def _scan(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
+    def _scan(self, equation: Equation, operands: list[Marks]) -> Sequence[Marks]:
         if equation is self._loop:
             found = zip(self.marks, operands[self._carried], strict=True)
             self.marks = [old | new for old, new in found]

@@ -11,6 +11,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs, is_wait
 from zerojax.tracing.jaxpr import split_scan
 
@@ -60,7 +61,7 @@ def join_origins(first: ParameterOrigin, second: ParameterOrigin) -> ParameterOr
     return ParameterOrigin(tuple(dict.fromkeys([*first.names, *second.names])))
 
 
-def origin_of_output(equation: Any, given: Sequence[ParameterOrigin]) -> ParameterOrigin:
+def origin_of_output(equation: Equation, given: Sequence[ParameterOrigin]) -> ParameterOrigin:
     """Returns the origin of an equation's first output: the parameters of its input if the equation
     only rearranges its input, else no parameters."""
     kind, params = equation.primitive.name, equation.params
@@ -86,7 +87,7 @@ def origin_of_output(equation: Any, given: Sequence[ParameterOrigin]) -> Paramet
     return origin if origin.dim is None else _MOVES[kind](equation, params, origin)
 
 
-def _concatenated(equation: Any, given: Sequence[ParameterOrigin]) -> ParameterOrigin:
+def _concatenated(equation: Equation, given: Sequence[ParameterOrigin]) -> ParameterOrigin:
     dim = equation.params["dimension"]
     names: list[str] = []
     sizes: list[int] = []
@@ -104,7 +105,7 @@ def _concatenated(equation: Any, given: Sequence[ParameterOrigin]) -> ParameterO
     return ParameterOrigin(tuple(names), tuple(sizes), dim)
 
 
-def _sliced(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _sliced(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     dim = origin.dim
     return _between(origin, params["start_indices"][dim], params["limit_indices"][dim])
 
@@ -123,7 +124,7 @@ def _between(origin: ParameterOrigin, first: int, last: int) -> ParameterOrigin:
     return ParameterOrigin(tuple(names), tuple(sizes), origin.dim)
 
 
-def _reshaped(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _reshaped(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     """Returns the origin after a reshape; finds the dimension of the new shape with the same size
     and the same number of elements before it."""
     assert origin.dim is not None
@@ -135,21 +136,21 @@ def _reshaped(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterO
     return ParameterOrigin(tuple(name for name in origin.names if name))
 
 
-def _transposed(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _transposed(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     return dataclasses.replace(origin, dim=params["permutation"].index(origin.dim))
 
 
-def _spread(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _spread(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     return dataclasses.replace(origin, dim=params["broadcast_dimensions"][origin.dim])
 
 
-def _squeezed(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _squeezed(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     assert origin.dim is not None
     gone = sum(dim < origin.dim for dim in params["dimensions"])
     return dataclasses.replace(origin, dim=origin.dim - gone)
 
 
-def _gathered(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _gathered(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
     assert origin.dim is not None
     if params["tiled"]:
         return (
@@ -208,7 +209,7 @@ class RequiredEquations:
                         needed.add(atom)
         return tuple(variable in needed for variable in program.invars), found[::-1]
 
-    def _inputs(self, equation: Any, outputs: Flags) -> Sequence[bool]:
+    def _inputs(self, equation: Equation, outputs: Flags) -> Sequence[bool]:
         kind, everything = equation.primitive.name, [True] * len(equation.invars)
         if kind == "scan":
             return self.of_scan(equation, outputs)[0]
@@ -225,7 +226,7 @@ class RequiredEquations:
                 return self.of(program, outputs)[0]
         return everything
 
-    def of_scan(self, equation: Any, outputs: Flags) -> tuple[Flags, Flags]:
+    def of_scan(self, equation: Equation, outputs: Flags) -> tuple[Flags, Flags]:
         """Finds the inputs of a scan on which its flagged outputs depend, also through the carry.
 
         Returns:
@@ -243,7 +244,7 @@ class RequiredEquations:
             wanted[:carried] = joined
 
 
-def is_call(equation: Any, program: Jaxpr) -> bool:
+def is_call(equation: Equation, program: Jaxpr) -> bool:
     """Returns whether an equation runs a jaxpr exactly once, with the equation's own inputs and
     outputs."""
     return (

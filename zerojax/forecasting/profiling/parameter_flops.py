@@ -28,6 +28,7 @@ from zerojax.forecasting.profiling.jaxpr_dataflow import (
     join_origins,
     origin_of_output,
 )
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.plan.make import Plan
 from zerojax.tracing.flops import equation_flops, times_run, without_waste
@@ -164,7 +165,7 @@ class _Walk:
         return [read(atom) for atom in program.outvars]
 
     def _results(
-        self, equation: Any, given: list[_Value], wanted: Any, times: float, collect: bool
+        self, equation: Equation, given: list[_Value], wanted: Any, times: float, collect: bool
     ) -> list[_Value]:
         kind = equation.primitive.name
         fresh: list[_Value] = [(NOTHING, object()) for _ in equation.outvars]
@@ -193,7 +194,9 @@ class _Walk:
         same = given and (origin.names or (kind in _KEEP_IDENTITY and all(scales)))
         return [(origin, given[0][1] if same else object()), *fresh[1:]]
 
-    def _note(self, equation: Any, given: list[_Value], is_forward: bool, times: float) -> None:
+    def _note(
+        self, equation: Equation, given: list[_Value], is_forward: bool, times: float
+    ) -> None:
         shapes = [atom.aval.shape for atom in equation.invars[:2]]
         numbers = equation.params.get("dimension_numbers") or str(equation.params)
         signature = str((shapes, numbers))
@@ -201,7 +204,7 @@ class _Walk:
         self._add(flops, equation, given[:2], is_forward, signature)
 
     def _add(
-        self, flops: float, equation: Any, given: Any, is_forward: bool, signature: Any
+        self, flops: float, equation: Equation, given: Any, is_forward: bool, signature: Any
     ) -> None:
         weights = [index for index, (origin, _) in enumerate(given) if origin.names]
         names = tuple(dict.fromkeys(n for i in weights for n in given[i][0].names if n))
@@ -218,7 +221,7 @@ class _Walk:
         )
 
     def _scan(
-        self, equation: Any, given: list[_Value], wanted: Any, times: float, collect: bool
+        self, equation: Equation, given: list[_Value], wanted: Any, times: float, collect: bool
     ) -> list[_Value]:
         constants, carried = split_scan(equation)
         body, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
@@ -242,7 +245,7 @@ class _Walk:
 
     def _cond(
         self,
-        equation: Any,
+        equation: Equation,
         programs: Sequence[Jaxpr],
         given: list[_Value],
         wanted: Any,
@@ -272,7 +275,7 @@ _KEEP_IDENTITY = frozenset(
 """After these operations a cotangent still counts as the same: casts, layouts and scales."""
 
 
-def _rest(given: Sequence[_Value], equation: Any) -> Iterator[tuple[_Value, Any]]:
+def _rest(given: Sequence[_Value], equation: Equation) -> Iterator[tuple[_Value, Any]]:
     """Returns all operands of an equation except the first."""
     return zip(given[1:], equation.invars[1:], strict=True)
 

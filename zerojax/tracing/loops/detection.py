@@ -13,6 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import LabelsOf, follow_labels, inline_calls_with_loops
 from zerojax.tracing.jaxpr import Piece, cut_piece, has_side_effects, is_checkpoint, split_scan
@@ -51,7 +52,7 @@ class Stack:
         return rows
 
 
-def keeps_products(equation: Any) -> bool:
+def keeps_products(equation: Equation) -> bool:
     """Returns whether an equation has matrix products whose results may be saved for the backward
     pass.
     """
@@ -78,7 +79,7 @@ class LayerLoop:
 
     program: ClosedJaxpr
     names: tuple[str | None, ...]
-    equation: Any
+    equation: Equation
     slices: tuple[Stack | None, ...]
 
     @property
@@ -224,7 +225,7 @@ class StackLoop:
       stacked: names of these parameters.
     """
 
-    equation: Any
+    equation: Equation
     stacked: tuple[str, ...]
 
     @property
@@ -254,7 +255,7 @@ class _ParameterLoop:
       inside: primitive of the enclosing equation; "" at the top level.
     """
 
-    equation: Any
+    equation: Equation
     inputs: tuple[int, ...]
     inside: str
 
@@ -423,7 +424,7 @@ def _without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
 
 
-def _without(program: Any, equation: Any) -> Any:
+def _without(program: Any, equation: Equation) -> Any:
     return program.replace(eqns=[other for other in program.eqns if other is not equation])
 
 

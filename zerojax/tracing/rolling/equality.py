@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import read_name, read_shape
 from zerojax.tracing.jaxpr import is_checkpoint, variables
 
@@ -152,7 +153,7 @@ class Equality:
             _same_atom(names, x, y) for x, y in zip(left.outputs, right.outputs, strict=True)
         )
 
-    def _derivative(self, equation: Any) -> ClosedJaxpr:
+    def _derivative(self, equation: Equation) -> ClosedJaxpr:
         """Returns the program of an equation's vector-Jacobian product, from a cache."""
         known = self._derivatives.get(id(equation))
         if known is None or known[0] is not equation:
@@ -160,7 +161,7 @@ class Equality:
         return known[1]
 
 
-def vjp_program(equation: Any) -> ClosedJaxpr:
+def vjp_program(equation: Equation) -> ClosedJaxpr:
     """Traces the vector-Jacobian product of one equation for its floating-point operands."""
     taken = list(dict.fromkeys(variables(equation.invars)))
     run = equation_function(equation, taken)
@@ -179,7 +180,7 @@ def vjp_program(equation: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(product)(*(abstract_value(v) for v in taken))
 
 
-def equation_function(equation: Any, taken: Sequence[Any]) -> Any:
+def equation_function(equation: Equation, taken: Sequence[Any]) -> Any:
     """Returns one equation as a function of the distinct variables that it takes."""
     like = next((p for p in equation.params.values() if _is_program(p)), None)
     template = _any_program() if like is None else getattr(like, "jaxpr", like)
@@ -204,14 +205,14 @@ def abstract_value(atom: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=weak)
 
 
-def _context(equation: Any) -> list[Any]:
+def _context(equation: Equation) -> list[Any]:
     """Returns the settings of JAX's context managers, such as compute_on, for an equation."""
     context = equation.ctx
     names = (name for name in type(context).__slots__ if not name.startswith("__"))
     return [getattr(context, name, None) for name in names]
 
 
-def _rules(equation: Any) -> frozenset[str]:
+def _rules(equation: Equation) -> frozenset[str]:
     """Returns the names of an equation's parameters that are derivative rules (Python
     callables).
     """

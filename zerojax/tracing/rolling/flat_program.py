@@ -14,6 +14,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.tracing.jaxpr import is_checkpoint, program_of, variables
 
 _CALLS = ("jit", "pjit", "closed_call")
@@ -83,7 +84,7 @@ def _opened(
 
 
 def _open(
-    equation: Any,
+    equation: Equation,
     operands: list[Any],
     names: dict[Any, Any],
     consts: list[tuple[Any, Any]] | None,
@@ -114,7 +115,7 @@ def _read(names: Mapping[Any, Any], atom: Any) -> Any:
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
-def is_plain_call(equation: Any) -> bool:
+def is_plain_call(equation: Equation) -> bool:
     """Returns whether an equation is a call that can be inlined (no shardings or compiler
     options).
     """
@@ -179,7 +180,7 @@ class LayerProgram:
             self._follow(number, equation)
         self._reach = self._reached()
 
-    def _follow(self, number: int, equation: Any) -> None:
+    def _follow(self, number: int, equation: Equation) -> None:
         operands = list(variables(equation.invars))
         depth = max((self.depth.get(v, -1) for v in operands), default=-1)
         plain = bool(operands) and all(v in self.plain for v in operands)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
+from zerojax.operators.equations import Equation
 from zerojax.tracing.jaxpr import program_of, variables
 from zerojax.tracing.rolling.equality import Equality, same_kind
 from zerojax.tracing.rolling.flat_program import LayerProgram, Mismatch
@@ -307,7 +308,7 @@ class _Body:
                 return self.matcher.nodes[key].equations[0].outvars[index]
 
 
-def _filled(equation: Any, holes: Sequence[tuple[int, int]]) -> Any:
+def _filled(equation: Equation, holes: Sequence[tuple[int, int]]) -> Any:
     """Replaces some literals in the program of a checkpoint by inputs."""
     closed = program_of(equation)
     inner = closed.jaxpr

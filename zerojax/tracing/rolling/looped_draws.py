@@ -24,6 +24,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import free_variables, piece_function, variables
 from zerojax.tracing.rolling.equality import Equality, same_literals
@@ -285,7 +286,7 @@ class _Parts:
             return None
         return sorted(set(before)), after
 
-    def _constants(self, equation: Any, result: Any) -> list[int] | None:
+    def _constants(self, equation: Equation, result: Any) -> list[int] | None:
         """Returns the equations that compute the constant operands of an equation.
 
         Returns None if the equation has other operands than constants, keys and `result`, or too
@@ -359,7 +360,7 @@ class _Parts:
         return tuple(names[variable] for variable in part.inside)
 
 
-def _outline(equation: Any) -> tuple[Any, ...]:
+def _outline(equation: Equation) -> tuple[Any, ...]:
     """Returns a key that is the same for all equal equations, to find candidates."""
     atoms = (*equation.invars, *equation.outvars)
     shapes = tuple((atom.aval.shape, str(atom.aval.dtype)) for atom in atoms)
@@ -369,7 +370,7 @@ def _outline(equation: Any) -> tuple[Any, ...]:
 # --- draws ----------------------------------------------------------------------------------------
 
 
-def _makes_keys(equation: Any) -> bool:
+def _makes_keys(equation: Equation) -> bool:
     return equation.primitive.name in _KEYS
 
 
@@ -377,25 +378,25 @@ def _is_key(atom: Any) -> bool:
     return str(atom.aval.dtype).startswith("key<")
 
 
-def _is_draw(equation: Any) -> bool:
+def _is_draw(equation: Equation) -> bool:
     """Returns whether an equation draws random numbers by Threefry only."""
     if equation.primitive.name not in _DRAWS and not is_plain_call(equation):
         return False
     return _count_draws(equation) > 0 and not _has_other_keys(equation)
 
 
-def _holds_several(equation: Any) -> bool:
+def _holds_several(equation: Equation) -> bool:
     """Returns whether an equation is a call with several draws, such as a whole initialization."""
     return is_plain_call(equation) and _count_draws(equation) > 1
 
 
-def _count_draws(equation: Any) -> int:
+def _count_draws(equation: Equation) -> int:
     if equation.primitive.name in _DRAWS:
         return 1
     return sum(map(_count_draws, _equations_in(equation)))
 
 
-def _has_other_keys(equation: Any) -> bool:
+def _has_other_keys(equation: Equation) -> bool:
     """Returns whether an equation uses keys, or random bits, of another generator than Threefry."""
     if equation.primitive.name == "rng_bit_generator":
         return True
@@ -405,6 +406,6 @@ def _has_other_keys(equation: Any) -> bool:
     return any(map(_has_other_keys, _equations_in(equation)))
 
 
-def _equations_in(equation: Any) -> Iterator[Any]:
+def _equations_in(equation: Equation) -> Iterator[Any]:
     for program in inner_programs(equation.params):
         yield from getattr(program, "jaxpr", program).eqns

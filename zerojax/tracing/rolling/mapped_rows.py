@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.tracing.jaxpr import variables
 from zerojax.tracing.rolling.equality import Equality, equation_function
 from zerojax.tracing.rolling.flat_program import open_calls
@@ -250,7 +251,7 @@ def _levels(equations: Sequence[Any]) -> Iterable[list[tuple[int, Any]]]:
     return (levels[own] for own in sorted(levels))
 
 
-def _signature(equation: Any, kind_of: Mapping[Any, tuple[_Kind, int]]) -> Any:
+def _signature(equation: Equation, kind_of: Mapping[Any, tuple[_Kind, int]]) -> Any:
     """Returns a key that is the same for corresponding equations of different rows."""
 
     def of(atom: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Equation
 from zerojax.tracing.jaxpr import program_of, variables
 from zerojax.tracing.rolling.equality import Equality, Hole, same_kind, same_literals
 from zerojax.tracing.rolling.flat_program import LayerProgram, Mismatch
@@ -294,7 +295,7 @@ def _equal_literals(first: Any, second: Any) -> bool:
     return both and same_literals(first, second)
 
 
-def _literal(equation: Any, hole: Hole) -> Any:
+def _literal(equation: Equation, hole: Hole) -> Any:
     number, place = hole
     return program_of(equation).jaxpr.eqns[number].invars[place]
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+from zerojax.operators.equations import Equation
 from zerojax.tracing.jaxpr import program_of, variables
 from zerojax.tracing.rolling.equality import Equality, Hole, same_literals
 from zerojax.tracing.rolling.flat_program import Mismatch
@@ -68,7 +69,7 @@ class _FlatValues:
                 results = (self._value.get(x, x) for x in same.outvars)
                 self._value.update(zip(equation.outvars, results, strict=True))
 
-    def _key(self, equation: Any, operands: Iterable[Any]) -> Key:
+    def _key(self, equation: Equation, operands: Iterable[Any]) -> Key:
         return equation.primitive.name, *map(self._key_of, operands)
 
     def _key_of(self, atom: Any) -> Any:
@@ -104,7 +105,7 @@ class _FlatValues:
 
 
 def _are_filled(
-    source: Any, equation: Any, differing: set[Hole], fillings: Mapping[Hole, Any]
+    source: Any, equation: Equation, differing: set[Hole], fillings: Mapping[Hole, Any]
 ) -> bool:
     """Returns whether an equation differs from `source` only in literals that have the given
     values.

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs, read_name
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
 from zerojax.tracing.protocol import Arrays, LazyArray, Loss, Model, OnRead, StepRule
@@ -222,10 +223,10 @@ def evaluate_reads(
       The outputs of the program.
     """
 
-    def is_apart(equation: Any) -> bool:
+    def is_apart(equation: Equation) -> bool:
         return _marks(equation, reads)
 
-    def run_apart(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def run_apart(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         name = read_name(equation)
         if name is not None:
             return [reads[name](operands[0])]
@@ -244,7 +245,7 @@ def evaluate_reads(
     return evaluate_in_pieces(closed, inputs, is_apart=is_apart, run_apart=run_apart)
 
 
-def _marks(equation: Any, reads: Mapping[str, Any]) -> bool:
+def _marks(equation: Equation, reads: Mapping[str, Any]) -> bool:
     """Returns whether an equation is a mark of a read, or a loop or checkpoint around one."""
     name = read_name(equation)
     if name is not None:
@@ -256,7 +257,9 @@ def _marks(equation: Any, reads: Mapping[str, Any]) -> bool:
     )
 
 
-def _run_scan(equation: Any, operands: Sequence[Any], reads: Mapping[str, Any]) -> Sequence[Any]:
+def _run_scan(
+    equation: Equation, operands: Sequence[Any], reads: Mapping[str, Any]
+) -> Sequence[Any]:
     params, (num_consts, num_carry) = equation.params, split_scan(equation)
     consts = list(operands[:num_consts])
 

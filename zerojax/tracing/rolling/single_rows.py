@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 from jax.extend.random import threefry2x32_p
 
+from zerojax.operators.equations import Equation
 from zerojax.tracing.jaxpr import cut_piece, split_scan, variables
 from zerojax.tracing.rolling.equality import (
     Equality,
@@ -234,7 +235,7 @@ class _Values:
     def _cut(self, value: Any) -> Any:
         return lax.dynamic_slice_in_dim(value, self.number, 1)
 
-    def _check(self, size: int, equation: Any) -> None:
+    def _check(self, size: int, equation: Equation | None) -> None:
         if size > self._limit:
             name = "a constant" if equation is None else equation.primitive.name
             raise NotByRow(f"{name} computes several layers at once")
@@ -245,13 +246,13 @@ class _Values:
 _Rule = Callable[[_Values, Any, int], Any]
 
 
-def _bind(equation: Any, operands: Sequence[Any], place: int = 0, **changed: Any) -> Any:
+def _bind(equation: Equation, operands: Sequence[Any], place: int = 0, **changed: Any) -> Any:
     """Runs an equation on other operands; returns one of its results."""
     results = equation.primitive.bind(*operands, **{**equation.params, **changed})
     return results[place] if equation.primitive.multiple_results else results
 
 
-def _elementwise(values: _Values, equation: Any, _: int) -> Any:
+def _elementwise(values: _Values, equation: Equation, _: int) -> Any:
     """Computes a row of an element-wise result from rows of the operands, and from shared
     operands.
     """
@@ -263,16 +264,16 @@ def _elementwise(values: _Values, equation: Any, _: int) -> Any:
     return _bind(equation, operands)
 
 
-def _reduction(values: _Values, equation: Any, _: int) -> Any:
+def _reduction(values: _Values, equation: Equation, _: int) -> Any:
     return None if 0 in equation.params["axes"] else _of_rows(values, equation)
 
 
-def _of_rows(values: _Values, equation: Any, place: int = 0, **changed: Any) -> Any:
+def _of_rows(values: _Values, equation: Equation, place: int = 0, **changed: Any) -> Any:
     """Runs an equation on the rows of all its operands."""
     return _bind(equation, [values.row(atom) for atom in equation.invars], place, **changed)
 
 
-def _broadcast(values: _Values, equation: Any, _: int) -> Any:
+def _broadcast(values: _Values, equation: Equation, _: int) -> Any:
     operand, params = equation.invars[0], equation.params
     shape = (1, *params["shape"][1:])
     of_rows = 0 in params["broadcast_dimensions"] and operand.aval.shape[0] > 1
@@ -280,31 +281,31 @@ def _broadcast(values: _Values, equation: Any, _: int) -> Any:
     return lax.broadcast_in_dim(value, shape, params["broadcast_dimensions"])
 
 
-def _reshape(values: _Values, equation: Any, _: int) -> Any:
+def _reshape(values: _Values, equation: Equation, _: int) -> Any:
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     if not before or before[0] != after[0] or equation.params["dimensions"] is not None:
         return None
     return lax.reshape(values.row(equation.invars[0]), (1, *after[1:]))
 
 
-def _squeeze(values: _Values, equation: Any, _: int) -> Any:
+def _squeeze(values: _Values, equation: Equation, _: int) -> Any:
     return None if 0 in equation.params["dimensions"] else _of_rows(values, equation)
 
 
-def _transpose(values: _Values, equation: Any, _: int) -> Any:
+def _transpose(values: _Values, equation: Equation, _: int) -> Any:
     return None if equation.params["permutation"][0] else _of_rows(values, equation)
 
 
 def _along(key: str) -> _Rule:
     """Returns the rule of an operation along one dimension, whose number is the parameter `key`."""
 
-    def rule(values: _Values, equation: Any, place: int) -> Any:
+    def rule(values: _Values, equation: Equation, place: int) -> Any:
         return _of_rows(values, equation, place) if equation.params[key] else None
 
     return rule
 
 
-def _concatenate(values: _Values, equation: Any, _: int) -> Any:
+def _concatenate(values: _Values, equation: Equation, _: int) -> Any:
     if equation.params["dimension"]:
         return _of_rows(values, equation)
     if any(atom.aval.shape[0] != 1 for atom in equation.invars):
@@ -312,13 +313,13 @@ def _concatenate(values: _Values, equation: Any, _: int) -> Any:
     return values.choose(equation.invars)
 
 
-def _stack(values: _Values, equation: Any, _: int) -> Any:
+def _stack(values: _Values, equation: Equation, _: int) -> Any:
     if equation.params["axis"]:
         return _of_rows(values, equation)
     return values.choose(equation.invars)[None]
 
 
-def _slice(values: _Values, equation: Any, _: int) -> Any:
+def _slice(values: _Values, equation: Equation, _: int) -> Any:
     starts, limits, strides = (
         equation.params[key] for key in ("start_indices", "limit_indices", "strides")
     )
@@ -328,14 +329,14 @@ def _slice(values: _Values, equation: Any, _: int) -> Any:
     return _of_rows(values, equation, limit_indices=(1, *limits[1:]))
 
 
-def _pad(values: _Values, equation: Any, _: int) -> Any:
+def _pad(values: _Values, equation: Equation, _: int) -> Any:
     widths = equation.params["padding_config"]
     if any(widths[0]):
         return None
     return lax.pad(values.row(equation.invars[0]), values.whole(equation.invars[1]), widths)
 
 
-def _gather(values: _Values, equation: Any, _: int) -> Any:
+def _gather(values: _Values, equation: Equation, _: int) -> Any:
     """Computes a row of a gather that takes the same elements of each row, such as a diagonal."""
     operand, indices = equation.invars
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -350,7 +351,7 @@ def _gather(values: _Values, equation: Any, _: int) -> Any:
     return _bind(equation, operands, slice_sizes=(1, *sizes[1:]))
 
 
-def _iota(values: _Values, equation: Any, _: int) -> Any:
+def _iota(values: _Values, equation: Equation, _: int) -> Any:
     aval, dimension = equation.outvars[0].aval, equation.params["dimension"]
     shape = (1, *aval.shape[1:])
     if dimension:
@@ -358,12 +359,12 @@ def _iota(values: _Values, equation: Any, _: int) -> Any:
     return jnp.broadcast_to(values.number.astype(aval.dtype), shape)
 
 
-def _of_matrices(values: _Values, equation: Any, place: int) -> Any:
+def _of_matrices(values: _Values, equation: Equation, place: int) -> Any:
     """Computes a row of a function of the last two dimensions, such as a matrix decomposition."""
     return None if equation.outvars[place].aval.ndim < 3 else _of_rows(values, equation, place)
 
 
-def _loop(values: _Values, equation: Any, place: int) -> Any:
+def _loop(values: _Values, equation: Equation, place: int) -> Any:
     """Computes one row of a scan's stacked results by running only that iteration.
 
     Returns None if the row depends on carried values.
@@ -384,18 +385,18 @@ def _loop(values: _Values, equation: Any, place: int) -> Any:
     return jaxpr_as_fun(piece.closed)(*operands)[0][None]
 
 
-def _call(values: _Values, equation: Any, place: int) -> Any:
+def _call(values: _Values, equation: Equation, place: int) -> Any:
     return values.row_inside(equation.params["call_jaxpr"], equation.invars, place)
 
 
-def _branches(values: _Values, equation: Any, place: int) -> Any:
+def _branches(values: _Values, equation: Equation, place: int) -> Any:
     """Computes a row of the result of a `cond`: runs all branches, and selects one result."""
     index, *operands = equation.invars
     rows = [values.row_inside(x, operands, place) for x in equation.params["branches"]]
     return lax.select_n(values.whole(index), *rows)
 
 
-def _random_bits(values: _Values, equation: Any, _: int) -> Any:
+def _random_bits(values: _Values, equation: Equation, _: int) -> Any:
     """Draws the random bits of one row, from the row's key or from the positions of its
     elements.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from zerojax.operators.equations import Equation
 from zerojax.tracing.row_rules import ELEMENTWISE, REDUCTIONS
 from zerojax.tracing.splitting.factors import Dim, Dims
 from zerojax.tracing.splitting.record import Record, Value, WeightUse
@@ -28,7 +29,7 @@ _DRAWS = ("iota", "random_bits", "rng_bit_generator", "rng_uniform")
 """Primitives whose results have new dimensions; every device can compute its own part of them."""
 
 
-def dims_after(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def dims_after(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     """Returns the dimensions of each result of an equation, expressed by the dimensions of its
     operands.
 
@@ -50,18 +51,18 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
-def _unknown(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _unknown(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     for operand in operands:
         for dim in operand.dims:
             record.block(dim, f"goes into `{equation.primitive.name}`, which is not followed")
     return [record.factors.new_dims(_shape(variable)) for variable in equation.outvars]
 
 
-def _new(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _new(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     return [record.factors.new_dims(_shape(variable)) for variable in equation.outvars]
 
 
-def _elementwise(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _elementwise(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     if len(equation.outvars) > 1:  # each result equals its operand
         return [operand.dims for operand in operands]
     ndim = len(_shape(equation.outvars[0]))
@@ -73,18 +74,20 @@ def _elementwise(record: Record, equation: Any, operands: Sequence[Value]) -> Se
     return [tuple(max(dims, key=record.factors.total) for dims in zip(first, *others, strict=True))]
 
 
-def _bitcast(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _bitcast(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     same = _shape(equation.invars[0]) == _shape(equation.outvars[0])
     return (_elementwise if same else _unknown)(record, equation, operands)
 
 
-def _reduction(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _reduction(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     axes, (value, *_) = equation.params["axes"], operands
     record.add_sum("reduction", tuple(value.dims[axis] for axis in axes), equation.outvars[0])
     return [tuple(dim for axis, dim in enumerate(value.dims) if axis not in axes)]
 
 
-def _general_reduction(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _general_reduction(
+    record: Record, equation: Equation, operands: Sequence[Value]
+) -> Sequence[Dims]:
     """Follows a reduction of several arrays of one shape by a function of their entries."""
     axes, number = equation.params["dimensions"], len(equation.outvars)
     results = []
@@ -96,14 +99,14 @@ def _general_reduction(record: Record, equation: Any, operands: Sequence[Value])
     return results
 
 
-def _dot_general(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _dot_general(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     contracted, batched = equation.params["dimension_numbers"]
     return [_product(record, equation, operands[:2], contracted, batched)]
 
 
 def _product(
     record: Record,
-    equation: Any,
+    equation: Equation,
     operands: Sequence[Value],
     contracted: Sequence[Sequence[int]],
     batched: Sequence[Sequence[int]],
@@ -140,7 +143,7 @@ def _weights(operands: Sequence[Value]) -> frozenset[str]:
     return frozenset().union(*(value.weights or () for value in operands))
 
 
-def _ragged_dot(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _ragged_dot(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     numbers = equation.params["ragged_dot_dimension_numbers"]
     contracted, batched = numbers.dot_dimension_numbers
     left, right, *_ = operands
@@ -166,7 +169,7 @@ def _ragged_dot(record: Record, equation: Any, operands: Sequence[Value]) -> Seq
     return [(number, *made)]
 
 
-def _convolution(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _convolution(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     params, (left, right) = equation.params, operands
     numbers = params["dimension_numbers"]
     shape = _shape(equation.outvars[0])
@@ -187,7 +190,9 @@ def _convolution(record: Record, equation: Any, operands: Sequence[Value]) -> Se
     return [tuple(made)]
 
 
-def _broadcast_in_dim(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _broadcast_in_dim(
+    record: Record, equation: Equation, operands: Sequence[Value]
+) -> Sequence[Dims]:
     shape, value = equation.params["shape"], operands[0]
     made = [*record.factors.new_dims(shape)]
     for dim, place in zip(value.dims, equation.params["broadcast_dimensions"], strict=True):
@@ -195,7 +200,7 @@ def _broadcast_in_dim(record: Record, equation: Any, operands: Sequence[Value]) 
     return [tuple(made)]
 
 
-def _reshape(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _reshape(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     shape, value = _shape(equation.outvars[0]), operands[0]
     made = None if 0 in shape else record.factors.reshape(value.dims, shape)
     if made is not None:
@@ -207,16 +212,16 @@ def _reshape(record: Record, equation: Any, operands: Sequence[Value]) -> Sequen
     return [made]
 
 
-def _squeeze(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _squeeze(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     gone = equation.params["dimensions"]
     return [tuple(dim for place, dim in enumerate(operands[0].dims) if place not in gone)]
 
 
-def _transpose(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _transpose(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     return [tuple(operands[0].dims[place] for place in equation.params["permutation"])]
 
 
-def _part(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _part(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     """Handles slices and padding: a dimension whose size changes becomes a new dimension."""
     kind, value = equation.primitive.name, operands[0]
     shape = _shape(equation.outvars[0])
@@ -228,13 +233,13 @@ def _part(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[
     return [tuple(made)]
 
 
-def _rev(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _rev(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     for place in equation.params["dimensions"]:
         record.block(operands[0].dims[place], "is reversed")
     return [operands[0].dims]
 
 
-def _along(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _along(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     """Handles operations that need one dimension complete and keep all other dimensions."""
     kind = equation.primitive.name
     axis = equation.params[_ALONG[kind]]
@@ -260,14 +265,14 @@ def _along(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence
     return results
 
 
-def _top_k(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _top_k(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     dims = operands[0].dims
     axis = equation.params.get("axis", len(dims) - 1) % len(dims)
     number = record.cut_from(dims[axis], _shape(equation.outvars[0])[axis], "`top_k` needs all")
     return [(*dims[:axis], number, *dims[axis + 1 :])] * len(equation.outvars)
 
 
-def _stack(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _stack(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     axis, first = equation.params["axis"], operands[0].dims
     for other in operands[1:]:
         for a, b in zip(first, other.dims, strict=True):
@@ -275,14 +280,14 @@ def _stack(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence
     return [(*first[:axis], record.factors.new_dim(len(operands)), *first[axis:])]
 
 
-def _unstack(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _unstack(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     axis, dims = equation.params["axis"], operands[0].dims
     record.block(dims[axis], "is cut by `unstack`")
     return [(*dims[:axis], *dims[axis + 1 :])] * len(equation.outvars)
 
 
 def _dynamic_update_slice(
-    record: Record, equation: Any, operands: Sequence[Value]
+    record: Record, equation: Equation, operands: Sequence[Value]
 ) -> Sequence[Dims]:
     array, update = operands[0].dims, operands[1].dims
     for a, b in zip(array, update, strict=True):
@@ -294,7 +299,7 @@ def _dynamic_update_slice(
     return [array]
 
 
-def _gather(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _gather(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     """Handles lookups of rows by an index; the other dimensions of the table are not sliced."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     table, index = operands[:2]
@@ -329,7 +334,7 @@ def _gather(record: Record, equation: Any, operands: Sequence[Value]) -> Sequenc
     return [tuple(made)]
 
 
-def _scatter(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+def _scatter(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
     """Handles the derivative of a lookup, which adds rows at the places of an index."""
     numbers = equation.params["dimension_numbers"]
     array, index, updates = (value.dims for value in operands[:3])

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import FURTHER_ROUNDS, inner_programs
 from zerojax.tracing.jaxpr import split_scan
 from zerojax.tracing.splitting.record import Record, Value
@@ -67,7 +68,7 @@ def follow_dims(record: Record, program: Jaxpr, inputs: Sequence[Value]) -> list
     return [read(atom) for atom in program.outvars]
 
 
-def _after(record: Record, equation: Any, operands: list[Value]) -> Sequence[Value]:
+def _after(record: Record, equation: Equation, operands: list[Value]) -> Sequence[Value]:
     kind, params = equation.primitive.name, equation.params
     if kind == "scan":
         return _scan(record, equation, operands)
@@ -126,7 +127,7 @@ def _same(record: Record, first: Value, second: Value) -> Value:
     return Value(first.dims, _joined([first, second]))
 
 
-def _scan(record: Record, equation: Any, operands: list[Value]) -> list[Value]:
+def _scan(record: Record, equation: Equation, operands: list[Value]) -> list[Value]:
     """Processes the body of a loop once; the dimensions of the carry are the same in every
     iteration.
     """
@@ -153,7 +154,7 @@ def _carried(value: Value) -> Value:
     return Value(value.dims, None)
 
 
-def _while(record: Record, equation: Any, operands: list[Value]) -> list[Value]:
+def _while(record: Record, equation: Equation, operands: list[Value]) -> list[Value]:
     """Processes a loop once; rounds of `zerojax.experts` after the first count as 0 iterations."""
     params, before = equation.params, record.times
     if FURTHER_ROUNDS in str(equation.source_info.name_stack):
