@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.equality.short_runs import quick_options
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
 from zerojax.operators.whole_batch import batch_split_over
 from zerojax.tracing.jaxpr import holds_collectives
@@ -162,7 +162,7 @@ class _Walk:
         self.maker = {var: eqn for eqn in first.jaxpr.eqns for var in eqn.outvars}
         self._relations: dict[Any, Relation] = {}
 
-    def relation(self, atom: Any) -> Relation:
+    def relation(self, atom: Operand) -> Relation:
         if isinstance(atom, Literal):
             return Relation.SAME
         if atom not in self._relations:
@@ -241,7 +241,7 @@ class _Walk:
         breaks = (walk.first_break(i) for i in range(len(inner[0][0].jaxpr.outvars)))
         return next((found for found in breaks if found is not None), None)
 
-    def _value(self, run: int, atom: Any, twin: Any = None) -> Any:
+    def _value(self, run: int, atom: Operand, twin: Any = None) -> Any:
         if isinstance(atom, Literal):
             own = twin if isinstance(twin, Literal) else atom
             return own.val

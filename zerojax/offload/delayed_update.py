@@ -85,7 +85,7 @@ def build_delayed_gradients(
         slices: Arrays,
         bare: Any,
         delayed: Arrays,
-        key_data: Any,
+        key_data: jax.Array,
         batch: Arrays,
         loss_factor: jax.Array | None,
     ):
@@ -109,7 +109,7 @@ def build_delayed_gradients(
         grads = {name: grads[name].astype(delayed["grads"][name].dtype) for name in params}
         return sums, grads, agreed, totals["weights"], totals["slices"]
 
-    def gradients(state: TrainState, key_data: Any, batch: Arrays, loss_factor: Any):
+    def gradients(state: TrainState, key_data: jax.Array, batch: Arrays, loss_factor: Any):
         params, frozen = state["params"], state["frozen"]
         slices = slices_of(state, leaves)
         trained = specs_of(config, params)

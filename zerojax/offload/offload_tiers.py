@@ -382,7 +382,7 @@ def cut_into_layers(
             f"matmul_dtype=None, or {away}"
         )
 
-    def run(values: Any, extras: Any, key: Any, batch: Any) -> Any:
+    def run(values: Any, extras: Any, key: jax.Array, batch: Any) -> Any:
         result, after = model.run(values, extras, key, lambda bound: loss(bound, batch))
         return as_sums(result), after
 

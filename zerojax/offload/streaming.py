@@ -80,7 +80,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         params: Arrays,
         frozen: Arrays,
         extras: Arrays,
-        key_data: Any,
+        key_data: jax.Array,
         batch: Arrays,
         loss_factor: jax.Array | None,
     ):
@@ -142,7 +142,7 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     """Builds the forward function with streamed weights; interface of `zero.build_forward`."""
     config = dataclasses.replace(config, loss=function)
 
-    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: jax.Array, batch: Arrays):
         evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
         one = one_of(split_batch(batch, 1))
         weights = StreamedPass(evaluation, params, frozen, extras, key_data, one, train=False)
@@ -171,7 +171,7 @@ class StreamedPass:
         params: Arrays,
         frozen: Arrays,
         extras: Arrays,
-        key_data: Any,
+        key_data: jax.Array,
         batch: Arrays,
         *,
         train: bool,
@@ -235,7 +235,7 @@ class StreamedPass:
         return self.rewriting(piece) if reads & self.on_read.keys() else piece
 
     def _stacked(
-        self, whole: Arrays, extras: Arrays, key: Any, batch: Arrays, *, train: bool
+        self, whole: Arrays, extras: Arrays, key: jax.Array, batch: Arrays, *, train: bool
     ) -> frozenset[str]:
         """Returns the names of the parameters that the loop over layers slices."""
         assert self.config.offload is not None
@@ -359,7 +359,7 @@ class StreamedPass:
 
     # --- a microbatch -----------------------------------------------------------------------------
 
-    def evaluate(self, extras: Arrays, key: Any, batch: Arrays) -> Arrays:
+    def evaluate(self, extras: Arrays, key: jax.Array, batch: Arrays) -> Arrays:
         """Runs the forward pass; returns the sums of loss and metrics (see
         `zerojax.losses.as_sums`).
         """
@@ -373,7 +373,7 @@ class StreamedPass:
     def differentiate(
         self,
         extras: Arrays,
-        key: Any,
+        key: jax.Array,
         batch: Arrays,
         loss_factor: jax.Array | None,
         sink: GradientSink | Updates,

@@ -75,7 +75,7 @@ def build_updating_gradients(
         extras: Arrays,
         slices: Arrays,
         bare: Any,
-        key_data: Any,
+        key_data: jax.Array,
         batch: Arrays,
     ):
         weights = StreamedPass(
@@ -91,7 +91,7 @@ def build_updating_gradients(
         grads = {name: grads[name] for name in params if name in grads}
         return sums, grads, agreed, totals["weights"], totals["slices"]
 
-    def gradients(state: TrainState, key_data: Any, batch: Arrays):
+    def gradients(state: TrainState, key_data: jax.Array, batch: Arrays):
         params, frozen = state["params"], state["frozen"]
         leaves = {name: layout.leaves[name] for name in layout.streamed}
         slices = slices_of(state, leaves)

@@ -11,6 +11,13 @@ from typing import Any, Protocol
 from jax.extend.core import Primitive
 
 
+class Operand(Protocol):
+    """An operand or result of an equation: a variable or a constant."""
+
+    @property
+    def aval(self) -> Any: ...
+
+
 class Equation(Protocol):
     """An equation of a traced program (`jax.extend.core.JaxprEqn`)."""
 

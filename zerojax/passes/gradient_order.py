@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
 
+from zerojax.operators.equations import Operand
 from zerojax.operators.marks import read_name
 from zerojax.tracing.jaxpr import free_variables, split_scan, variables
 
@@ -104,5 +105,5 @@ def _backward(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
 together.defvjp(_forward, _backward)
 
 
-def _is_floating(variable: Any) -> bool:
+def _is_floating(variable: Operand) -> bool:
     return jnp.issubdtype(variable.aval.dtype, jnp.floating)

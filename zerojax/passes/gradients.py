@@ -79,7 +79,7 @@ def build_gradients(
         params: Arrays,
         frozen: Arrays,
         extras: Arrays,
-        key_data: Any,
+        key_data: jax.Array,
         batch: Arrays,
         loss_factor: jax.Array | None,
         copies: Arrays | None = None,
@@ -117,7 +117,7 @@ def build_differentiation(
     """
     on_read = build_reads(config, frozen)
 
-    def loss_of(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
+    def loss_of(inputs: Arrays, extras: Arrays, key: jax.Array, batch: Arrays):
         values = values_to_read(config, inputs, constants, frozen)
         sums, after = run_microbatch(config, values, extras, key, batch, on_read, train=True)
         return sums["loss"], (sums, after)
@@ -199,7 +199,7 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
         params: Arrays,
         frozen: Arrays,
         extras: Arrays,
-        key_data: Any,
+        key_data: jax.Array,
         batch: Arrays,
         copies: Arrays | None = None,
     ):
@@ -227,7 +227,7 @@ def build_evaluating(
     values = values_to_read(evaluation, inputs, constants, frozen)
     on_read = build_reads(evaluation, frozen)
 
-    def loss_of(values: Arrays, extras: Arrays, key: Any, batch: Arrays):
+    def loss_of(values: Arrays, extras: Arrays, key: jax.Array, batch: Arrays):
         return run_microbatch(evaluation, values, extras, key, batch, on_read, train=False)[0]
 
     loss_of = with_lookups(loss_of, owned_tables(evaluation), lambda values, *_: values)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.placement.slices import put_slice, take_slice, to_device
 from zerojax.tracing.activation_offload import evaluate_loops
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
@@ -48,7 +48,7 @@ def _loops(program: Jaxpr) -> Iterator[Any]:
                 yield equation
 
 
-def _is_on_host(atom: Any) -> bool:
+def _is_on_host(atom: Operand) -> bool:
     return getattr(atom.aval, "memory_space", None) == jax.memory.Space.Host
 
 

@@ -187,7 +187,7 @@ def map_gradients(
         params: Arrays,
         frozen: Arrays,
         extras: Arrays,
-        key_data: Any,
+        key_data: jax.Array,
         batch: Arrays,
         loss_factor: jax.Array | None = None,
         copies: Arrays | None = None,
@@ -222,7 +222,7 @@ def map_forward(
         params: Arrays,
         frozen: Arrays,
         extras: Arrays,
-        key_data: Any,
+        key_data: jax.Array,
         batch: Arrays,
         copies: Arrays | None = None,
     ) -> Arrays:

@@ -57,7 +57,7 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
         params: Arrays,
         frozen: Arrays,
         extras: Arrays,
-        key_data: Any,
+        key_data: jax.Array,
         batch: Arrays,
         loss_factor: jax.Array | None,
     ):
@@ -66,7 +66,7 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
         pieces = split_batch(batch, count)
         overwritten = config.model.overwritten
 
-        def pass_of(inputs: Arrays, extras: Arrays, key: Any, piece: Arrays) -> Any:
+        def pass_of(inputs: Arrays, extras: Arrays, key: jax.Array, piece: Arrays) -> Any:
             (_, (sums, after)), grads = differentiate(inputs, extras, key, piece)
             changes = model_state.changes(extras, after, overwritten)
             rest = {name: x for name, x in after.items() if name not in changes}
@@ -122,7 +122,7 @@ def build_virtual_forward(config: PassConfig, function: Loss) -> Callable[..., A
     config = dataclasses.replace(config, loss=function)
     count = config.num_microbatches
 
-    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: jax.Array, batch: Arrays):
         evaluate, metrics = build_evaluating(config, params, frozen, extras, batch)
         _check_rows(batch, count)
         pieces = split_batch(batch, count)

@@ -71,7 +71,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
         params: Arrays,
         frozen: Arrays,
         extras: Arrays,
-        key_data: Any,
+        key_data: jax.Array,
         batch: Arrays,
         loss_factor: jax.Array | None,
         scales: jax.Array | None = None,
@@ -107,7 +107,7 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     layout = _layout(config)
     config = dataclasses.replace(config, loss=function)
 
-    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
+    def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: jax.Array, batch: Arrays):
         rows = jax.tree.leaves(batch)[0].shape[0]
         count = max(n for n in range(1, config.num_microbatches + 1) if rows % n == 0)
         table = lower(forward_schedule(layout.schedule, count))
@@ -180,7 +180,7 @@ class _Weights:
         frozen = {name: None for name in constants if name in self.frozen}
         return values_to_read(self.config, inputs, constants, frozen)
 
-    def cut(self, extras: Arrays, key_data: Any, microbatches: Arrays, *, train: bool):
+    def cut(self, extras: Arrays, key_data: jax.Array, microbatches: Arrays, *, train: bool):
         """Splits the loss of one microbatch into embedding, layers and head.
 
         The loss is traced with the layers of all stages.
@@ -215,7 +215,7 @@ class _Weights:
         self,
         pieces: LossPieces,
         counts: Arrays,
-        key_data: Any,
+        key_data: jax.Array,
         microbatches: Arrays,
         loss_factor: jax.Array | None,
         scales: jax.Array | None,

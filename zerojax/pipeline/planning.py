@@ -74,7 +74,7 @@ def plan_pipeline(
     padding = len(set(layers)) > 1
     skips = padding and draft.skips_padding
 
-    def run(values: Any, extras: Any, key: Any, batch: Any) -> Any:
+    def run(values: Any, extras: Any, key: jax.Array, batch: Any) -> Any:
         result, after = model.run(values, extras, key, lambda bound: loss(bound, batch))
         return as_sums(result), after
 

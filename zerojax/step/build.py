@@ -398,7 +398,9 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
     build = passes.build_virtual_gradients if fixed else _passes(plan).build_gradients
     gradients = passes.build_gradients(config, unsummed=unsummed) if unsummed else build(config)
 
-    def unchanged(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
+    def unchanged(
+        state: TrainState, key_data: jax.Array, batch: Any, factor: Any
+    ) -> tuple[Any, ...]:
         given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
         return *gradients(*given, **drawn(plan, state)), state
 
@@ -407,7 +409,9 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
         return unchanged
     key = copies_key(plan.placement, plan.precision)
 
-    def following(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
+    def following(
+        state: TrainState, key_data: jax.Array, batch: Any, factor: Any
+    ) -> tuple[Any, ...]:
         given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
         copies = follow(state)
         renewed = state.copy()

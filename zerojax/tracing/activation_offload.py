@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from zerojax.config import MeshConfig
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
 from zerojax.tracing.trees import format_bytes
@@ -265,7 +265,7 @@ def _find(program: Jaxpr, held: set[Any], inside: str) -> Iterator[LayerScan]:
                     yield from _find(inner, passed, inside or ("" if kind in _CALLS else kind))
 
 
-def _holds(held: set[Any], atom: Any) -> bool:
+def _holds(held: set[Any], atom: Operand) -> bool:
     return atom is not None and not isinstance(atom, Literal) and atom in held
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import BatchCall, batch_call, inner_programs
 from zerojax.tracing.jaxpr import split_scan
 from zerojax.tracing.row_dependence import (
@@ -101,7 +101,7 @@ class _Follow:
         for variable, value in zip(program.constvars, consts, strict=False):
             self._numbers[variable] = _number_of(value)
 
-        def of(atom: Any) -> Dependence:
+        def of(atom: Operand) -> Dependence:
             return FIXED if isinstance(atom, Literal) else held.get(atom, FIXED)
 
         for equation in program.eqns:
@@ -305,7 +305,7 @@ class _Follow:
             return _scaled(second, self._number(equation.invars[0]))
         return OTHER
 
-    def _number(self, atom: Any) -> float | None:
+    def _number(self, atom: Operand) -> float | None:
         return _number_of(atom.val) if isinstance(atom, Literal) else self._numbers.get(atom)
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import SAME_NUMBERS, Follow, Marks, union
 
@@ -105,10 +104,10 @@ def _use(equation: Equation) -> str | None:
     return "makes an integer of it" if kind in _CASTS else "compares it"
 
 
-def _is_float(atom: Any) -> bool:
+def _is_float(atom: Operand) -> bool:
     dtype = getattr(atom.aval, "dtype", None)  # tokens have none
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _is_infinite(atom: Any) -> bool:
+def _is_infinite(atom: Operand) -> bool:
     return isinstance(atom, Literal) and not np.shape(atom.val) and math.isinf(atom.val)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.grouped_products import Products, most_rows, whole_slots
 from zerojax.operators.marks import expert_call, expert_weights_ndim, inner_programs
 from zerojax.operators.routed_experts import PARTS, slots_of_further_rounds
@@ -80,7 +80,7 @@ class _Follow:
         """
         held: dict[Any, Name] = dict(zip(program.invars, inputs, strict=True))
 
-        def name_of(atom: Any) -> Name:
+        def name_of(atom: Operand) -> Name:
             return None if isinstance(atom, Literal) else held.get(atom)
 
         for equation in program.eqns:

@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval
 
 from zerojax.config.checks import warn_user
 from zerojax.operators.cudnn_attention import BACKWARD, FORWARD, call_flops
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import FURTHER_ROUNDS, cost_of_branches, share_of_branch
 from zerojax.tracing.dependence import Follow, Marks, union
 
@@ -69,7 +69,7 @@ def eight_bit_flops(program: core.ClosedJaxpr) -> float:
     )
 
 
-def _is_float8(variable: Any) -> bool:
+def _is_float8(variable: Operand) -> bool:
     return variable.aval.dtype.name.startswith("float8")
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import expert_call, expert_weights_ndim, inner_programs
 from zerojax.tracing.jaxpr import split_scan
 
@@ -163,7 +163,7 @@ class _Walk:
         """Returns the values of the outputs of a program."""
         values: dict[Any, _Value] = dict(zip(program.invars, inputs, strict=True))
 
-        def value_of(atom: Any) -> _Value:
+        def value_of(atom: Operand) -> _Value:
             return _NOTHING if isinstance(atom, Constant) else values.get(atom, _NOTHING)
 
         for equation in program.eqns:

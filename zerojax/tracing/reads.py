@@ -19,7 +19,7 @@ import jax
 from jax.extend.core import Jaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import (
     inner_programs,
     mark_read,
@@ -142,7 +142,7 @@ def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], branch: Branch, reads: Reads)
     """
     held: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def names_of(atom: Any) -> Names:
+    def names_of(atom: Operand) -> Names:
         return _NOTHING if isinstance(atom, Literal) else held.get(atom, _NOTHING)
 
     for equation in jaxpr.eqns:

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.lax import GatherScatterMode
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import is_checkpoint, split_scan
 
@@ -115,7 +115,7 @@ class _Follow:
         """
         held: dict[Any, Name] = dict(zip(program.invars, inputs, strict=True))
 
-        def name_of(atom: Any) -> Name:
+        def name_of(atom: Operand) -> Name:
             return None if isinstance(atom, Literal) else held.get(atom)
 
         for equation in program.eqns:

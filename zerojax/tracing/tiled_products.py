@@ -23,7 +23,7 @@ from jax.extend.core import Jaxpr
 from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import is_checkpoint, program_of, variables
 
@@ -139,7 +139,7 @@ class WeightProduct:
         return lax.transpose(found, [order.index(at) for at in range(len(order))])
 
 
-def find_product(program: Jaxpr, variable: Any) -> WeightProduct | str:
+def find_product(program: Jaxpr, variable: Operand) -> WeightProduct | str:
     """Finds the product that alone reads a weight, also inside of calls.
 
     Args:
@@ -154,7 +154,7 @@ def find_product(program: Jaxpr, variable: Any) -> WeightProduct | str:
 
 
 def _follow(
-    program: Jaxpr, variable: Any, dims: tuple[int | None, ...], casts: tuple[Any, ...]
+    program: Jaxpr, variable: Operand, dims: tuple[int | None, ...], casts: tuple[Any, ...]
 ) -> WeightProduct | str:
     uses = [(e, i) for e in program.eqns for i, atom in enumerate(e.invars) if atom is variable]
     if variable in set(variables(program.outvars)):

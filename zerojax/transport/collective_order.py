@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs, mark_wait
 from zerojax.placement.device_mesh import MODEL
 from zerojax.tracing.dependence import Follow, Marks, union
@@ -174,7 +174,7 @@ class _Order:
         """
         held: dict[Any, Marks] = dict(zip(closed.jaxpr.invars, marks, strict=True))
 
-        def of(atom: Any) -> Marks:
+        def of(atom: Operand) -> Marks:
             return 0 if isinstance(atom, Literal) else held.get(atom, 0)
 
         def run_piece(program: Jaxpr, equations: Any, taken: Any, needed: Any) -> Any:

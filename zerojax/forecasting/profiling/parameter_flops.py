@@ -28,7 +28,7 @@ from zerojax.forecasting.profiling.jaxpr_dataflow import (
     join_origins,
     origin_of_output,
 )
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
 from zerojax.plan.make import Plan
 from zerojax.tracing.flops import equation_flops, times_run, without_waste
@@ -152,7 +152,7 @@ class _Walk:
         values: dict[Any, _Value] = dict(zip(program.invars, inputs, strict=True))
         _, flags = self._needs.of(program, outputs)
 
-        def read(atom: Any) -> _Value:
+        def read(atom: Operand) -> _Value:
             if isinstance(atom, Literal):
                 is_number = np.issubdtype(np.asarray(atom.val).dtype, np.integer)
                 return ParameterOrigin(number=int(atom.val) if is_number else None), object()

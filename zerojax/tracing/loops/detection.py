@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import LabelsOf, follow_labels, inline_calls_with_loops
 from zerojax.tracing.jaxpr import Piece, cut_piece, has_side_effects, is_checkpoint, split_scan
@@ -273,7 +273,7 @@ def _hold(program: Any, holders: Mapping[Any, int]) -> dict[Any, int]:
     return held
 
 
-def _get(held: Mapping[Any, int], atom: Any) -> int | None:
+def _get(held: Mapping[Any, int], atom: Operand) -> int | None:
     return None if isinstance(atom, Literal) else held.get(atom)
 
 
@@ -349,7 +349,7 @@ def _describe_loops(closed: ClosedJaxpr, names: Sequence[str | None]) -> str:
 # --- sliced values --------------------------------------------------------------------------------
 
 
-def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> Stack | None:
+def _stack(atom: Operand, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> Stack | None:
     """Returns the `Stack` of a value that the loop slices; None if the value is not a parameter."""
     place = _get(held, atom)
     if place is None:

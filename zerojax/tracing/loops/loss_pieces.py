@@ -37,7 +37,7 @@ def cut_loss(
     function: Callable[..., tuple[Sums, Arrays]],
     values: Arrays,
     extras: Arrays,
-    key: Any,
+    key: jax.Array,
     batch: Any,
     *,
     padding: bool = False,
@@ -171,7 +171,7 @@ class LossPieces:
         return self.loop.names_of(self._head.inputs)
 
     def embed(
-        self, outer: Arrays, extras: Arrays, key: Any, batch: Any
+        self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Any
     ) -> tuple[Activations, Arrays]:
         """Runs the part before the layers: (inputs of the first layer, {name: new value} of its
         extras (non-parameter arrays)).
@@ -186,7 +186,7 @@ class LossPieces:
         stacked: Arrays,
         outer: Arrays,
         extras: Arrays,
-        key: Any,
+        key: jax.Array,
         batch: Any,
         rows: jax.Array,
         activations: Activations,
@@ -224,7 +224,7 @@ class LossPieces:
         return after, dict(zip(self._layer_extras, written, strict=True))
 
     def surroundings(
-        self, outer: Arrays, extras: Arrays, key: Any, batch: Any
+        self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Computes the layers' inputs that are not parameters, such as keys, masks or tables of
         positions.
@@ -286,7 +286,7 @@ class LossPieces:
         return found
 
     def head(
-        self, outer: Arrays, extras: Arrays, key: Any, batch: Any, activations: Activations
+        self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Any, activations: Activations
     ) -> tuple[Sums, Arrays]:
         """Runs the part after the layers: (loss sums, {name: new value} of the extras
         (non-parameter arrays) that it writes).
@@ -309,7 +309,7 @@ class LossPieces:
 
     # --- inputs of a piece ------------------------------------------------------------------------
 
-    def _inputs(self, outer: Arrays, extras: Arrays, key: Any, batch: Any) -> dict[int, Any]:
+    def _inputs(self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Any) -> dict[int, Any]:
         rest = _pair(self._positions[1:], (extras, key, batch))
         return _pair({name: self._positions[0][name] for name in outer}, outer) | rest
 

@@ -143,7 +143,12 @@ def _restricted(
 
 
 def split_layers(
-    pieces: LossPieces, params: Mapping[str, Any], extras: Arrays, key: Any, batch: Any, rows: int
+    pieces: LossPieces,
+    params: Mapping[str, Any],
+    extras: Arrays,
+    key: jax.Array,
+    batch: Any,
+    rows: int,
 ) -> SplitPasses:
     """Returns the passes of a chunk of `rows` layers for one microbatch, from abstract arrays."""
     stacked = {name: x for name, x in params.items() if name in pieces.stacked}

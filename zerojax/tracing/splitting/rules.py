@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.tracing.row_rules import ELEMENTWISE, REDUCTIONS
 from zerojax.tracing.splitting.factors import Dim, Dims
 from zerojax.tracing.splitting.record import Record, Value, WeightUse
@@ -47,7 +47,7 @@ def dims_after(record: Record, equation: Equation, operands: Sequence[Value]) ->
     )
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
+def _shape(atom: Operand) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
