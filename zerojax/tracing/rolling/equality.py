@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from zerojax.operators.equations import Equation, Operand
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import read_name, read_shape
 from zerojax.tracing.jaxpr import is_checkpoint, variables
 
@@ -43,7 +43,7 @@ def same_kind(first: Any, second: Any) -> bool:
     )
 
 
-def _is_float(atom: Operand) -> bool:
+def _is_float(atom: Any) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
@@ -199,7 +199,7 @@ def _any_program() -> Jaxpr:
     return jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
 
 
-def abstract_value(atom: Operand) -> jax.ShapeDtypeStruct:
+def abstract_value(atom: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and weak type of a variable."""
     weak = getattr(atom.aval, "weak_type", False)
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=weak)

@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation, Operand
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import free_variables, piece_function, variables
 from zerojax.tracing.rolling.equality import Equality, same_literals
@@ -125,7 +125,7 @@ class _Row:
     number: int
 
 
-def _read(values: dict[Any, Any], atom: Operand) -> Any:
+def _read(values: dict[Any, Any], atom: Any) -> Any:
     if isinstance(atom, Literal):
         return atom.val
     value = values[atom]
@@ -374,7 +374,7 @@ def _makes_keys(equation: Equation) -> bool:
     return equation.primitive.name in _KEYS
 
 
-def _is_key(atom: Operand) -> bool:
+def _is_key(atom: Any) -> bool:
     return str(atom.aval.dtype).startswith("key<")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation, Operand
+from zerojax.operators.equations import Equation
 from zerojax.tracing.jaxpr import program_of, variables
 from zerojax.tracing.rolling.equality import Equality, Hole, same_kind, same_literals
 from zerojax.tracing.rolling.flat_program import LayerProgram, Mismatch
@@ -28,7 +28,7 @@ class Shared:
     loop.
     """
 
-    atom: Operand
+    atom: Any
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from zerojax.operators.equations import Equation, Operand
+from zerojax.operators.equations import Equation
 from zerojax.tracing.jaxpr import program_of, variables
 from zerojax.tracing.rolling.equality import Equality, Hole, same_literals
 from zerojax.tracing.rolling.flat_program import Mismatch
@@ -72,7 +72,7 @@ class _FlatValues:
     def _key(self, equation: Equation, operands: Iterable[Any]) -> Key:
         return equation.primitive.name, *map(self._key_of, operands)
 
-    def _key_of(self, atom: Operand) -> Any:
+    def _key_of(self, atom: Any) -> Any:
         if isinstance(atom, Literal):
             dtype = getattr(atom.aval, "dtype", None)
             return str(atom.aval), np.asarray(atom.val, dtype).tobytes()
