@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zerojax.optim.wire_codes import BLOCKS, GradientCodes, bytes_sent
+from zerojax.optim.wire_codes import BLOCKS, WireCodes, bytes_sent
 from zerojax.placement.device_mesh import make_mesh
 from zerojax.transport.sums import sum_in_codes
 
@@ -45,7 +45,7 @@ def values_of(shape, seed=0):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("elements", [1, 5, 63, 64, 65, 256, 1000])
 def test_no_value_is_off_by_more_than_half_a_step(bits, elements):
-    codes = GradientCodes(bits)
+    codes = WireCodes(bits)
     values = values_of((3, elements), elements)
     sent = codes.encode(jnp.asarray(values))
     assert sent.dtype == jnp.uint8
@@ -62,7 +62,7 @@ def test_no_value_is_off_by_more_than_half_a_step(bits, elements):
 def test_what_is_a_multiple_of_the_step_is_kept_exactly(bits):
     largest = LARGEST[bits]
     values = np.tile(np.arange(-largest, largest + 1, dtype=np.float32), 40)[None] * 0.25
-    codes = GradientCodes(bits)
+    codes = WireCodes(bits)
     found = codes.decode(codes.encode(jnp.asarray(values)), values.shape[1])
     np.testing.assert_array_equal(found, values)
 
@@ -70,7 +70,7 @@ def test_what_is_a_multiple_of_the_step_is_kept_exactly(bits):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_so_in_its_block_alone(bits, value):
-    codes, block = GradientCodes(bits), BLOCKS[bits]
+    codes, block = WireCodes(bits), BLOCKS[bits]
     values = values_of((2, 3 * block))
     values[1, block + 3] = value
     there_and_back = jax.jit(lambda x: codes.decode(codes.encode(x), 3 * block))
@@ -87,7 +87,7 @@ def test_what_is_not_finite_stays_so_in_its_block_alone(bits, value):
 @pytest.mark.parametrize(("devices", "in_node"), [(8, 1), (8, 8), (8, 2), (8, 4), (6, 3), (3, 1)])
 def test_a_sum_is_that_of_the_same_codes_written_out(bits, devices, in_node):
     """Each device's parts coded, added up in a node, coded again, added up between nodes."""
-    codes = GradientCodes(bits, in_node)
+    codes = WireCodes(bits, in_node)
     elements = 331
     # [sender, receiver, elements], of one magnitude: where one sender's is all of a sum, its last
     # digit in float32 decides about the scale.
@@ -116,17 +116,15 @@ def test_a_sum_is_that_of_the_same_codes_written_out(bits, devices, in_node):
 
 
 def test_bytes_are_those_of_the_rows_that_are_sent():
-    codes = GradientCodes(8, 8)
+    codes = WireCodes(8, 8)
     row = codes.num_bytes(2**20)
     assert bytes_sent(codes, 64 * 2**20, 64) == (7 * 8 + 7) * row
-    assert bytes_sent(GradientCodes(8), 64 * 2**20, 64) == 63 * row
+    assert bytes_sent(WireCodes(8), 64 * 2**20, 64) == 63 * row
     elements = 64 * 2**20
     for bits, limit, each, between in ((8, 0.51, 0.992, 0.110), (4, 0.27, 0.523, 0.058)):
         for in_node in (1, 8):
-            sent = bytes_sent(GradientCodes(bits, in_node), elements, 64)
+            sent = bytes_sent(WireCodes(bits, in_node), elements, 64)
             assert sent / (63 * 2**20 * 2) < limit
             assert sent / elements == pytest.approx(each, abs=5e-4)
-        assert 7 * GradientCodes(bits).num_bytes(2**20) / elements == pytest.approx(
-            between, abs=5e-4
-        )
-    assert math.isclose(GradientCodes(4).bits_each, 4.25)
+        assert 7 * WireCodes(bits).num_bytes(2**20) / elements == pytest.approx(between, abs=5e-4)
+    assert math.isclose(WireCodes(4).bits_each, 4.25)

@@ -18,7 +18,7 @@ from tests.support.trajectories import plan_for, regression_batch, train_for
 from zerojax.config import ConfigError, MeshConfig, WireConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import gpus
-from zerojax.optim.wire_codes import GradientCodes
+from zerojax.optim.wire_codes import WireCodes
 from zerojax.placement.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.gradient_wire import shards_in_node
 from zerojax.plan.wire import leaf_transfers
@@ -266,4 +266,4 @@ def test_on_h100_no_gradient_travels_wide(devices, wire):
     between = sum(row.network_bytes for row in codes)
     assert between == pytest.approx(sent * (nodes - 1) / (8 * nodes - 1), rel=0.01)
     leaf = plan.placement.leaves["blocks/mlp/up/kernel"]
-    assert leaf.gradient_codes == GradientCodes(int(wire[3:]), 8)
+    assert leaf.gradient_codes == WireCodes(int(wire[3:]), 8)

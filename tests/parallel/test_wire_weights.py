@@ -12,7 +12,7 @@ from tests.support.gpu_plans import compile_step, gpu_mesh, text_plan
 from tests.support.small_models import Layers, reference_model, regression_loss
 from tests.support.trajectories import plan_for, regression_batch, train_for
 from zerojax.forecasting import hlo
-from zerojax.optim.wire_codes import GradientCodes
+from zerojax.optim.wire_codes import WireCodes
 from zerojax.plan.wire import leaf_transfers, wire_bytes
 from zerojax.step.build import build_evaluation, build_step
 from zerojax.step.initialization import init_state
@@ -25,7 +25,7 @@ OPTIONS = {"persistence_threshold": 1, "optimizer": optax.sgd(0.1), **REGRESSION
 
 def as_read(plan, params):
     """{name: what a step reads of a master: rows of each shard through the codes, written out}."""
-    codes, read = GradientCodes(8), {}
+    codes, read = WireCodes(8), {}
     for name, leaf in plan.placement.leaves.items():
         whole = np.asarray(params[name])
         if leaf.wire_codes is None:
@@ -62,7 +62,7 @@ CASES = {
 def test_gradients_are_those_at_the_coded_weights_and_masters_stay_exact(case):
     """1e-6 of the largest: float32 sums over another order of the batch."""
     plan = plan_for(WIDE, **{"wire": CODED, **OPTIONS, **CASES[case]})
-    assert plan.placement.leaves["blocks/kernel"].wire_codes == GradientCodes(8)
+    assert plan.placement.leaves["blocks/kernel"].wire_codes == WireCodes(8)
     state = init_state(plan, 3)
     before = jax.device_get(state["params"])
     exact = plan_for(WIDE, devices=1, **OPTIONS)

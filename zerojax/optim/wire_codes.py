@@ -23,7 +23,7 @@ _SCALE_BYTES = 2
 
 
 @dataclass(frozen=True)
-class GradientCodes:
+class WireCodes:
     """Quantization and summation of one parameter's gradient; static and hashable.
 
     Attributes:
@@ -43,7 +43,7 @@ class GradientCodes:
     def num_bytes(self, elements: int) -> int:
         """Returns the number of bytes of `elements` values after encoding, with their scales.
 
-        >>> GradientCodes(8).num_bytes(1000), GradientCodes(4).num_bytes(128)
+        >>> WireCodes(8).num_bytes(1000), WireCodes(4).num_bytes(128)
         (1032, 68)
         """
         blocks = self.in_blocks(elements) // BLOCKS[self.bits]
@@ -84,13 +84,13 @@ class GradientCodes:
     def bits_each(self) -> float:
         """Number of bits per value in a long row, including the scales.
 
-        >>> GradientCodes(8).bits_each, GradientCodes(4).bits_each
+        >>> WireCodes(8).bits_each, WireCodes(4).bits_each
         (8.0625, 4.25)
         """
         return self.bits + 8 * _SCALE_BYTES / BLOCKS[self.bits]
 
 
-def bytes_sent(codes: GradientCodes, elements: int, shards: int) -> int:
+def bytes_sent(codes: WireCodes, elements: int, shards: int) -> int:
     """Returns the bytes that one device sends in a reduce-scatter of a gradient of this size.
 
     Each shard is one row. With two levels (n nodes of m devices) the device sends n rows to each of

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.weight_codes import BLOCK, WeightCodes
-from zerojax.optim.wire_codes import GradientCodes
+from zerojax.optim.wire_codes import WireCodes
 from zerojax.placement.device_mesh import (
     COMPILER_AXES,
     DATA,
@@ -156,9 +156,9 @@ class LeafPlacement:
     access: Access
     eight_bits: bool = False
     node_shards: int | None = None
-    wire_codes: GradientCodes | None = None
-    delta_codes: GradientCodes | None = None
-    gradient_codes: GradientCodes | None = None
+    wire_codes: WireCodes | None = None
+    delta_codes: WireCodes | None = None
+    gradient_codes: WireCodes | None = None
     gradient_in_full: bool = False
     mapped_dims: int = 0
     frozen: bool = False

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.optim.wire_codes import BLOCKS, GradientCodes
+from zerojax.optim.wire_codes import BLOCKS, WireCodes
 from zerojax.placement.device_mesh import REPLICA, has_nvidia_gpus
 from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.placement.table import Placement
@@ -72,7 +72,7 @@ def with_gradient_wire(
             return leaf
         # Gradients of node-gathered parameters are summed uncoded in a node, coded between nodes.
         in_node = 1 if leaf.node_shards else shards_in_node(mesh, leaf.zero_axes, settings.node)
-        return dataclasses.replace(leaf, gradient_codes=GradientCodes(bits, in_node))
+        return dataclasses.replace(leaf, gradient_codes=WireCodes(bits, in_node))
 
     leaves = {name: wired(name, leaf) for name, leaf in placement.leaves.items()}
     return dataclasses.replace(placement, leaves=leaves)
@@ -161,7 +161,7 @@ def _levels(coded: Sequence[LeafPlacement], placement: Placement) -> str:
     return ", others ".join(found)
 
 
-def _levels_of(codes: GradientCodes, shards: int) -> str:
+def _levels_of(codes: WireCodes, shards: int) -> str:
     if codes.in_node in (1, shards):
         return f"by all {shards} devices at once"
     return (

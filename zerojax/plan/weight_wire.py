@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax.config import MeshConfig
 from zerojax.optim import one_bit_of
 from zerojax.optim.precision import Precision
-from zerojax.optim.wire_codes import BLOCKS, GradientCodes
+from zerojax.optim.wire_codes import BLOCKS, WireCodes
 from zerojax.placement.device_mesh import EXPERT, STAGE
 from zerojax.placement.kept_parts import followed_leaves
 from zerojax.placement.leaf_placement import LeafPlacement
@@ -96,7 +96,7 @@ def with_weight_wire(placement: Placement, settings: MeshConfig, precision: Prec
     if settings.wire.weights != "int8" and not deltas:
         return placement
     exact = trees.match_names(placement.leaves, settings.wire.exact, option="wire.exact")
-    codes = GradientCodes(DELTA_BITS.get(settings.wire.weights, 8))
+    codes = WireCodes(DELTA_BITS.get(settings.wire.weights, 8))
     itemsize = jnp.dtype(precision.compute_dtype).itemsize
 
     def wired(leaf: LeafPlacement) -> LeafPlacement:

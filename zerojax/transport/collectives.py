@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import mark_read
 from zerojax.optim.weight_codes import WeightCodes
-from zerojax.optim.wire_codes import GradientCodes
+from zerojax.optim.wire_codes import WireCodes
 from zerojax.placement.device_mesh import PASS_AXES
 from zerojax.placement.leaf_placement import FULL_ENOUGH, LeafPlacement
 from zerojax.tracing import trees
@@ -98,8 +98,8 @@ class LeafCollectives:
     barrier: BarrierKind | None = None
     eight_bits: bool = False
     codes: WeightCodes | None = None
-    wire_codes: GradientCodes | None = None
-    gradient_codes: GradientCodes | None = None
+    wire_codes: WireCodes | None = None
+    gradient_codes: WireCodes | None = None
     runs: int = 1
     groups: Groups | None = None
 
@@ -259,8 +259,8 @@ def leaf_collectives(
     barrier: BarrierKind | None = None,
     eight_bits: bool = False,
     in_codes: bool = False,
-    wire_codes: GradientCodes | None = None,
-    gradient_codes: GradientCodes | None = None,
+    wire_codes: WireCodes | None = None,
+    gradient_codes: WireCodes | None = None,
 ) -> LeafCollectives:
     """Builds the collectives of a sharded parameter from its placement, among all devices.
 

@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax.operators.equations import Equation
-from zerojax.optim.wire_codes import GradientCodes
+from zerojax.optim.wire_codes import WireCodes
 from zerojax.placement.device_mesh import COMPILER_AXES, DATA_AXES, PASS_AXES
 
 Arrays = dict[str, Any]
@@ -147,7 +147,7 @@ def groups_of_nodes(devices: int, members: int) -> tuple[Groups, Groups]:
 
 
 def sum_in_codes(
-    rows: jax.Array, codes: GradientCodes, over: tuple[str, ...], groups: Groups | None = None
+    rows: jax.Array, codes: WireCodes, over: tuple[str, ...], groups: Groups | None = None
 ) -> jax.Array:
     """Reduce-scatters quantized rows: sends codes, sums in float32; returns this device's row.
 
