@@ -37,7 +37,7 @@ class _Calls:
     """Record of a script's calls of zerojax, which survives if the script catches all exceptions.
 
     Attributes:
-      parts: arguments that each call provided.
+      parts: what readers made from the arguments of each call.
       failures: errors of calls whose arguments could not be used.
     """
 
@@ -46,7 +46,7 @@ class _Calls:
         self.failures: list[Exception] = []
 
     def end(self, parts: Any) -> NoReturn:
-        """Records the arguments of a call, and ends the script with an exception."""
+        """Stores what a reader made from a call's arguments, and ends the script by an error."""
         self.parts.append(parts)
         raise _Captured
 

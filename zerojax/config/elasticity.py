@@ -51,14 +51,21 @@ class ElasticBatch:
             more = len(self.device_counts) - _MAX_SHOWN
             nearest = min(self.device_counts, key=lambda count: abs(count - num_devices))
             raise ConfigError(
-                f"{num_devices} devices cannot divide the elastic batch of "
-                f"{self.global_batch_size} rows into micro-batches of "
-                f"{' or '.join(map(str, self.micro_batch_sizes))}; use {nearest}, or one of "
-                f"{shown}{f' and {more} more' if more > 0 else ''}",
+                f"{num_devices} devices {self._why_not(num_devices)}; use {nearest} (possible are "
+                f"{shown}{f' and {more} more' if more > 0 else ''})",
                 ("elasticity",),
             )
         rows = self.global_batch_size * self.devices_per_shard // num_devices
         return max(size for size in self.micro_batch_sizes if rows % size == 0)
+
+    def _why_not(self, num_devices: int) -> str:
+        rows, rest = divmod(self.global_batch_size * self.devices_per_shard, num_devices)
+        if rest or all(rows % size for size in self.micro_batch_sizes):
+            return (
+                f"cannot divide the elastic batch of {self.global_batch_size} rows into "
+                f"micro-batches of {' or '.join(map(str, self.micro_batch_sizes))}"
+            )
+        return "are not allowed by min_devices, max_devices or devices_per_node of the elasticity"
 
     def num_microbatches(self, num_devices: int) -> int:
         """Returns the number of microbatches into which each data shard divides its rows.

@@ -211,7 +211,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not file.exists():
         raise FileNotFoundError(
             f"tokenizer={quoted(str(path), 200)} is neither 'bytes', nor 'bpe:<size>', nor an "
-            "existing file"
+            "existing file or folder"
         )
     value = read_object(file, "a tokenizer file")
     end = None

@@ -191,7 +191,11 @@ class Update:
 
 
 def update_of(file: File, given: CallerValues) -> Update:
-    """Builds the optimizer that a ds_config sets. Notes errors, and then returns a placeholder."""
+    """Returns the optimizer, schedule and clip norm of a ds_config.
+
+    Without an optimizer section they come from the caller's optimizer or the default. Errors are
+    added to `file.notes`; an optimizer that cannot be built is replaced by the default one.
+    """
     clip = _clipping(file, given)
     kind = file.optional("optimizer.type")
     _refuse_own_schedule(file, given.optimizer)

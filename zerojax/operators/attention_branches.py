@@ -92,8 +92,9 @@ def attention_of_branch(
       rows: segments and positions, if any, by these names; see `chunked_attention`.
       sinks: float32 [heads], attention sinks; None for no sinks.
       branches: options of each branch.
-      causal, scale, softcap, table: options as for `zerojax.attention`. Only "chunked" supports a
-        softcap and a table; all implementations but "cudnn" support sinks.
+      causal, scale, softcap, table: options as for `zerojax.attention`. Only "chunked" uses a
+        softcap; "chunked" and "mosaic_gpu" use a table. Sinks are applied to the result of any
+        branch.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.

@@ -60,9 +60,15 @@ class Numbers:
         read: tuple[Arrays, ...],
         **more: Any,
     ) -> tuple[Arrays, ...]:
-        """Runs one pass of an update rule over parameters; returns the new (parameters, *others).
+        """Updates parameters and `others` in one pass of an update rule; returns the new
+        (parameters, *others).
 
-        If there is an average (EMA), it is the last of `others` and is updated in the same pass.
+        Args:
+          rule: the update rule.
+          params: {name: array}.
+          others: moments, then the average (EMA) if there is one, as dicts like `params`.
+          read: arrays that are only read, such as gradients, as dicts like `params`.
+          **more: further arguments of `update`.
         """
         if self.average_rate is None:
             return self.update(rule, (params, *others), read, **more).updated

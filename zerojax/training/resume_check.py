@@ -92,7 +92,7 @@ class ResumeCheck:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every aspect is identical, bit for bit."""
+        """Whether the resume on the new mesh equals that on the saved run's mesh bit for bit."""
         return all(one.verdict == IDENTICAL for one in self.findings)
 
     @property

@@ -68,7 +68,10 @@ class RopeScaling:
                 f"use {', '.join(KINDS[:-1])} or {KINDS[-1]}"
             )
         if not self.factor >= 1.0:
-            raise ValueError(f"rope_scaling.factor={self.factor} must be at least 1")
+            raise ValueError(
+                f"rope_scaling.factor={self.factor} must be at least 1; leave rope_scaling out "
+                "for no scaling"
+            )
         if self.kind != "linear" and not (self.original_max_seq_len or 0) > 1:
             raise ValueError(
                 f"rope_scaling.kind={self.kind!r} needs original_max_seq_len of at least 2, not "

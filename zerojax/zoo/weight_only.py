@@ -47,8 +47,8 @@ def check_weight_kind(model: Any, kind: str | None) -> None:
         )
     if model.moe is not None:
         raise ValueError(
-            f"quantize={kind!r} is not supported for the {model.moe.num_experts} experts of this "
-            "model; leave quantize out"
+            f"quantize={kind!r} does not work for a model with experts (this one has "
+            f"{model.moe.num_experts}), nor does any other kind; leave quantize out"
         )
     used = getattr(model.config, "matmul_dtype", None)
     if used not in _FITTING[kind]:

@@ -121,7 +121,8 @@ def prepare_chats(
     Args:
       data: a file of JSON lines, a .parquet or .arrow file, a folder of them, or a folder saved by
         `datasets`. Rows have "messages", "conversations", or "prompt" and "completion".
-      out: output folder; created if missing; must not contain token files yet.
+      out: output folder; created if missing; must not contain token files or a file that would be
+        replaced (texts.json, tokenizer, template).
       tokenizer: a model's folder or tokenizer.json, or any other value for `as_tokenizer`.
       template: a Jinja file, or the name of a template in the tokenizer's folder; None uses its
         default template.
@@ -134,9 +135,12 @@ def prepare_chats(
       date: time that `strftime_now` in a template uses, in ISO format; None uses the current time.
       limits: limits of rendering one chat.
 
+    Returns:
+      The folder, the numbers of rows, texts and tokens, and why rows were left out.
+
     Raises:
-      ValueError: a row is not a chat (names file and row number), the template fails, or there are
-        no answers.
+      ValueError: a row is not a chat (names file and row number), the template fails, there are no
+        answers, or `out` has such files.
       FileNotFoundError: the data do not exist.
       ImportError: a package is missing; contains the command to install it.
       OSError: the disk is full or the folder is not writable.

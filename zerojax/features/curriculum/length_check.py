@@ -105,7 +105,7 @@ class LengthCheck:
 
 
 def _on(array: jax.Array, change: Any, cut: int) -> jax.Array:
-    """Returns `change(array, cut)`, computed on the devices with the sharding of `array`."""
+    """Returns `change(array, cut)`, computed on the devices; it has the sharding of `array`."""
     return jax.jit(lambda x: change(x, cut), out_shardings=array.sharding)(array)
 
 

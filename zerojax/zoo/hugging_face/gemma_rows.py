@@ -62,7 +62,10 @@ def _written(config: DecoderConfig) -> Keys:
 
 
 def _read_gemma(config: ConfigReading) -> Keys:
-    """Reads Gemma 1; "gelu" means the tanh form in its files, as in transformers."""
+    """Returns the decoder fields of Gemma 1.
+
+    "gelu" means the tanh form in its files, as in transformers.
+    """
     sizes = _sizes(config, kv_heads=16)
     rope = read_rope(config, longest=sizes["max_seq_len"])
     activation = read_activation(config, default=_TANH)
@@ -126,7 +129,10 @@ def _scalar(config: DecoderConfig) -> float:
 
 
 def _read_gemma3(config: ConfigReading) -> Keys:
-    """Reads Gemma 3: norms of query and key, separate rotary bases of sliding and full layers."""
+    """Returns the decoder fields of Gemma 3.
+
+    Norms of query and key, separate rotary bases of sliding and full layers.
+    """
     sizes = _sizes(config, kv_heads=4)
     # transformers reads this key but never uses it.
     config.require("this model has no soft cap of scores", attn_logit_softcapping=(None,))

@@ -84,7 +84,10 @@ def _write_experts(config: DecoderConfig) -> Keys:
 
 
 def _read_mixtral(config: ConfigReading) -> Keys:
-    """Reads Mixtral: renormalized scores, and one window or none for all layers."""
+    """Returns the decoder fields of Mixtral.
+
+    Renormalized scores, and one window or none for all layers.
+    """
     sizes = read_sizes(config, kv_heads=8, eps=1e-5)
     config.require("zerojax's router has no noise", router_jitter_noise=(0.0, None))
     rope = read_rope(config, longest=sizes["max_seq_len"], theta=1e6)
@@ -113,7 +116,10 @@ def _write_mixtral(config: DecoderConfig) -> Keys:
 
 
 def _read_olmoe(config: ConfigReading) -> Keys:
-    """Reads OLMoE: norms over all heads of query and key, followed by clipping."""
+    """Returns the decoder fields of OLMoE.
+
+    Norms over all heads of query and key, followed by clipping.
+    """
     sizes = read_sizes(config, eps=1e-5)
     of_head = sizes["embed_dim"] // sizes["num_heads"]
     config.require("head_dim is hidden_size / num_attention_heads", head_dim=(None, of_head))
@@ -150,7 +156,7 @@ def _write_olmoe(config: DecoderConfig) -> Keys:
 
 
 def _read_qwen3_moe(config: ConfigReading) -> Keys:
-    """Reads Qwen3-MoE: norms of query and key.
+    """Returns the decoder fields of Qwen3-MoE: norms of query and key.
 
     "intermediate_size" has no effect, because all layers have experts. A window applies to all
     layers, as in transformers.

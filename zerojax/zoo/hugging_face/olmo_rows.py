@@ -38,7 +38,7 @@ _OLMO3_THETA = {FULL: 5e5, SLIDING: 5e5}
 
 
 def _read_olmo(config: ConfigReading) -> Keys:
-    """Reads OLMo: LayerNorm without scale and bias."""
+    """Returns the decoder fields of OLMo: LayerNorm without scale and bias."""
     sizes = read_sizes(config)
     return {
         **sizes,
@@ -57,7 +57,10 @@ def _write_olmo(config: DecoderConfig) -> Keys:
 
 
 def _read_olmo2(config: ConfigReading) -> Keys:
-    """Reads OLMo 2: norms after attention and MLP, and over all heads of query and key."""
+    """Returns the decoder fields of OLMo 2.
+
+    Norms after attention and MLP, and over all heads of query and key.
+    """
     sizes = _olmo2_sizes(config)
     return {**sizes, "kinds": (LayerKind(rope=read_rope(config, longest=sizes["max_seq_len"])),)}
 
@@ -79,8 +82,10 @@ def _write_olmo2(config: DecoderConfig) -> Keys:
 
 
 def _read_olmo3(config: ConfigReading) -> Keys:
-    """Reads OLMo 3: three sliding layers before each full layer; only full layers scale
-    positions."""
+    """Returns the decoder fields of OLMo 3.
+
+    Three sliding layers before each full layer; only full layers scale positions.
+    """
     sizes = _olmo2_sizes(config)
     types = read_layer_types(config, every_nth_full(sizes["num_layers"], 4))
     window = window_of(config, types, config.get("sliding_window", 4096))
@@ -111,7 +116,7 @@ def _write_olmo3(config: DecoderConfig) -> Keys:
 
 
 def _read_cohere(config: ConfigReading) -> Keys:
-    """Reads Cohere: attention and MLP in parallel."""
+    """Returns the decoder fields of Cohere: attention and MLP in parallel."""
     config.require("norms of query and key are not supported", use_qk_norm=(False, None))
     sizes = _cohere_sizes(config)
     rope = read_rope(config, theta=5e5, longest=sizes["max_seq_len"], interleaved=True)
@@ -144,8 +149,10 @@ def _write_cohere(config: DecoderConfig) -> Keys:
 
 
 def _read_cohere2(config: ConfigReading) -> Keys:
-    """Reads Cohere 2: three sliding layers with rotary positions, then a full layer without
-    them."""
+    """Returns the decoder fields of Cohere 2.
+
+    Three sliding layers with rotary positions, then a full layer without them.
+    """
     sizes = _cohere_sizes(config)
     rope = read_rope(config, longest=sizes["max_seq_len"], interleaved=True)
     period = read_period(config, "sliding_window_pattern", 4)
