@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from zerojax.config.batch_division import RowsOfSteps
 from zerojax.config.feature_settings import FeatureSettings
@@ -23,9 +23,10 @@ WORK_WITH_SIZES = frozenset(
 (`one_bit`) is not in it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Ladder:
     """Compiled sizes of a run; a size is a number of tokens per row, or of rows.
+
+    Subclasses are dataclasses.
 
     Attributes:
       kind: type of the settings of the feature that changes the size.
@@ -37,7 +38,11 @@ class Ladder:
     kind: ClassVar[type[FeatureSettings]]
     event: ClassVar[tuple[str, str]]
     remedy: ClassVar[str]
-    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    plans: Mapping[int, Any]
+
+    def planned(self, plans: Mapping[int, Any]) -> Self:
+        """Returns the sizes with the plans of their steps."""
+        return dataclasses.replace(self, plans=plans)  # type: ignore[type-var]
 
     @property
     def whole(self) -> int:

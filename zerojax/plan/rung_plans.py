@@ -39,7 +39,7 @@ def with_rungs(plan: Plan) -> Plan:
         size: plan if ladder.is_plan_of_run(size) and not scales else _plan_size(plan, ladder, size)
         for size in ladder.sizes
     }
-    ladder = dataclasses.replace(ladder, plans=plans)
+    ladder = ladder.planned(plans)
     return dataclasses.replace(plan, ladder=ladder, reasons=(*plan.reasons, *ladder.describe()))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ class BatchLadder(Ladder):
     event = "batch_size", "rows"
     remedy = "use other batch sizes (start, increment), or settings that support this one"
     ramp: BatchRamp
+    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def whole(self) -> int:

@@ -48,6 +48,7 @@ class LengthLadder(Ladder):
     seq_len: int
     keys: tuple[str, ...]
     adds_weights: bool
+    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def whole(self) -> int:
