@@ -31,7 +31,7 @@ class BatchLadder(Ladder):
     event = "batch_size", "rows"
     remedy = "use other batch sizes (start, increment), or settings that support this one"
     ramp: BatchRamp
-    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # type: ignore[bad-override]
 
     @property
     def whole(self) -> int:

@@ -48,7 +48,7 @@ class LengthLadder(Ladder):
     seq_len: int
     keys: tuple[str, ...]
     adds_weights: bool
-    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # type: ignore[bad-override]
 
     @property
     def whole(self) -> int:
