@@ -44,42 +44,34 @@ from zerojax.optim.schedules import as_schedule
 
 _EAGER = "an option of PyTorch's update, and here the update is compiled"
 _DECAY = "on every parameter, as in DeepSpeed (Hugging Face's Trainer leaves out biases and norms)"
-
-
-def _adam_table(**more: Key) -> Table:
-    return {
-        "lr": honoured(1e-3, "learning rate; a scheduler may use it as its peak"),
-        "betas": honoured([0.9, 0.999], "b1 and b2"),
-        "eps": honoured(1e-8, "added to the root of the second moment"),
-        "weight_decay": honoured(0.0, _DECAY),
-        "bias_correction": honoured(True, "bias correction of the moments"),
-        "amsgrad": honoured(
-            False,
-            "only false is supported",
-            (False,),
-            "AMSGrad is not supported; set amsgrad to false",
-        ),
-        **left_to_compiler(
-            _EAGER,
-            **dict.fromkeys(
-                ("set_grad_none", "foreach", "fused", "capturable", "differentiable"), object
-            ),
-        ),
-        **more,
-    }
-
-
 _STATES = honoured(
     True,
     "moments are float32",
     (True,),
     "moments are float32; for bfloat16 set bf16.bf16_optimizer_states",
 )
-_ADAM = _adam_table(
-    **left_to_compiler(_EAGER, torch_adam=False),
-    adam_w_mode=honoured(True, "true: decay apart from the moments, which is AdamW"),
-    fp32_optimizer_states=_STATES,
-)
+_ADAM: Table = {
+    "lr": honoured(1e-3, "learning rate; a scheduler may use it as its peak"),
+    "betas": honoured([0.9, 0.999], "b1 and b2"),
+    "eps": honoured(1e-8, "added to the root of the second moment"),
+    "weight_decay": honoured(0.0, _DECAY),
+    "bias_correction": honoured(True, "bias correction of the moments"),
+    "amsgrad": honoured(
+        False,
+        "only false is supported",
+        (False,),
+        "AMSGrad is not supported; set amsgrad to false",
+    ),
+    **left_to_compiler(
+        _EAGER,
+        **dict.fromkeys(
+            ("set_grad_none", "foreach", "fused", "capturable", "differentiable"), object
+        ),
+        torch_adam=False,
+    ),
+    "adam_w_mode": honoured(True, "true: decay apart from the moments, which is AdamW"),
+    "fp32_optimizer_states": _STATES,
+}
 _LION = {name: _ADAM[name] for name in ("lr", "betas", "weight_decay", "set_grad_none")} | {
     "fp32_optimizer_states": _STATES
 }
