@@ -23,8 +23,16 @@ from zerojax.placement.device_mesh import make_mesh
 from zerojax.placement.leaf_placement import Access
 from zerojax.step.build import build_step
 from zerojax.training.loading import load_run
-from zerojax.zoo import Decoder, DecoderConfig, LayerKind, NormConfig, Rope, RopeScaling, add_lora
-from zerojax.zoo.decoder_config import decoder_config_of
+from zerojax.zoo import (
+    Decoder,
+    DecoderConfig,
+    LayerKind,
+    NormConfig,
+    Rope,
+    RopeScaling,
+    add_lora,
+    config_values,
+)
 from zerojax.zoo.hugging_face import from_hugging_face
 from zerojax.zoo.layers import Norm
 from zerojax.zoo.self_attention import rotate_positions
@@ -344,7 +352,10 @@ def test_a_loss_in_chunks_has_the_scale_and_the_cap_of_the_logits():
 @pytest.mark.thorough
 def test_settings_come_back_from_a_record(tmp_path):
     made = config_of()
-    assert decoder_config_of(json.loads(json.dumps(dataclasses.asdict(made)))) == made
+    assert (
+        config_values.config_of(DecoderConfig, json.loads(json.dumps(dataclasses.asdict(made))))
+        == made
+    )
     mesh = make_mesh(None, devices=jax.devices()[:1])
     trainer = zerojax.train(decoder(), mesh, [text_batch(0)], steps=1, checkpoint=tmp_path / "run")
     loaded = load_run(tmp_path / "run")

@@ -12,6 +12,7 @@ from zerojax.deepspeed_config.key_schema import (
     AbsentFeature,
     Key,
     Table,
+    honoured,
     is_enabled,
     is_enabled_inside,
     left_to_compiler,
@@ -24,35 +25,29 @@ _GROUPS = "each group has modules, related_modules and params, see below"
 def _pruning(unit: str, method: str, **more: Key) -> Table:
     return {
         "shared_parameters": {
-            "enabled": Key("bool", False, "honoured", f"true: pruning.groups with unit={unit}"),
-            "method": Key(
-                "text",
+            "enabled": honoured(False, f"true: pruning.groups with unit={unit}"),
+            "method": honoured(
                 method,
-                "honoured",
                 "l1: by the sums of absolute values of the initial weights; topk (learned "
                 "scores) and snip_momentum are refused if enabled",
             ),
-            "schedule_offset": Key("int", 1000, "honoured", "start_step of the groups"),
+            "schedule_offset": honoured(1000, "start_step of the groups"),
             **more,
         },
-        "different_groups": Key("dict", None, "honoured", f"pruning.groups; {_GROUPS}"),
+        "different_groups": honoured(dict, f"pruning.groups; {_GROUPS}"),
     }
 
 
 WEIGHTS: Table = {
     "shared_parameters": {
-        "enabled": Key(
-            "bool",
+        "enabled": honoured(
             False,
-            "honoured",
             "true: the model must round all kernels of its layers, by model.matmul_dtype and "
             "model.bit_schedule",
         ),
         **left_to_compiler("XLA fuses the rounding", quantizer_kernel=False),
-        "schedule_offset": Key(
-            "int",
+        "schedule_offset": honoured(
             0,
-            "honoured",
             "bit_schedule.start_step; without quantize_weight_in_forward one step later if it is "
             "above 0, as in DeepSpeed",
         ),
@@ -61,26 +56,18 @@ WEIGHTS: Table = {
             quantize_groups=1,
         ),
         **not_needed("the plan has the schedule", quantize_verbose=False),
-        "quantization_type": Key(
-            "text", "symmetric", "honoured", "symmetric; asymmetric is refused if enabled"
+        "quantization_type": honoured("symmetric", "symmetric; asymmetric is refused if enabled"),
+        "quantize_weight_in_forward": honoured(
+            False, "true: target_bits from the start; false: widths from start_bits to target_bits"
         ),
-        "quantize_weight_in_forward": Key(
-            "bool",
-            False,
-            "honoured",
-            "true: target_bits from the start; false: widths from start_bits to target_bits",
-        ),
-        "rounding": Key("text", "nearest", "honoured", "nearest; stochastic is refused if enabled"),
+        "rounding": honoured("nearest", "nearest; stochastic is refused if enabled"),
         "fp16_mixed_quantize": {
-            "enabled": Key("bool", False, "honoured", "false; true is refused if enabled"),
+            "enabled": honoured(False, "false; true is refused if enabled"),
             **not_needed("used only with enabled, which is refused", quantize_change_ratio=0.001),
         },
     },
-    "different_groups": Key(
-        "dict",
-        None,
-        "honoured",
-        f"all groups together match the kernels of all layers, with one width; {_GROUPS}",
+    "different_groups": honoured(
+        dict, f"all groups together match the kernels of all layers, with one width; {_GROUPS}"
     ),
 }
 
@@ -108,7 +95,7 @@ COMPRESSION: Table = {
     "head_pruning": _pruning(
         "head",
         "topk",
-        num_heads=Key("int", None, "honoured", "must be the heads of the parameter"),
+        num_heads=honoured(int, "must be the heads of the parameter"),
     ),
     "channel_pruning": _pruning("channel", "l1"),
     "layer_reduction": AbsentFeature(
@@ -124,22 +111,22 @@ COMPRESSION: Table = {
 }
 
 _OF_EACH: Table = {
-    "modules": Key("list", None, "honoured", "regular expressions on names of parameters"),
+    "modules": honoured(list, "regular expressions on names of parameters"),
     **not_needed(
         "an export keeps the shapes of related modules, with zeros", related_modules=object
     ),
 }
 PRUNED_GROUP: Table = {
     **_OF_EACH,
-    "params": {"dense_ratio": Key("float", None, "honoured", "PruningGroup.dense_ratio")},
+    "params": {"dense_ratio": honoured(float, "PruningGroup.dense_ratio")},
 }
 """Keys of a group of a pruning method."""
 ROUNDED_GROUP: Table = {
     **_OF_EACH,
     "params": {
-        "start_bits": Key("int", None, "honoured", "bit_schedule.start_bits"),
-        "target_bits": Key("int", None, "honoured", "8: fake_int8; 4: fake_int4; others refused"),
-        "quantization_period": Key("int", 1, "honoured", "bit_schedule.period"),
+        "start_bits": honoured(int, "bit_schedule.start_bits"),
+        "target_bits": honoured(int, "8: fake_int8; 4: fake_int4; others refused"),
+        "quantization_period": honoured(1, "bit_schedule.period"),
     },
 }
 """Keys of a group of `weight_quantization`."""

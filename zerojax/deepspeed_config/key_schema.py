@@ -59,7 +59,37 @@ class AbsentFeature:
 
 
 Table = Mapping[str, "Key | AbsentFeature | Table"]
-_KINDS = {bool: "bool", int: "int", float: "float", str: "text", list: "list", object: "any"}
+_KINDS = {
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "text",
+    list: "list",
+    dict: "dict",
+    object: "any",
+}
+
+
+def honoured(
+    default: Any, why: str, only: tuple[Any, ...] | None = None, otherwise: str = ""
+) -> Key:
+    """Makes a key with the verdict "honoured".
+
+    Args:
+      default: DeepSpeed's default, or the type of a key without a default.
+      why, only, otherwise: fields of `Key`.
+    """
+    return _key(default, "honoured", why, only, otherwise)
+
+
+def mapped(default: Any, why: str) -> Key:
+    """Makes a key with the verdict "mapped"; arguments as of `honoured`."""
+    return _key(default, "mapped", why)
+
+
+def _key(given: Any, verdict: Verdict, *rest: Any) -> Key:
+    kind, default = (given, None) if isinstance(given, type) else (type(given), given)
+    return Key(_KINDS[kind], default, verdict, *rest)
 
 
 def not_needed(why: str, **defaults: Any) -> dict[str, Key]:
@@ -79,11 +109,7 @@ def left_to_compiler(why: str, **defaults: Any) -> dict[str, Key]:
 
 
 def _without_effect(verdict: Verdict, why: str, defaults: Mapping[str, Any]) -> dict[str, Key]:
-    keys = {}
-    for name, given in defaults.items():
-        kind, default = (given, None) if isinstance(given, type) else (type(given), given)
-        keys[name] = Key(_KINDS[kind], default, verdict, f"no effect; {why}")
-    return keys
+    return {name: _key(given, verdict, f"no effect; {why}") for name, given in defaults.items()}
 
 
 def is_enabled(value: Any) -> bool:

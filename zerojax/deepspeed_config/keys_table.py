@@ -15,9 +15,11 @@ from zerojax.deepspeed_config.key_schema import (
     AbsentFeature,
     Key,
     Table,
+    honoured,
     is_enabled,
     is_enabled_inside,
     left_to_compiler,
+    mapped,
     not_needed,
 )
 from zerojax.deepspeed_config.zero_keys_table import ZERO
@@ -28,20 +30,16 @@ _SAVES = "each process always writes its own shards in the background"
 _PROFILE = "`zerojax profile` and the plan print FLOPs and times"
 
 _FP16: Table = {
-    "enabled": Key("bool", False, "honoured", "precision=fp16"),
+    "enabled": honoured(False, "precision=fp16"),
     **not_needed("floating-point inputs are always cast to the compute dtype", auto_cast=False),
-    "loss_scale": Key(
-        "float", 0.0, "honoured", "0: dynamic loss scale; other values set loss_scale.static"
-    ),
-    "initial_scale_power": Key("int", 16, "honoured", "loss_scale.initial = 2**value"),
-    "loss_scale_window": Key("int", 1000, "honoured", "loss_scale.window"),
-    "hysteresis": Key("int", 2, "honoured", "loss_scale.hysteresis"),
-    "consecutive_hysteresis": Key("bool", False, "honoured", "loss_scale.consecutive_hysteresis"),
-    "min_loss_scale": Key("float", 1.0, "honoured", "loss_scale.minimum"),
-    "fp16_master_weights_and_grads": Key(
-        "bool",
+    "loss_scale": honoured(0.0, "0: dynamic loss scale; other values set loss_scale.static"),
+    "initial_scale_power": honoured(16, "loss_scale.initial = 2**value"),
+    "loss_scale_window": honoured(1000, "loss_scale.window"),
+    "hysteresis": honoured(2, "loss_scale.hysteresis"),
+    "consecutive_hysteresis": honoured(False, "loss_scale.consecutive_hysteresis"),
+    "min_loss_scale": honoured(1.0, "loss_scale.minimum"),
+    "fp16_master_weights_and_grads": honoured(
         False,
-        "honoured",
         "false: master weights are float32",
         (False,),
         "float16 master weights lose small updates; set this key to false, or use bf16 with "
@@ -50,28 +48,19 @@ _FP16: Table = {
 }
 
 _BF16: Table = {
-    "enabled": Key("bool", False, "honoured", "precision=bf16"),
+    "enabled": honoured(False, "precision=bf16"),
     **left_to_compiler(
         "gradients are accumulated inside the compiled step", immediate_grad_update=False
     ),
-    "check_grad_overflow": Key(
-        "bool", True, "honoured", "a step with non-finite gradients changes no parameter"
-    ),
-    "bf16_master_weights_and_grads": Key(
-        "bool", False, "honoured", "param_dtype and accumulate_dtype"
-    ),
-    "bf16_optimizer_states": Key("bool", False, "honoured", "moments_dtype"),
+    "check_grad_overflow": honoured(True, "a step with non-finite gradients changes no parameter"),
+    "bf16_master_weights_and_grads": honoured(False, "param_dtype and accumulate_dtype"),
+    "bf16_optimizer_states": honoured(False, "moments_dtype"),
 }
 
 _ACTIVATIONS: Table = {
-    "partition_activations": Key(
-        "bool", False, "mapped", "sets mesh.sequence_sharding if autotp_size is above 1"
-    ),
-    "cpu_checkpointing": Key(
-        "bool",
-        False,
-        "honoured",
-        "mesh.offload.activations=host; no key of DeepSpeed means activations=nvme",
+    "partition_activations": mapped(False, "sets mesh.sequence_sharding if autotp_size is above 1"),
+    "cpu_checkpointing": honoured(
+        False, "mesh.offload.activations=host; no key of DeepSpeed means activations=nvme"
     ),
     **left_to_compiler("XLA allocates all buffers", contiguous_memory_optimization=False),
     **not_needed(
@@ -82,8 +71,8 @@ _ACTIVATIONS: Table = {
 }
 
 _PIPELINE: Table = {
-    "stages": Key("int", None, "honoured", "mesh.stage"),
-    "partition": Key("text", "best", "mapped", "mesh.partition"),
+    "stages": honoured(int, "mesh.stage"),
+    "partition": mapped("best", "mesh.partition"),
     **not_needed("one seed gives the same initial weights on every mesh", seed_layers=False),
     **not_needed(
         "the model's own remat decides, and mesh.stash=input stores only the input of a stage",
@@ -97,7 +86,7 @@ _PIPELINE: Table = {
 }
 
 _TENSOR_PARALLEL: Table = {
-    "autotp_size": Key("int", 0, "honoured", "mesh.model"),
+    "autotp_size": honoured(0, "mesh.model"),
     **not_needed(
         "the model's own tensor_parallel_rules define the split",
         vocab_parallel_lm_head=bool,
@@ -108,13 +97,10 @@ _TENSOR_PARALLEL: Table = {
         "XLA's latency-hiding scheduler overlaps communication", tp_overlap_comm=False
     ),
     "partition_config": {
-        "use_default_specs": Key(
-            "bool",
-            False,
-            "mapped",
-            "the model's own tensor_parallel_rules apply where layer_specs has none",
+        "use_default_specs": mapped(
+            False, "the model's own tensor_parallel_rules apply where layer_specs has none"
         ),
-        "layer_specs": Key("list", None, "mapped", "mesh.rules"),
+        "layer_specs": mapped(list, "mesh.rules"),
     },
     "tp": AbsentFeature("a key for inference; for training use autotp_size", bool),
     "tensor_parallel": AbsentFeature("a key for inference; for training use autotp_size", bool),
@@ -132,14 +118,10 @@ _WRITER = (
     "type decoupled io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier"
 )
 _CHECKPOINT: Table = {
-    "tag_validation": Key(
-        "text", "WARN", "honoured", "what happens if processes pass different tags"
-    ),
+    "tag_validation": honoured("WARN", "what happens if processes pass different tags"),
     **not_needed("every checkpoint can be loaded on any mesh", load_universal=False),
-    "use_node_local_storage": Key(
-        "bool",
+    "use_node_local_storage": honoured(
         False,
-        "honoured",
         "false: a checkpoint is one folder that all nodes share",
         (False,),
         "a checkpoint is one folder that all nodes share; set it to false",
@@ -151,70 +133,60 @@ _CHECKPOINT: Table = {
 
 _MONITORS: Table = {
     "tensorboard": {
-        "enabled": Key("bool", False, "honoured", "log.tensorboard"),
-        "output_path": Key("text", "", "mapped", "with job_name: the run folder"),
-        "job_name": Key("text", "DeepSpeedJobName", "mapped", "see output_path"),
+        "enabled": honoured(False, "log.tensorboard"),
+        "output_path": mapped("", "with job_name: the run folder"),
+        "job_name": mapped("DeepSpeedJobName", "see output_path"),
     },
     "csv_monitor": {
         **not_needed("metrics.jsonl is always written to the run folder", enabled=False),
-        "output_path": Key("text", "", "mapped", "with job_name: the run folder"),
-        "job_name": Key("text", "DeepSpeedJobName", "mapped", "see output_path"),
+        "output_path": mapped("", "with job_name: the run folder"),
+        "job_name": mapped("DeepSpeedJobName", "see output_path"),
     },
     "wandb": {
-        "enabled": Key("bool", False, "honoured", "log.wandb"),
-        "project": Key("text", "deepspeed", "honoured", "log.wandb"),
-        "group": Key(
-            "text", None, "honoured", "set it by the environment variable WANDB_RUN_GROUP instead"
-        ),
-        "team": Key(
-            "text", None, "honoured", "set it by the environment variable WANDB_ENTITY instead"
-        ),
+        "enabled": honoured(False, "log.wandb"),
+        "project": honoured("deepspeed", "log.wandb"),
+        "group": honoured(str, "set it by the environment variable WANDB_RUN_GROUP instead"),
+        "team": honoured(str, "set it by the environment variable WANDB_ENTITY instead"),
     },
     "comet": AbsentFeature("Comet is not supported; use tensorboard or wandb", is_enabled),
 }
 
 _ELASTICITY: Table = {
-    "enabled": Key("bool", False, "honoured", "elasticity.enabled"),
-    "max_train_batch_size": Key("int", 2000, "honoured", "elasticity.max_global_batch_size"),
-    "micro_batch_sizes": Key("list", [2, 4, 6], "honoured", "elasticity.micro_batch_sizes"),
-    "min_gpus": Key("int", 1, "honoured", "elasticity.min_devices"),
-    "max_gpus": Key("int", 10_000, "honoured", "elasticity.max_devices"),
-    "num_gpus_per_node": Key("int", 1, "honoured", "elasticity.devices_per_node"),
-    "model_parallel_size": Key("int", 1, "honoured", "must equal autotp_size x pipeline.stages"),
+    "enabled": honoured(False, "elasticity.enabled"),
+    "max_train_batch_size": honoured(2000, "elasticity.max_global_batch_size"),
+    "micro_batch_sizes": honoured([2, 4, 6], "elasticity.micro_batch_sizes"),
+    "min_gpus": honoured(1, "elasticity.min_devices"),
+    "max_gpus": honoured(10_000, "elasticity.max_devices"),
+    "num_gpus_per_node": honoured(1, "elasticity.devices_per_node"),
+    "model_parallel_size": honoured(1, "must equal autotp_size x pipeline.stages"),
     **not_needed("the number of devices changes only at a restart", min_time=0),
-    "prefer_larger_batch": Key("bool", True, "honoured", "elasticity.prefer_larger_batch"),
-    "ignore_non_elastic_batch_info": Key(
-        "bool", False, "honoured", "true: the file may have batch keys beside elasticity"
+    "prefer_larger_batch": honoured(True, "elasticity.prefer_larger_batch"),
+    "ignore_non_elastic_batch_info": honoured(
+        False, "true: the file may have batch keys beside elasticity"
     ),
-    "version": Key(
-        "float", 0.2, "honoured", "version of the batch arithmetic", (0.1, 0.2), "use 0.1 or 0.2"
-    ),
+    "version": honoured(0.2, "version of the batch arithmetic", (0.1, 0.2), "use 0.1 or 0.2"),
 }
 
 _LAYOUT = "the layout of the model's calls of zerojax.attention"
 _SPARSE_ATTENTION: Table = {
-    "mode": Key(
-        "text",
+    "mode": honoured(
         "fixed",
-        "honoured",
         f"{_LAYOUT}; a model with its own attention_layout must have the same",
         ("dense", "fixed", "variable", "bigbird", "bslongformer"),
         "use dense, fixed, variable, bigbird or bslongformer",
     ),
-    "block": Key("int", 16, "honoured", _LAYOUT),
-    "different_layout_per_head": Key("bool", False, "honoured", _LAYOUT),
-    "num_local_blocks": Key("int", 4, "honoured", _LAYOUT),
-    "num_global_blocks": Key("int", 1, "honoured", _LAYOUT),
-    "attention": Key("text", "bidirectional", "honoured", _LAYOUT),
-    "horizontal_global_attention": Key("bool", False, "honoured", _LAYOUT),
-    "num_different_global_patterns": Key("int", 1, "honoured", _LAYOUT),
-    "num_random_blocks": Key(
-        "int", 0, "honoured", f"{_LAYOUT}; random blocks are drawn with seed 0"
-    ),
-    "local_window_blocks": Key("list", [4], "honoured", _LAYOUT),
-    "global_block_indices": Key("list", [0], "honoured", _LAYOUT),
-    "global_block_end_indices": Key("list", None, "honoured", _LAYOUT),
-    "num_sliding_window_blocks": Key("int", 3, "honoured", _LAYOUT),
+    "block": honoured(16, _LAYOUT),
+    "different_layout_per_head": honoured(False, _LAYOUT),
+    "num_local_blocks": honoured(4, _LAYOUT),
+    "num_global_blocks": honoured(1, _LAYOUT),
+    "attention": honoured("bidirectional", _LAYOUT),
+    "horizontal_global_attention": honoured(False, _LAYOUT),
+    "num_different_global_patterns": honoured(1, _LAYOUT),
+    "num_random_blocks": honoured(0, f"{_LAYOUT}; random blocks are drawn with seed 0"),
+    "local_window_blocks": honoured([4], _LAYOUT),
+    "global_block_indices": honoured([0], _LAYOUT),
+    "global_block_end_indices": honoured(list, _LAYOUT),
+    "num_sliding_window_blocks": honoured(3, _LAYOUT),
 }
 
 _NAMES_OF_EXPERTS = (
@@ -223,8 +195,8 @@ _NAMES_OF_EXPERTS = (
 )
 _SAME_ROUTER = "must equal the model's router (model.moe)"
 _EXPERTS: Table = {
-    "enabled": Key("bool", False, "honoured", "true: autoep_size is used"),
-    "autoep_size": Key("int", 1, "honoured", "mesh.expert"),
+    "enabled": honoured(False, "true: autoep_size is used"),
+    "autoep_size": honoured(1, "mesh.expert"),
     "expert_tensor_parallel_size": Key(
         "int",
         1,
@@ -238,32 +210,23 @@ _EXPERTS: Table = {
         **dict.fromkeys(_NAMES_OF_EXPERTS.split(), str),
     ),
     "top_k": Key("int", "auto", "honoured", f"{_SAME_ROUTER}: experts_per_token"),
-    "score_func": Key(
-        "text",
-        "auto",
-        "honoured",
-        f"{_SAME_ROUTER}: scores",
-        ("softmax", "sigmoid"),
-        "use softmax or sigmoid",
+    "score_func": honoured(
+        "auto", f"{_SAME_ROUTER}: scores", ("softmax", "sigmoid"), "use softmax or sigmoid"
     ),
-    "score_apply": Key(
-        "text",
+    "score_apply": honoured(
         "auto",
-        "honoured",
         "scores multiply the outputs of experts",
         ("post",),
         "scores multiply the outputs of experts, not their inputs; use post",
     ),
-    "route_norm": Key("bool", None, "honoured", f"{_SAME_ROUTER}: renormalize"),
-    "route_scale": Key("float", 1.0, "honoured", f"{_SAME_ROUTER}: scale"),
+    "route_norm": honoured(bool, f"{_SAME_ROUTER}: renormalize"),
+    "route_scale": honoured(1.0, f"{_SAME_ROUTER}: scale"),
     "routed_scaling_factor": Key("float", "auto", "honoured", f"{_SAME_ROUTER}: scale"),
-    "num_expert_groups": Key("int", None, "honoured", f"{_SAME_ROUTER}: num_groups"),
-    "num_limited_groups": Key("int", None, "honoured", f"{_SAME_ROUTER}: groups_per_token"),
-    "has_shared_experts": Key("bool", None, "honoured", f"{_SAME_ROUTER}: shared_dim above 0"),
-    "expert_activation": Key(
-        "text",
-        None,
-        "honoured",
+    "num_expert_groups": honoured(int, f"{_SAME_ROUTER}: num_groups"),
+    "num_limited_groups": honoured(int, f"{_SAME_ROUTER}: groups_per_token"),
+    "has_shared_experts": honoured(bool, f"{_SAME_ROUTER}: shared_dim above 0"),
+    "expert_activation": honoured(
+        str,
         "experts of zerojax.zoo.MoE are gated by silu",
         ("silu",),
         "experts of zerojax.zoo.MoE are gated by silu; use silu, which a model of your own may "
@@ -315,6 +278,15 @@ _COMPILE = (
     "enabled disable backend kwargs"
 )
 
+_EIGENVALUE = "enabled verbose max_iter tol stability gas_boundary_resolution layer_name layer_num"
+_HYBRID = (
+    "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters "
+    "tp_gather_partition_size enable_cuda_graph"
+)
+_NEBULA = (
+    "enabled persistent_storage_path persistent_time_interval "
+    "num_of_version_in_retention enable_nebula_load nebula_load_path"
+)
 _ABSENT: Table = {
     "amp": AbsentFeature("Apex is not supported; use bf16 or fp16", is_enabled),
     "moe": AbsentFeature(
@@ -335,41 +307,17 @@ _ABSENT: Table = {
     "eigenvalue": AbsentFeature(
         "only for quantize_training, which is not supported; remove this key",
         is_enabled,
-        (
-            "enabled",
-            "verbose",
-            "max_iter",
-            "tol",
-            "stability",
-            "gas_boundary_resolution",
-            "layer_name",
-            "layer_num",
-        ),
+        tuple(_EIGENVALUE.split()),
     ),
     "hybrid_engine": AbsentFeature(
         "there is no inference engine; remove this key and use `zerojax.load_run`",
         is_enabled,
-        (
-            "enabled",
-            "max_out_tokens",
-            "inference_tp_size",
-            "release_inference_cache",
-            "pin_parameters",
-            "tp_gather_partition_size",
-            "enable_cuda_graph",
-        ),
+        tuple(_HYBRID.split()),
     ),
     "nebula": AbsentFeature(
         "no effect; checkpoints are always saved in the background",
         is_enabled,
-        (
-            "enabled",
-            "persistent_storage_path",
-            "persistent_time_interval",
-            "num_of_version_in_retention",
-            "enable_nebula_load",
-            "nebula_load_path",
-        ),
+        tuple(_NEBULA.split()),
     ),
     "datastates_ckpt": AbsentFeature(
         "checkpoints are saved in the background without it", lambda value: value is not False
@@ -377,78 +325,64 @@ _ABSENT: Table = {
 }
 
 _CURRICULUM: Table = {
-    "enabled": Key("bool", False, "honoured", "true: a curriculum of the row length is used"),
-    "curriculum_type": Key(
-        "text",
+    "enabled": honoured(False, "true: a curriculum of the row length is used"),
+    "curriculum_type": honoured(
         "seqlen",
-        "honoured",
         "seqlen: rows are cut to their first tokens; the model is unchanged",
         ("seqlen",),
         "only seqlen (the row length) works for any model; use seqlen",
     ),
-    "min_difficulty": Key("int", None, "honoured", "CurriculumConfig.min_length, in tokens"),
-    "max_difficulty": Key("int", None, "honoured", "CurriculumConfig.max_length, in tokens"),
-    "schedule_type": Key(
-        "text",
-        None,
-        "honoured",
+    "min_difficulty": honoured(int, "CurriculumConfig.min_length, in tokens"),
+    "max_difficulty": honoured(int, "CurriculumConfig.max_length, in tokens"),
+    "schedule_type": honoured(
+        str,
         "CurriculumConfig.schedule_type",
         ("fixed_linear", "fixed_root", "fixed_discrete"),
         "custom needs a Python function, which a file cannot contain; use fixed_linear, "
         "fixed_root or fixed_discrete",
     ),
     "schedule_config": {
-        "total_curriculum_step": Key("int", None, "honoured", "CurriculumConfig.total_steps"),
-        "difficulty_step": Key("int", None, "honoured", "CurriculumConfig.length_step"),
-        "root_degree": Key("float", None, "honoured", "CurriculumConfig.root_degree"),
-        "difficulty": Key("list", None, "honoured", "CurriculumConfig.lengths"),
-        "max_step": Key("list", None, "honoured", "CurriculumConfig.until_steps"),
+        "total_curriculum_step": honoured(int, "CurriculumConfig.total_steps"),
+        "difficulty_step": honoured(int, "CurriculumConfig.length_step"),
+        "root_degree": honoured(float, "CurriculumConfig.root_degree"),
+        "difficulty": honoured(list, "CurriculumConfig.lengths"),
+        "max_step": honoured(list, "CurriculumConfig.until_steps"),
     },
 }
 
 _LAYER_DROP: Table = {
-    "enabled": Key(
-        "bool", False, "honoured", "true: the step drops layers; the model is unchanged"
-    ),
-    "theta": Key("float", 1.0, "honoured", "LayerDropConfig.theta"),
-    "gamma": Key("float", 0.001, "honoured", "LayerDropConfig.gamma"),
+    "enabled": honoured(False, "true: the step drops layers; the model is unchanged"),
+    "theta": honoured(1.0, "LayerDropConfig.theta"),
+    "gamma": honoured(0.001, "LayerDropConfig.gamma"),
 }
 
 TABLE: Table = {
-    "train_batch_size": Key("int", None, "honoured", "rows of one step, over all devices"),
-    "train_micro_batch_size_per_gpu": Key(
-        "int", None, "honoured", "rows of one microbatch on each data shard"
-    ),
-    "gradient_accumulation_steps": Key("int", None, "honoured", "num_microbatches"),
-    "managed_gradient_accumulation": Key(
-        "bool",
+    "train_batch_size": honoured(int, "rows of one step, over all devices"),
+    "train_micro_batch_size_per_gpu": honoured(int, "rows of one microbatch on each data shard"),
+    "gradient_accumulation_steps": honoured(int, "num_microbatches"),
+    "managed_gradient_accumulation": honoured(
         True,
-        "honoured",
         "true: a step sums the gradients of its microbatches",
         (True,),
         "a step always runs all microbatches and one update; set this key to true",
     ),
     "optimizer": {
-        "type": Key("text", None, "honoured", "the update rule"),
-        "params": Key("dict", None, "honoured", "parameters of the update rule"),
+        "type": honoured(str, "the update rule"),
+        "params": honoured(dict, "parameters of the update rule"),
         **left_to_compiler("here the compiler fuses the update", legacy_fusion=False),
     },
     "scheduler": {
-        "type": Key("text", None, "honoured", "learning-rate schedule, advanced once per update"),
-        "params": Key("dict", None, "honoured", "parameters of the schedule"),
+        "type": honoured(str, "learning-rate schedule, advanced once per update"),
+        "params": honoured(dict, "parameters of the schedule"),
     },
-    "gradient_clipping": Key(
-        "float", 1.0, "honoured", "limit of the global gradient norm; 0: no limit"
-    ),
+    "gradient_clipping": honoured(1.0, "limit of the global gradient norm; 0: no limit"),
     "curriculum_learning": _CURRICULUM,
     "progressive_layer_drop": _LAYER_DROP,
     "fp16": _FP16,
     "bf16": _BF16,
     "torch_autocast": {
-        "enabled": Key(
-            "bool", False, "mapped", "true: float32 master weights, and `dtype` as compute dtype"
-        ),
-        "dtype": Key("text", None, "honoured", "compute and reduce dtype"),
+        "enabled": mapped(False, "true: float32 master weights, and `dtype` as compute dtype"),
+        "dtype": honoured(str, "compute and reduce dtype"),
         "lower_precision_safe_modules": AbsentFeature(
             "names torch modules; in zerojax every layer computes in `dtype`, and norms and "
             "losses in "
@@ -457,25 +391,19 @@ TABLE: Table = {
         ),
     },
     "data_types": {
-        "grad_accum_dtype": Key(
-            "text",
-            None,
-            "honoured",
+        "grad_accum_dtype": honoured(
+            str,
             "accumulate_dtype",
             ("fp32", "bf16"),
             "gradients are accumulated in float32 or bfloat16; use fp32",
         ),
-        "param_dtype": Key(
-            "text", None, "honoured", "must match the sections fp16 and bf16", _DTYPES
-        ),
+        "param_dtype": honoured(str, "must match the sections fp16 and bf16", _DTYPES),
         **not_needed("non-parameter state keeps the model's dtypes", buffer_dtype=str),
     },
     "keep_in_fp32_modules": Key(
         "any", "auto", "not needed", "no effect; non-parameter state keeps the model's dtypes"
     ),
-    "communication_data_type": Key(
-        "text", None, "honoured", "reduce_dtype", _DTYPES, "use fp32, fp16 or bf16"
-    ),
+    "communication_data_type": honoured(str, "reduce_dtype", _DTYPES, "use fp32, fp16 or bf16"),
     "seq_parallel_communication_data_type": Key(
         "text",
         "fp32",
@@ -489,19 +417,14 @@ TABLE: Table = {
         prescale_gradients=False,
         gradient_predivide_factor=1.0,
     ),
-    "gradient_allreduce_op": Key(
-        "text",
+    "gradient_allreduce_op": honoured(
         "mean",
-        "honoured",
         "gradients are means over the batch",
         ("mean",),
         "gradients are means over all rows; use mean, and scale the learning rate instead",
     ),
-    "sparse_gradients": Key(
-        "bool",
-        False,
-        "honoured",
-        "true: mesh.lookup=owners, which sends rows of untied embeddings at stages 1 to 3",
+    "sparse_gradients": honoured(
+        False, "true: mesh.lookup=owners, which sends rows of untied embeddings at stages 1 to 3"
     ),
     **not_needed(
         "every supported optimizer gives the results of one device",
@@ -509,17 +432,14 @@ TABLE: Table = {
     ),
     **not_needed("the update runs on the device", zero_force_ds_cpu_optimizer=True),
     "zero_optimization": ZERO,
-    "allgather_size": Key("int", 500_000_000, "mapped", "old name of allgather_bucket_size"),
+    "allgather_size": mapped(500_000_000, "old name of allgather_bucket_size"),
     "activation_checkpointing": _ACTIVATIONS,
     "pipeline": _PIPELINE,
     "tensor_parallel": _TENSOR_PARALLEL,
-    "sequence_parallel_size": Key(
-        "int",
-        1,
-        "mapped",
-        "mesh.context, for the reference decoders (Ulysses, ring or all-gather)",
+    "sequence_parallel_size": mapped(
+        1, "mesh.context, for the reference decoders (Ulysses, ring or all-gather)"
     ),
-    "data_parallel_size": Key("int", None, "honoured", "mesh.data"),
+    "data_parallel_size": honoured(int, "mesh.data"),
     **not_needed("the mesh has a fixed order of axes", use_data_before_expert_parallelism=False),
     "aio": not_needed(
         "`zerojax.checkpoint.store` chooses its I/O itself; `zerojax bench io` measures the disk",
@@ -533,11 +453,11 @@ TABLE: Table = {
         thread_count=1,
     ),
     "checkpoint": _CHECKPOINT,
-    "steps_per_print": Key("int", None, "honoured", "log.every (inf: never)"),
+    "steps_per_print": honoured(int, "log.every (inf: never)"),
     **not_needed(_PROFILE, wall_clock_breakdown=False),
     **not_needed(_IN_PLAN, memory_breakdown=False),
     **not_needed("the run folder always has the resolved settings", dump_state=False),
-    "log_level": Key("text", None, "mapped", "error and critical set log.console=quiet"),
+    "log_level": mapped(str, "error and critical set log.console=quiet"),
     "flops_profiler": {
         **not_needed(_PROFILE, enabled=False),
         **not_needed("recomputed operations are always counted", recompute_fwd_factor=0.0),
@@ -567,11 +487,9 @@ TABLE: Table = {
     **_ABSENT,
     **not_needed("a step creates hardly any Python objects", disable_python_gc=False),
     **not_needed("a batch with fewer rows is refused with a message", dataloader_drop_last=False),
-    "vocabulary_size": Key(
-        "int", None, "honoured", "used only for a warning if it is not divisible by 8"
-    ),
+    "vocabulary_size": honoured(int, "used only for a warning if it is not divisible by 8"),
     **left_to_compiler(_ONE_PROGRAM, graph_harvesting=False),
-    "disable_allgather": Key("bool", False, "honoured", "no effect, as in DeepSpeed"),
+    "disable_allgather": honoured(False, "no effect, as in DeepSpeed"),
 }
 
 

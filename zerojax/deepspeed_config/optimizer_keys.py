@@ -15,7 +15,14 @@ import optax
 from zerojax.config import ConfigError, OptimizerConfig
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.deepspeed_config.ds_config import File
-from zerojax.deepspeed_config.key_schema import Key, Table, check, left_to_compiler, nearest
+from zerojax.deepspeed_config.key_schema import (
+    Key,
+    Table,
+    check,
+    honoured,
+    left_to_compiler,
+    nearest,
+)
 from zerojax.deepspeed_config.translation import CallerValues
 from zerojax.deepspeed_config.unfused_optimizers import bounded_lamb, plain_adamw
 from zerojax.optim import (
@@ -37,92 +44,69 @@ from zerojax.optim.schedules import as_schedule
 
 _EAGER = "an option of PyTorch's update, and here the update is compiled"
 _DECAY = "on every parameter, as in DeepSpeed (Hugging Face's Trainer leaves out biases and norms)"
-
-
-def _adam_table(**more: Key) -> Table:
-    return {
-        "lr": Key("float", 1e-3, "honoured", "learning rate; a scheduler may use it as its peak"),
-        "betas": Key("list", [0.9, 0.999], "honoured", "b1 and b2"),
-        "eps": Key("float", 1e-8, "honoured", "added to the root of the second moment"),
-        "weight_decay": Key("float", 0.0, "honoured", _DECAY),
-        "bias_correction": Key("bool", True, "honoured", "bias correction of the moments"),
-        "amsgrad": Key(
-            "bool",
-            False,
-            "honoured",
-            "only false is supported",
-            (False,),
-            "AMSGrad is not supported; set amsgrad to false",
-        ),
-        **left_to_compiler(
-            _EAGER,
-            **dict.fromkeys(
-                ("set_grad_none", "foreach", "fused", "capturable", "differentiable"), object
-            ),
-        ),
-        **more,
-    }
-
-
-_STATES = Key(
-    "bool",
+_STATES = honoured(
     True,
-    "honoured",
     "moments are float32",
     (True,),
     "moments are float32; for bfloat16 set bf16.bf16_optimizer_states",
 )
-_ADAM = _adam_table(
-    **left_to_compiler(_EAGER, torch_adam=False),
-    adam_w_mode=Key("bool", True, "honoured", "true: decay apart from the moments, which is AdamW"),
-    fp32_optimizer_states=_STATES,
-)
+_ADAM: Table = {
+    "lr": honoured(1e-3, "learning rate; a scheduler may use it as its peak"),
+    "betas": honoured([0.9, 0.999], "b1 and b2"),
+    "eps": honoured(1e-8, "added to the root of the second moment"),
+    "weight_decay": honoured(0.0, _DECAY),
+    "bias_correction": honoured(True, "bias correction of the moments"),
+    "amsgrad": honoured(
+        False,
+        "only false is supported",
+        (False,),
+        "AMSGrad is not supported; set amsgrad to false",
+    ),
+    **left_to_compiler(
+        _EAGER,
+        **dict.fromkeys(
+            ("set_grad_none", "foreach", "fused", "capturable", "differentiable"), object
+        ),
+        torch_adam=False,
+    ),
+    "adam_w_mode": honoured(True, "true: decay apart from the moments, which is AdamW"),
+    "fp32_optimizer_states": _STATES,
+}
 _LION = {name: _ADAM[name] for name in ("lr", "betas", "weight_decay", "set_grad_none")} | {
     "fp32_optimizer_states": _STATES
 }
 _LAMB = {
     **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
-    "bias_correction": Key(
-        "bool", True, "honoured", "multiplies the learning rate by the correction, as in DeepSpeed"
+    "bias_correction": honoured(
+        True, "multiplies the learning rate by the correction, as in DeepSpeed"
     ),
-    "eps_inside_sqrt": Key("bool", False, "honoured", "as in DeepSpeed"),
-    "max_coeff": Key("float", 10.0, "honoured", "upper bound of the ratio of norms"),
-    "min_coeff": Key("float", 0.01, "honoured", "lower bound of the ratio of norms"),
+    "eps_inside_sqrt": honoured(False, "as in DeepSpeed"),
+    "max_coeff": honoured(10.0, "upper bound of the ratio of norms"),
+    "min_coeff": honoured(0.01, "lower bound of the ratio of norms"),
 }
 _SGD = {
     **{name: _ADAM[name] for name in ("lr", "weight_decay", "foreach", "fused", "differentiable")},
-    "momentum": Key("float", 0.0, "honoured", "decay of the sum of gradients"),
-    "nesterov": Key("bool", False, "honoured", "Nesterov momentum"),
-    "dampening": Key(
-        "float", 0.0, "honoured", "none", (0.0,), "dampening is not supported; set it to 0"
-    ),
-    "maximize": Key(
-        "bool",
+    "momentum": honoured(0.0, "decay of the sum of gradients"),
+    "nesterov": honoured(False, "Nesterov momentum"),
+    "dampening": honoured(0.0, "none", (0.0,), "dampening is not supported; set it to 0"),
+    "maximize": honoured(
         False,
-        "honoured",
         "only false is supported",
         (False,),
         "the loss is always minimized; set maximize to false",
     ),
 }
 _MUON = {
-    "lr": Key(
-        "float",
-        None,
-        "honoured",
-        "learning rate of all parameters; absent: 0.02 for matrices, 3e-4 for the others",
+    "lr": honoured(
+        float, "learning rate of all parameters; absent: 0.02 for matrices, 3e-4 for the others"
     ),
-    "muon_lr": Key("float", None, "honoured", "learning rate of matrices, in place of lr"),
-    "adam_lr": Key(
-        "float", None, "honoured", "learning rate of the other parameters (Adam), in place of lr"
-    ),
-    "momentum": Key("float", 0.95, "honoured", "decay of the momentum of matrices"),
-    "betas": Key("list", [0.9, 0.95], "honoured", "b1 and b2 of Adam, for the other parameters"),
-    "eps": Key("float", 1e-10, "honoured", "added to the root of Adam's second moment"),
-    "weight_decay": Key("float", 0.0, "honoured", _DECAY),
-    "ns_steps": Key(
-        "int", 5, "honoured", "Newton-Schulz iterations; DeepSpeed has no such key and uses 5"
-    ),
+    "muon_lr": honoured(float, "learning rate of matrices, in place of lr"),
+    "adam_lr": honoured(float, "learning rate of the other parameters (Adam), in place of lr"),
+    "momentum": honoured(0.95, "decay of the momentum of matrices"),
+    "betas": honoured([0.9, 0.95], "b1 and b2 of Adam, for the other parameters"),
+    "eps": honoured(1e-10, "added to the root of Adam's second moment"),
+    "weight_decay": honoured(0.0, _DECAY),
+    "ns_steps": honoured(5, "Newton-Schulz iterations; DeepSpeed has no such key and uses 5"),
     "ns_method": Key(
         "text",
         "gram",
@@ -131,10 +115,8 @@ _MUON = {
         ("gram", "standard"),
         "use gram or standard",
     ),
-    "per_head_muon": Key(
-        "bool",
+    "per_head_muon": honoured(
         False,
-        "honoured",
         "only false is supported",
         (False,),
         "heads are not orthogonalized separately; set this key to false",
@@ -142,9 +124,7 @@ _MUON = {
 }
 _ONE_BIT_ADAM = {
     **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
-    "freeze_step": Key(
-        "int", 100000, "honoured", "warm-up steps with AdamW, before signs are sent"
-    ),
+    "freeze_step": honoured(100000, "warm-up steps with AdamW, before signs are sent"),
     "bias_correction": Key(
         "bool", True, "ignored", "DeepSpeed's 1-bit Adam has no bias correction"
     ),

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from zerojax.deepspeed_config.key_schema import (
     AbsentFeature,
-    Key,
     Table,
+    honoured,
     is_enabled,
     left_to_compiler,
+    mapped,
     not_needed,
 )
 
 _HOOKS = "an option of torch module hooks; here parameters are gathered where the model uses them"
 
 OFFLOAD_OPTIMIZER: Table = {
-    "device": Key(
-        "text",
+    "device": honoured(
         "none",
-        "honoured",
         "none, cpu, nvme: mesh.offload.opt_state=device, host, nvme",
         ("none", "cpu", "nvme"),
         "use none, cpu or nvme",
     ),
-    "nvme_path": Key("text", None, "honoured", "mesh.offload.folder"),
+    "nvme_path": honoured(str, "mesh.offload.folder"),
     **not_needed("there is one buffer for each slice being transferred", buffer_count=4),
     **not_needed("host memory is always pinned", pin_memory=True),
     **not_needed(
@@ -35,30 +34,21 @@ OFFLOAD_OPTIMIZER: Table = {
     **not_needed(
         "the state is created directly in its memory tier, slice by slice", fast_init=False
     ),
-    "ratio": Key("float", 1.0, "honoured", "fraction of the optimizer state that is offloaded"),
-    "super_offload": Key(
-        "bool",
-        False,
-        "honoured",
-        "off",
-        (False,),
-        "updates run on the device, not on the host; set this key to false",
+    "ratio": honoured(1.0, "fraction of the optimizer state that is offloaded"),
+    "super_offload": honoured(
+        False, "off", (False,), "updates run on the device, not on the host; set this key to false"
     ),
     **not_needed("the update runs on the device", cpuadam_cores_perc=0.8),
 }
 
 OFFLOAD_PARAM: Table = {
-    "device": Key(
-        "text",
+    "device": honoured(
         "none",
-        "honoured",
         "none, cpu, nvme: mesh.offload.params=device, host, nvme",
         ("none", "cpu", "nvme"),
         "use none, cpu or nvme",
     ),
-    "nvme_path": Key(
-        "text", None, "honoured", "mesh.offload.folder, shared with offload_optimizer"
-    ),
+    "nvme_path": honoured(str, "mesh.offload.folder, shared with offload_optimizer"),
     **not_needed("each layer is prefetched one layer ahead, in three buffers", buffer_count=5),
     **not_needed("a buffer has the size of one layer", buffer_size=100_000_000),
     **not_needed(
@@ -69,7 +59,7 @@ OFFLOAD_PARAM: Table = {
 }
 
 ZERO: Table = {
-    "stage": Key("int", 0, "honoured", "mesh.zero", (0, 1, 2, 3), "use 0, 1, 2 or 3"),
+    "stage": honoured(0, "mesh.zero", (0, 1, 2, 3), "use 0, 1, 2 or 3"),
     **left_to_compiler(
         "an option of eager PyTorch's buffers, which a compiled step does not have",
         contiguous_gradients=True,
@@ -77,25 +67,16 @@ ZERO: Table = {
         round_robin_gradients=False,
         memory_efficient_linear=True,
     ),
-    "reduce_scatter": Key(
-        "bool",
-        True,
-        "honoured",
-        "true: stages 1 to 3 reduce-scatter gradients, stage 0 all-reduces them",
+    "reduce_scatter": honoured(
+        True, "true: stages 1 to 3 reduce-scatter gradients, stage 0 all-reduces them"
     ),
-    "reduce_bucket_size": Key(
-        "int", 500_000_000, "honoured", "mesh.reduce_bucket_size, in elements"
-    ),
+    "reduce_bucket_size": honoured(500_000_000, "mesh.reduce_bucket_size, in elements"),
     **not_needed("each bucket is one collective", use_multi_rank_bucket_allreduce=True),
     **not_needed("each bucket is one all-gather, without broadcasts", allgather_partitions=True),
-    "allgather_bucket_size": Key(
-        "int", 500_000_000, "honoured", "mesh.allgather_bucket_size, in elements"
-    ),
+    "allgather_bucket_size": honoured(500_000_000, "mesh.allgather_bucket_size, in elements"),
     **left_to_compiler("XLA's latency-hiding scheduler overlaps communication", overlap_comm=bool),
-    "load_from_fp32_weights": Key(
-        "bool",
+    "load_from_fp32_weights": honoured(
         True,
-        "honoured",
         "true: checkpoints hold float32 master weights",
         (True,),
         "checkpoints have no 16-bit weights to load instead; set this key to true",
@@ -105,30 +86,22 @@ ZERO: Table = {
     ),
     "offload_param": OFFLOAD_PARAM,
     "offload_optimizer": OFFLOAD_OPTIMIZER,
-    "sub_group_size": Key(
-        "int",
-        1_000_000_000,
-        "mapped",
-        "mesh.offload.slice_elements with offload; no effect without",
+    "sub_group_size": mapped(
+        1_000_000_000, "mesh.offload.slice_elements with offload; no effect without"
     ),
-    "cpu_offload": Key("bool", None, "mapped", "old name of offload_optimizer.device: cpu"),
-    "cpu_offload_param": Key("bool", None, "mapped", "old name of offload_param.device: cpu"),
+    "cpu_offload": mapped(bool, "old name of offload_optimizer.device: cpu"),
+    "cpu_offload_param": mapped(bool, "old name of offload_param.device: cpu"),
     **not_needed("host memory is always pinned", cpu_offload_use_pin_memory=bool),
     **left_to_compiler(
         "the compiler gathers one layer ahead where that is faster",
         stage3_prefetch_bucket_size=50_000_000,
     ),
-    "stage3_param_persistence_threshold": Key(
-        "int",
+    "stage3_param_persistence_threshold": honoured(
         100_000,
-        "honoured",
         "mesh.persistence_threshold, in elements; a stack of layers counts as one parameter",
     ),
-    "stage3_model_persistence_threshold": Key(
-        "int",
-        None,
-        "honoured",
-        "the sum of unsharded parameters has no limit; 0: all are sharded",
+    "stage3_model_persistence_threshold": honoured(
+        int, "the sum of unsharded parameters has no limit; 0: all are sharded"
     ),
     **left_to_compiler(
         "layers of a scan are gathered one at a time, layers of a Python loop together, as the "
@@ -142,8 +115,8 @@ ZERO: Table = {
         "`zerojax checkpoint export` writes unsharded weights at any stage",
         stage3_gather_16bit_weights_on_model_save=False,
     ),
-    "stage3_gather_fp16_weights_on_model_save": Key(
-        "bool", False, "mapped", "old name of stage3_gather_16bit_weights_on_model_save"
+    "stage3_gather_fp16_weights_on_model_save": mapped(
+        False, "old name of stage3_gather_16bit_weights_on_model_save"
     ),
     **not_needed(
         _HOOKS,
@@ -157,30 +130,23 @@ ZERO: Table = {
     ),
     **not_needed("every report has the gradient norm", compute_grad_norm=True),
     **not_needed("there is only one implementation of stage 1", legacy_stage1=False),
-    "zero_hpz_partition_size": Key(
-        "int",
-        1,
-        "honoured",
-        "above 1: sets wire.secondary and mesh.node, so that weights cross nodes once per step",
+    "zero_hpz_partition_size": honoured(
+        1, "above 1: sets wire.secondary and mesh.node, so that weights cross nodes once per step"
     ),
-    "zero_quantized_weights": Key("bool", False, "honoured", "wire.weights"),
-    "zero_quantized_nontrainable_weights": Key(
-        "bool",
+    "zero_quantized_weights": honoured(False, "wire.weights"),
+    "zero_quantized_nontrainable_weights": honoured(
         False,
-        "honoured",
         "off",
         (False,),
         "Precision.freeze_dtype (int8, nf4) stores and gathers frozen weights in codes; use it, "
         "and set this key to false",
     ),
-    "zero_quantized_gradients": Key("bool", False, "honoured", "off"),
+    "zero_quantized_gradients": honoured(False, "off"),
     "zeropp_loco_param": AbsentFeature(
         "LoCo, which corrects quantized reductions, is not implemented; remove the key", bool
     ),
-    "mics_shard_size": Key(
-        "int",
+    "mics_shard_size": honoured(
         -1,
-        "honoured",
         "mesh.data; mesh.replica is the number of groups. Each group has a complete state, "
         "including "
         "the optimizer's",

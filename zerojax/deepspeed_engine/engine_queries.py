@@ -19,12 +19,13 @@ from zerojax.plan.make import Plan
 from zerojax.training.step_runner import StepRunner
 
 
-class ConfigQueries:
-    """Methods of DeepSpeed's engine that need only the configuration.
+class EngineQueries:
+    """Methods of DeepSpeed's engine that read the configuration, the plan or the state.
 
     Attributes:
       translation: zerojax settings of the configuration, with a line per key.
       mesh: mesh of the devices.
+      metrics: metrics of the last step, still on the devices; {} before the first step.
     """
 
     def __init__(
@@ -33,6 +34,9 @@ class ConfigQueries:
         self.translation = translation
         self.mesh: Any = mesh
         self._num_rows = translation.train_batch_size
+        self._runner: StepRunner | None = None
+        self._loaded_step = 0
+        self.metrics: Mapping[str, jax.Array] = {}
 
     def train_batch_size(self) -> int:
         """Returns the number of rows of a step's batch, over all processes.
@@ -144,22 +148,6 @@ class ConfigQueries:
     def global_rank(self) -> int:
         """Index of this process over all hosts; process 0 prints."""
         return jax.process_index()
-
-
-class EngineQueries(ConfigQueries):
-    """Methods of DeepSpeed's engine that need the plan or the state.
-
-    Attributes:
-      metrics: metrics of the last step, still on the devices; {} before the first step.
-    """
-
-    def __init__(
-        self, translation: deepspeed_config.Translation, mesh: Mesh | AbstractMesh
-    ) -> None:
-        super().__init__(translation, mesh)
-        self._runner: StepRunner | None = None
-        self._loaded_step = 0
-        self.metrics: Mapping[str, jax.Array] = {}
 
     @property
     def plan(self) -> Plan | None:

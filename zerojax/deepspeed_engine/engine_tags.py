@@ -47,7 +47,6 @@ def check_tag(tag: str) -> None:
 
 
 @not_for_everybody()
-@not_for_everybody()
 def hold_tags(folder: Path) -> Hold | None:
     """Locks the folder of the tags for all processes of this run.
 

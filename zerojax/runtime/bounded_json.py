@@ -69,21 +69,12 @@ def read_bytes(
     return content
 
 
-def loads(
-    content: str | bytes,
-    *,
-    max_bytes: int = MAX_BYTES,
-    max_depth: int = MAX_DEPTH,
-    max_digits: int = MAX_DIGITS,
-    finite: bool = True,
-) -> Any:
+def loads(content: str | bytes, *, max_bytes: int = MAX_BYTES, finite: bool = True) -> Any:
     """Parses a JSON text.
 
     Args:
       content: the text; bytes are decoded as UTF-8.
       max_bytes: maximum number of bytes of the text.
-      max_depth: maximum depth of nested lists and objects.
-      max_digits: maximum number of characters of one number.
       finite: False: accept `NaN`, `Infinity` and numbers that are infinite as a float.
 
     Returns:
@@ -99,14 +90,14 @@ def loads(
         raise JsonError(f"is not UTF-8 at byte {getattr(error, 'start', 0)}") from None
     if len(raw) > max_bytes:
         raise JsonError(f"has {len(raw)} bytes; at most {max_bytes} are read")
-    if depth_of(raw) > max_depth:
-        raise JsonError(f"is nested deeper than {max_depth} levels")
+    if depth_of(raw) > MAX_DEPTH:
+        raise JsonError(f"is nested deeper than {MAX_DEPTH} levels")
     try:
         value = json.loads(
             text,
             object_pairs_hook=_without_equal_keys,
-            parse_int=functools.partial(_integer, max_digits),
-            parse_float=functools.partial(_float, max_digits, finite),
+            parse_int=lambda text: int(_checked_number(text)),
+            parse_float=functools.partial(_float, finite),
             parse_constant=_refuse_constant if finite else None,
         )
     except JsonError:
@@ -184,22 +175,19 @@ def _without_equal_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _integer(max_digits: int, text: str) -> int:
-    _check_digits(max_digits, text)
-    return int(text)
-
-
-def _float(max_digits: int, finite: bool, text: str) -> float:
-    _check_digits(max_digits, text)
-    value = float(text)
+def _float(finite: bool, text: str) -> float:
+    value = float(_checked_number(text))
     if finite and math.isinf(value):
         raise JsonError(f"has the number {quoted(text)}, which is beyond the range of a float")
     return value
 
 
-def _check_digits(max_digits: int, text: str) -> None:
-    if len(text) > max_digits:
-        raise JsonError(f"has a number of {len(text)} characters; at most {max_digits} are read")
+def _checked_number(text: str) -> str:
+    """Returns the text of a number; raises if it is too long, since Python converts long numbers in
+    quadratic time."""
+    if len(text) > MAX_DIGITS:
+        raise JsonError(f"has a number of {len(text)} characters; at most {MAX_DIGITS} are read")
+    return text
 
 
 def _refuse_constant(text: str) -> None:

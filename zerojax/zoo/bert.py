@@ -50,16 +50,7 @@ class BertConfig:
       has_pooler: whether to add a dense layer on the first token, for classification. The model's
         loss does not use it; `freeze=("pooler/",)` prevents weight decay from shrinking a trained
         one.
-      remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
-        `stacking.scan_blocks`).
-      matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
-        "fake_int8" or "fake_int4" for kernels rounded to integers (see
-        `operators.rounded_weights`), None for the compute dtype.
-      bit_schedule: width of the rounded kernels by step (see `BitScheduleConfig`).
-      attention: implementation of attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see
-        `zerojax.attention`).
-      attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
-        use its leading part (see `zerojax.attention`).
+      remat, matmul_dtype, bit_schedule, attention, attention_layout: fields as in `DecoderConfig`.
     """
 
     vocab_size: int = 30522

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from zerojax.config.attention_layouts import BlockLayout
@@ -16,7 +16,6 @@ from zerojax.operators.attending import Implementation, check_implementation
 from zerojax.operators.sparse_layouts import layout_table
 from zerojax.tracing.stacking import check_remat
 from zerojax.zoo.bit_widths import check_bit_schedule
-from zerojax.zoo.config_values import config_of
 from zerojax.zoo.fp8 import check_matmul_dtype
 from zerojax.zoo.layers import ACTIVATIONS, NormConfig
 from zerojax.zoo.rope import Rope
@@ -157,13 +156,7 @@ class DecoderConfig:
     attention_layout: BlockLayout | None = None
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads is None:
-            object.__setattr__(self, "num_kv_heads", self.num_heads)
-        if self.mlp_dim is None:
-            ungated = 4 * self.embed_dim
-            width = default_mlp_dim(self.embed_dim) if self.gated else ungated
-            object.__setattr__(self, "mlp_dim", width)
-        object.__setattr__(self, "moe", with_expert_dim(self.moe, self.mlp_dim))
+        fill_sizes(self)
         for name in ("kinds", "pattern"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
@@ -274,11 +267,29 @@ class DecoderConfig:
                 check_at_least_one("window", kind.window)
 
 
-def with_expert_dim(moe: MoEConfig, mlp_dim: int | None) -> MoEConfig:
-    """Returns `moe` with `expert_dim` set to `mlp_dim` if it is None."""
-    if not moe.num_experts or moe.expert_dim is not None:
-        return moe
-    return dataclasses.replace(moe, expert_dim=mlp_dim)
+def fill_sizes(config: Any) -> None:
+    """Replaces sizes that are None by their defaults, in a frozen configuration.
+
+    Args:
+      config: a `DecoderConfig` or a `LlamaConfig`.
+    """
+    if config.num_kv_heads is None:
+        object.__setattr__(config, "num_kv_heads", config.num_heads)
+    if config.mlp_dim is None:
+        gated = -(-8 * config.embed_dim // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE
+        width = gated if getattr(config, "gated", True) else 4 * config.embed_dim
+        object.__setattr__(config, "mlp_dim", width)
+    if config.moe.num_experts and config.moe.expert_dim is None:
+        moe = dataclasses.replace(config.moe, expert_dim=config.mlp_dim)
+        object.__setattr__(config, "moe", moe)
+
+
+def shared_fields(config: Any) -> dict[str, Any]:
+    """Returns {name: value} of the fields that a family's configuration shares with
+    `DecoderConfig`."""
+    names = {field.name for field in dataclasses.fields(DecoderConfig)}
+    own = [field.name for field in dataclasses.fields(config)]
+    return {name: getattr(config, name) for name in own if name in names}
 
 
 def expert_parameters(
@@ -330,20 +341,6 @@ def kinds_and_pattern(
     if len(kinds) == 1:
         return kinds, None
     return kinds, tuple(kinds.index(layer) for layer in layers)
-
-
-def decoder_config_of(values: Mapping[str, Any]) -> DecoderConfig:
-    """Builds a configuration from JSON fields, as written by `dataclasses.asdict`.
-
-    Raises:
-      TypeError, ValueError: a field is unknown or a value is invalid.
-    """
-    return config_of(DecoderConfig, values)
-
-
-def default_mlp_dim(embed_dim: int) -> int:
-    """Returns 8/3 * embed_dim, rounded up to a multiple of `MLP_MULTIPLE`."""
-    return -(-8 * embed_dim // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE
 
 
 def check_decoder_sizes(config: Any) -> None:

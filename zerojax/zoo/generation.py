@@ -227,8 +227,13 @@ def continue_rows(
     sizes = [(len(row), int(most)) for row, most in zip(prompts, limits, strict=True)]
     check_length(*max(sizes, key=sum), limit=limit)
     sampling.check(vocab_size)
-    slots = _Slots.of(
-        prompts, limits.astype(np.int32), row_numbers, num_rows, row_sharding, limit=limit
+    slots = _Slots(
+        prompts,
+        limits.astype(np.int32),
+        row_numbers=row_numbers,
+        num_rows=num_rows,
+        sharding=row_sharding,
+        limit=limit,
     )
     longest = max(map(sum, sizes))
     return _continue(
@@ -262,40 +267,21 @@ class _Slots:
     Args:
       prompts: integers [prompt] each.
       limits: int32 [prompts], maximum number of new tokens of each prompt.
-      numbers: integers [prompts], for the random numbers of each prompt.
-      size: number of rows.
-      length: padded length of the prompts.
+      row_numbers, num_rows: arguments of `continue_rows`.
       sharding: sharding of rows; None: none.
+      limit: the model's max_seq_len.
     """
 
     def __init__(
         self,
         prompts: Sequence[np.ndarray],
         limits: np.ndarray,
-        numbers: np.ndarray,
         *,
-        size: int,
-        length: int,
-        sharding: NamedSharding | None,
-    ) -> None:
-        self._prompts, self._limits, self._numbers = prompts, limits, numbers
-        self.size, self.sharding = size, sharding
-        self._waiting = collections.deque(range(len(prompts)))
-        self._prompt_of = np.full(size, _FREE)
-        self._tokens, self._columns = np.zeros((size, length), np.int32), np.zeros((3, size), int)
-        self._found: dict[int, np.ndarray] = {}
-
-    @classmethod
-    def of(
-        cls,
-        prompts: Sequence[np.ndarray],
-        limits: np.ndarray,
         row_numbers: Sequence[int] | None,
         num_rows: int | None,
         sharding: NamedSharding | None,
-        *,
         limit: int,
-    ) -> _Slots:
+    ) -> None:
         count = len(prompts)
         numbers = np.arange(count) if row_numbers is None else np.asarray(row_numbers)
         if numbers.shape != (count,) or not np.issubdtype(numbers.dtype, np.integer):
@@ -311,7 +297,12 @@ class _Slots:
         shards = 1 if sharding is None else count_shards(sharding)
         size = _rounded_up(count if num_rows is None else num_rows, shards)
         length = min(_rounded_up(max(len(row) for row in prompts), PROMPT_MULTIPLE), limit)
-        return cls(prompts, limits, numbers, size=size, length=length, sharding=sharding)
+        self._prompts, self._limits, self._numbers = prompts, limits, numbers
+        self.size, self.sharding = size, sharding
+        self._waiting = collections.deque(range(count))
+        self._prompt_of = np.full(size, _FREE)
+        self._tokens, self._columns = np.zeros((size, length), np.int32), np.zeros((3, size), int)
+        self._found: dict[int, np.ndarray] = {}
 
     def fill(self) -> tuple[_Batch, Any]:
         """Gives prompts to free rows; returns (prompts of all rows, bool [batch]: new rows)."""
@@ -446,7 +437,8 @@ def _prefill(
     new_cache = model.init_cache(size, length, jnp.int8 if has_codes else None)
     hidden, new_cache = model.extend(batch.tokens, new_cache, jnp.int32(0), text_length=text_length)
     last = jnp.maximum(batch.lengths - 1, 0)[:, None, None]
-    logits = _logits(model, jnp.take_along_axis(hidden, last, axis=1), row_sharding)
+    logits = model.head(jnp.take_along_axis(hidden, last, axis=1))[:, 0]
+    logits = _placed_rows(logits, row_sharding)
     room, pad = progress.drawn.shape[1], jnp.asarray(controls.pad_token)
     options = {"vocab_size": logits.shape[1], "pad": pad}
     new = DrawnRows.start(batch.tokens, batch.lengths, room, **options)
@@ -495,7 +487,7 @@ def _decode(
         hidden, cache = model.extend(
             progress.token[:, None], cache, position, text_length=text_length
         )
-        logits = _logits(model, hidden, row_sharding)
+        logits = _placed_rows(model.head(hidden)[:, 0], row_sharding)
         progress = progress.draw(logits, batch.lengths, batch.limits, batch.rows, controls)
         return _placed_rows(progress, row_sharding), _placed_cache(cache, row_sharding)
 
@@ -508,20 +500,10 @@ def _decode(
     return progress, cache, shown
 
 
-def _placed_rows(progress: DrawnRows, row_sharding: NamedSharding | None) -> DrawnRows:
-    """Shards the state of rows like the rows, so that both programs have the same inputs."""
-    if row_sharding is None:
-        return progress
-    return lax.with_sharding_constraint(progress, row_sharding)
-
-
-def _logits(model: Decoder, hidden: jax.Array, row_sharding: NamedSharding | None) -> jax.Array:
-    """Computes logits [batch, vocab] from hidden states [batch, 1, embed].
-
-    Each device gets all logits of its rows, because sampling compares them.
-    """
-    logits = model.head(hidden)[:, 0]
-    return logits if row_sharding is None else lax.with_sharding_constraint(logits, row_sharding)
+def _placed_rows(rows: Any, row_sharding: NamedSharding | None) -> Any:
+    """Shards arrays [batch, ...] like the rows: both programs then have the same inputs, and each
+    device has all logits of its rows, which sampling compares."""
+    return rows if row_sharding is None else lax.with_sharding_constraint(rows, row_sharding)
 
 
 def _placed_cache(cache: Cache, row_sharding: NamedSharding | None) -> Cache:

@@ -12,7 +12,12 @@ from zerojax.config.compression import BitScheduleConfig
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.attending import Implementation
 from zerojax.zoo.decoder import Decoder
-from zerojax.zoo.decoder_config import DecoderConfig, LayerKind, check_decoder_sizes
+from zerojax.zoo.decoder_config import (
+    DecoderConfig,
+    LayerKind,
+    check_decoder_sizes,
+    shared_fields,
+)
 from zerojax.zoo.layers import NormConfig
 
 
@@ -29,20 +34,8 @@ class GPT2Config:
         probabilities are not dropped, because fused attention never stores them.
       tie_embeddings: whether the output weights are the token table.
       norm_eps: number added to the variance.
-      remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
-        `stacking.scan_blocks`).
-      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all, "auto" for
-        the choice of `operators.chunked_loss.head_next_token`.
-      mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
-        None for all.
-      matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
-        "fake_int8" or "fake_int4" for kernels rounded to integers (see
-        `operators.rounded_weights`), None for the compute dtype.
-      bit_schedule: width of the rounded kernels by step (see `BitScheduleConfig`).
-      attention: implementation of attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see
-        `zerojax.attention`).
-      attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
-        use its leading part (see `zerojax.attention`).
+      remat, loss_chunk, mlp_chunk, matmul_dtype, bit_schedule, attention, attention_layout: fields
+        as in `DecoderConfig`.
       attention_window: number of tokens that each token attends to, including itself (Mistral's
         `sliding_window`); None for all earlier tokens.
     """
@@ -82,14 +75,7 @@ class GPT2Config:
     def as_decoder(self) -> DecoderConfig:
         """Converts to a `DecoderConfig` of the same architecture."""
         return DecoderConfig(
-            vocab_size=self.vocab_size,
-            max_seq_len=self.max_seq_len,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            embed_dim=self.embed_dim,
-            mlp_dim=self.mlp_dim,
-            dropout=self.dropout,
-            tie_embeddings=self.tie_embeddings,
+            **shared_fields(self),
             norm=NormConfig(kind="layer", eps=self.norm_eps, has_bias=True),
             qkv_bias=True,
             output_bias=True,
@@ -99,24 +85,12 @@ class GPT2Config:
             gated=False,
             learned_positions=True,
             family="gpt2",
-            remat=self.remat,
-            loss_chunk=self.loss_chunk,
-            mlp_chunk=self.mlp_chunk,
-            matmul_dtype=self.matmul_dtype,
-            bit_schedule=self.bit_schedule,
-            attention=self.attention,
-            attention_layout=self.attention_layout,
         )
 
     @property
     def num_parameters(self) -> int:
         """Returns the number of trainable elements."""
-        width, mlp = self.embed_dim, self.mlp_dim or 4 * self.embed_dim
-        attention = 4 * (width * width + width)
-        layer = attention + 2 * width * mlp + mlp + width + 4 * width
-        tables = (self.vocab_size + self.max_seq_len) * width
-        head = 0 if self.tie_embeddings else width * self.vocab_size
-        return self.num_layers * layer + tables + 2 * width + head
+        return self.as_decoder().num_parameters
 
 
 class GPT2(Decoder):

@@ -18,8 +18,8 @@ from zerojax.zoo.decoder_config import (
     LayerKind,
     check_decoder_sizes,
     check_experts,
-    default_mlp_dim,
-    with_expert_dim,
+    fill_sizes,
+    shared_fields,
 )
 from zerojax.zoo.layers import NormConfig
 from zerojax.zoo.rope import Rope, RopeScaling
@@ -44,20 +44,8 @@ class LlamaConfig:
         "dynamic" uses the cache's length, so that all keys are rotated with one base (in
         transformers the base changes while the text grows).
       norm_eps: number added to the mean square.
-      remat: recomputation in the backward pass: "none", "full", "attention" or "dots" (see
-        `stacking.scan_blocks`).
-      loss_chunk: number of tokens whose logits `loss` computes at a time; None for all, "auto" for
-        the choice of `operators.chunked_loss.head_next_token`.
-      mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
-        None for all.
-      matmul_dtype: dtype of products in the layers: "fp8" for 8-bit products (see `fp8`),
-        "fake_int8" or "fake_int4" for kernels rounded to integers (see
-        `operators.rounded_weights`), None for the compute dtype.
-      bit_schedule: width of the rounded kernels by step (see `BitScheduleConfig`).
-      attention: implementation of attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see
-        `zerojax.attention`).
-      attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
-        use its leading part (see `zerojax.attention`).
+      remat, loss_chunk, mlp_chunk, matmul_dtype, bit_schedule, attention, attention_layout: fields
+        as in `DecoderConfig`.
       moe: settings of experts that replace the MLP (arXiv:2401.04088); their default width
         `expert_dim` is `mlp_dim`.
       attention_window: number of tokens that each token attends to, including itself (Mistral's
@@ -88,11 +76,7 @@ class LlamaConfig:
     moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads is None:
-            object.__setattr__(self, "num_kv_heads", self.num_heads)
-        if self.mlp_dim is None:
-            object.__setattr__(self, "mlp_dim", default_mlp_dim(self.embed_dim))
-        object.__setattr__(self, "moe", with_expert_dim(self.moe, self.mlp_dim))
+        fill_sizes(self)
         check_decoder_sizes(self)
         check_experts(self)
         if self.features_per_head % 2 or self.features_per_head < 1:
@@ -118,27 +102,10 @@ class LlamaConfig:
         """Converts to a `DecoderConfig` of the same architecture."""
         rope = Rope(theta=self.rope_theta, scaling=self.rope_scaling)
         return DecoderConfig(
-            vocab_size=self.vocab_size,
-            max_seq_len=self.max_seq_len,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            embed_dim=self.embed_dim,
-            num_kv_heads=self.num_kv_heads,
-            mlp_dim=self.mlp_dim,
-            head_dim=self.head_dim,
-            dropout=self.dropout,
-            tie_embeddings=self.tie_embeddings,
+            **shared_fields(self),
             norm=NormConfig(eps=self.norm_eps),
             kinds=(LayerKind(window=self.attention_window, rope=rope),),
             family="llama",
-            remat=self.remat,
-            loss_chunk=self.loss_chunk,
-            mlp_chunk=self.mlp_chunk,
-            matmul_dtype=self.matmul_dtype,
-            bit_schedule=self.bit_schedule,
-            attention=self.attention,
-            attention_layout=self.attention_layout,
-            moe=self.moe,
         )
 
     @property

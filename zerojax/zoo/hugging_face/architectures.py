@@ -12,11 +12,10 @@ from zerojax.zoo.hugging_face.bert_weights import BERT_ROW
 from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
 from zerojax.zoo.hugging_face.gpt2_weights import GPT2_ROW
 from zerojax.zoo.hugging_face.layouts import Architecture
-from zerojax.zoo.hugging_face.llama_weights import LLAMA_ROW
 from zerojax.zoo.hugging_face.t5_weights import T5_ROW
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    **{row.model_type: row for row in (GPT2_ROW, LLAMA_ROW, BERT_ROW, T5_ROW)},
+    **{row.model_type: row for row in (GPT2_ROW, families.LLAMA_ROW, BERT_ROW, T5_ROW)},
     **families.ROWS,
     **gemma_rows.ROWS,
     **olmo_rows.ROWS,

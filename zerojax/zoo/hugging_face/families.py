@@ -1,10 +1,11 @@
-"""Decoder families other than Llama: Mistral, Qwen, Phi-3, SmolLM3, Granite.
+"""Decoder families: Llama, Mistral, Qwen, Phi-3, SmolLM3, Granite.
 
 Sources: modeling files and configuration classes of transformers 5.23.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from zerojax.zoo.hugging_face.decoder_keys import (
 )
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
 from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, read_rope, replaced, write_rope
+from zerojax.zoo.llama import Llama, LlamaConfig
 from zerojax.zoo.rope import Rope
 
 Keys = dict[str, Any]
@@ -36,7 +38,7 @@ def row(
     model_type: str,
     class_name: str,
     read: Callable[[ConfigReading], Keys],
-    write: Callable[[DecoderConfig], Keys],
+    write: Callable[[Any], Keys],
     *,
     leaves: Callable[[DecoderConfig], Sequence[Leaf]] = decoder_leaves.leaves,
     no_effect: tuple[str, ...] = (),
@@ -76,6 +78,40 @@ def uniform(config: DecoderConfig) -> Keys:
         **write_rope(one_rope(config), config.max_seq_len),
         "hidden_act": write_activation(config),
     }
+
+
+# --- Llama ----------------------------------------------------------------------------------------
+
+
+def _read_llama(config: ConfigReading) -> Keys:
+    """Reads config.json of transformers 4 or 5."""
+    config.require("this model's MLP is gated by SiLU", hidden_act=("silu", "swish"))
+    config.require("the projections of this model have no biases", attention_bias=(False, None))
+    config.require("the MLP of this model has no biases", mlp_bias=(False, None))
+    config.require("this model's rotary pairs are not interleaved", rope_interleaved=(False, None))
+    sizes = read_sizes(config)
+    rope = read_rope(config, longest=sizes["max_seq_len"])
+    eps = sizes.pop("norm").eps
+    return {**sizes, "norm_eps": eps, "rope_theta": rope.theta, "rope_scaling": rope.scaling}
+
+
+def _write_llama(config: LlamaConfig) -> Keys:
+    """Builds the keys of config.json, readable by transformers 4 and 5."""
+    return {
+        **uniform(config.as_decoder()),
+        "attention_bias": False,
+        "head_dim": config.features_per_head,
+        "mlp_bias": False,
+    }
+
+
+LLAMA_ROW = dataclasses.replace(
+    row("llama", "LlamaForCausalLM", _read_llama, _write_llama),
+    config_class=LlamaConfig,
+    build=lambda config, rngs: Llama(config, rngs=rngs),
+    leaves=lambda config: decoder_leaves.leaves(config.as_decoder()),
+    read=_read_llama,  # a `LlamaConfig` has no field "family"
+)
 
 
 # --- Mistral --------------------------------------------------------------------------------------
