@@ -5,13 +5,18 @@ import functools
 
 import pytest
 
-from tests.mutations.__main__ import ROOT, find
+from tests.mutations.__main__ import PACKAGES, ROOT, find
 from tests.mutations.table import MUTATIONS
 
 
 @functools.cache
 def dump(text):
     return ast.dump(ast.parse(text))
+
+
+def test_the_text_of_every_mutation_is_in_one_place():
+    whole = "\0".join(path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+    assert [one.old for one in MUTATIONS if whole.count(one.old) != 1] == []
 
 
 @pytest.mark.thorough
