@@ -35,11 +35,7 @@ def test_rules_that_cannot_be_checked():
     for bad, value, remedy in (
         ({}, "rule", "max_peak_gib"),
         ({"devices": 4, **limit}, "devices=4 8", "gpu= leave"),
-        (
-            {"plan": absent, **limit},
-            "abstract",
-            "zerojax.make_mesh",
-        ),
+        ({"plan": absent, **limit}, "abstract", "zerojax.make_mesh"),
         ({"max_network_gb": 1.0, **limit}, "max_network_gb", "gpu= leave"),
         ({"fused_attention": True, **limit}, "fused_attention", "gpu= leave"),
     ):

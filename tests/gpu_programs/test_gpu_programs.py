@@ -226,11 +226,7 @@ def test_a_model_that_keeps_everything_keeps_no_gathered_weights(regather, units
 def test_layers_of_a_python_loop_take_what_the_table_says(zero, num_microbatches, precision):
     """Weights once, and at stage 2 their gradients; not the next microbatch's weights as well."""
     plan = list_plan(
-        gpu_mesh(),
-        zero=zero,
-        num_microbatches=num_microbatches,
-        precision=precision,
-        width=2048,
+        gpu_mesh(), zero=zero, num_microbatches=num_microbatches, precision=precision, width=2048
     )
     compiled = compile_step(plan)
     roles = role_bytes(plan)

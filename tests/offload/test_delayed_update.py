@@ -35,12 +35,7 @@ from zerojax.step.host_budget import host_remedies
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import from_portable_state, to_portable_state
 
-DELAYED = {
-    "opt_state": "host",
-    "delayed_update": True,
-    "min_elements": 30,
-    "slice_elements": 60,
-}
+DELAYED = {"opt_state": "host", "delayed_update": True, "min_elements": 30, "slice_elements": 60}
 RATE, B1, B2, EPS, DECAY, CLIP = 1e-2, 0.9, 0.95, 1e-5, 0.1, 0.05
 STEPS = 8
 
@@ -129,8 +124,7 @@ def delayed_plan(row: Row, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=str(row), marks=[pytest.mark.slow] * row.is_slow) for row in ROWS],
+    "row", [pytest.param(row, id=str(row), marks=[pytest.mark.slow] * row.is_slow) for row in ROWS]
 )
 def test_weights_follow_the_recurrence(row):
     """A batch in between has an infinite loss, and leaves nothing for the step after it."""

@@ -114,11 +114,7 @@ def test_overflows_are_skipped_alike(tiers):
     scale = LossScale(initial=2.0**28, hysteresis=1)
     precision = Precision(compute_dtype=jnp.float16, reduce_dtype=jnp.float16, loss_scale=scale)
     _, run = assert_same_bits(
-        reference_model("gpt2"),
-        tiers,
-        zero=2,
-        precision=precision,
-        optimizer=OPTIMIZERS["adamw"](),
+        reference_model("gpt2"), tiers, zero=2, precision=precision, optimizer=OPTIMIZERS["adamw"]()
     )
     assert 1 <= np.sum(~np.isfinite(run.norms)) < STEPS, "some steps are skipped, and some are not"
 
@@ -134,11 +130,7 @@ def test_hybrid_replicas_update_alike():
 @pytest.mark.slow
 def test_frozen_parameters_have_no_state_anywhere():
     run, _ = assert_same_bits(
-        reference_model("gpt2"),
-        WHOLE,
-        zero=2,
-        freeze=("embed.*",),
-        optimizer=OPTIMIZERS["adamw"](),
+        reference_model("gpt2"), WHOLE, zero=2, freeze=("embed.*",), optimizer=OPTIMIZERS["adamw"]()
     )
     frozen = run.state["frozen"].keys()
     assert frozen

@@ -32,13 +32,7 @@ from tests.support.offload_disk_runs import (
     steps_as_undisturbed,
 )
 from tests.support.pipeline_runs import small
-from tests.support.trajectories import (
-    TOLERANCE,
-    plan_for,
-    regression_batch,
-    text_batch,
-    train_for,
-)
+from tests.support.trajectories import TOLERANCE, plan_for, regression_batch, text_batch, train_for
 from zerojax.checkpoint.store import StoreError
 from zerojax.config import CheckpointConfig, LogConfig, OffloadConfig
 from zerojax.config.loader import ConfigError

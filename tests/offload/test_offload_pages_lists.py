@@ -55,10 +55,7 @@ def train(plan: zerojax.Plan, steps: int, state: Any = None) -> tuple[Any, list[
     return state, losses
 
 
-@pytest.mark.parametrize(
-    ("zero", "microbatches", "inputs"),
-    [(3, 2, "nvme"), (1, 1, "device")],
-)
+@pytest.mark.parametrize(("zero", "microbatches", "inputs"), [(3, 2, "nvme"), (1, 1, "device")])
 def test_a_list_from_files_trains_as_in_memory(tmp_path, zero, microbatches, inputs):
     options = {"zero": zero, "num_microbatches": microbatches}
     plan = plan_of(tmp_path, files={"activations": inputs}, **options)

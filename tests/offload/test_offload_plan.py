@@ -63,12 +63,7 @@ def offload_plan(
 ) -> Plan:
     """A Llama on an abstract mesh, whose smallest arrays stay on the device."""
     config = ModelConfig(
-        name="llama",
-        num_layers=LAYERS,
-        num_heads=4,
-        embed_dim=EMBED,
-        max_seq_len=SEQ,
-        remat="full",
+        name="llama", num_layers=LAYERS, num_heads=4, embed_dim=EMBED, max_seq_len=SEQ, remat="full"
     )
     tokens = jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)
     return make_plan(

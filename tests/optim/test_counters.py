@@ -94,7 +94,7 @@ UPDATES = {
         "num_microbatches": 2,
     },
     "plateaus": {
-        "optimizer": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=2)),
+        "optimizer": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=2))
     },
     "schedule-free": {"optimizer": optax.contrib.schedule_free_adamw(1e-2, warmup_steps=4)},
     "rounding of 8-bit moments": {"optimizer": zerojax.adam8bit(optax.linear_schedule(0, 1e-2, 5))},

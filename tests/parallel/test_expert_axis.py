@@ -199,8 +199,7 @@ def test_accumulated_gradients(mesh, stage):
 
 @pytest.mark.thorough  # the quick one: a call, below
 @pytest.mark.parametrize(
-    ("mesh", "expert"),
-    [(MESHES[2], 0), (MESHES[2], 7), (OVER_MODEL[0], 3), (OVER_MODEL[1], 3)],
+    ("mesh", "expert"), [(MESHES[2], 0), (MESHES[2], 7), (OVER_MODEL[0], 3), (OVER_MODEL[1], 3)]
 )
 def test_all_tokens_to_one_expert_take_more_rounds(mesh, expert):
     """Of 128 choices of each device 20 are in a round, so there are seven.

@@ -155,14 +155,7 @@ def test_adam_in_eight_bits() -> None:
 @pytest.mark.thorough
 @needs_kernels
 @pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        ("adamw", 1),
-        ("adamw", 3),
-        ("lamb", 3),
-        ("adam8bit", 1),
-        ("muon", 3),
-    ],
+    ("name", "stage"), [("adamw", 1), ("adamw", 3), ("lamb", 3), ("adam8bit", 1), ("muon", 3)]
 )
 @pytest.mark.usefixtures("codes_of_all_matrices")
 def test_a_step_that_overflows_is_skipped_and_the_next_ones_are_not(name: str, stage: int) -> None:

@@ -24,13 +24,7 @@ from zerojax.pipeline.planning import partition_layers
 from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.placement.leaf_placement import tensor_parallel_axes
 from zerojax.plan.refusals import check_batch
-from zerojax.schedules import (
-    Operation,
-    Schedule,
-    check_schedule,
-    count_in_flight,
-    make_schedule,
-)
+from zerojax.schedules import Operation, Schedule, check_schedule, count_in_flight, make_schedule
 from zerojax.schedules.known_schedules import MAX_OPERATIONS, read_csv
 from zerojax.schedules.lowering import lower
 from zerojax.schedules.simulation import Costs

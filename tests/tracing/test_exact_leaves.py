@@ -148,10 +148,7 @@ LOSSES = {
         lambda p, b: jnp.mean(own_backward(logits(p, b["x"])[:, 0], b["y"])),
         {"y": COMPARED},
     ),
-    "lengths": (
-        lambda p, b: mean_where(p, b, jnp.arange(8) < jnp.sum(b["m"])),
-        {"m": COMPARED},
-    ),
+    "lengths": (lambda p, b: mean_where(p, b, jnp.arange(8) < jnp.sum(b["m"])), {"m": COMPARED}),
     "callback": (
         lambda p, b: nll(
             p,
