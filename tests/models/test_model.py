@@ -427,47 +427,18 @@ def test_kinds():
     assert as_model(functions) is functions
 
 
-class HoldsTuple(nnx.Module):
-    def __init__(self, rngs):
-        self.notes = nnx.Intermediate((jnp.ones(2), jnp.ones(3)))
-
-
-class SlashedNames(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.Dict(
-            {"a": nnx.Dict({"b": nnx.Param(jnp.ones(2))}), "a/b": nnx.Param(jnp.ones(2))}
-        )
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
         (3, TypeError, "cannot train a int.* nnx.Module, a callable rngs -> nnx.Module"),
-        (
-            ({"w": np.ones(3)}, lambda params, x: x),
-            TypeError,
-            r"pair of a dict and a function: .* \(lambda key: params, apply\)",
-        ),
         (LinenNorm, TypeError, r"LinenNorm is a linen class.* LinenNorm\("),
         (lambda rngs: {"w": 1}, TypeError, "<lambda> returned a dict, .* nnx.Module"),
-        (HoldsTuple, TypeError, "Intermediate notes holds a tuple, .* one array"),
-        (
-            SlashedNames,
-            ValueError,
-            "two variables are named 'layers/a/b', because a key contains '/'; rena",
-        ),
     ],
 )
 def test_what_is_no_model_is_refused(model, error, message):
     with pytest.raises(error, match=message):
         as_model(model)
-
-
-def test_text_among_parameters_is_refused():
-    model = as_model((lambda key: {"w": jnp.ones(3), "kind": "relu"}, lambda params, x: x))
-    with pytest.raises(TypeError, match="init returned 'relu' at kind, .* array"):
-        model.init(jax.random.key(0), None, lambda model, batch: 0.0)
 
 
 def test_the_default_loss_is_the_models_own():

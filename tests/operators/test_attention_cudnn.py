@@ -198,11 +198,6 @@ def test_what_it_cannot_do_is_refused_with_what_works(case):
     taken(implementation="chunked", **options)
 
 
-def test_a_plan_for_cpus_refuses_it():
-    with pytest.raises(ValueError, match="NVIDIA GPU.* CPUs; use impl"):
-        plan_of(make_mesh({"data": 8}), attention="cudnn")
-
-
 def test_the_compute_capability_decides():
     query, key, _ = operands(head_dim=256)
     facts = {"given": (), "split": 1}

@@ -323,29 +323,6 @@ def test_the_shares_are_said(monkeypatch):
     )
 
 
-REFUSED = {
-    "a name": ({"layout": "bigbird"}, TypeError, "layout is a str; use a layout of zerojax.config"),
-    "heads": (
-        {"layout": BlockTable(SIZE, np.ones((3, 18, 18), bool))},
-        ValueError,
-        "3 heads, but query has 4; make it for 4 heads, or for 1",
-    ),
-    "tokens": (
-        {"layout": BlockTable(SIZE, np.ones((1, 17, 18), bool))},
-        ValueError,
-        "make it for 70 tokens",
-    ),
-    "blocks": ({"layout": BigBirdLayout(num_random_blocks=6)}, ValueError, "use at most 5"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_layouts_that_do_not_fit_are_refused(case):
-    options, error, words = REFUSED[case]
-    with pytest.raises(error, match=words):
-        zerojax.attention(*inputs()[:3], **options)
-
-
 # --- models ---------------------------------------------------------------------------------------
 
 

@@ -297,8 +297,3 @@ def test_what_does_not_fit_the_parameters_is_refused_by_init(make, sentence):
 def test_numbers_out_of_range_are_refused_at_once(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
-
-
-def test_a_schedule_of_the_decay_is_refused():
-    with pytest.raises(TypeError, match="weight_decay must be a number"):
-        adamw(1e-3, weight_decay=SCHEDULE)

@@ -266,12 +266,6 @@ def test_less_state_learns_as_well(precision, in_bfloat16):
     np.testing.assert_array_equal(run(4), losses[:4])  # rounded by the step's key: reproducible
 
 
-@pytest.mark.parametrize("field", ["param_dtype", "moments_dtype"])
-def test_a_plain_optax_optimizer_cannot_round_stochastically(field):
-    with pytest.raises(ValueError, match=f"{field}=bfloat16 needs .*stochastic rounding"):
-        plan_of(optax.adamw(1e-3), 1, precision=Precision(**{field: jnp.bfloat16}))
-
-
 def test_a_kernel_is_refused_where_there_is_no_gpu_and_the_choice_is_told():
     with pytest.raises(ValueError, match="impl='mosaic_gpu' for adamw"):
         plan_of(OWN["adamw"](impl="mosaic_gpu"), 1)

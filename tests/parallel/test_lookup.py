@@ -540,21 +540,6 @@ def test_settings_that_are_not_proven_are_refused():
 
 
 @pytest.mark.thorough
-def test_a_gradient_that_one_device_keeps_is_seen(monkeypatch):
-    """Without the way back the norm differs by far more than the tolerance."""
-    exchange = lax.all_to_all
-
-    def one_way(x, axes, *, split_axis, concat_axis, tiled):
-        if concat_axis == 1:
-            return exchange(x, axes, split_axis, concat_axis, tiled=tiled)
-        return jnp.tile(x[:, : x.shape[1] // 8], (8, 1))
-
-    monkeypatch.setattr(lax, "all_to_all", one_way)
-    many = train_for(reader(), batch=batch_of("Zipf"), **owners())
-    assert np.abs(many.norms - on_one_device("Zipf").norms).max() > 100 * TOLERANCE
-
-
-@pytest.mark.thorough
 def test_nothing_of_the_tables_size_is_in_the_program_of_a_step():
     """Nothing else has its shape: not the rows of all devices, nor another parameter."""
     shapes = {}

@@ -242,11 +242,6 @@ def test_kernels_on_a_cpu_are_refused() -> None:
         plan_on({"data": 8}, "mosaic_gpu")
 
 
-def test_a_word_that_is_no_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="kernels"):
-        plan_on({"data": 8}, "mosaic")
-
-
 @needs_kernels
 def test_an_optimizers_own_choice_counts_more() -> None:
     axes = ("replica", "data", "expert", "context", "stage", "model")

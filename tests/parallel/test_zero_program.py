@@ -432,12 +432,6 @@ def test_functions_are_gathered_in_one_bucket_at_stage_3():
 
 
 @pytest.mark.thorough
-def test_stage_3_without_gathering_again_is_seen_by_the_same_count():
-    found = count_collectives(lower(without_regather(gpt2(3))))
-    assert len(found.loops_with("all_gather")) == 1
-
-
-@pytest.mark.thorough
 def test_frozen_parameters_are_gathered_again_too_and_never_scattered():
     found = count_collectives(lower(gpt2(3, freeze=("blocks/",))))
     assert [found.loops[index]["all_gather"] for index in found.loops_with("all_gather")] == [1, 1]

@@ -185,14 +185,8 @@ TRAIN = (
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("stage=2 mesh.pipeline_schedule=1f2b", "'1f2b' '1f1b'"),
-        ("stage=2 num_layers=3", '3 "[2, 1]"'),
-        ("stage=8", "8 4"),
-        ("stage=16", "stage=16 8"),
         ("stage=2 num_microbatches=3", "3 30 33"),
         ("stage=4 mesh.pipeline_schedule=interleaved(2) num_microbatches=2", "2 4 1f1b"),
-        ("stage=2 partition=[3,2]", '"[3, 2]" "[2, 2]"'),
-        ("stage=2 stash=inputs", "'inputs' 'input'"),
         ("stage=2 mesh.pipeline_schedule=no/such.csv", "no/such.csv"),
         ("stage=2 mesh.pipeline_schedule=TABLE", '"tick 0" "stage 1" F0 "stage 0"'),
     ],

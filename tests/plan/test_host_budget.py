@@ -136,13 +136,6 @@ def test_a_share_is_proposed_that_fits():
     )
 
 
-def test_a_run_is_refused_before_there_are_arrays(monkeypatch):
-    monkeypatch.setattr(host_budget, "least_room", lambda: Room(GIB, 1024, "a test"))
-    with pytest.raises(ValueError, match="offload needs .* but may use only 972 B"):
-        host_budget.check_offload(small_plan("host"))
-    host_budget.check_offload(small_plan("device"))
-
-
 def test_files_that_do_not_fit(monkeypatch, tmp_path):
     plan = small_plan("nvme", durable=True, folder=str(tmp_path))
     needed = disk_bytes(plan)
