@@ -35,6 +35,8 @@ from zerojax.step.build import build_step
 from zerojax.step.host_budget import disk_bytes
 from zerojax.step.initialization import init_state
 
+pytestmark = pytest.mark.thorough
+
 NORM = 0.43
 """Between the norms of the gradients of the first and of the last steps of `train`."""
 
@@ -89,7 +91,6 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("clip_norm", "options"),
     [
@@ -111,7 +112,6 @@ def test_the_bits_of_a_sweep(tmp_path, sweeps, clip_norm, options):
     close(state)
 
 
-@pytest.mark.thorough
 def test_skipped_steps_commit_nothing(tmp_path, sweeps):
     """The first scale of the loss overflows, with and without clipping afterwards."""
     precision = as_precision("fp16", loss_scale=LossScale(initial=2.0**20, hysteresis=1))
@@ -136,7 +136,6 @@ def state_files(descriptor: int) -> bool:
     return "process_0/buckets" in os.readlink(f"/proc/self/fd/{descriptor}")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("ends_at_once", [True, False])
 def test_a_failed_read_in_the_backward_pass_loses_nothing(tmp_path, monkeypatch, ends_at_once):
     """The same state steps again, to the bits of a run without the failure.
@@ -191,7 +190,6 @@ def failing_commit(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(store, "save_manifest", fail)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("failing", [failing_writes, failing_commit])
 def test_a_state_survives_a_failed_write(tmp_path, monkeypatch, failing):
     """It goes on from its last whole step, to the bits of a run without the failure."""
@@ -228,7 +226,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         yield done
 
 
-@pytest.mark.thorough
 def test_bytes_are_those_of_the_plan(tmp_path, monkeypatch):
     """In a step that is not clipped, and in one that is."""
     for clip_norm in (None, 0.05):
@@ -247,7 +244,6 @@ def test_bytes_are_those_of_the_plan(tmp_path, monkeypatch):
         assert layer_update_bytes(plan) == (2 * 12 + 4 + 4) * layer
 
 
-@pytest.mark.thorough
 def test_files_are_read_and_written_while_other_layers_are_computed(tmp_path, monkeypatch):
     """The state of a layer is read before its backward pass starts, and written after that of the
     layer below has started, so that the devices need not wait for files."""
@@ -279,7 +275,6 @@ def test_files_are_read_and_written_while_other_layers_are_computed(tmp_path, mo
     close(state)
 
 
-@pytest.mark.thorough
 def test_what_an_update_of_files_in_backward_needs(tmp_path):
     with pytest.raises(ConfigError, match=r"update_in_backward.*durable: true"):
         OffloadConfig(params="nvme", update_in_backward=True)

@@ -152,9 +152,7 @@ def test_auto_takes_it_on_a_gpu_where_it_can():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "activations", ["device", pytest.param("host", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("activations", ["device", "host"])
 def test_a_plan_and_its_step_know_the_gpu_of_an_abstract_mesh(activations):
     plan = plan_of(gpu_mesh(), remat="full", offload={"activations": activations})
     assert any(reason.startswith("attention cudnn (auto") for reason in plan.reasons)

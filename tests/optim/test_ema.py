@@ -186,18 +186,6 @@ def test_without_masters_it_is_of_the_parameters_as_they_are_stored(zero):
 
 
 @pytest.mark.thorough
-def test_an_overflow_of_float16_does_not_move_it():
-    plan = plan_of(averaged(zerojax.adamw(RATE)), zero=2, precision="fp16")
-    run = Followed(plan)(*BATCHES)
-    before, skipped = average_of(plan, run.state), int(run.state["skipped"])
-    run(TOO_LARGE)
-    assert int(run.state["skipped"]) == skipped + 1
-    assert differing(average_of(plan, run.state), before) == []
-    run(*BATCHES).check()
-    assert run.count == int(run.state["step"]) - int(run.state["skipped"]) > len(BATCHES)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adamw", "lamb", "adam8bit", "muon", "optax"])
 def test_a_step_that_is_skipped_does_not_move_it(name):
     plan = plan_of(averaged(OPTIMIZERS[name]()), zero=1)

@@ -5,7 +5,6 @@ A trajectory on one device, updated by optax itself, is what every other has to 
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,19 +192,6 @@ def test_with_a_learning_rate_alone_a_step_is_that_of_optax(own, optaxs, rate):
     ours, theirs = (train_for(Regression, optimizer=tx(rate), **options) for tx in (own, optaxs))
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=0, atol=TOLERANCE)
     assert theirs.losses[0] - theirs.losses[-1] > 100 * TOLERANCE
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [name if name == "adamw" else slow(name) for name in OWN])
-def test_a_step_that_is_not_finite_changes_nothing_but_counters(name):
-    run = Run(plan_of(OWN[name](), 2))
-    run(2)
-    before = jax.device_get(run.state)
-    assert np.isnan(run(1, spoilt=True)).all()
-    after = jax.device_get(run.state)
-    assert (after.pop("step"), after.pop("skipped")) == (3, 1)
-    assert (before.pop("step"), before.pop("skipped")) == (2, 0)
-    chex.assert_trees_all_equal(after, before, strict=True)
 
 
 def test_the_first_leaf_that_is_not_finite_is_found_wherever_it_lies():

@@ -140,14 +140,7 @@ STEPS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(options, id=name, marks=[] if name == "stage 3" else pytest.mark.thorough)
-        for name, options in STEPS.items()
-    ],
-)
+@pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
 def test_collectives_of_a_step_wait_for_loops(options):
     plan = plan_for(reference_model("gpt2"), **options)
     step = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)

@@ -65,7 +65,6 @@ OFTEN = [("full", "dots")]
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "encoder", "decoder"),
     [

@@ -137,7 +137,6 @@ def assert_all_rolled(plan: zerojax.Plan) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh",
     [
