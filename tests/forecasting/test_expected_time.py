@@ -1,7 +1,5 @@
 """Expected times: schedules that are replayed by hand, and the programs that cards have run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Bounds of generation by formula: bytes counted by hand, and the page of `zerojax plan`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Refusals of rules of compiled steps, golden files, and what is counted without a compiler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

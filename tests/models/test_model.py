@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
-from tests.support.small_models import Recurrent, WithStatistics, regression_loss
+from tests.support.small_models import Plain, Recurrent, WithStatistics, regression_loss
 from tests.support.trajectories import plan_for, regression_batch
 from zerojax.models.adapt import as_model, default_loss
 from zerojax.models.losses import mean_squared_error
@@ -23,15 +23,6 @@ from zerojax.step.reshard import to_portable_state
 from zerojax.tracing.trace import trace_model
 
 WIDTH = 16
-
-
-class Plain(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(12, WIDTH, rngs=rngs)
-        self.last = nnx.Linear(WIDTH, 5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(jnp.tanh(self.first(x)))
 
 
 class Operators(nnx.Module):

@@ -1,7 +1,5 @@
 """A model from three parts is its layers one after the other, and trains like any model."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -139,9 +137,6 @@ def test_a_head_that_uses_the_embedding_shares_it() -> None:
     assert stages(jnp.zeros((2, 3), int)).shape == (2, 3, 10)
 
 
-# --- training -------------------------------------------------------------------------------------
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_training_over_pipeline_stages_is_training(rate: float) -> None:
@@ -155,9 +150,6 @@ def test_training_over_pipeline_stages_is_training(rate: float) -> None:
     assert piped.plan.pipeline.layers == (2, 2)
     np.testing.assert_allclose(piped.losses, alone.losses, rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(piped.norms, alone.norms, rtol=1e-5)
-
-
-# --- refusals -------------------------------------------------------------------------------------
 
 
 def linear(rngs: nnx.Rngs) -> nnx.Linear:

@@ -161,9 +161,6 @@ def test_the_check_has_no_fault_to_find():
     assert not result.reasons, result.table()
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
-
 def refused(words, model):
     with pytest.raises((TypeError, ValueError), match=words) as caught:
         plan_for(model, batch=regression_batch)

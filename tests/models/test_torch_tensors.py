@@ -3,8 +3,6 @@
 By a stand-in, and by torch itself where it is installed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import UserDict
 

@@ -4,8 +4,6 @@ The reference is a loop in NumPy: each step takes the gradients of its weights, 
 weights with the gradients of the step before. Sums in another order differ by `TOLERANCE`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable
@@ -156,9 +154,6 @@ def test_weights_follow_the_recurrence(row):
     assert losses[0] - losses[-1] > 0.01
 
 
-# Checkpoints
-
-
 def train(steps: int, offload: Any, **changes: Any) -> tuple[zerojax.Trainer, list[float]]:
     """The trainer of a run after so many steps, and the losses of those that it took."""
     losses: list[float] = []
@@ -234,9 +229,6 @@ def test_an_overflow_of_float16_is_not_applied_later():
     assert 10 < int(run.state["skipped"]) < 25
     assert np.all(np.isfinite(run.losses))
     assert run.losses[-1] < run.losses[0]
-
-
-# What else a run has
 
 
 @jax.custom_vjp

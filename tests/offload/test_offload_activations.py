@@ -3,8 +3,6 @@
 That device memory does not grow with depth is in tests/gpu_programs/test_offload_gpu_programs.py.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,9 +27,6 @@ STEPS = 4
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-# --- the same numbers -------------------------------------------------------------------------
 
 
 @pytest.mark.thorough
@@ -76,8 +71,6 @@ def test_models_of_users(kind, zero):
     np.testing.assert_allclose(away.losses, here.losses, rtol=0, atol=TOLERANCE)
     assert len(set(here.losses)) == STEPS
 
-
-# --- what the programs hold -------------------------------------------------------------------
 
 WIDTH, DEPTH = 16, 6
 
@@ -192,9 +185,6 @@ def test_a_step_lowered_for_gpus_holds_the_transfers(zero, microbatches, model):
         text = compile_client.lower_for_gpus(traced).as_text()
         placed[offload] = text.count("annotate_device_placement")
     assert placed == {HOST: 3, OffloadConfig(): 0}
-
-
-# --- what is refused, and what is said --------------------------------------------------------
 
 
 @pytest.mark.thorough

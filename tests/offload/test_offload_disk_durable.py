@@ -1,7 +1,5 @@
 """What a durable store keeps beside its buckets, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

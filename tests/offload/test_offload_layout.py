@@ -1,7 +1,5 @@
 """What is decided before a state is cut: which parameters, in how many slices, in which tiers."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import optax
@@ -143,6 +141,7 @@ def test_weights_without_masters_are_their_own():
     [
         (lambda: zerojax.lamb(1e-3), "lamb"),
         (lambda: zerojax.adam8bit(1e-3), "adam8bit"),
+        (lambda: zerojax.muon(1e-3), "muon"),
         (lambda: optax.adamw(1e-3), "a plain optax transformation"),
         (lambda: optax.chain(zerojax.adamw(1e-3)), "a plain optax transformation"),
     ],

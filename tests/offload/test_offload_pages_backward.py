@@ -5,12 +5,9 @@ skipped and that are neither are compared, and each test checks that the steps t
 means.
 """
 
-from __future__ import annotations
-
-import contextlib
+import errno
 import functools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +15,14 @@ import pytest
 from tests.offload.test_offload_pages import batch_on, options_of, paged
 from tests.offload.test_offload_params import make_optimizer
 from tests.offload.test_offload_plan import CARD, RATES
-from tests.support.offload_disk_runs import close, differing, portable, steps_as_undisturbed
+from tests.support.offload_disk_runs import (
+    close,
+    counted_bytes,
+    differing,
+    fail_after,
+    portable,
+    steps_as_undisturbed,
+)
 from tests.support.pipeline_runs import small
 from tests.support.trajectories import plan_for
 from zerojax.checkpoint.store import StoreError, store
@@ -146,15 +150,8 @@ def test_a_failed_read_in_the_backward_pass_loses_nothing(tmp_path, monkeypatch,
     monkeypatch.setattr(paged_step, "DiskErrors", kept)
     plan = one_device(tmp_path / "failing")
     state, step = init_state(plan), build_step(plan)
-    before, real, calls = state["disk"].store.generation, os.preadv, []
-
-    def fail(descriptor: int, buffers: Any, offset: int) -> int:
-        calls.extend([1] * state_files(descriptor))
-        if len(calls) > 2:
-            raise OSError(5, "Input/output error")
-        return real(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", fail)
+    before = state["disk"].store.generation
+    fail_after(monkeypatch, "preadv", 2, counts=state_files)
     with pytest.raises(StoreError, match="Input/output error") as error:
         step(state, batch_on(plan))
     monkeypatch.undo()
@@ -166,16 +163,7 @@ def test_a_failed_read_in_the_backward_pass_loses_nothing(tmp_path, monkeypatch,
 
 def failing_writes(patched: pytest.MonkeyPatch) -> None:
     """Lets the third write of the optimizer's state fail, of which the end of the step learns."""
-    real, calls = os.pwritev, []
-
-    def fail(descriptor: int, buffers: Any, offset: int) -> int:
-        if state_files(descriptor):
-            calls.append(1)
-            if len(calls) > 2:
-                raise OSError(28, "No space left on device")
-        return real(descriptor, buffers, offset)
-
-    patched.setattr(os, "pwritev", fail)
+    fail_after(patched, "pwritev", 2, error=errno.ENOSPC, counts=state_files)
 
 
 def failing_commit(patched: pytest.MonkeyPatch) -> None:
@@ -210,28 +198,12 @@ def test_a_state_survives_a_failed_write(tmp_path, monkeypatch, failing):
         close(each)
 
 
-@contextlib.contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Counts the bytes that are read and written."""
-    done = {"preadv": 0, "pwritev": 0}
-
-    def move(name: str, real: Any, *args: Any) -> int:
-        count = real(*args)
-        done[name] += count
-        return count
-
-    with monkeypatch.context() as patched:
-        for name in done:
-            patched.setattr(os, name, functools.partial(move, name, getattr(os, name)))
-        yield done
-
-
 def test_bytes_are_those_of_the_plan(tmp_path, monkeypatch):
     """In a step that is not clipped, and in one that is."""
     for clip_norm in (None, 0.05):
         plan = one_device(tmp_path / str(clip_norm), optimizer=make_optimizer(clip_norm))
         state, step = init_state(plan), build_step(plan)
-        with counted(monkeypatch) as done:
+        with counted_bytes(monkeypatch) as done:
             state, _ = step(state, batch_on(plan))
         close(state)
         moved = [*moved_bytes(plan), *([redone_bytes(plan)] if clip_norm else [])]

@@ -4,8 +4,6 @@ The loop is that of weights on the host, so tolerances are those of
 `tests.offload.test_offload_pages`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """What a plan says of offload: bytes by tier and role, what moves, what hides it, what helps."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -4,8 +4,6 @@ What a checkpoint holds knows no tiers, so each tier reads what another has save
 stage nothing may change, not one bit; on another mesh sums are taken in another order.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -56,8 +56,10 @@ PADDED = jnp.where(PACKED == 2, -1, PACKED)
 BACKWARDS = jnp.broadcast_to(jnp.arange(TOKENS)[::-1], (2, TOKENS))
 
 
-def written_out(query, key, value, *, causal=False, segments=None, positions=None, window=None):
-    """Attention in float64, one head of one row after the other."""
+def written_out(
+    query, key, value, table=None, *, causal=False, segments=None, positions=None, window=None
+):
+    """Attention in float64, one head of one row after the other, by a table if there is one."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     as_pair = lambda x: x if isinstance(x, tuple) else (x, x)  # noqa: E731
     out = np.zeros(query.shape)
@@ -67,6 +69,9 @@ def written_out(query, key, value, *, causal=False, segments=None, positions=Non
             at = [np.asarray(x)[row] for x in as_pair(positions)]
         distance = at[0][:, None] - at[1][None]
         seen = np.ones(distance.shape, bool)
+        if table is not None:
+            blocks = (np.arange(size) // table.block for size in seen.shape)
+            seen &= table.seen[head % len(table.seen)][np.ix_(*blocks)]
         if causal:
             seen &= distance >= 0
         if window is not None:

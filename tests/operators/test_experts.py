@@ -3,8 +3,6 @@
 No row is lost at any routing, and derivatives are those of the plain way.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

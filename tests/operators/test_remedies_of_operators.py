@@ -1,7 +1,5 @@
 """Refusals of the operators: attention, losses in chunks, experts and sums over the batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ NumPy follows each run from its stored parameters. Decays are such that no produ
 (`tests.support.ema_runs.DECAY`); where one is, the tolerance says so.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 A run goes on from a checkpoint that has none, and from one that has one without keeping it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -24,6 +22,7 @@ from tests.support.ema_runs import DECAY, Followed, average_of, differing, weigh
 from tests.support.offload_disk_runs import SHARES, Regression, close, offload
 from tests.support.offload_disk_runs import plan_of as regression_plan
 from tests.support.recipe import RECIPE
+from tests.support.saved_states import ABOUT, restore, save
 from tests.support.trajectories import regression_batch
 from tests.tracing.test_rolled_training import ZERO_3
 from tests.tracing.test_rolled_training import batch as rolled_batch
@@ -31,7 +30,6 @@ from tests.tracing.test_rolled_training import plan_of as rolled_plan
 from tests.training.test_loading import SETTINGS, gpt2
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.cli import main
-from zerojax.training.checkpointing import restore_state, save_state, what_differs
 
 pytestmark = pytest.mark.thorough
 
@@ -39,20 +37,7 @@ BATCHES = [regression_batch(index) for index in range(4)]
 averaged = functools.partial(zerojax.with_ema, decay=DECAY, warmup=False)
 PLAIN = zerojax.adamw(1e-2, **RECIPE)
 ADAMW = averaged(PLAIN)
-ABOUT: dict[str, Any] = {"data_state": {}, "config": {}, "plan": {}}
 SUMS = 2e-6  # relative; losses are sums over other numbers of devices
-
-
-def save(folder: Path, plan: Any, state: Any, step: int = 3) -> None:
-    with Checkpointer(folder) as checkpointer:
-        save_state(checkpointer, plan, state, step=step, about=ABOUT)
-
-
-def restore(folder: Path, plan: Any) -> tuple[Any, list[str]]:
-    """(the state, what a run says of it)."""
-    with Checkpointer(folder) as checkpointer:
-        restored, state = restore_state(checkpointer, plan)
-    return state, what_differs(plan, restored)
 
 
 def planned(where: Any, optimizer: Any, folder: Path, **options: Any) -> Any:

@@ -34,9 +34,6 @@ from zerojax.zoo import build_model
 INTERPRET = Choice("interpret", "for a test")
 
 
-# The update
-
-
 def test_the_step_computes_what_the_reference_computes():
     tx, params = adam8bit(**RATE), tree(0)
     state, context = tx.init(params), context_of(0, scale=0.5)
@@ -159,12 +156,6 @@ def test_bfloat16_parameters_are_rounded_stochastically():
     assert new["w"].dtype == jnp.bfloat16
     assert float(jnp.mean(new["w"].astype(jnp.float32))) == pytest.approx(1 - 2**-12, abs=8e-5)
     assert len(np.unique(np.asarray(new["w"], np.float32))) == 2
-
-
-# Refusals
-
-
-# Real text
 
 
 def text_loss(steps, tx, rows=16, length=32):

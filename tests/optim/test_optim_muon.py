@@ -95,8 +95,6 @@ def test_stacked_layers_at_every_stage_are_those_of_one_device(zero):
     assert expected.losses[-1] < expected.losses[0] - 0.05
 
 
-# zerojax's own, in place on shards
-
 DIMS = {"block/kernel": MuonDimensionNumbers(1, 2), "embed": MuonDimensionNumbers()}
 
 

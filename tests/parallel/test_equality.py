@@ -4,8 +4,6 @@ Stages, accumulation, tensor parallelism, buckets, remat, and every kind of mode
 span the choices; the full product of the reference models is marked slow.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """Runs with proposed rules: losses of one device, and the all-reduces that the proposal counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

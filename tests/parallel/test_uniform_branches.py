@@ -1,7 +1,5 @@
 """Branches that all devices take alike hold gathers and reductions; others do not."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

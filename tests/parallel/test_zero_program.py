@@ -4,8 +4,6 @@ Nothing runs here: plans are traced, lowered, and for bytes compiled. Each colle
 StableHLO is one that zerojax wrote, inside the manual region.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ The rows are such that every two choices meet in one of them. Three of them, eac
 mesh, a ZeRO stage and a schedule of its own, take six steps; all others, marked slow, take twenty.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

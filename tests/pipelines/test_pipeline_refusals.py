@@ -1,7 +1,5 @@
 """What a pipeline cannot do is refused when it is planned: the value, the limit, the remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -70,9 +68,6 @@ def test_a_plan_is_refused_with_value_limit_and_remedy(options):
     refused(lambda: plan(**eval(f"dict({options})")), row.value, row.remedy)
 
 
-# Tables of one's own
-
-
 TABLES = {
     # the lines, and what is said of one of them: first the activation or gradient that is not there
     "F0,F0 F1,B0 B0,F1 .,B1 B1,.": '"mine.csv:1" "tick 0" "stage 1" F0 "stage 0" "tick 1"',
@@ -101,9 +96,6 @@ def test_the_same_table_without_the_mistake_is_planned(tmp_path):
     plan = plan_for(model, mesh=TWO, pipeline_schedule=str(path), num_microbatches=2)
     assert plan.pipeline is not None
     assert plan.pipeline.schedule.num_ticks == 4
-
-
-# Models
 
 
 class Unrolled(nnx.Module):
@@ -165,8 +157,6 @@ def test_a_model_with_two_loops_is_told_what_to_do():
     value = "2 first/bias first/kernel second/bias second/kernel"
     refused(lambda: plan(TwoStacks), value, "one stage=1")
 
-
-# The command line
 
 TRAIN = (
     "train",

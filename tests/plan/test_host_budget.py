@@ -1,8 +1,6 @@
 """Runs whose host memory or files would not fit are refused before they take any; limits are read
 as the kernel writes them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

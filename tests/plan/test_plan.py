@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.support.small_models import UserText, reference_model, regression_loss
+from tests.support.small_models import Plain, UserText, reference_model, regression_loss
 from tests.support.trajectories import plan_for, regression_batch
 from zerojax.config import MeshConfig
 from zerojax.placement.device_mesh import make_abstract_mesh
@@ -22,16 +22,6 @@ from zerojax.plan.counts import role_bytes
 from zerojax.plan.make import make_plan
 from zerojax.step.build import build_step
 from zerojax.tracing.trees import flatten_names
-
-
-class Plain(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(12, 16, rngs=rngs)
-        self.last = nnx.Linear(16, 5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(jnp.tanh(self.first(x)))
-
 
 USER = {"loss": regression_loss, "batch": regression_batch}
 
@@ -237,7 +227,7 @@ def batch_of(rows, targets=None):
 def test_value_limit_and_remedy(options, message):
     with pytest.raises(ValueError) as caught:
         plain_plan(**options)
-    assert re.sub(r"[^\s(]*test_plan[.]py:\d+", "LINE", str(caught.value)) == message
+    assert re.sub(r"[^\s(]*small_models[.]py:\d+", "LINE", str(caught.value)) == message
 
 
 @pytest.mark.parametrize("shape", [(), (8,)])

@@ -1,7 +1,5 @@
 """Refusals of schedules and plans. No step is compiled: plans and shapes are enough."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

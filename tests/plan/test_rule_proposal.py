@@ -1,7 +1,5 @@
 """Proposed tensor-parallel rules: those of the reference models, of users' models, and refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pipeline schedules: tables by hand, formulas of the papers, memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random
@@ -66,9 +64,6 @@ def written(schedule: Schedule) -> list[str]:
     return [" ".join(map(format_cell, row)) for row in schedule.table]
 
 
-# Tables by hand
-
-
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
@@ -107,9 +102,6 @@ def written(schedule: Schedule) -> list[str]:
 )
 def test_small_tables_are_what_one_writes_by_hand(name, rows):
     assert written(make_schedule(name, stages=2, microbatches=2)) == rows
-
-
-# Properties of every schedule
 
 
 @pytest.mark.sampled(12)
@@ -182,9 +174,6 @@ def test_virtual_stages_and_places_are_inverse(case):
     assert len(seen) == schedule.num_virtual_stages
 
 
-# Simulation
-
-
 def test_times_by_hand():
     """1f1b, 2 stages, 2 microbatches, F=2, B=3, W=1: ticks of 2, 6, 6 and 4."""
     schedule, costs = make_schedule("1f1b", stages=2, microbatches=2), Costs(2, 3, 1)
@@ -202,9 +191,6 @@ def test_messages_that_stay_on_a_stage_are_not_counted():
     assert simulate(make_schedule("interleaved", **numbers)).num_messages == 2 * 7 * 8
     assert simulate(make_schedule("zb_v", **numbers)).num_messages == 2 * 6 * 8
     assert simulate(make_schedule("interleaved", stages=1, microbatches=2)).num_messages == 0
-
-
-# Cells
 
 
 def test_cells_are_read_in_any_order_and_written_in_one():
@@ -226,9 +212,6 @@ def test_a_table_of_ones_own():
     assert simulate(schedule).num_ticks == 3
     with pytest.raises(ScheduleError, match="tick 1, stage 0: 'X' is not a cell"):
         Schedule.from_cells("mine", [["F0", ""], ["X", ""]])
-
-
-# Broken tables
 
 
 def edit(schedule: Schedule, *changes: tuple[int, int, str]) -> Schedule:

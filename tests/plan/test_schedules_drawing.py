@@ -1,7 +1,5 @@
 """Schedules as CSV, as a picture for a terminal, and as SVG."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import xml.etree.ElementTree as ElementTree
@@ -31,9 +29,6 @@ GOOD = "# name: mine\ntick,stage 0,stage 1\n0,F0,.\n\n1,F1,F0+B0\n2,B0,F1+B1\n3,
 @pytest.fixture(params=CASES, ids=lambda s: f"{s.name}-{s.num_stages}-{s.num_microbatches}")
 def schedule(request):
     return request.param
-
-
-# CSV
 
 
 @pytest.mark.sampled(6)
@@ -83,9 +78,6 @@ def test_a_file_that_is_not_there_is_refused_with_the_remedy(tmp_path):
             read_csv(path)
 
 
-# The terminal
-
-
 def test_the_picture_of_1f1b():
     assert draw(make_schedule("1f1b", stages=2, microbatches=3)).splitlines() == [
         "tick      0 1 2 3 4",
@@ -127,9 +119,6 @@ def test_the_words_say_bubble_ticks_and_memory(schedule):
     assert f"bubble {simulation.bubble:.1%} " in flat
     assert f"in flight {' '.join(map(str, simulation.in_flight))} " in flat
     assert ("W gradient of weights" in flat) == schedule.splits_backward
-
-
-# SVG
 
 
 @pytest.mark.sampled(6)

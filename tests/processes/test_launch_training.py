@@ -1,7 +1,5 @@
 """Trainings in several processes over the loopback interface, started by `zerojax launch`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Real sweeps: equal to training straight through, one compiled step, killed and continued."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Real processes that choose a kernel: two together, and runs that a kernel ends or holds up."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -42,9 +40,7 @@ def test_opposite_times_and_a_cache_of_one_alone(tmp_path: Path) -> None:
     assert all(line.startswith("mosaic_gpu: mosaic_gpu is 2.00") for line in anew)
 
 
-def test_a_process_that_dies_while_it_measures_ends_the_other_and_is_not_tried_again(
-    tmp_path: Path,
-) -> None:
+def test_a_process_that_dies_while_it_measures_ends_the_other_and_is_not_tried_again(tmp_path):
     folder = str(tmp_path)
     (status, output), (killed, _) = run_both(["0.5", folder], ["0.5", folder, "dies"])
     assert killed == -signal.SIGKILL

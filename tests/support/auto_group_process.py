@@ -7,8 +7,6 @@ process 1 both would fail the test. Each process writes JSON to FOLDER/found-PRO
 settings, the reasons and the losses of each run, and the text of each refusal.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -6,8 +6,6 @@ writes OUT/process_0.json ..., with the tensors that it read and its losses, and
 again before the first step, into OUT/exported.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ Writes the tokens that this process gets to FOLDER/NUMBER.json. Prompts or forma
 between the processes are refused in each.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ comes), "callback" (a callback does not return) or "branch" (it alone evaluates)
 for it in a collective, until their watchdogs end them. With "nothing" the run ends after step 6.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -5,8 +5,6 @@
 writes OUT/process_0.json ..., and the model, out again, into OUT/exported.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re

@@ -10,8 +10,6 @@ number of the call that fails) and "kills". Each process adds step and loss to F
 PROCESS, and writes the text of a StoreError to FOLDER/error-PROCESS.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

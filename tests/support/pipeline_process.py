@@ -6,8 +6,6 @@ ORDER is a permutation of all devices, such as 0,2,1,3: neighbours in it are on 
 THETA is that of layer drop; 1 keeps all layers.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

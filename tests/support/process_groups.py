@@ -1,7 +1,5 @@
 """Processes of a test that form a group over the loopback interface, bounded in time."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

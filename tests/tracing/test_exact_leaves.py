@@ -1,7 +1,5 @@
 """Floats of a batch that the loss compares, rounds or makes integers of keep all of their bits."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

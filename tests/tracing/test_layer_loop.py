@@ -1,7 +1,5 @@
 """A loss cut at its loop over layers gives what the whole loss gives, or is refused in words."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Draws in loops: one program for each shape, the same bits, and a limit of memory."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Whole runs of rolled layers: twenty steps, dropout, statistics, validation, resuming, loading."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -95,9 +93,6 @@ def test_keys_and_statistics_are_those_of_the_layers_by_themselves(style: str) -
     assert rolled.state["extras"].keys() == plain.state["extras"].keys()
     for name, x in rolled.state["extras"].items():
         np.testing.assert_allclose(x, plain.state["extras"][name], atol=TOLERANCE, rtol=TOLERANCE)
-
-
-# --- the trainer ----------------------------------------------------------------------------------
 
 
 def run_of(mesh: dict[str, Any], steps: int, folder: Path | None = None, **options: Any) -> Any:

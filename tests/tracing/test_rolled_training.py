@@ -1,10 +1,7 @@
 """Models whose layers are rolled: trained, saved and read back as if nobody had rolled them."""
 
-from __future__ import annotations
-
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,8 +15,8 @@ import zerojax
 from pallas_kernels.choice import missing as kernels_missing
 from tests.support import equal_trees
 from tests.support.recipe import DECAYED, RECIPE
+from tests.support.saved_states import restore, save
 from zerojax import tracing
-from zerojax.checkpoint import Checkpointer
 from zerojax.config.mesh import HOST_KIND
 from zerojax.data import shard_batch
 from zerojax.passes.update import build_norm, leaf_names
@@ -32,7 +29,7 @@ from zerojax.step.reshard import (
     reshard_state,
     to_portable_state,
 )
-from zerojax.training.checkpointing import model_of, restore_state, save_state
+from zerojax.training.checkpointing import model_of
 
 AXES = ("data", "stage", "model")
 NUM_LAYERS, WIDTH, VOCAB = 6, 16, 32
@@ -355,19 +352,14 @@ def test_states_begin_with_the_same_bits() -> None:
         pytest.param("zero 3", OPTIMIZERS["adafactor"], id="adafactor"),
     ],
 )
-def test_a_checkpoint_is_read_unrolled_and_rolled_again(
-    tmp_path: Path, mesh: str, optimizer: Any
-) -> None:
+def test_a_checkpoint_is_read_unrolled_and_rolled_again(tmp_path, mesh, optimizer):
     rolled = plan_of(MESHES[mesh], optimizer=optimizer)
     plain = plan_of({**ZERO_3, "roll": "off"}, optimizer=optimizer)
     state, _ = train(rolled, steps=2)
 
     def save_and_read(folder: str, plan: Any, state: Any, other: Any) -> Any:
-        about: dict[str, Any] = {"data_state": {}, "config": {}, "plan": {}}
-        with Checkpointer(tmp_path / folder) as checkpointer:
-            save_state(checkpointer, plan, state, step=2, about=about)
-            checkpointer.wait()
-            return restore_state(checkpointer, other, 2)[1]
+        save(tmp_path / folder, plan, state)
+        return restore(tmp_path / folder, other)[0]
 
     by_name = save_and_read("rolled", rolled, state, plain)
     assert_same_bits((rolled, state), (plain, by_name))

@@ -1,7 +1,5 @@
 """Runs whose choices were measured: what folder, report and checkpoint say, and runs that go on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -63,9 +61,7 @@ def test_folder_report_and_checkpoint_name_the_choice_and_why(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("refused")
-def test_a_run_says_whether_it_is_watched_while_it_measures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_says_whether_it_is_watched_while_it_measures(monkeypatch):
     given: list[Any] = []
 
     class Noted(Watchdog):
@@ -81,9 +77,7 @@ def test_a_run_says_whether_it_is_watched_while_it_measures(
     assert given == [WatchConfig(step_timeout=0), WatchConfig()]
 
 
-def test_a_run_that_goes_on_with_other_kernels_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_that_goes_on_with_other_kernels_says_so(tmp_path, monkeypatch, capsys):
     """The first part of the run says that its update was a kernel's."""
 
     def train(steps: int) -> None:
@@ -114,9 +108,7 @@ class Line(nnx.Module):
         return (self.up(batch["x"]) ** 2).mean()
 
 
-def test_an_engine_that_goes_on_with_other_kernels_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_engine_that_goes_on_with_other_kernels_says_so(tmp_path, monkeypatch, capsys):
     config = {
         "train_batch_size": 8,
         "gradient_clipping": 1.0,
