@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from tests.support.process_groups import join
+
 AFTER = 3
 """Last step of all processes."""
 LIMIT = 12.0
@@ -23,12 +25,7 @@ LIMIT = 12.0
 
 
 def main(kind: str, missing: int, folder: str) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    # What starts XLA must come after the process has joined the others.
-    from zerojax.runtime import distributed
-
-    distributed.join_processes()
+    join(1, optimised=True)
     import zerojax
     from tests.support.pipeline_runs import small
     from tests.support.trajectories import text_batch

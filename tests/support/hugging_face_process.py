@@ -14,6 +14,8 @@ from pathlib import Path
 
 import jax
 
+from tests.support.process_groups import join
+
 
 def peak_rss() -> int:
     """Bytes, the most since `forget_peak`."""
@@ -60,12 +62,7 @@ def failures(trainer, out: Path) -> dict[str, str]:
 
 
 def main(folder: str, out: str, zero: str, model_axis: str) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    # What starts XLA must come after the process has joined the others.
-    from zerojax.runtime import distributed
-
-    distributed.join_processes()
+    join(1, optimised=True)
     import jax.numpy as jnp
     import optax
 
