@@ -1,7 +1,5 @@
 """Expected times: schedules that are replayed by hand, and the programs that cards have run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -58,11 +56,7 @@ def wait(done):
         # One link carries one transfer at a time: five seconds of work do not hide eight of wire.
         ([start("a"), start("b"), work(5), wait("a"), wait("b")], 8, 3),
         # Links of both directions do not wait for each other.
-        (
-            [start("i", "host copy", 0), start("o", "host copy", 1), wait("i"), wait("o")],
-            3,
-            3,
-        ),
+        ([start("i", "host copy", 0), start("o", "host copy", 1), wait("i"), wait("o")], 3, 3),
         ([["loop", 10, [work(1), start("a"), wait("a")]]], 50, 40),
         # Pipelined: each iteration waits for what the one before it started.
         ([start("a"), ["loop", 10, [wait("a"), start("a"), work(5)]], wait("a")], 54, 4),

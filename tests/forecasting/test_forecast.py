@@ -1,7 +1,5 @@
 """`zerojax.forecast`: what a step needs on GPUs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -195,9 +193,6 @@ def test_a_loop_as_long_as_the_data_say_makes_lower_bounds_and_is_named(cache):
     forecast = zerojax.forecast(plan, gpu="h100", fast=True)
     assert any("length that depends on the data" in remark for remark in forecast.remarks)
     assert "lower bounds" in " ".join(forecast.page().split())
-
-
-# --- a step of two programs -----------------------------------------------------------------------
 
 
 def one_bit_plan(devices: int, zero: int):

@@ -1,7 +1,5 @@
 """The cache of forecasts: what was stored comes back, and nothing that goes wrong stops a plan."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """ZeRO's formulas, from the placement table: bytes on the wire and FLOPs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -95,8 +93,6 @@ def test_model_flops_are_three_forward_passes_over_the_global_batch():
     attention = layers * 2 * 16 * width
     assert counts.model_flops(one) == pytest.approx(6 * tokens * (matrices + attention), rel=0.02)
 
-
-# --- a pipeline ---------------------------------------------------------------------------------
 
 LAYERS = 12 * 32 * 32 + 13 * 32
 """Parameters of a layer of the tiny GPT-2."""

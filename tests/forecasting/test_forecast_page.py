@@ -1,7 +1,5 @@
 """The page of a forecast: what it says, that its numbers add up, and the dictionary beside it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

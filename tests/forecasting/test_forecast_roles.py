@@ -1,7 +1,5 @@
 """Which bytes of a compiled step are weights, gradients or activations, told by dataflow."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bounds of generation by formula: bytes counted by hand, and the page of `zerojax plan`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -32,10 +30,7 @@ def test_bytes_are_those_counted_by_hand():
     outputs = WIDTH + 2 * KV * heads + WIDTH + 2 * MLP + WIDTH
     kernels = WIDTH * (WIDTH + 2 * KV * heads + WIDTH + 3 * MLP)
     rest = 4 * (VOCAB * WIDTH + WIDTH + LAYERS * 2 * WIDTH)
-    weights = {
-        None: 4 * LAYERS * kernels + rest,
-        "int8": LAYERS * (kernels + 4 * outputs) + rest,
-    }
+    weights = {None: 4 * LAYERS * kernels + rest, "int8": LAYERS * (kernels + 4 * outputs) + rest}
     caches = {None: 4 * heads, "int8": heads + 4}
     for (way, quantize, cache, batch), bound in found.items():
         degree = int(way.split()[-1]) if way.startswith("model") else 1

@@ -59,8 +59,6 @@ def abstract(mesh, shape, spec=None, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec or P()))
 
 
-# --- collectives ------------------------------------------------------------------------------
-
 LENGTH = 5
 
 
@@ -144,8 +142,6 @@ def test_gathers_that_the_compiler_pipelines(target):
     assert all(overlap[one.name].done for one in found if one.is_async)
 
 
-# --- FLOPs and bytes --------------------------------------------------------------------------
-
 M, K, N = 512, 256, 1024
 MB = 2**20
 # What a compiler adds to the bytes that were written down: scalars, padding of small buffers.
@@ -205,8 +201,6 @@ def test_a_loop_over_layers_reads_each_layer_not_the_stack(target):
     assert matmul_flops(program) == layers * 2 * 8 * width**2
     assert layers * MB <= hbm_bytes(program) <= 5 * layers * MB + 16 * layers * 8 * width * 4
 
-
-# --- zerojax's own step -----------------------------------------------------------------------
 
 MODEL_SIZES = {"num_layers": 3, "num_heads": 4, "embed_dim": 256, "max_seq_len": 64}
 VOCAB = 512

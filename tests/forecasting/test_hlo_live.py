@@ -1,7 +1,5 @@
 """The compiler's account of what lies on a device at the peak, read from its own words."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What lies between the start and the done of a collective, counted by hand."""
 
-from __future__ import annotations
-
 from zerojax.forecasting.hlo import find_collectives, find_overlap, read_program
 
 # One product of the tests: [8, 16] x [16, 8], and its memory: 512 + 512 read, 256 written.
@@ -103,8 +101,6 @@ def test_a_wrapped_collective_overlaps_from_its_start_to_its_done():
     )
     assert (found.matmuls, found.done) == (2, "d")
 
-
-# --- loops that run a collective one iteration ahead --------------------------------------------
 
 STATE = f"(s32[], f32[8,16], f32[16,8], {TYPES})"
 # In each iteration: the done of what the last one started, one product, the next start, two more.

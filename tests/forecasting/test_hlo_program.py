@@ -1,7 +1,5 @@
 """The text of a program becomes computations, instructions, types and counts."""
 
-from __future__ import annotations
-
 import re
 import sys
 
@@ -237,8 +235,6 @@ def test_the_work_of_reading_grows_with_the_text_and_no_faster():
     """Real programs have megabytes. 2.1: twice the text, and a part that does not grow."""
     assert events_of_reading(1000) < 2.1 * events_of_reading(500)
 
-
-# --- lines of Python ------------------------------------------------------------------------------
 
 FRAMES = """
 HloModule jit_step

@@ -1,7 +1,5 @@
 """FLOPs and bytes of device memory, counted by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

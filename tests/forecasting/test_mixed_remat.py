@@ -1,8 +1,6 @@
 """The search for a recomputation of each loop: its choice among mixes, with memory and time by
 formula."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Program rules find nothing in sound steps of models that users write, except what is true."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Rules of compiled steps: each finds the fault it is for, and a sound step keeps all of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Refusals of rules of compiled steps, golden files, and what is counted without a compiler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -35,11 +33,7 @@ def test_rules_that_cannot_be_checked():
     for bad, value, remedy in (
         ({}, "rule", "max_peak_gib"),
         ({"devices": 4, **limit}, "devices=4 8", "gpu= leave"),
-        (
-            {"plan": absent, **limit},
-            "abstract",
-            "zerojax.make_mesh",
-        ),
+        ({"plan": absent, **limit}, "abstract", "zerojax.make_mesh"),
         ({"max_network_gb": 1.0, **limit}, "max_network_gb", "gpu= leave"),
         ({"fused_attention": True, **limit}, "fused_attention", "gpu= leave"),
     ):

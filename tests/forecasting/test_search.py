@@ -1,7 +1,5 @@
 """The search: what is listed, in which order it is compiled, what is ruled out, and the choice."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -77,6 +75,7 @@ class World:
       activations: GiB with one microbatch and no remat, whatever `model` is: what it splits comes
         back as rows.
       state, weights, gradients: GiB, unsharded; compute: seconds; compile_seconds: on the clock.
+      inputs: GiB of the layers' inputs with one microbatch.
     """
 
     activations: float = 80.0
@@ -87,7 +86,9 @@ class World:
     wire: float = 0.2
     compile_seconds: float = 10.0
     broken: tuple = ()
+    inputs: float = 0.0
     compiled: list = dataclasses.field(default_factory=list)
+    planned: list = dataclasses.field(default_factory=list)
     now: float = 0.0
 
     def peak(self, c: Candidate) -> float:
@@ -112,6 +113,7 @@ class World:
             peak=int(self.peak(c) * GIB),
             limit=LIMIT,
             products_seconds=self.busy(c),
+            layer_inputs=int(self.inputs * GIB / c.num_microbatches),
         )
 
     def plan(self, c: Candidate) -> Candidate:
@@ -151,12 +153,17 @@ class World:
 
 def run(world: World, candidates=None, **options):
     candidates = candidates or list_candidates(8, 64, node_devices=8)
+
+    def bounds(c):
+        world.planned.append(c)
+        return world.bounds(c)
+
     return search(
         world.plan,
         candidates,
         CARD,
         forecast_of=world.forecast,
-        find_bounds=world.bounds,
+        find_bounds=bounds,
         clock=lambda: world.now,
         **options,
     )
@@ -383,10 +390,6 @@ class Summed(World):
     off: float = 1.0
     memory: float = 0.5
 
-    def bounds(self, c: Candidate) -> Bounds:
-        inputs = int(GIB / c.num_microbatches)
-        return dataclasses.replace(super().bounds(c), layer_inputs=inputs)
-
     def forecast(self, c: Candidate):
         found = super().forecast(c)
         kernels = self.busy(c), self.memory * passes(c) * self.off ** (c.remat != "full")
@@ -413,7 +416,7 @@ class Summed(World):
 @pytest.mark.parametrize("wire", [0.01, 0.5])
 def test_guesses_end_a_search_and_are_corrected_by_compiled_plans(activations, off, wire):
     """The guess of another remat is off; that of the same remat is right."""
-    world = Summed(activations=activations, wire=wire)
+    world = Summed(activations=activations, wire=wire, inputs=1.0)
     world.off = off
     candidates = list_candidates(8, 64, node_devices=8, num_layers=8, unrolls=True)
     result = run(world, candidates, budget=10**9)
@@ -451,7 +454,7 @@ def test_what_a_compiled_plan_says_of_the_kernels_of_others(compiled, other, lea
     """Products take 1 second; memory takes 0.5."""
     usual = Candidate(zero=2, model=1, num_microbatches=4, remat="none")
     theirs, mine = dataclasses.replace(usual, **compiled), dataclasses.replace(usual, **other)
-    world = Summed()
+    world = Summed(inputs=1.0)
     forecast = world.forecast(theirs)
     expected = dataclasses.replace(
         forecast.estimate.expected, product_seconds=1.0, memory_seconds=0.5
@@ -511,23 +514,11 @@ def test_what_fits_at_once_is_tried_in_its_simplest_form():
 
 
 def test_what_the_best_beats_by_products_alone_is_not_even_planned():
-    world, planned = World(activations=1, wire=0.01), []
-
-    def bounds(c):
-        planned.append(c)
-        return world.bounds(c)
-
+    world = World(activations=1, wire=0.01)
     candidates = list_candidates(8, 64, node_devices=8, num_layers=8)
     own = Candidate(zero=2, model=1, num_microbatches=8, remat="none")
-    result = search(
-        world.plan,
-        candidates,
-        CARD,
-        forecast_of=world.forecast,
-        own=own,
-        find_bounds=bounds,
-        clock=lambda: world.now,
-    )
+    result = run(world, candidates, own=own)
+    planned = world.planned
     fewer = {dataclasses.replace(own, num_microbatches=number) for number in (1, 2, 4)}
     assert fewer < set(planned), "they are simpler, and may fit"
     assert len(planned) <= len(fewer) + 1 + len(REMATS)
@@ -539,24 +530,11 @@ def test_what_the_best_beats_by_products_alone_is_not_even_planned():
 
 def test_state_that_cannot_fit_is_not_even_planned_again():
     world = World(state=500.0)
-    planned = []
-
-    def bounds(c):
-        planned.append(c)
-        return world.bounds(c)
-
-    result = search(
-        world.plan,
-        list_candidates(8, 64, node_devices=8),
-        CARD,
-        forecast_of=world.forecast,
-        find_bounds=bounds,
-        clock=lambda: world.now,
-    )
+    result = run(world)
     whole = [t for t in result.trials if (t.candidate.zero, t.candidate.model) == (0, 1)]
     assert {t.status for t in whole} == {TOO_LARGE}
     assert "518.0 GiB of 60.0 GiB needed even without activations" in whole[0].reason
-    assert len([c for c in planned if (c.zero, c.model) == (0, 1)]) == 1
+    assert len([c for c in world.planned if (c.zero, c.model) == (0, 1)]) == 1
 
 
 def test_activations_of_one_compiled_plan_rule_out_others():
@@ -606,11 +584,7 @@ def test_no_compilation_begins_that_would_end_after_the_budget():
 def test_the_first_one_has_as_few_microbatches_as_leave_room(activations, inputs, numbers):
     """With full remat activations are guessed as 1.7 times the layers' inputs. If the first one
     does not fit, the smallest one is next."""
-    world = World(activations=activations, wire=0.01)
-    bounds = world.bounds
-    world.bounds = lambda c: dataclasses.replace(
-        bounds(c), layer_inputs=int(inputs * GIB / c.num_microbatches)
-    )
+    world = World(activations=activations, inputs=inputs, wire=0.01)
     run(world)
     tried = [(c.zero, c.remat, c.num_microbatches) for c in world.compiled]
     assert tried[: len(numbers)] == [(3, "full", number) for number in numbers]
@@ -623,9 +597,7 @@ def at(candidate, number):
 @pytest.mark.parametrize("inputs", [1.0, 0.1])
 def test_own_settings_that_need_far_too_much_are_not_compiled_before_others(inputs):
     """Without remat activations are guessed as 28 times the layers' inputs."""
-    world, own = World(activations=40 * inputs), own_settings()
-    bounds = world.bounds
-    world.bounds = lambda c: dataclasses.replace(bounds(c), layer_inputs=int(20 * inputs * GIB))
+    world, own = World(activations=40 * inputs, inputs=20 * inputs), own_settings()
     run(world, own=own)
     assert (own in world.compiled[:2]) == (inputs == 0.1)
 
@@ -634,11 +606,7 @@ def test_own_settings_that_need_far_too_much_are_not_compiled_before_others(inpu
 def test_own_settings_beside_the_smallest_are_compiled_too(number):
     """Those that a guess does not leave room for, and the smallest, stay open when another one with
     other microbatches is compiled first."""
-    world, inputs = World(activations=80, wire=0.01), 40.0
-    bounds = world.bounds
-    world.bounds = lambda c: dataclasses.replace(
-        bounds(c), layer_inputs=int(inputs * GIB / c.num_microbatches)
-    )
+    world = World(activations=80, inputs=40.0, wire=0.01)
     own = Candidate(zero=3, model=1, num_microbatches=number, remat="full")
     result = run(world, own=own)
     assert own in world.compiled[:2]
@@ -939,22 +907,9 @@ def test_a_small_search_with_the_compiler():
 
 def test_of_what_does_not_fit_in_its_smallest_form_nothing_else_is_planned():
     world = World(activations=5000.0)
-    planned = []
-
-    def bounds(c):
-        planned.append(c)
-        return world.bounds(c)
-
     candidates = [c for c in list_candidates(8, 64, node_devices=8) if c.model == 1]
-    result = search(
-        world.plan,
-        candidates,
-        CARD,
-        forecast_of=world.forecast,
-        find_bounds=bounds,
-        clock=lambda: world.now,
-    )
-    assert len(planned) == len(world.compiled) == 1
+    result = run(world, candidates)
+    assert len(world.planned) == len(world.compiled) == 1
     assert (result.chosen, result.certain) == (None, True)
     assert {trial.status for trial in result.trials} == {TOO_LARGE}
 

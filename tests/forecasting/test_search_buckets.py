@@ -1,7 +1,5 @@
 """The search over sizes of buckets: what is compiled, what is taken, and that it leaves no more."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

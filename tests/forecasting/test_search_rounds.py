@@ -1,7 +1,5 @@
 """Rounds of a search: offload only where nothing fits without it, and then as little as fits."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

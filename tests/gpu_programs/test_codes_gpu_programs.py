@@ -1,7 +1,5 @@
 """Codes of frozen weights, as a GPU's compiler makes them."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,6 @@
 Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import optax

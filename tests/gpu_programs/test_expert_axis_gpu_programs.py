@@ -126,8 +126,6 @@ def test_experts_are_never_gathered_over_expert(data, zero, remat):
     assert expected[groups["data",]] == (data - 1) / data * own * times
 
 
-# --- beside tensor parallelism --------------------------------------------------------------------
-
 SPLIT = [(2, 1, "none", 2), (1, 3, "none", 2), (1, 3, "full", 2), (1, 1, "none", 4)]
 
 

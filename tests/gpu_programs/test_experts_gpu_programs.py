@@ -3,8 +3,6 @@
 Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

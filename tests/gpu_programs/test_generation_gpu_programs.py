@@ -1,7 +1,5 @@
 """Bytes that one decoded position reads, from the programs of generation compiled for an H200."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -70,9 +70,6 @@ def units_sent(built):
     return wire(built.over_data()) / gpu_programs.wire_unit(built)
 
 
-# --- what is sent -----------------------------------------------------------------------------
-
-
 @claim()
 def wire_bytes_are_those_of_the_stage(built):
     assert built.program.unknown_loops == ()
@@ -133,9 +130,6 @@ def check_in_loops(built, kind, *, passes):
     assert 0.99 * left * layers < inside < 1.01 * layers
 
 
-# --- tensor parallelism -----------------------------------------------------------------------
-
-
 @claim(lambda case: case.model > 1)
 def only_activations_pass_between_the_shards_of_a_matrix(built):
     """Weights are never whole: two sums per layer forward, one again, two backward, and the ends.
@@ -162,9 +156,6 @@ def test_collectives_that_are_not_nested_are_seen(monkeypatch):
     assert {c.kind for c in built.over_model()} != {"all-reduce"}
 
 
-# --- what is held -----------------------------------------------------------------------------
-
-
 @claim()
 def the_state_is_twelve_bytes_per_parameter_in_pieces(built):
     assert built.memory.arguments == pytest.approx(gpu_programs.argument_bytes(built), rel=0.01)
@@ -183,9 +174,6 @@ def on_512_gpus_little_over_a_gigabyte_each(built):
     """Plain annotations of the same step take 62.9 GiB, and look right on 8."""
     assert built.memory.peak < 1.3 * 2**30
     assert built.memory.arguments < 32e6
-
-
-# --- when it is sent --------------------------------------------------------------------------
 
 
 def gathered_early(built):
@@ -209,9 +197,6 @@ def test_without_the_option_each_layer_waits_for_its_own_gathers():
     assert gathered_early(compile_case(Case(8, 3, prefetch=False)))[0] == 0
 
 
-# --- whatever the model does about remat ------------------------------------------------------
-
-
 @pytest.mark.parametrize(("regather", "units"), [(True, 3), (False, 2)])
 def test_a_model_that_keeps_everything_keeps_no_gathered_weights(regather, units):
     """Without `regather` it would be ZeRO-3 in name only, which the same count sees."""
@@ -226,11 +211,7 @@ def test_a_model_that_keeps_everything_keeps_no_gathered_weights(regather, units
 def test_layers_of_a_python_loop_take_what_the_table_says(zero, num_microbatches, precision):
     """Weights once, and at stage 2 their gradients; not the next microbatch's weights as well."""
     plan = list_plan(
-        gpu_mesh(),
-        zero=zero,
-        num_microbatches=num_microbatches,
-        precision=precision,
-        width=2048,
+        gpu_mesh(), zero=zero, num_microbatches=num_microbatches, precision=precision, width=2048
     )
     compiled = compile_step(plan)
     roles = role_bytes(plan)

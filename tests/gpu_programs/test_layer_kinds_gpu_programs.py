@@ -4,8 +4,6 @@ Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 of processor time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

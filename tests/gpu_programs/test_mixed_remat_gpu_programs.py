@@ -4,8 +4,6 @@ for H100.
 Needs the compile-only client (extra `plan`) and no GPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -61,7 +59,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @functools.cache
-def forecast(roll_remat: Any, gpu: gpus.Gpu = H100, zero: int = 3) -> zerojax.Forecast:
+def forecast(roll_remat: Any, gpu: gpus.Gpu = H100, zero: int = 3) -> zerojax.forecasting.Forecast:
     mesh = zerojax.make_abstract_mesh(zerojax.MeshConfig(data=DEVICES), DEVICES)
     plan = zerojax.make_plan(
         EncoderDecoder, mesh, example_batch=BATCH, precision="bf16", zero=zero,

@@ -4,8 +4,6 @@ Needs the compile-only client (extra `plan`) and no GPU. A test compiles one kin
 of several depths and looks at every claim about it, at each depth and from one to the next.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -4,8 +4,6 @@ Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 of processor time. The expectations are those of `benchmarks.pipeline_programs`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -56,9 +54,6 @@ def test_a_program_keeps_every_promise_of_its_stage(case):
 def no_device_decides_whether_others_wait(built):
     assert hlo.find_in_branches(built.program, built.case.devices) == []
     assert built.program.unknown_loops == ()
-
-
-# --- what is sent -----------------------------------------------------------------------------
 
 
 @claim()
@@ -116,9 +111,6 @@ def shards_of_a_matrix_sum_activations_only(built):
     assert max(c.payload_bytes for c in found) <= 2 * built.case.message  # two may go together
 
 
-# --- when it is sent --------------------------------------------------------------------------
-
-
 @claim()
 def messages_travel_beside_other_work(built):
     """Where both slots are in a tick, each of its two messages is under way while at least 30 times
@@ -147,9 +139,6 @@ def messages_wait_for_other_collectives(built):
     otherwise, so that one of the two messages has only what lies between slots beside it."""
     flops = min(built.overlap[c.name].matmul_flops for c in built.steady_permutes)
     assert flops < 0.99 * built.case.forward_flops
-
-
-# --- what is held -----------------------------------------------------------------------------
 
 
 def sizes(schedule: str, stash: str) -> tuple[tuple[int, int], tuple[int, int]]:

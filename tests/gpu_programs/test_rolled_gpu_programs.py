@@ -4,8 +4,6 @@ Needs the compile-only client (extra `plan`) and no GPU: pytest -m gpu_programs.
 processor time. The model is that of `benchmarks.rolled_layers`, at a small width.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import tempfile

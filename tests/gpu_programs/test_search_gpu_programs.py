@@ -3,8 +3,6 @@
 Needs the compile-only client (extra `plan`) and no GPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Needs the compile-only client (extra `plan`), no GPU: pytest -m gpu_programs. Te
 processor time for each program.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools
@@ -202,9 +200,7 @@ SLOW = [case for case, _ in CASES[5:]]
         for case, promised in CASES
     ],
 )
-def test_the_kernels_are_in_the_step_and_nothing_else_changes(
-    case: Case, promised: Mapping[str, float]
-) -> None:
+def test_the_kernels_are_in_the_step_and_nothing_else_changes(case, promised):
     """State stays in its place, nothing more is sent, copied or held; the bytes are those
     promised."""
     ours, twin = compiled(case, "mosaic_gpu"), compiled(case, "xla")

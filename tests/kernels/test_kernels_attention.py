@@ -223,9 +223,6 @@ def test_one_bit_of_a_table_that_is_flipped_is_seen():
     assert np.abs(np.asarray(found, np.float64) - out).max() > 0.1
 
 
-# --- tables ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["diagonals", "random", "heads", "columns"])
 def test_tables_hold_each_pair_of_blocks_once(name):
@@ -252,9 +249,6 @@ def test_layouts_of_small_blocks_stay_sparse():
     assert table.of_queries.counts.max() == 2
     assert share_visited(table.of_queries) < 0.13
     assert share_visited(tables_of(np.ones((1, 64, 64), bool)).of_queries) == 1
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def struct(*shape, dtype=jnp.bfloat16):

@@ -80,9 +80,6 @@ def test_it_computes_what_stored_scores_compute(case, interpreted):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2 * CLOSE * size)
 
 
-# --- the choice -----------------------------------------------------------------------------------
-
-
 def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -133,8 +130,6 @@ def test_a_plan_says_so_and_its_step_is_counted():
     # 6 tiles of 64 x 64 of 192 x 192 causal scores, 9 products of each in place of 7.
     assert 1 < flops["mosaic_gpu"] / flops["cudnn"] < 1.5
 
-
-# --- programs of GPUs -----------------------------------------------------------------------------
 
 WAYS = {
     "packed": ({"data": 8}, {}),

@@ -96,9 +96,6 @@ def test_the_kernel_moves_it_as_the_reference_does(plain, shape, dtype):
     np.testing.assert_allclose(pair[0][-1], expected, rtol=0, atol=2**-23)
 
 
-# --- moments of one byte --------------------------------------------------------------------------
-
-
 def of_one_byte(shape, dtype, impl, *, skip=False):
     param, average, grad = normal(0, shape, dtype), normal(1, shape), normal(2, shape, BF16)
     plain = optimizers.adam_scalars(1e-2, count=3, weight_decay=0.1, skip=skip)

@@ -1,7 +1,5 @@
 """Which implementation is taken, what is said about it, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -168,9 +168,6 @@ def test_two_kernels_forward_and_backward_lower_for_cuda():
     assert count_flops(both, *given) == 3 * ideal
 
 
-# --- what is refused ------------------------------------------------------------------------------
-
-
 def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 

@@ -74,10 +74,3 @@ def test_equal_leaves_are_lowered_once():
     text = lowered_for_cuda(program, *trees, tuple(abstract(()) for _ in rule.scalars._fields))
     assert aliases_of(text) == [rule.num_updated]
     assert len(re.findall(r"call @_update\(", text)) == leaves
-
-
-def test_a_leaf_beyond_32_bit_offsets_is_refused_and_not_computed_wrongly():
-    rule = optimizers.SGD
-    lowered_for_cuda(program_of(rule), *arrays(rule, (2**25, 128)))
-    with pytest.raises(ValueError, match="2147483647, the limit of 32-bit offsets"):
-        lowered_for_cuda(program_of(rule), *arrays(rule, (2**31 + 1,)))

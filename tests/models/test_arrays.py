@@ -142,10 +142,3 @@ def test_a_state_moves_to_another_stage_and_mesh_and_back():
         assert leaf.shape == planned.shape
         assert leaf.sharding == planned.sharding
     assert_same_state(reshard_state(there, here, moved), state)
-
-
-def test_plans_of_different_states_are_refused():
-    here = plan_for(user_model, devices=1, **USER)
-    there = plan_for(user_model, devices=1, freeze=("hidden",), **USER)
-    with pytest.raises(ValueError, match="describe different states .*freeze="):
-        reshard_state(here, there, init_state(here))

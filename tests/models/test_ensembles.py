@@ -4,8 +4,6 @@ Each model is trained at every stage. The stored values have dimensions that the
 where it reads them, and none of these may be split.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp

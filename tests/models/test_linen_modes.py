@@ -1,7 +1,5 @@
 """Training and evaluation of Linen modules, whose mode is an argument, and what stays random."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Refusals of models, batches and optimizers as they are given; of updates outside of a run."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -150,9 +148,6 @@ def test_parameters_and_losses_of_torch():
     Refusal(tensor, "'more'", [f"jax.numpy.asarray({remedy})"], good, TypeError).check(own)
     bad, loss = torch_stand_in.Module(), lambda loss: plan(loss=loss)
     Refusal(bad, "Module", "zerojax.losses optax", [mean], TypeError).check(loss)
-
-
-# --- optimizers -----------------------------------------------------------------------------------
 
 
 def updated(tx: Any, *, params: Any = PARAMS, chained: bool = False) -> Any:

@@ -4,8 +4,6 @@ The reference is a loop in NumPy: each step takes the gradients of its weights, 
 weights with the gradients of the step before. Sums in another order differ by `TOLERANCE`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable
@@ -35,12 +33,7 @@ from zerojax.step.host_budget import host_remedies
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import from_portable_state, to_portable_state
 
-DELAYED = {
-    "opt_state": "host",
-    "delayed_update": True,
-    "min_elements": 30,
-    "slice_elements": 60,
-}
+DELAYED = {"opt_state": "host", "delayed_update": True, "min_elements": 30, "slice_elements": 60}
 RATE, B1, B2, EPS, DECAY, CLIP = 1e-2, 0.9, 0.95, 1e-5, 0.1, 0.05
 STEPS = 8
 
@@ -129,8 +122,7 @@ def delayed_plan(row: Row, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=str(row), marks=[pytest.mark.slow] * row.is_slow) for row in ROWS],
+    "row", [pytest.param(row, id=str(row), marks=[pytest.mark.slow] * row.is_slow) for row in ROWS]
 )
 def test_weights_follow_the_recurrence(row):
     """A batch in between has an infinite loss, and leaves nothing for the step after it."""
@@ -160,9 +152,6 @@ def test_weights_follow_the_recurrence(row):
         np.testing.assert_allclose(mine[name], value, rtol=0, atol=2e-5, err_msg=name)
     assert int(run.state["skipped"]) == 1
     assert losses[0] - losses[-1] > 0.01
-
-
-# Checkpoints
 
 
 def train(steps: int, offload: Any, **changes: Any) -> tuple[zerojax.Trainer, list[float]]:
@@ -240,9 +229,6 @@ def test_an_overflow_of_float16_is_not_applied_later():
     assert 10 < int(run.state["skipped"]) < 25
     assert np.all(np.isfinite(run.losses))
     assert run.losses[-1] < run.losses[0]
-
-
-# What else a run has
 
 
 @jax.custom_vjp

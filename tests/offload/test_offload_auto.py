@@ -1,7 +1,5 @@
 """`offload.auto`: the least offload with which the compiled step fits, and what it is equal to."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -73,9 +71,7 @@ def chosen(
         (lambda offload: offload.params == "nvme", ("nvme", "nvme", "device")),
     ],
 )
-def test_the_first_offload_that_fits_is_chosen(
-    fits: Callable[[OffloadConfig], bool], places: tuple[str, str, str]
-) -> None:
+def test_the_first_offload_that_fits_is_chosen(fits, places):
     found = chosen(fits, files=True)
     offload = found.plan.settings.offload
     assert (offload.opt_state, offload.params, offload.activations) == places

@@ -1,7 +1,5 @@
 """Masters and moments in files: the bits of the device tier, and what a step leaves on disk."""
 
-from __future__ import annotations
-
 import os
 
 import jax
@@ -14,6 +12,7 @@ from tests.support.offload_disk_runs import (
     batch_of,
     close,
     differing,
+    fail_after,
     num_leaves,
     offload,
     plan_of,
@@ -99,16 +98,8 @@ def test_a_sweep_that_fails_is_told_and_nothing_is_saved_from_it(tmp_path, monke
     plan = plan_of(offload(tmp_path), data=2)
     state = init_state(plan)
     disk = state["disk"]
-    step, real = build_step(plan), os.pwritev
-    calls: list[int] = []
-
-    def fail(*args):
-        calls.append(1)
-        if len(calls) > 3:
-            raise OSError(5, "Input/output error")
-        return real(*args)
-
-    monkeypatch.setattr(os, "pwritev", fail)
+    step = build_step(plan)
+    fail_after(monkeypatch, "pwritev", 3)
     with pytest.raises(StoreError, match="stopped half-way .*Input/output error.* start the run"):
         step(state, batch_of(plan, 0))
     monkeypatch.undo()

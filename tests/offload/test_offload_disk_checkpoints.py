@@ -1,7 +1,5 @@
 """Checkpoints of a run with slices in files: in constant memory, and good for any mesh and tier."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 

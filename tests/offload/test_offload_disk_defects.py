@@ -1,7 +1,5 @@
 """Defects of slices in files that a review found, each with what shows that it is gone."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """What a durable store keeps beside its buckets, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -23,12 +21,7 @@ from tests.support.refusals import refused
 from tests.support.trajectories import regression_batch
 from zerojax.checkpoint.store import StoreError
 from zerojax.config import MeshConfig
-from zerojax.offload.disk_durable import (
-    Generations,
-    common_generation,
-    resume,
-    resume_step,
-)
+from zerojax.offload.disk_durable import Generations, common_generation, resume, resume_step
 from zerojax.offload.offload_tiers import check_durable
 from zerojax.optim import adamw
 from zerojax.optim.precision import Precision, as_precision
@@ -114,11 +107,7 @@ def test_a_scratch_store_is_never_gone_on_from(tmp_path):
     ("shares", "precision", "match"),
     [
         (SHARES, Precision(), "state in device and host memory is lost with the process"),
-        (
-            "nvme",
-            as_precision("bf16", param_dtype="bf16"),
-            "rebuilt from float32 master weights",
-        ),
+        ("nvme", as_precision("bf16", param_dtype="bf16"), "rebuilt from float32 master weights"),
     ],
 )
 def test_what_a_killed_run_could_not_go_on_from(tmp_path, shares, precision, match):

@@ -1,7 +1,5 @@
 """A model whose optimizer state is larger than the memory it may take trains from disk."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.offload_disk import LAYERS, LIMIT_MIB, MIB, run_child

@@ -3,8 +3,6 @@
 They are, to the bit, the values of a state on the device, for which all layers are drawn at once.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

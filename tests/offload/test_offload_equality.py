@@ -6,8 +6,6 @@ their bits. Both runs read the same weights and gradients, and a slice is update
 as a whole shard, so that nothing is allowed to differ. The quick rows span every choice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -96,17 +94,6 @@ def test_on_the_host_as_on_the_device(row):
     )
 
 
-def test_the_rows_span_every_choice():
-    quick = [row for row in ROWS if not row.is_slow]
-    for field in ("zero", "microbatches", "optimizer", "precision", "shared"):
-        values = {getattr(row, field) for row in ROWS}
-        assert {getattr(row, field) for row in quick} == values
-    pairs = {(row.zero, row.optimizer) for row in ROWS}
-    assert len(pairs) == 12
-    for field in ("model", "microbatches", "precision", "shared"):
-        assert len({(row.zero, getattr(row, field)) for row in ROWS}) == 8, field
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tiers", [WHOLE, SHARES], ids=["host", "shares"])
 def test_overflows_are_skipped_alike(tiers):
@@ -114,52 +101,38 @@ def test_overflows_are_skipped_alike(tiers):
     scale = LossScale(initial=2.0**28, hysteresis=1)
     precision = Precision(compute_dtype=jnp.float16, reduce_dtype=jnp.float16, loss_scale=scale)
     _, run = assert_same_bits(
-        reference_model("gpt2"),
-        tiers,
-        zero=2,
-        precision=precision,
-        optimizer=OPTIMIZERS["adamw"](),
+        reference_model("gpt2"), tiers, zero=2, precision=precision, optimizer=OPTIMIZERS["adamw"]()
     )
     assert 1 <= np.sum(~np.isfinite(run.norms)) < STEPS, "some steps are skipped, and some are not"
 
 
 @pytest.mark.slow
-def test_hybrid_replicas_update_alike():
-    mesh = {"replica": 2, "data": 2, "model": 2}
-    assert_same_bits(
-        reference_model("llama"), SHARES, mesh=mesh, zero=3, optimizer=OPTIMIZERS["adamw"]()
-    )
-
-
-@pytest.mark.slow
 def test_frozen_parameters_have_no_state_anywhere():
     run, _ = assert_same_bits(
-        reference_model("gpt2"),
-        WHOLE,
-        zero=2,
-        freeze=("embed.*",),
-        optimizer=OPTIMIZERS["adamw"](),
+        reference_model("gpt2"), WHOLE, zero=2, freeze=("embed.*",), optimizer=OPTIMIZERS["adamw"]()
     )
     frozen = run.state["frozen"].keys()
     assert frozen
     assert not frozen & run.plan.offload.leaves.keys()
 
 
+STAGES = {"mesh": {"stage": 2, "data": 2, "model": 2}, "precision": "bf16", "num_microbatches": 4}
+REPLICAS = {"mesh": {"replica": 2, "data": 2, "model": 2}, "zero": 3}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved(2)"])
-@pytest.mark.parametrize("zero", [1, 3])
-def test_stages_of_a_pipeline_update_alike(zero, schedule):
-    mesh = {"stage": 2, "data": 2, "model": 2, "pipeline_schedule": schedule}
-    assert_same_bits(
-        reference_model("llama", num_layers=4),
-        SHARES,
-        mesh={name: mesh[name] for name in ("stage", "data", "model")},
-        pipeline_schedule=schedule,
-        zero=zero,
-        num_microbatches=4,
-        precision="bf16",
-        optimizer=OPTIMIZERS["adamw"](),
-    )
+@pytest.mark.parametrize(
+    "options",
+    [REPLICAS]
+    + [
+        {"zero": zero, "pipeline_schedule": schedule, **STAGES}
+        for zero in (1, 3)
+        for schedule in ("1f1b", "interleaved(2)")
+    ],
+)
+def test_replicas_and_stages_update_alike(options):
+    model = reference_model("llama", num_layers=4 if "stage" in options["mesh"] else 2)
+    assert_same_bits(model, SHARES, optimizer=OPTIMIZERS["adamw"](), **options)
 
 
 @pytest.mark.thorough

@@ -3,8 +3,6 @@
 They are read back to the bit, so a run is that with inputs in host memory, to the bit.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

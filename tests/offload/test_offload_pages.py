@@ -5,8 +5,7 @@ otherwise, and gradients of one microbatch are reduced before they are added up:
 to rounding, `TOLERANCE`. The optimizer's sweep alone gives the same bits as any other tier.
 """
 
-from __future__ import annotations
-
+import errno
 import functools
 import json
 import os
@@ -25,20 +24,15 @@ import pytest
 import zerojax
 from tests.offload.test_offload_params import make_optimizer
 from tests.support.offload_disk_runs import (
-    Regression,
     close,
+    counted_bytes,
     differing,
+    fail_after,
     portable,
     steps_as_undisturbed,
 )
 from tests.support.pipeline_runs import small
-from tests.support.trajectories import (
-    TOLERANCE,
-    plan_for,
-    regression_batch,
-    text_batch,
-    train_for,
-)
+from tests.support.trajectories import TOLERANCE, plan_for, text_batch, train_for
 from zerojax.checkpoint.store import StoreError
 from zerojax.config import CheckpointConfig, LogConfig, OffloadConfig
 from zerojax.config.loader import ConfigError
@@ -106,13 +100,14 @@ def test_layers_from_files_train_as_on_the_device(tmp_path, zero, microbatches):
     close(found.state)
 
 
-def one_device(folder: Any, layers: int = 3, *, inputs: str = "device", **more: Any) -> Any:
+def one_device(
+    folder: Any, layers: int = 3, *, inputs: str = "device", durable: bool = False, **more: Any
+) -> Any:
     """A plan of one device, whose pages are whole blocks of the disk."""
-    given = options_of(devices=1, **more)
+    sizes = {"slice_elements": 1024, "min_elements": 2048}
+    offload = paged(folder, activations=inputs, durable=durable, **sizes)
     return plan_for(
-        small(layers=layers, width=32),
-        offload=paged(folder, slice_elements=1024, min_elements=2048, activations=inputs),
-        **given,
+        small(layers=layers, width=32), offload=offload, **options_of(devices=1, **more)
     )
 
 
@@ -139,21 +134,8 @@ def test_the_number_of_programs_does_not_depend_on_the_depth(tmp_path):
 def test_bytes_read_and_written_are_those_of_the_plan(tmp_path, monkeypatch, microbatches, inputs):
     plan = one_device(tmp_path, microbatches=microbatches, inputs=inputs)
     state, step = init_state(plan), build_step(plan)
-    done = {"preadv": 0, "pwritev": 0}
-
-    def counted(name: str) -> Any:
-        real = getattr(os, name)
-
-        def move(descriptor: int, buffers: Any, offset: int) -> int:
-            count = real(descriptor, buffers, offset)
-            done[name] += count
-            return count
-
-        return move
-
-    for name in done:
-        monkeypatch.setattr(os, name, counted(name))
-    state, _ = step(state, batch_on(plan))
+    with counted_bytes(monkeypatch) as done:
+        state, _ = step(state, batch_on(plan))
     close(state)
     moved = moved_bytes(plan)
     assert len(moved) == (4 if inputs == "nvme" else 3)
@@ -174,15 +156,8 @@ def test_a_failed_read_in_the_pass_loses_nothing(tmp_path, monkeypatch, ends_at_
     monkeypatch.setattr(paged_step, "DiskErrors", kept)
     plan = one_device(tmp_path / "failing")
     state, step = init_state(plan), build_step(plan)
-    real, calls = os.preadv, []
-
-    def fail(descriptor: int, buffers: Any, offset: int) -> int:
-        calls.append(1)
-        if len(calls) > 4:  # layers 0, 1 and 2, and 1 on the way back
-            raise OSError(5, "Input/output error")
-        return real(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", fail)
+    # layers 0, 1 and 2, and 1 on the way back
+    fail_after(monkeypatch, "preadv", 4)
     with pytest.raises(StoreError, match="weights: bucket 0 could not be read.*error") as error:
         step(state, batch_on(plan))
     monkeypatch.undo()
@@ -234,16 +209,8 @@ def test_a_disk_that_is_slow_in_any_phase_changes_no_bit(tmp_path, monkeypatch, 
 def test_a_failure_in_the_sweep_ends_the_state(tmp_path, monkeypatch, call):
     plan = one_device(tmp_path)
     state, step = init_state(plan), build_step(plan)
-    disk, real, calls = state["disk"], getattr(os, call), []
-    in_pass = {"preadv": 5, "pwritev": 3}[call]
-
-    def fail(descriptor: int, buffers: Any, offset: int) -> int:
-        calls.append(1)
-        if len(calls) > in_pass + 2:
-            raise OSError(5, "Input/output error")
-        return real(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, call, fail)
+    disk, in_pass = state["disk"], {"preadv": 5, "pwritev": 3}[call]
+    fail_after(monkeypatch, call, in_pass + 2)
     with pytest.raises(StoreError, match="half-way .*Input/output error.*start the run again"):
         step(state, batch_on(plan))
     monkeypatch.undo()
@@ -298,12 +265,6 @@ def test_what_does_not_work_with_layers_in_files_is_refused(tmp_path, match):
         plan_for(small(**MODEL), offload=paged(tmp_path), **{**options_of(), **REFUSED[match]})
 
 
-def test_layers_that_do_not_run_in_a_loop_are_refused(tmp_path):
-    given = options_of(batch=regression_batch)
-    with pytest.raises(ValueError, match="offload.params=nvme streams layers"):
-        plan_for(Regression, offload=paged(tmp_path), **given)
-
-
 def test_params_in_files_imply_the_optimizers_state_there():
     assert OffloadConfig(params="nvme").opt_state == "nvme"
     assert OffloadConfig(params="nvme", durable=True).durable
@@ -314,21 +275,11 @@ def test_params_in_files_imply_the_optimizers_state_there():
 @pytest.mark.thorough
 def test_a_durable_state_survives_a_failure_in_the_sweep(tmp_path, monkeypatch):
     """It goes on from its last whole step, to the bits of a run without the failure."""
-    config = {"slice_elements": 1024, "min_elements": 2048, "durable": True}
-    plan = plan_for(
-        small(layers=3, width=32), offload=paged(tmp_path, **config), **options_of(devices=1)
-    )
+    plan = one_device(tmp_path, durable=True)
     step = build_step(plan)
     state, _ = step(init_state(plan), batch_on(plan))
-    real, calls = os.pwritev, []
-
-    def fail(descriptor: int, buffers: Any, offset: int) -> int:
-        calls.append(1)
-        if len(calls) > 5:  # three pages of gradients come first
-            raise OSError(28, "No space left on device")
-        return real(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "pwritev", fail)
+    # three pages of gradients come first
+    fail_after(monkeypatch, "pwritev", 5, error=errno.ENOSPC)
     with pytest.raises(StoreError, match="No space left.*the last whole step"):
         step(state, batch_on(plan, 1))
     monkeypatch.undo()
@@ -347,10 +298,7 @@ def test_a_durable_state_survives_a_failure_in_the_sweep(tmp_path, monkeypatch):
 
 @pytest.mark.thorough
 def test_files_that_were_deleted_end_a_durable_run(tmp_path):
-    config = {"slice_elements": 1024, "min_elements": 2048, "durable": True}
-    plan = plan_for(
-        small(layers=2, width=32), offload=paged(tmp_path, **config), **options_of(devices=1)
-    )
+    plan = one_device(tmp_path, 2, durable=True)
     step = build_step(plan)
     state, _ = step(init_state(plan), batch_on(plan))
     shutil.rmtree(store_folder(plan.settings.offload))

@@ -5,12 +5,9 @@ skipped and that are neither are compared, and each test checks that the steps t
 means.
 """
 
-from __future__ import annotations
-
-import contextlib
+import errno
 import functools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +15,14 @@ import pytest
 from tests.offload.test_offload_pages import batch_on, options_of, paged
 from tests.offload.test_offload_params import make_optimizer
 from tests.offload.test_offload_plan import CARD, RATES
-from tests.support.offload_disk_runs import close, differing, portable, steps_as_undisturbed
+from tests.support.offload_disk_runs import (
+    close,
+    counted_bytes,
+    differing,
+    fail_after,
+    portable,
+    steps_as_undisturbed,
+)
 from tests.support.pipeline_runs import small
 from tests.support.trajectories import plan_for
 from zerojax.checkpoint.store import StoreError, store
@@ -34,6 +38,8 @@ from zerojax.plan.offload_costs import hiding, moved_bytes, redone_bytes
 from zerojax.step.build import build_step
 from zerojax.step.host_budget import disk_bytes
 from zerojax.step.initialization import init_state
+
+pytestmark = pytest.mark.thorough
 
 NORM = 0.43
 """Between the norms of the gradients of the first and of the last steps of `train`."""
@@ -89,7 +95,6 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("clip_norm", "options"),
     [
@@ -111,7 +116,6 @@ def test_the_bits_of_a_sweep(tmp_path, sweeps, clip_norm, options):
     close(state)
 
 
-@pytest.mark.thorough
 def test_skipped_steps_commit_nothing(tmp_path, sweeps):
     """The first scale of the loss overflows, with and without clipping afterwards."""
     precision = as_precision("fp16", loss_scale=LossScale(initial=2.0**20, hysteresis=1))
@@ -136,7 +140,6 @@ def state_files(descriptor: int) -> bool:
     return "process_0/buckets" in os.readlink(f"/proc/self/fd/{descriptor}")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("ends_at_once", [True, False])
 def test_a_failed_read_in_the_backward_pass_loses_nothing(tmp_path, monkeypatch, ends_at_once):
     """The same state steps again, to the bits of a run without the failure.
@@ -147,15 +150,8 @@ def test_a_failed_read_in_the_backward_pass_loses_nothing(tmp_path, monkeypatch,
     monkeypatch.setattr(paged_step, "DiskErrors", kept)
     plan = one_device(tmp_path / "failing")
     state, step = init_state(plan), build_step(plan)
-    before, real, calls = state["disk"].store.generation, os.preadv, []
-
-    def fail(descriptor: int, buffers: Any, offset: int) -> int:
-        calls.extend([1] * state_files(descriptor))
-        if len(calls) > 2:
-            raise OSError(5, "Input/output error")
-        return real(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", fail)
+    before = state["disk"].store.generation
+    fail_after(monkeypatch, "preadv", 2, counts=state_files)
     with pytest.raises(StoreError, match="Input/output error") as error:
         step(state, batch_on(plan))
     monkeypatch.undo()
@@ -167,16 +163,7 @@ def test_a_failed_read_in_the_backward_pass_loses_nothing(tmp_path, monkeypatch,
 
 def failing_writes(patched: pytest.MonkeyPatch) -> None:
     """Lets the third write of the optimizer's state fail, of which the end of the step learns."""
-    real, calls = os.pwritev, []
-
-    def fail(descriptor: int, buffers: Any, offset: int) -> int:
-        if state_files(descriptor):
-            calls.append(1)
-            if len(calls) > 2:
-                raise OSError(28, "No space left on device")
-        return real(descriptor, buffers, offset)
-
-    patched.setattr(os, "pwritev", fail)
+    fail_after(patched, "pwritev", 2, error=errno.ENOSPC, counts=state_files)
 
 
 def failing_commit(patched: pytest.MonkeyPatch) -> None:
@@ -191,7 +178,6 @@ def failing_commit(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(store, "save_manifest", fail)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("failing", [failing_writes, failing_commit])
 def test_a_state_survives_a_failed_write(tmp_path, monkeypatch, failing):
     """It goes on from its last whole step, to the bits of a run without the failure."""
@@ -212,29 +198,12 @@ def test_a_state_survives_a_failed_write(tmp_path, monkeypatch, failing):
         close(each)
 
 
-@contextlib.contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Counts the bytes that are read and written."""
-    done = {"preadv": 0, "pwritev": 0}
-
-    def move(name: str, real: Any, *args: Any) -> int:
-        count = real(*args)
-        done[name] += count
-        return count
-
-    with monkeypatch.context() as patched:
-        for name in done:
-            patched.setattr(os, name, functools.partial(move, name, getattr(os, name)))
-        yield done
-
-
-@pytest.mark.thorough
 def test_bytes_are_those_of_the_plan(tmp_path, monkeypatch):
     """In a step that is not clipped, and in one that is."""
     for clip_norm in (None, 0.05):
         plan = one_device(tmp_path / str(clip_norm), optimizer=make_optimizer(clip_norm))
         state, step = init_state(plan), build_step(plan)
-        with counted(monkeypatch) as done:
+        with counted_bytes(monkeypatch) as done:
             state, _ = step(state, batch_on(plan))
         close(state)
         moved = [*moved_bytes(plan), *([redone_bytes(plan)] if clip_norm else [])]
@@ -247,7 +216,6 @@ def test_bytes_are_those_of_the_plan(tmp_path, monkeypatch):
         assert layer_update_bytes(plan) == (2 * 12 + 4 + 4) * layer
 
 
-@pytest.mark.thorough
 def test_files_are_read_and_written_while_other_layers_are_computed(tmp_path, monkeypatch):
     """The state of a layer is read before its backward pass starts, and written after that of the
     layer below has started, so that the devices need not wait for files."""
@@ -279,7 +247,6 @@ def test_files_are_read_and_written_while_other_layers_are_computed(tmp_path, mo
     close(state)
 
 
-@pytest.mark.thorough
 def test_what_an_update_of_files_in_backward_needs(tmp_path):
     with pytest.raises(ConfigError, match=r"update_in_backward.*durable: true"):
         OffloadConfig(params="nvme", update_in_backward=True)

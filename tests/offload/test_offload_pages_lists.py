@@ -4,8 +4,6 @@ The loop is that of weights on the host, so tolerances are those of
 `tests.offload.test_offload_pages`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -55,10 +53,7 @@ def train(plan: zerojax.Plan, steps: int, state: Any = None) -> tuple[Any, list[
     return state, losses
 
 
-@pytest.mark.parametrize(
-    ("zero", "microbatches", "inputs"),
-    [(3, 2, "nvme"), (1, 1, "device")],
-)
+@pytest.mark.parametrize(("zero", "microbatches", "inputs"), [(3, 2, "nvme"), (1, 1, "device")])
 def test_a_list_from_files_trains_as_in_memory(tmp_path, zero, microbatches, inputs):
     options = {"zero": zero, "num_microbatches": microbatches}
     plan = plan_of(tmp_path, files={"activations": inputs}, **options)

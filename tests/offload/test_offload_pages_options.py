@@ -3,8 +3,6 @@
 Tolerances are those of `tests.offload.test_offload_pages`, whose programs are the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,8 +13,7 @@ import zerojax
 from tests.offload.test_offload_pages import MODEL, options_of, paged
 from tests.support.offload_disk_runs import close, portable
 from tests.support.pipeline_runs import SmallText, small
-from tests.support.refusals import refused
-from tests.support.trajectories import TOLERANCE, Trajectory, plan_for, train_for
+from tests.support.trajectories import TOLERANCE, Trajectory, train_for
 from zerojax.models.losses import next_token
 from zerojax.optim.precision import LossScale, as_precision
 
@@ -93,15 +90,3 @@ def test_metrics_of_the_loss(tmp_path, microbatches):
     files, device = both(tmp_path, loss=head_metric, num_microbatches=microbatches)
     assert float(device.first["size"]) > 0
     np.testing.assert_allclose(files.first["size"], device.first["size"], rtol=1e-5)
-
-
-def test_an_optimizer_of_whole_matrices_is_refused(tmp_path):
-    refused(
-        lambda: plan_for(
-            small(**MODEL),
-            offload=paged(tmp_path),
-            **options_of(2, devices=2, optimizer=zerojax.muon(0.05)),
-        ),
-        "nvme muon",
-        "zerojax.adamw lion sgd",
-    )

@@ -6,8 +6,6 @@ the backward pass, so kernels are fused otherwise; gradients of one microbatch a
 they are added up, also at stages 0 and 1. So runs are equal up to rounding: `TOLERANCE`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any
@@ -129,13 +127,6 @@ def test_layers_from_the_host_train_as_on_the_device(row):
     assert_equal(run, expected)
 
 
-def test_the_rows_span_every_choice():
-    for field in ("model", "microbatches", "clip_norm"):
-        values = {getattr(row, field) for row in ROWS}
-        assert len(values) > 1
-        assert len({(row.zero, getattr(row, field)) for row in ROWS}) == 4 * len(values), field
-
-
 # Other models
 
 
@@ -204,25 +195,20 @@ def test_the_reference_models_stream(precision, remat):
     assert expected.losses[0] - expected.losses[-1] > 0.02
 
 
-@pytest.mark.slow
-def test_frozen_stacks_stay_as_they_are():
-    run, expected = both(small(layers=3), {}, devices=4, zero=3, freeze=("blocks/linear/bias",))
-    assert_equal(run, expected)
-    assert run.state["frozen"].keys() == {"blocks/linear/bias"}
+OTHERS = {
+    "a frozen stack": (small(layers=3), {"freeze": ("blocks/linear/bias",)}),
+    "replicas": (small(layers=3), {"mesh": {"replica": 2, "data": 2}, "num_microbatches": 2}),
+    # The head's table is tied to the embedding's, and a parameter of one row is in every layer.
+    "a shared parameter": (Shared, {"steps": 6}),
+}
 
 
 @pytest.mark.slow
-def test_hybrid_replicas_stream():
-    mesh = {"replica": 2, "data": 2}
-    run, expected = both(small(layers=3), {}, devices=4, mesh=mesh, zero=3, num_microbatches=2)
+@pytest.mark.parametrize(("model", "options"), OTHERS.values(), ids=OTHERS)
+def test_other_models_and_meshes_stream(model, options):
+    run, expected = both(model, {}, devices=4, zero=3, **options)
     assert_equal(run, expected)
-
-
-@pytest.mark.slow
-def test_a_layer_that_reads_a_shared_parameter_gives_it_its_gradient():
-    """The head's table is tied to the embedding's, and a parameter of one row is in every layer."""
-    run, expected = both(Shared, {}, devices=4, zero=3, steps=6)
-    assert_equal(run, expected)
+    assert run.state["frozen"].keys() == set(options.get("freeze", ()))
 
 
 # What else a run does

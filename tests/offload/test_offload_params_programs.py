@@ -4,8 +4,6 @@ The first tests read what is handed to a compiler for CUDA, on any machine. The 
 `gpu_programs`) read programs compiled for H200s.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
@@ -114,8 +112,6 @@ def test_what_is_placed_where_is_in_the_program_for_cuda(microbatches):
     assert placed.count("pinned_host") == 3 * MATRICES + 2
     assert len(placed) == placed.count("device") + placed.count("pinned_host")
 
-
-# --- compiled for GPUs ----------------------------------------------------------
 
 CASES = [
     Case(1, 1),

@@ -1,7 +1,5 @@
 """What a plan says of offload: bytes by tier and role, what moves, what hides it, what helps."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -63,12 +61,7 @@ def offload_plan(
 ) -> Plan:
     """A Llama on an abstract mesh, whose smallest arrays stay on the device."""
     config = ModelConfig(
-        name="llama",
-        num_layers=LAYERS,
-        num_heads=4,
-        embed_dim=EMBED,
-        max_seq_len=SEQ,
-        remat="full",
+        name="llama", num_layers=LAYERS, num_heads=4, embed_dim=EMBED, max_seq_len=SEQ, remat="full"
     )
     tokens = jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)
     return make_plan(

@@ -4,8 +4,6 @@ What a checkpoint holds knows no tiers, so each tier reads what another has save
 stage nothing may change, not one bit; on another mesh sums are taken in another order.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -20,6 +18,8 @@ from tests.support.trajectories import TOLERANCE, advance, plan_for, text_batch,
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import LogConfig
 from zerojax.step.reshard import from_portable_state, to_portable_state
+
+pytestmark = pytest.mark.slow
 
 BATCHES = [text_batch(index) for index in range(4)]
 SLICES = {"slice_elements": 400, "min_elements": 100}
@@ -57,7 +57,6 @@ def on_the_device() -> tuple[dict[str, bytes], list[float]]:
     return bits(trainer.plan, trainer.state), losses
 
 
-@pytest.mark.slow
 def test_checkpoints_go_from_tier_to_tier_without_losing_a_bit(tmp_path):
     losses = []
     for steps, tier in ((2, HOST), (4, DEVICE), (6, SHARES), (8, HOST)):
@@ -69,7 +68,6 @@ def test_checkpoints_go_from_tier_to_tier_without_losing_a_bit(tmp_path):
     assert bits(trainer.plan, trainer.state) == state
 
 
-@pytest.mark.slow
 def test_a_live_run_changes_its_tiers_without_losing_a_bit():
     changes = {2: BASE | HOST, 4: BASE | SHARES, 6: BASE}
 
@@ -92,7 +90,6 @@ ON_EIGHT = {"devices": 8, "optimizer": zerojax.adamw(1e-3, eps=1e-5, **RECIPE)}
 ON_FOUR = {**ON_EIGHT, "devices": 4}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -119,7 +116,6 @@ def test_what_is_saved_is_what_another_mesh_and_stage_restores(first, second, tm
     np.testing.assert_allclose([*saved.losses, *run.losses], whole.losses, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tier", [HOST, SHARES], ids=["host", "shares"])
 def test_a_step_that_follows_a_save_does_not_reach_what_is_saved(tier, tmp_path):
     """Saving goes on while the next step writes into the same, donated memory."""
@@ -136,7 +132,6 @@ def test_a_step_that_follows_a_save_does_not_reach_what_is_saved(tier, tmp_path)
     assert bits(trainer.plan, trainer.state) == at_save
 
 
-@pytest.mark.slow
 def test_it_is_evaluated_handed_over_and_writes_text_as_on_the_device():
     results = []
     for tier in (DEVICE, HOST):

@@ -1,7 +1,5 @@
 """Slices of a state: cut, joined, born, and updated one after the other, in memory tiers."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -3,8 +3,6 @@
 Tiles add up the same products in another order, so runs are equal up to rounding: `TOLERANCE`.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -192,16 +190,14 @@ REFUSED_ON_THE_DEVICE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_tiles_do_not_do_is_refused(words):
-    call = functools.partial(plan_for, text_model(), **{**options_of(), **REFUSED[words]})
-    refused(call, f"offload.tile_bytes={TILE}", words)
-
-
-@pytest.mark.parametrize("words", [*REFUSED, *REFUSED_ON_THE_DEVICE])
-def test_what_tiles_on_the_device_do_not_do_is_refused(words):
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [(HOST, words) for words in REFUSED]
+    + [(DEVICE, words) for words in [*REFUSED, *REFUSED_ON_THE_DEVICE]],
+)
+def test_what_tiles_do_not_do_is_refused(place, words):
     more = {**REFUSED, **REFUSED_ON_THE_DEVICE}[words]
-    call = functools.partial(plan_for, text_model(), **{**options_of(DEVICE), **more})
+    call = functools.partial(plan_for, text_model(), **{**options_of(place), **more})
     refused(call, f"offload.tile_bytes={TILE}", words)
 
 

@@ -1,7 +1,5 @@
 """A loop over slices on the host computes what a plain loop computes, for every form of a stack."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -212,7 +212,6 @@ def test_a_second_derivative_is_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"softcap": 0.0}, r"softcap=0.0 must be above 0"),
         ({"sinks": jnp.zeros(3)}, r"sinks has shape \(3,\), but must be \(4,\)"),
         ({"window": 0}, "window=0 must be at least 1"),
     ],

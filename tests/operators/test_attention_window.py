@@ -83,8 +83,6 @@ def test_the_plan_counts_the_tiles_that_hold_what_is_seen(monkeypatch):
     assert said.endswith(f"computes {(1 + 2 + 6 * 3) / 64:.1%} of these scores")
 
 
-# --- training -------------------------------------------------------------------------------------
-
 BATCHES = {"rows": text_batch, "packed": packed_batch}
 SPLITS = {
     "zero3": {"zero": 3},
@@ -106,9 +104,6 @@ def test_it_trains_as_one_device(split, case, monkeypatch):
     found = train_for(make, batch=BATCHES[case], persistence_threshold=0, **SPLITS[split])
     np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)
     assert expected.losses[0] - expected.losses[-1] > 0.02
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_sizes_are_checked():

@@ -267,13 +267,7 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk": 0}, "chunk=0 must be at least 1 token"),
-        ({"vocab_dim": 2}, r"vocab_dim=2 must be 0 \(\[vocab, width\]\) or 1"),
         ({"vocab_dim": 1}, r"head has shape \(37, 16\), .* its dimension 0 must be 16"),
-        (
-            {"targets": TARGETS[:1]},
-            r"targets have shape \(1, 13\), but hidden has shape \(2, 13, 16\)",
-        ),
         ({"weights": MASK[0]}, r"weights have shape \(13,\)"),
         ({"hidden": HIDDEN[:0]}, r"hidden has shape \(0, 13, 16\)"),
     ],

@@ -64,9 +64,6 @@ SIZES = {
 }
 
 
-# --- the table of tiles ---------------------------------------------------------------------------
-
-
 def rows_of(visits, tile):
     """[rows] of a group each: its number, -1 for none; each visit is of a new part of it."""
     found = np.full(ROWS, -1)
@@ -105,9 +102,6 @@ def test_rows_may_lie_in_several_segments_of_a_group():
     np.testing.assert_array_equal(rows_of(visits, 64), wanted)
 
 
-# --- products -------------------------------------------------------------------------------------
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", SIZES)
 def test_a_product_and_its_derivatives_are_those_of_each_row(case):
@@ -129,9 +123,6 @@ def test_a_product_and_its_derivatives_are_those_of_each_row(case):
         found = jnp.where(mine, found, 0), jnp.where(mine, of_rows, 0), of_matrices
         for one, other in zip(found, (expected, *plainly(slope)), strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-12 * (1 + np.abs(other).max()))
-
-
-# --- experts --------------------------------------------------------------------------------------
 
 
 def result_and_slopes(way, given, ids):
@@ -246,9 +237,6 @@ def test_no_load_needs_more_rows_than_a_plan_says():
             found.append(int(table(jnp.asarray(sizes, jnp.int32)).begin[-1]) * tile)
         most = most_rows(choices, number, None)
         assert 0.97 * most <= max(found) <= most
-
-
-# --- what is refused ------------------------------------------------------
 
 
 def test_what_cannot_run_is_refused_by_the_plan_in_one_sentence():

@@ -1,7 +1,5 @@
 """Refusals of the operators: attention, losses in chunks, experts and sums over the batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -124,6 +122,7 @@ routed(lambda weights, rows: (rows @ weights).astype(int)) | int32 | floating-po
   | routed()
 routed(x=ones(6, 8, dtype=int)) | int32 | floating-point | routed(x=ones(6, 8))
 routed(ids=np.zeros((6, 2))) | float32 | integers | routed(ids=np.zeros((6, 2)).astype(int))
+routed(ids=np.full((6, 2), -1)) | -1 | 0 3 | routed(ids=np.full((6, 2), $))
 routed(ids=np.full((6, 2), 4)) | 4 | 0 3 | routed(ids=np.full((6, 2), $))
 batch_mean(ones(2, dtype=int)) | int32 | x.astype(jnp.float32)
   | batch_mean(ones(2, dtype=int).astype(jnp.float32))

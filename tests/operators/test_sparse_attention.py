@@ -24,6 +24,7 @@ from tests.operators.test_attention import (
     all_of,
     inputs,
     largest_array,
+    written_out,
 )
 from tests.support.hugging_face_folders import write_folder
 from tests.support.trajectories import TOLERANCE, plan_for, train_for
@@ -70,31 +71,6 @@ CASES = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 16)
-
-
-def written_out(query, key, value, table, *, causal=False, segments=None, positions=None, window=0):
-    """Attention in float64 by the blocks of a table, one head of one row after the other."""
-    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    out = np.zeros(query.shape)
-    index = np.arange(query.shape[1])
-    for row, head in np.ndindex(query.shape[0], query.shape[2]):
-        at = index if positions is None else np.asarray(positions)[row]
-        distance = at[:, None] - at[None]
-        blocks = table.seen[head % len(table.seen)]
-        seen = np.array(
-            [[blocks[i // table.block, j // table.block] for j in index] for i in index]
-        )
-        seen &= distance >= 0 if causal else True
-        seen &= abs(distance) < window if window else True
-        if segments is not None:
-            text = np.asarray(segments)[row]
-            seen &= (text[:, None] == text[None]) & (text >= 0)[None]
-        own = head * key.shape[2] // query.shape[2]
-        scores = query[row, :, head] @ key[row, :, own].T / np.sqrt(query.shape[3])
-        weights = np.exp(scores - scores.max()) * seen
-        total = weights.sum(1, keepdims=True)
-        out[row, :, head] = weights / np.where(total, total, 1) @ value[row, :, own]
-    return out
 
 
 @pytest.mark.thorough
@@ -321,29 +297,6 @@ def test_the_shares_are_said(monkeypatch):
     assert "; computes 75.0% of these scores" in said(
         window=200, causal=True, implementation="chunked"
     )
-
-
-REFUSED = {
-    "a name": ({"layout": "bigbird"}, TypeError, "layout is a str; use a layout of zerojax.config"),
-    "heads": (
-        {"layout": BlockTable(SIZE, np.ones((3, 18, 18), bool))},
-        ValueError,
-        "3 heads, but query has 4; make it for 4 heads, or for 1",
-    ),
-    "tokens": (
-        {"layout": BlockTable(SIZE, np.ones((1, 17, 18), bool))},
-        ValueError,
-        "make it for 70 tokens",
-    ),
-    "blocks": ({"layout": BigBirdLayout(num_random_blocks=6)}, ValueError, "use at most 5"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_layouts_that_do_not_fit_are_refused(case):
-    options, error, words = REFUSED[case]
-    with pytest.raises(error, match=words):
-        zerojax.attention(*inputs()[:3], **options)
 
 
 # --- models ---------------------------------------------------------------------------------------

@@ -132,11 +132,6 @@ def test_parameters_that_cannot_be_are_refused(case):
         layout(**options)
 
 
-def test_a_keyword_is_answered_with_the_nearest():
-    with pytest.raises(TypeError, match="did you mean 'num_local_blocks'"):
-        FixedLayout(num_locals_blocks=3)
-
-
 @pytest.mark.parametrize("name", ["num_random", "num_sliding_window", "num_global"])
 def test_more_blocks_than_there_are_are_refused(name):
     layout = BigBirdLayout(**{f"{name}_blocks": 5})

@@ -10,6 +10,7 @@ from flax import nnx
 
 import zerojax
 from tests.features.pruning import test_prune_masks
+from tests.support.saved_states import restore, save
 from tests.support.small_models import (
     apply_functions,
     init_functions,
@@ -17,14 +18,12 @@ from tests.support.small_models import (
     regression_loss,
 )
 from tests.support.trajectories import regression_batch, text_batch
-from zerojax.checkpoint import Checkpointer
 from zerojax.config import BitScheduleConfig, LossScale, MeshConfig, OptimizerConfig
 from zerojax.optim import one_bit_adam
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import plan_of
 from zerojax.step.build import build_step
 from zerojax.step.initialization import init_state
-from zerojax.training.checkpointing import restore_state, save_state
 
 FITS, FACTOR, OVERFLOWS = 2.0**6, 2.0**18, 3
 """A loss scale that fits, what an overflow divides it by, and the number of batches that overflow
@@ -55,12 +54,8 @@ def final(plan, batches, folder=None):
     state, step, seen = init_state(plan, 0), build_step(plan), []
     for number, batch in enumerate(batches):
         if folder is not None and number == RESUMED:
-            with Checkpointer(folder) as checkpointer:
-                about = {"data_state": {}, "config": {}, "plan": {}}
-                save_state(checkpointer, plan, state, step=number, about=about)
-            with Checkpointer(folder) as checkpointer:
-                _, state = restore_state(checkpointer, plan)
-            step = build_step(plan)
+            save(folder, plan, state, number)
+            state, step = restore(folder, plan)[0], build_step(plan)
         state, metrics = step(state, zerojax.shard_batch(plan, batch, check_values=False))
         if not int(metrics["skipped"]):
             seen.append(float(metrics["loss"]))
@@ -94,7 +89,7 @@ UPDATES = {
         "num_microbatches": 2,
     },
     "plateaus": {
-        "optimizer": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=2)),
+        "optimizer": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=2))
     },
     "schedule-free": {"optimizer": optax.contrib.schedule_free_adamw(1e-2, warmup_steps=4)},
     "rounding of 8-bit moments": {"optimizer": zerojax.adam8bit(optax.linear_schedule(0, 1e-2, 5))},

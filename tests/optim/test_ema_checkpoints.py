@@ -3,8 +3,6 @@
 A run goes on from a checkpoint that has none, and from one that has one without keeping it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -21,10 +19,10 @@ from safetensors.numpy import load_file
 import zerojax
 from tests.support import hugging_face_folders
 from tests.support.ema_runs import DECAY, Followed, average_of, differing, weights_of
-from tests.support.marks import thorough
 from tests.support.offload_disk_runs import SHARES, Regression, close, offload
 from tests.support.offload_disk_runs import plan_of as regression_plan
 from tests.support.recipe import RECIPE
+from tests.support.saved_states import ABOUT, restore, save
 from tests.support.trajectories import regression_batch
 from tests.tracing.test_rolled_training import ZERO_3
 from tests.tracing.test_rolled_training import batch as rolled_batch
@@ -32,26 +30,14 @@ from tests.tracing.test_rolled_training import plan_of as rolled_plan
 from tests.training.test_loading import SETTINGS, gpt2
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.cli import main
-from zerojax.training.checkpointing import restore_state, save_state, what_differs
+
+pytestmark = pytest.mark.thorough
 
 BATCHES = [regression_batch(index) for index in range(4)]
 averaged = functools.partial(zerojax.with_ema, decay=DECAY, warmup=False)
 PLAIN = zerojax.adamw(1e-2, **RECIPE)
 ADAMW = averaged(PLAIN)
-ABOUT: dict[str, Any] = {"data_state": {}, "config": {}, "plan": {}}
 SUMS = 2e-6  # relative; losses are sums over other numbers of devices
-
-
-def save(folder: Path, plan: Any, state: Any, step: int = 3) -> None:
-    with Checkpointer(folder) as checkpointer:
-        save_state(checkpointer, plan, state, step=step, about=ABOUT)
-
-
-def restore(folder: Path, plan: Any) -> tuple[Any, list[str]]:
-    """(the state, what a run says of it)."""
-    with Checkpointer(folder) as checkpointer:
-        restored, state = restore_state(checkpointer, plan)
-    return state, what_differs(plan, restored)
 
 
 def planned(where: Any, optimizer: Any, folder: Path, **options: Any) -> Any:
@@ -71,16 +57,15 @@ PLACES = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         ("stage 3", "one device"),
-        thorough("one device", "stage 3"),
-        thorough("stage 1", "nvme"),
-        thorough("nvme", "host"),
-        thorough("shares", "stage 3"),
-        thorough("host", "shares"),
+        ("one device", "stage 3"),
+        ("stage 1", "nvme"),
+        ("nvme", "host"),
+        ("shares", "stage 3"),
+        ("host", "shares"),
     ],
 )
 def test_another_mesh_stage_and_tier_restore_every_bit(first, second, tmp_path):
@@ -96,7 +81,6 @@ def test_another_mesh_stage_and_tier_restore_every_bit(first, second, tmp_path):
         close(each.state)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["stage 3", "host", "shares", "nvme"])
 @pytest.mark.parametrize("saved_in", ["one device", "shares"])
 def test_a_checkpoint_without_one_begins_it_as_its_weights(where, saved_in, tmp_path):
@@ -116,7 +100,6 @@ def test_a_checkpoint_without_one_begins_it_as_its_weights(where, saved_in, tmp_
         close(each)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["one device", "host", "shares", "nvme"])
 def test_a_run_that_keeps_none_leaves_it_out(where, tmp_path):
     run = Followed(planned(PLACES["stage 3"], ADAMW, tmp_path / "a"))(*BATCHES[:2])
@@ -135,7 +118,6 @@ def test_a_run_that_keeps_none_leaves_it_out(where, tmp_path):
     close(state)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("plain", [PLAIN, optax.adamw(1e-2)], ids=["zerojax", "optax"])
 def test_rolled_layers_are_saved_under_their_names_and_begin_as_their_weights(plain, tmp_path):
     without = rolled_plan(ZERO_3, optimizer=plain)
@@ -155,7 +137,6 @@ def test_rolled_layers_are_saved_under_their_names_and_begin_as_their_weights(pl
     assert differing(average_of(unrolled, found), run.expected) == []
 
 
-@pytest.mark.thorough
 def test_an_average_that_is_half_there_is_another_models(tmp_path):
     run = Followed(planned(PLACES["one device"], ADAMW, tmp_path / "a"))
     portable = zerojax.to_portable_state(run.plan, run.state)
@@ -210,7 +191,6 @@ def named(model: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in values.items()}
 
 
-@pytest.mark.thorough
 def test_validation_measures_both_and_the_best_average_is_kept(run):
     first, last = run.trainer.evaluations
     assert last["loss"] == run.losses["trained"]
@@ -222,7 +202,6 @@ def test_validation_measures_both_and_the_best_average_is_kept(run):
     assert {row["ema_loss"] for row in evals} >= {first["ema_loss"], last["ema_loss"]}
 
 
-@pytest.mark.thorough
 def test_a_model_is_handed_over_with_either_weights(run):
     models = {w: named(run.trainer.to_model(weights=w)) for w in ("trained", "ema")}
     assert differing(models["ema"], run.average) == []
@@ -230,7 +209,6 @@ def test_a_model_is_handed_over_with_either_weights(run):
     assert differing(models["trained"], models["ema"]) != []
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [None, {"data": 1, "zero": 0}, {"data": 2, "zero": 1}])
 def test_a_run_is_read_back_with_its_average(run, mesh):
     loaded = zerojax.load_run(run.folder, weights="ema", mesh=mesh)
@@ -242,7 +220,6 @@ def test_a_run_is_read_back_with_its_average(run, mesh):
         zerojax.to_hugging_face(loaded, run.folder / "never", weights="ema")
 
 
-@pytest.mark.thorough
 def test_exports_have_the_average(run, tmp_path, capsys):
     export = ["checkpoint", "export", str(run.folder)]
     assert main([*export, str(tmp_path / "plain"), "--weights", "ema"]) == 0
@@ -265,7 +242,6 @@ def test_exports_have_the_average(run, tmp_path, capsys):
     assert capsys.readouterr().out.count(" (ema): ") == 2
 
 
-@pytest.mark.thorough
 def test_commands_read_the_average(run, capsys):
     assert main(["eval", str(run.folder), "--weights", "ema"]) == 0
     said = capsys.readouterr().out
@@ -281,7 +257,6 @@ def test_commands_read_the_average(run, capsys):
     assert texts[1].strip() == loaded.generate("To be", 12, temperature=0).strip()
 
 
-@pytest.mark.thorough
 def test_a_run_that_is_resumed_says_where_its_average_begins(tmp_path, capsys):
     options = {**SETTINGS, "global_batch_size": 8}
     config = {"learning_rate": 1e-3, "warmup_steps": 0}
@@ -305,7 +280,6 @@ def test_a_run_that_is_resumed_says_where_its_average_begins(tmp_path, capsys):
         assert ("an ema" in printed) == bool(said)
 
 
-@pytest.mark.thorough
 def test_where_there_is_none_it_is_refused_with_what_to_write(tmp_path, capsys):
     trainer = zerojax.train(gpt2, {"zero": 1}, checkpoint=tmp_path / "run", **SETTINGS)
     message = r"weights='ema', but the run stores no average.*optimizer\.ema_decay"
@@ -338,7 +312,6 @@ def test_where_there_is_none_it_is_refused_with_what_to_write(tmp_path, capsys):
     assert "invalid choice: 'average'" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_weights_of_a_folder_begin_it_in_slices(tier, tmp_path):
     """They are read one by one, straight into their slices."""
@@ -351,7 +324,6 @@ def test_weights_of_a_folder_begin_it_in_slices(tier, tmp_path):
     close(state)
 
 
-@pytest.mark.thorough
 def test_an_engine_keeps_one_and_says_where_it_begins(tmp_path, capsys):
     config = {"train_batch_size": 32, "zero_optimization": {"stage": 1}}
 

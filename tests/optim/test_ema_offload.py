@@ -1,7 +1,5 @@
 """An average of the weights in slices on the host and in files: the bits of a run on the device."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A float16 run on real text overflows now and then, and goes on as DeepSpeed's rules say."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

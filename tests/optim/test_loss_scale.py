@@ -1,7 +1,5 @@
 """The loss scale of float16 follows DeepSpeed's rules, step by step."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

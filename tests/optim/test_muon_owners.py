@@ -3,8 +3,6 @@
 Compiled for eight virtual devices, and compared with `optax.contrib.muon` on one.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -14,9 +12,9 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 import zerojax
 from tests.support.recipe import RECIPE
+from tests.support.saved_states import restore, save
 from tests.support.small_models import reference_model
 from tests.support.trajectories import advance, plan_for, train_for
-from zerojax.checkpoint import Checkpointer
 from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.costs import Matmuls
 from zerojax.optim import muon_dimensions
@@ -26,7 +24,6 @@ from zerojax.plan.wire import wire_bytes
 from zerojax.step.build import build_step
 from zerojax.step.reshard import to_portable_state
 from zerojax.tracing.trees import flatten_names
-from zerojax.training.checkpointing import restore_state, save_state
 
 LAYERS = 6
 """Not divisible by the devices."""
@@ -147,9 +144,6 @@ def test_parameters_are_those_of_optax_on_one_device(zero, model, layers, dimens
     assert max(np.abs(value).max() for value in expected.values()) > 0.1
 
 
-ABOUT = {"data_state": {}, "config": {}, "plan": {}}
-
-
 def portable(plan, state):
     named = flatten_names(to_portable_state(plan, state))
     return {name: np.asarray(x) for name, x in named.items()}
@@ -170,11 +164,9 @@ def test_a_checkpoint_goes_to_optax_and_comes_from_it(tmp_path, from_optax):
     ]
     first, second = places if from_optax else places[::-1]
     run = train_for(model, steps=2, **first)
-    with Checkpointer(tmp_path) as checkpointer:
-        save_state(checkpointer, run.plan, run.state, step=2, about=ABOUT)
+    save(tmp_path, run.plan, run.state, 2)
     plan = plan_for(model, **second)
-    with Checkpointer(tmp_path) as checkpointer:
-        _, state = restore_state(checkpointer, plan)
+    state, _ = restore(tmp_path, plan)
     saved, found = portable(run.plan, run.state), portable(plan, state)
     assert saved.keys() == found.keys()
     assert any("mu/blocks/mlp/up/kernel" in name for name in found)

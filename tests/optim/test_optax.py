@@ -132,9 +132,6 @@ def optax_promotes(name):
         yield
 
 
-# The table
-
-
 @pytest.mark.parametrize("module", [optax, optax.contrib], ids=lambda module: module.__name__)
 def test_every_name_of_optax_is_in_the_table(module):
     """A new one has to be tried and given a row."""
@@ -171,8 +168,6 @@ def test_a_multisteps_object_is_told_what_to_give():
         plan_of(steps)
     plan_of(steps.gradient_transformation())
 
-
-# Equal to one device
 
 QUICK = {
     ("adafactor", 3),

@@ -34,9 +34,6 @@ from zerojax.zoo import build_model
 INTERPRET = Choice("interpret", "for a test")
 
 
-# The update
-
-
 def test_the_step_computes_what_the_reference_computes():
     tx, params = adam8bit(**RATE), tree(0)
     state, context = tx.init(params), context_of(0, scale=0.5)
@@ -159,32 +156,6 @@ def test_bfloat16_parameters_are_rounded_stochastically():
     assert new["w"].dtype == jnp.bfloat16
     assert float(jnp.mean(new["w"].astype(jnp.float32))) == pytest.approx(1 - 2**-12, abs=8e-5)
     assert len(np.unique(np.asarray(new["w"], np.float32))) == 2
-
-
-# Refusals
-
-
-def test_what_cannot_work_is_refused():
-    tx, params = adam8bit(1e-2), tree(0)
-    state, grads = tx.init(params), tree(1)
-    with pytest.raises(ValueError, match=r"moments_dtype=bfloat16 .*adam8bit.*use adamw"):
-        tx.with_dtypes(jnp.bfloat16, False)
-    assert tx.with_dtypes(None, False).kernel == "adam8bit"
-    with pytest.raises(ValueError, match=r"needs the parameters: call update\(gradients, state, p"):
-        tx.update(grads, state)
-    low = {name: x.astype(jnp.bfloat16) for name, x in params.items()}
-    with pytest.raises(TypeError, match=r"head/kernel is bfloat16 and would be rounded to nearest"):
-        tx.apply(grads, state, low, context_of(0))
-    cut = grads | {"head/kernel": grads["head/kernel"][1:]}
-    with pytest.raises(ValueError, match="differ in shape"):
-        tx.apply(cut, state, params, context_of(0))
-    with pytest.raises(ValueError, match="b2=1.5 must be in"):
-        adam8bit(1e-2, b2=1.5)
-    with pytest.raises(ValueError, match="impl='triton' is not one of"):
-        adam8bit(1e-2, impl="triton")
-
-
-# Real text
 
 
 def text_loss(steps, tx, rows=16, length=32):

@@ -1,7 +1,5 @@
 """The state of 8-bit AdamW: its two forms, its size, and how both follow shards."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -20,8 +18,6 @@ from zerojax.optim import adamw, coding_of
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.adam8bit_state import SMALLEST_CODED, part_of
 from zerojax.tracing import trees
-
-# The two forms of the state
 
 
 @pytest.mark.thorough
@@ -101,8 +97,6 @@ def test_state_takes_two_bytes_and_a_64th_per_parameter():
     assert trees.num_bytes(state) == 2 * size + size // 64 + 4
     assert trees.num_bytes(jax.eval_shape(adamw(1e-3).init, params)) == 8 * size + 4
 
-
-# Split over a mesh
 
 MESH_SHAPES = {"stacked": (2, 64, 48), "odd": (61, 72), "whole": (70, 60), "small": (64, 63)}
 SPECS = {"stacked": P(None, "data", "model"), "odd": P("data"), "whole": P(), "small": P("data")}

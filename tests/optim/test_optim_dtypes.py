@@ -158,9 +158,6 @@ def test_the_kernel_does_the_same(tx):
     check_close(steps(kernel), steps(Choice("xla", "a test")))
 
 
-# Leaves that are split
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("piece", [None, 3])
 def test_seeds_drawn_together_are_those_of_each_leaf(piece):

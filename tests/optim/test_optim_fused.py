@@ -138,8 +138,6 @@ def test_learning_rates_and_decay_can_be_injected():
     check_close(updates, expected)
 
 
-# Groups
-
 GROUPS = {
     "^embed": {"learning_rate_factor": 0.1, "weight_decay": 0.0},
     "kernel$": {"weight_decay": 0.4},
@@ -238,9 +236,6 @@ def test_which_state_belongs_to_a_parameter_is_known_to_optax():
     assert named[1][0].mu == named[1][0].nu == {name: name for name in params}
 
 
-# Bad input
-
-
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -279,10 +274,6 @@ def test_what_does_not_fit_the_parameters_is_refused_by_init(make, sentence):
         (lambda: sgd(1.0, nesterov=True), "nesterov=True needs momentum"),
         (lambda: adamw(1e-3, weight_decay=-0.1), "weight_decay=-0.1 must be at least 0"),
         (lambda: adamw(1e-3, clip_norm=0), "clip_norm=0 must be above 0, or None"),
-        (
-            lambda: adamw(1e-3, impl="mosaic"),
-            "impl='mosaic' is not one of .*did you mean 'mosaic_gpu'",
-        ),
         (lambda: adamw(1e-3, groups={"(": {}}), r"groups: '\(' is not a regular expression"),
         (
             lambda: adamw(1e-3, groups={"embed": {"learning_rate": 1e-3}}),
@@ -297,8 +288,3 @@ def test_what_does_not_fit_the_parameters_is_refused_by_init(make, sentence):
 def test_numbers_out_of_range_are_refused_at_once(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
-
-
-def test_a_schedule_of_the_decay_is_refused():
-    with pytest.raises(TypeError, match="weight_decay must be a number"):
-        adamw(1e-3, weight_decay=SCHEDULE)

@@ -157,9 +157,6 @@ def test_rows_in_another_order_are_no_padding_to_noise():
     assert why_padding_shows(optax.adam(0.1), shapes, shapes, {"a": {0}}, frozenset()) is None
 
 
-# What it costs
-
-
 def compiled(tx):
     """Of a step that updates two kernels, 333 x 777 and 9 x 7 x 3, at stage 1."""
     shapes = {"large": (333, 777), "small": (9, 7, 3)}

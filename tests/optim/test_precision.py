@@ -59,26 +59,6 @@ def test_description():
             ValueError,
             "reduce_dtype='f32' is not one of fp32, bf16, fp16",
         ),
-        (
-            lambda: as_precision(jnp.float32),
-            TypeError,
-            "use 'fp32', 'bf16', 'fp16' or zerojax.Precision",
-        ),
-        (
-            lambda: Precision(compute_dtype=jnp.int8),
-            ValueError,
-            "Precision.compute_dtype=int8 is not a floating-point type",
-        ),
-        (
-            lambda: Precision(param_dtype=jnp.float16),
-            ValueError,
-            "param_dtype=float16 loses small values permanently",
-        ),
-        (
-            lambda: Precision(loss_scale=LossScale()),
-            ValueError,
-            "loss_scale is set, .*compute_dtype=bfloat16: only float16 needs",
-        ),
     ],
 )
 def test_refusals(make, error, message):

@@ -1,7 +1,5 @@
 """Updates of stacks: what optax does to each layer in an array of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Learning rates that count tokens: exact numbers of tokens, and schedules as functions of them."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax
@@ -98,9 +96,6 @@ def test_settings_that_contradict_each_other_are_refused():
     refused(lambda: OptimizerConfig(**options), "warmup_tokens 100", "leave")
     options = {"schedule_unit": "tokens", "schedule": "constant"}
     refused(lambda: OptimizerConfig(**options), "schedule_unit tokens", "cosine")
-
-
-# --- rates that follow the batch ------------------------------------------------------------------
 
 
 def scaled(scaling: str, sizes, base: int = 8, **options) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Codes of frozen weights: the table, nearest levels, NumPy's and XLA's bits, shapes."""
 
-from __future__ import annotations
-
 from statistics import NormalDist
 
 import jax

@@ -17,7 +17,6 @@ from tests.support.collective_order import unordered
 from tests.support.marks import gathers_twice
 from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for
-from zerojax.passes import microbatch
 from zerojax.placement.device_mesh import make_mesh
 from zerojax.step.build import build_evaluation, build_step
 from zerojax.transport.collective_order import in_program_order
@@ -141,14 +140,7 @@ STEPS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(options, id=name, marks=[] if name == "stage 3" else pytest.mark.thorough)
-        for name, options in STEPS.items()
-    ],
-)
+@pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
 def test_collectives_of_a_step_wait_for_loops(options):
     plan = plan_for(reference_model("gpt2"), **options)
     step = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
@@ -162,15 +154,6 @@ def test_a_step_is_also_in_order_when_jax_looks_for_nans():
     with jax.debug_nans(True):
         step = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
     assert not unordered(step.compile().as_text())
-
-
-@pytest.mark.thorough
-@gathers_twice
-def test_without_order_a_step_has_collectives_that_start_too_early(monkeypatch):
-    monkeypatch.setattr(microbatch, "in_program_order", lambda function, mesh: function)
-    plan = plan_for(reference_model("gpt2"), **STEPS["stage 3"])
-    step = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    assert unordered(step.compile().as_text())
 
 
 @pytest.mark.thorough

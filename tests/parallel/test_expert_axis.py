@@ -1,7 +1,5 @@
 """The mesh axis `expert`: the numbers of one device, with experts and their rows on several."""
 
-from __future__ import annotations
-
 import functools
 from typing import ClassVar, Literal
 
@@ -16,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from tests.operators.test_experts import arrays, plain, result_and_slopes, routing
-from tests.processes.test_processes import losses_of
+from tests.processes.test_processes import train_here
 from tests.support.recipe import RECIPE
 from tests.support.small_models import VOCAB
 from tests.support.trajectories import (
@@ -29,7 +27,6 @@ from tests.support.trajectories import (
 )
 from tests.zoo.test_moe import llama, of_microbatches
 from zerojax import passes
-from zerojax.cli import main
 from zerojax.config import MoEConfig
 from zerojax.models.losses import mean_squared_error, next_token
 from zerojax.operators.routed_experts import experts_split_over
@@ -167,21 +164,19 @@ def test_combinations_too(options):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_decoder_whose_layers_run_in_one_loop(stage):
-    one = train_for(llama(), devices=1, steps=STEPS)
-    mesh = {"data": 2, "expert": 4}
-    many = train_for(llama(), mesh=mesh, zero=stage, steps=STEPS, persistence_threshold=1)
-    assert_same_run(many, one)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("mesh", "stage"), [(MESHES[2], 1), (MESHES[2], 3), (OVER_MODEL[0], 3)])
-def test_layers_of_a_list_that_are_rolled(mesh, stage):
-    model = of_mesh(mesh)(layers=4)
+@pytest.mark.parametrize(
+    ("mesh", "stage", "is_decoder"),
+    [
+        *((MESHES[2], stage, is_decoder) for stage in (1, 3) for is_decoder in (True, False)),
+        (OVER_MODEL[0], 3, False),
+    ],
+)
+def test_layers_that_run_in_one_loop(mesh, stage, is_decoder):
+    """Those of a decoder, and those of a list that are rolled."""
+    model = llama() if is_decoder else of_mesh(mesh)(layers=4)
     options = {"mesh": mesh, "zero": stage, "persistence_threshold": 1}
     many = train_for(model, steps=STEPS, **options)
-    assert bool(many.plan.stacks) == (stage == 3)
+    assert is_decoder or bool(many.plan.stacks) == (stage == 3)
     assert_same_run(many, train_for(model, devices=1, steps=STEPS))
 
 
@@ -199,8 +194,7 @@ def test_accumulated_gradients(mesh, stage):
 
 @pytest.mark.thorough  # the quick one: a call, below
 @pytest.mark.parametrize(
-    ("mesh", "expert"),
-    [(MESHES[2], 0), (MESHES[2], 7), (OVER_MODEL[0], 3), (OVER_MODEL[1], 3)],
+    ("mesh", "expert"), [(MESHES[2], 0), (MESHES[2], 7), (OVER_MODEL[0], 3), (OVER_MODEL[1], 3)]
 )
 def test_all_tokens_to_one_expert_take_more_rounds(mesh, expert):
     """Of 128 choices of each device 20 are in a round, so there are seven.
@@ -420,21 +414,9 @@ def test_a_run_goes_on_at_another_degree(tmp_path):
     """By command, from files: steps 1 and 2 with expert=8, 3 and 4 with expert=2."""
 
     def train(run, steps, data, expert):
-        sizes = ("num_layers=2", "embed_dim=32", "num_heads=4", "max_seq_len=16", "name=llama")
         moe = ("moe.num_experts=8", "moe.expert_dim=24", "moe.balance_weight=0.1")
-        options = [
-            *(f"model.{each}" for each in (*sizes, *moe)),
-            *("data.seq_len=16", "global_batch_size=8", f"steps={steps}", "checkpoint.every=2"),
-            *(f"mesh.data={data}", f"mesh.expert={expert}", "mesh.zero=3", "precision=fp32"),
-            *(
-                f"run_dir={tmp_path / run}",
-                "log.every=1",
-                "optimizer.schedule=constant",
-                "optimizer.warmup_steps=0",
-            ),
-        ]
-        assert main(["train", *options]) == 0
-        return losses_of(tmp_path / run)
+        words = (*(f"model.{each}" for each in ("num_layers=2", *moe)), f"mesh.data={data}")
+        return train_here(tmp_path / run, steps, *words, f"mesh.expert={expert}")
 
     train("changed", 2, 1, 8)
     changed, alone = train("changed", 4, 4, 2), train("alone", 4, 8, 1)
@@ -485,17 +467,6 @@ def test_a_run_whose_router_gives_nan_ends_with_a_sentence(
             log=zerojax.LogConfig(every=1),
         )
     assert "moe dropped 0" in capsys.readouterr().out
-
-
-# --- mistakes that these tests see ----------------------------------------------------------------
-
-
-@pytest.mark.thorough
-def test_gradients_that_are_summed_over_expert_too_are_seen(monkeypatch):
-    one = on_one_device()
-    monkeypatch.setattr(passes.parameters, "_AXES_OF_EXPERTS", passes.parameters.PASS_AXES)
-    many = run_of(mixture(), mesh={"data": 2, "expert": 4}, zero=0)
-    assert np.abs(many.norms - one.norms).max() > 100 * TOLERANCE
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -576,27 +547,13 @@ class Regression(nnx.Module):
 @pytest.mark.thorough
 def test_what_a_program_does_besides_is_refused():
     """From the traced loss, not from names."""
-    refused("has no attribute expert_parameters", lambda rngs: Undeclared(rngs))
-    refused(
-        "layers/0/router/kernel is declared in expert_parameters and goes into `",
-        lambda rngs: DeclaresARouter(rngs),
-    )
-    refused(
-        "layers/0/experts/down is passed to zerojax.experts", lambda rngs: DeclaresTwoOfThree(rngs)
-    )
     norm = loss_of(lambda experts: jnp.sum(experts.up[...] ** 2))
     refused(
         "layers/0/experts/up is declared .* only to zerojax.experts, or use expert=1", loss=norm
     )
-    for way, words in {
-        "scaled": "goes into `mul`",
-        "conditional": "called inside `cond`",
-        "constant": "computed weights",
-        "mapped": "kernel is declared in expert_parameters and ",
-        "idle": "other_kernel is declared in expert_parameters and ",
-    }.items():
-        refused(words, lambda rngs, way=way: Regression(rngs, way))
-    assert plan_for(lambda rngs: Regression(rngs, "plain"), mesh={"expert": 2}).placement
+    words = {"scaled": "goes into `mul`", "mapped": "kernel is declared in expert_parameters and "}
+    for way in words:
+        refused(words[way], lambda rngs, way=way: Regression(rngs, way))
     refused("never calls zerojax.experts", llama(MoEConfig()))
 
 

@@ -27,9 +27,6 @@ def use_devices(monkeypatch, count):
     monkeypatch.setattr(jax, "devices", lambda: devices)
 
 
-# --- reading back ---------------------------------------------------------------------------------
-
-
 class Trained:
     """A run at `expert=8`, and the loss that its trainer measures."""
 
@@ -86,9 +83,6 @@ def test_the_commands_read_it_on_one_device(run, monkeypatch, capsys):
     assert f"step 2: loss {run.loss:.4f}, perplexity" in capsys.readouterr().out
     assert main(["generate", str(run.folder), "To be", "--tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("To be")
-
-
-# --- elastic runs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

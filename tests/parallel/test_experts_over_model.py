@@ -3,8 +3,6 @@
 That the numbers are those of one device is in test_expert_axis.py.
 """
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

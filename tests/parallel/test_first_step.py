@@ -1,7 +1,5 @@
 """What a user waits for before the first step: sizes of programs and numbers of questions."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

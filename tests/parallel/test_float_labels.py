@@ -1,7 +1,5 @@
 """Labels and ids that a loader gives as floats train as integers do, in every precision and way."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

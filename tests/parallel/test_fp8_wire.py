@@ -36,9 +36,6 @@ def model_of(name="gpt2", **options):
     return reference_model(name, **{"matmul_dtype": "fp8", **options})
 
 
-# --- the bits ---------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("remembered", [0.0, 1e-3, 0.3, 60000.0])
@@ -163,9 +160,6 @@ def test_evaluation_gathers_in_8_bits_unless_it_reads_the_kernel_itself():
     assert found[0] == found[1]
 
 
-# --- what is sent -----------------------------------------------------------------------------
-
-
 def gathers_of(plan):
     """[(dtype, elements that are sent)] of every all-gather in the step, loop bodies once."""
     found = []
@@ -233,9 +227,6 @@ def test_the_plan_says_what_is_sent_in_8_bits_and_what_could_be():
     assert "wire.weights=fp8 has no effect" in said(zero=3, wire=EIGHT, devices=1)
 
 
-# --- what is refused --------------------------------------------------------------------------
-
-
 def test_what_could_send_nothing_in_8_bits_is_refused():
     with pytest.raises(
         ValueError, match=r"zero=2 gathers none on use; use zero=3, or wire.weights=compute"
@@ -248,9 +239,6 @@ def test_what_could_send_nothing_in_8_bits_is_refused():
         plan_for(plain, zero=3, wire=EIGHT)
     with pytest.raises(ConfigError, match=r"weights.*compute"):
         WireConfig(weights="int2")
-
-
-# --- what a GPU would run ---------------------------------------------------------------------
 
 
 def compiled(name, devices, weights):

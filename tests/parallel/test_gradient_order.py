@@ -1,7 +1,5 @@
 """Gradients of what is read behind a loop over layers are there before the loop's backward pass."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

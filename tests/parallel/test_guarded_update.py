@@ -1,7 +1,5 @@
 """Optax's updates where a step may be skipped: state as kept, written where it lay."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

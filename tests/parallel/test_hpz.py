@@ -1,7 +1,5 @@
 """Secondary shards (hpZ): a node gathers weights by itself, with the results of stage 3."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,7 @@ import zerojax
 from tests.plan.test_plan import list_plan
 from tests.processes.test_processes import train
 from tests.support.gpu_plans import compile_step, gpu_mesh, text_plan
+from tests.support.saved_states import restore, save
 from tests.support.small_models import (
     Layers,
     UserText,
@@ -22,7 +21,6 @@ from tests.support.small_models import (
     regression_loss,
 )
 from tests.support.trajectories import TOLERANCE, advance, plan_for, regression_batch, train_for
-from zerojax.checkpoint.checkpointer import Checkpointer
 from zerojax.config import ElasticityConfig, MeshConfig, RunConfig, WireConfig
 from zerojax.forecasting import hlo, roles
 from zerojax.optim.precision import as_precision
@@ -30,12 +28,10 @@ from zerojax.plan.counts import role_bytes
 from zerojax.plan.wire import leaf_transfers, wire_bytes
 from zerojax.step.build import build_evaluation, build_step
 from zerojax.step.initialization import init_state
-from zerojax.training.checkpointing import restore_state, save_state
 
 SECONDARY = {"secondary": True}
 REGRESSION = {"batch": regression_batch, "loss": regression_loss}
 LAYERS = {"zero": 3, "persistence_threshold": 1, **REGRESSION}
-ABOUT = {"data_state": {}, "config": {}, "plan": {}}
 
 
 class ListOfLayers(nnx.Module):
@@ -123,13 +119,12 @@ def test_a_run_goes_on_from_a_checkpoint_on_other_meshes(tmp_path):
     plan = plan_for(Layers, node=4, wire=SECONDARY, num_microbatches=2, **LAYERS)
     begun = advance(plan, init_state(plan, 0), range(8), **batches)
     losses = [*begun.losses]
-    with Checkpointer(tmp_path) as checkpointer:
-        save_state(checkpointer, plan, begun.state, step=8, about=ABOUT)
-        other = plan_for(Layers, devices=4, node=2, wire=SECONDARY, **LAYERS)
-        second = advance(other, restore_state(checkpointer, other)[1], range(8, 14), **batches)
-        save_state(checkpointer, other, second.state, step=14, about=ABOUT)
-        last = plan_for(Layers, zero=2, **REGRESSION)
-        third = advance(last, restore_state(checkpointer, last)[1], range(14, 20), **batches)
+    save(tmp_path, plan, begun.state, 8)
+    other = plan_for(Layers, devices=4, node=2, wire=SECONDARY, **LAYERS)
+    second = advance(other, restore(tmp_path, other)[0], range(8, 14), **batches)
+    save(tmp_path, other, second.state, 14)
+    last = plan_for(Layers, zero=2, **REGRESSION)
+    third = advance(last, restore(tmp_path, last)[0], range(14, 20), **batches)
     losses += [*second.losses, *third.losses]
     np.testing.assert_allclose(losses, wanted.losses, rtol=1e-6, atol=TOLERANCE)
 

@@ -12,12 +12,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.processes.test_processes import losses_of
+from tests.processes.test_processes import train_here
 from tests.support.recipe import RECIPE
 from tests.support.trajectories import TOLERANCE, advance, plan_for, train_for
 from zerojax import deepspeed_config as deepspeed
 from zerojax import passes
-from zerojax.cli import main
 from zerojax.models.losses import next_token
 from zerojax.optim.precision import Precision
 from zerojax.passes.table_reads import StandIn, with_lookups
@@ -163,13 +162,6 @@ def test_gradients_are_those_of_one_device(stage, kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_accumulated_gradients(stage):
-    many = train_for(reader(), batch=batch_of("Zipf"), **owners(zero=stage, num_microbatches=4))
-    assert_same_run(many, on_one_device("Zipf"))
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -192,19 +184,26 @@ def test_combinations_too(options):
     assert unlike.max() <= bound
 
 
-@pytest.mark.thorough
-def test_a_table_that_is_read_in_a_checkpoint():
-    """Once more in the backward pass; nnx hands the table out of the checkpoint, too."""
-    many = train_for(reader(way="checkpoint"), batch=batch_of("Zipf"), **owners())
-    assert many.plan.placement.leaves[TABLE].asked == Asked(rows=64, again=64)
-    assert_same_run(many, on_one_device("Zipf", "checkpoint"))
+WAYS = {
+    **{f"accumulated, stage {n}": ("embed", {"zero": n, "num_microbatches": 4}) for n in (1, 2, 3)},
+    # Once more in the backward pass; nnx hands the table out of the checkpoint, too.
+    "in a checkpoint": ("checkpoint", {}),
+    "twice": ("twice", {}),
+    "frozen": ("embed", {"freeze": "embed"}),
+}
+ASKED = {"in a checkpoint": Asked(rows=64, again=64), "twice": Asked(rows=2 * 64)}
 
 
 @pytest.mark.thorough
-def test_a_table_that_is_read_twice():
-    many = train_for(reader(way="twice"), batch=batch_of("Zipf"), **owners())
-    assert many.plan.placement.leaves[TABLE].asked == Asked(rows=2 * 64)
-    assert_same_run(many, on_one_device("Zipf", "twice"))
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_to_read_a_table(name):
+    way, options = WAYS[name]
+    frozen = {key: value for key, value in options.items() if key == "freeze"}
+    one = train_for(reader(way=way), devices=1, steps=STEPS, batch=batch_of("Zipf"), **frozen)
+    many = train_for(reader(way=way), batch=batch_of("Zipf"), **owners(**options))
+    asked = many.plan.placement.leaves[TABLE].asked
+    assert asked == ASKED.get(name, asked)
+    assert_same_run(many, one)
 
 
 @pytest.mark.thorough
@@ -245,13 +244,6 @@ def test_evaluation_is_that_of_one_device():
     given = {"zero": 3, "lookup": "owners", "persistence_threshold": 1}
     assert value(None, 8, **given) == pytest.approx(value(None, 1), abs=TOLERANCE)
     assert value(largest, 8, **given) == pytest.approx(value(largest, 1), rel=1e-6)
-
-
-@pytest.mark.thorough
-def test_a_frozen_table():
-    one = train_for(reader(), devices=1, steps=STEPS, batch=batch_of("Zipf"), freeze="embed")
-    many = train_for(reader(), batch=batch_of("Zipf"), **owners(freeze="embed"))
-    assert_same_run(many, one)
 
 
 @pytest.mark.thorough
@@ -442,18 +434,9 @@ def test_a_state_goes_from_columns_to_a_gathered_table_and_back_bit_by_bit():
 def test_a_run_goes_on_without_it_from_its_checkpoint(tmp_path):
     """By command, from files: steps 1 and 2 with lookups, 3 and 4 without."""
 
-    def train(run, steps, lookup):
-        sizes = ("num_layers=1", "embed_dim=32", "num_heads=4", "max_seq_len=16", "name=llama")
-        options = [
-            *(f"model.{each}" for each in sizes),
-            *("data.seq_len=16", "global_batch_size=8", f"steps={steps}", "checkpoint.every=2"),
-            *("mesh.data=8", "mesh.zero=3", "mesh.persistence_threshold=1", "precision=fp32"),
-            *(f"mesh.lookup={lookup}", f"run_dir={tmp_path / run}", "log.every=1"),
-            *("optimizer.schedule=constant", "optimizer.warmup_steps=0"),
-        ]
-        assert main(["train", *options]) == 0
-        return losses_of(tmp_path / run)
-
+    train = lambda run, steps, lookup: train_here(  # noqa: E731
+        tmp_path / run, steps, f"mesh.lookup={lookup}"
+    )
     train("changed", 2, "owners")
     shown = "".join(path.read_text() for path in (tmp_path / "changed").glob("*.txt"))
     assert "token_embedding/embedding is never gathered" in shown
@@ -537,21 +520,6 @@ def test_settings_that_are_not_proven_are_refused():
 
 
 # --- mistakes that these tests see ----------------------------------------------------------------
-
-
-@pytest.mark.thorough
-def test_a_gradient_that_one_device_keeps_is_seen(monkeypatch):
-    """Without the way back the norm differs by far more than the tolerance."""
-    exchange = lax.all_to_all
-
-    def one_way(x, axes, *, split_axis, concat_axis, tiled):
-        if concat_axis == 1:
-            return exchange(x, axes, split_axis, concat_axis, tiled=tiled)
-        return jnp.tile(x[:, : x.shape[1] // 8], (8, 1))
-
-    monkeypatch.setattr(lax, "all_to_all", one_way)
-    many = train_for(reader(), batch=batch_of("Zipf"), **owners())
-    assert np.abs(many.norms - on_one_device("Zipf").norms).max() > 100 * TOLERANCE
 
 
 @pytest.mark.thorough

@@ -114,12 +114,6 @@ def test_a_batch_size_that_is_also_the_number_of_elements_of_a_piece_is_refused(
     plan_of(lambda model, batch: jnp.mean(values(model, batch)))
 
 
-def test_a_loss_of_other_arguments_is_refused():
-    with pytest.raises(TypeError, match=r"called as loss\(model, batch\).*x, y\) cannot be"):
-        plan_of(lambda model, x, y: jnp.mean((model(x) - y) ** 2))
-    plan_of(lambda model, batch, scale=2.0: scale * jnp.mean(squares(model, batch)))
-
-
 def test_a_mean_with_the_number_of_rows_as_its_weight_is_refused():
     loss = lambda model, batch: (jnp.mean(squares(model, batch)), len(batch["x"]))  # noqa: E731
     with pytest.raises(ValueError, match="8 parts of 4 rows .* is 8 times the loss"):

@@ -1,7 +1,5 @@
 """Runs with proposed rules: losses of one device, and the all-reduces that the proposal counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,14 +82,10 @@ CASES = {
     "bert": Case(bert, ON_4, 2 * 2, masked),
     "t5": Case(t5, ON_2, 2 * 2 + 3 * 2),
 }
-QUICK = ("mlp",)
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_losses_are_those_of_one_device_and_all_reduces_those_of_the_proposal(name):
     model, mesh, row_sums, batch, loss, zero, tolerance = CASES[name]
     given = {"example_batch": batch(0), "loss": loss, "precision": "fp32"}

@@ -1,7 +1,5 @@
 """Refusals of states, steps and evaluations that do not fit their plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

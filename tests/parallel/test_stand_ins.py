@@ -6,8 +6,6 @@ are compared with those of the array (NNX: of an ordinary `nnx.Param`) at the st
 does something.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import operator

@@ -104,15 +104,6 @@ def test_the_step_is_traced_once_and_keeps_the_states_form(zero):
     assert float(metrics["weight"]) == 32 * 5
 
 
-@pytest.mark.thorough
-def test_the_state_is_donated():
-    plan = make(3)
-    state = init_state(plan)
-    build_step(plan)(state, batch_of(plan))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state["params"]))
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state["opt_state"]))
-
-
 ONCE = r"was passed to an earlier step.*state, metrics = step\(state, batch\)"
 KINDS = {
     "pipeline": {"mesh": {"stage": 2, "data": 4}},

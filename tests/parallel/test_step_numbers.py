@@ -59,14 +59,7 @@ def text_of(plan):
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name",
-    [
-        "adamw",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("lion", "sgd", "lamb")),
-    ],
-)
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "lamb"])
 def test_other_numbers_are_the_same_program(name):
     texts = {text_of(plan_with(each, as_inputs=True, name=name)) for each in (FIRST, OTHER)}
     assert len(texts) == 1

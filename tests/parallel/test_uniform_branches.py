@@ -1,7 +1,5 @@
 """Branches that all devices take alike hold gathers and reductions; others do not."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,11 +123,7 @@ def at_stage_0():
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "zero",
-    [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 3],
-)
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_branch_by_the_step_trains_as_at_stage_0(zero, at_stage_0):
     plan = plan_for(Alternating, zero=zero)
     losses, params = trained(plan)

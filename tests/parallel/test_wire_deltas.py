@@ -8,10 +8,10 @@ import pytest
 
 import zerojax
 from tests.support.gpu_plans import text_plan
+from tests.support.saved_states import restore, save
 from tests.support.small_models import Layers, reference_model, regression_loss
 from tests.support.trajectories import advance, optimizer, plan_for, regression_batch, train_for
 from tests.tracing import test_rolled_training
-from zerojax.checkpoint import Checkpointer
 from zerojax.forecasting import hlo
 from zerojax.optim.wire_codes import BLOCKS
 from zerojax.placement.kept_parts import copies_key
@@ -21,7 +21,6 @@ from zerojax.plan.wire import leaf_transfers, wire_bytes
 from zerojax.step.build import build_evaluation, build_step
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import from_model_parts, model_parts, reshard_state, with_weights
-from zerojax.training.checkpointing import restore_state, save_state, what_differs
 
 WIDE = lambda rngs: Layers(rngs, width=96)  # noqa: E731
 SMALL = lambda rngs: Layers(rngs, width=24)  # noqa: E731
@@ -243,20 +242,6 @@ def test_a_small_gpt_trains_as_with_exact_weights(wire, mesh):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_weight_that_is_not_finite_reaches_the_loss(value):
-    plan = planned()
-    state = init_state(plan, 0)
-    kernel = state["params"]["blocks/kernel"]
-    spoiled = np.array(kernel)
-    spoiled[3, 5, 7] = value
-    state["params"]["blocks/kernel"] = jax.device_put(spoiled, kernel.sharding)
-    _, metrics = build_step(plan)(state, feed(plan, 0))
-    assert not np.isfinite(metrics["loss"])
-    assert int(metrics["skipped"]) == 1
-
-
-@pytest.mark.thorough
 def test_the_program_gathers_codes_once_and_what_is_exact_apart():
     """Of all 8 layers in one row: 8 x 96 x 12 elements of a shard."""
     wire = {"exact": ["^first", "^out", "bias"]}
@@ -289,20 +274,6 @@ def test_a_plan_counts_the_copies_and_nothing_is_kept_without_them():
 
 
 # --- checkpoints and other meshes -----------------------------------------------------------------
-
-ABOUT = {"data_state": {}, "config": {}, "plan": {}}
-
-
-def save(folder, plan, state, step):
-    with Checkpointer(folder) as checkpointer:
-        save_state(checkpointer, plan, state, step=step, about=ABOUT)
-
-
-def restore(folder, plan):
-    """(the state, what a run says of it)."""
-    with Checkpointer(folder) as checkpointer:
-        restored, state = restore_state(checkpointer, plan)
-    return state, what_differs(plan, restored)
 
 
 def same(first, second):

@@ -15,7 +15,7 @@ from tests.support.small_models import (
     regression_loss,
 )
 from tests.support.trajectories import plan_for, regression_batch, train_for
-from zerojax.config import ConfigError, MeshConfig, WireConfig
+from zerojax.config import MeshConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import gpus
 from zerojax.optim.wire_codes import WireCodes
@@ -128,9 +128,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_leaf(wire, v
         np.testing.assert_array_equal(state["params"][name], kept)
 
 
-# --- what is sent -----------------------------------------------------------------------------
-
-
 def by_formula(plan, kind):
     return sum(
         transfer.num_bytes
@@ -186,9 +183,6 @@ def test_exact_gradients_are_those_of_a_run_that_sends_all_in_float32(zero):
         np.testing.assert_array_equal(exact[name], wanted)
 
 
-# --- nodes ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sizes", "over", "node", "shards"),
     [
@@ -214,9 +208,6 @@ def test_devices_of_one_process_are_one_node():
     assert shards_in_node(make_mesh(MeshConfig()), ("data",)) == 8
 
 
-# --- what is refused --------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "said"),
@@ -231,18 +222,6 @@ def test_what_codes_are_not_for_is_refused(options, said):
     options = {"zero": 1, "wire": {"gradients": "int8"}, **options}
     with pytest.raises(ValueError, match=said):
         plan_for(MODEL, **REGRESSION, **options)
-
-
-def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match=r"gradients.*int8"):
-        WireConfig(gradients="int2")
-    with pytest.raises(ConfigError, match="exact"):
-        WireConfig(exact=["("])
-    with pytest.raises(ConfigError, match="node"):
-        MeshConfig(node=0)
-
-
-# --- what a GPU would run ---------------------------------------------------------------------
 
 
 @pytest.mark.gpu_programs

@@ -4,8 +4,6 @@ A collective that only some devices get to never ends. Without tensor parallelis
 hold none, so that only the first and the last stage compute them; with it, all do and throw away.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

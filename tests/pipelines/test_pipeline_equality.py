@@ -4,10 +4,7 @@ The rows are such that every two choices meet in one of them. Three of them, eac
 mesh, a ZeRO stage and a schedule of its own, take six steps; all others, marked slow, take twenty.
 """
 
-from __future__ import annotations
-
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -62,22 +59,6 @@ SLOW = [
     ("llama tied", "replica 2 data 2 stage 2", 3, "1f1b_classic", "input", "even", 1, "full"),
 ]
 
-CHOICES = (
-    ["gpt2", "gpt2 untied", "llama", "llama tied"],
-    [
-        "data 2 stage 2 model 2",
-        "data 2 stage 4",
-        "data 4 stage 2",
-        "data 1 stage 4 model 2",
-        "replica 2 data 2 stage 2",
-    ],
-    range(4),
-    ["1f1b", "gpipe", "interleaved(2)", "zb_h1", "zb_v", "1f1b_classic"],
-    ["residuals", "input"],
-    ["even", "uneven"],
-    [1, 2, 4],
-    ["none", "full", "dots"],
-)
 
 CASES = [
     *((6, *row) for row in QUICK[:-1]),
@@ -129,11 +110,3 @@ def test_the_losses_are_those_of_one_device(
     assert run.plan.pipeline is not None
     assert (-1 in run.plan.pipeline.rows) == (layers == "uneven")
     assert_equal_runs(run, one_device(name))
-
-
-def test_the_rows_span_what_they_claim():
-    for column in (1, 2, 3):  # mesh, ZeRO stage, schedule
-        assert len({row[column] for row in QUICK}) == len(QUICK)
-    for (a, first), (b, second) in itertools.combinations(enumerate(CHOICES), 2):
-        met = {(row[a], row[b]) for row in [*QUICK, *SLOW]}
-        assert met == set(itertools.product(first, second))

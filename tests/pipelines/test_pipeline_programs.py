@@ -1,7 +1,5 @@
 """What the program of a pipelined step computes and sends, against what the plan says of it."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -96,9 +94,6 @@ def test_no_collective_is_inside_a_conditional(zero):
     assert plan.pipeline is not None
     assert collectives_in_branches(traced.jaxpr) == []
     assert "cond" in str(traced.jaxpr), "embedding and head are skipped where they are not"
-
-
-# --- compiled for GPUs --------------------------------------------------------------------------
 
 
 @pytest.mark.gpu_programs

@@ -17,9 +17,6 @@ SIZES = [(2, 2), (2, 8), (4, 4), (4, 16)]
 NAMES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]
 
 
-# --- costs ------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 @pytest.mark.parametrize("name", NAMES)
@@ -146,9 +143,6 @@ def test_buffers_have_a_spare_slot_and_are_the_same_on_every_device():
     assert "residuals" not in again
 
 
-# --- the page and the dictionary --------------------------------------------------------------
-
-
 def test_the_page_of_a_plan_has_the_picture_and_every_number():
     plan = plan_of(layout_of(layers=(2, 2, 2, 2), head_flops=500.0))
     page = plan.table()
@@ -249,9 +243,6 @@ def test_a_plan_without_a_pipeline_says_nothing_of_one():
     assert "pipeline" not in plain.table()
     assert plain.as_dict()["pipeline"] is None
     assert "pipeline buffers" not in role_bytes(plain)
-
-
-# --- bytes by role ----------------------------------------------------------------------------
 
 
 def test_a_device_holds_the_rows_of_its_stage_padding_included():

@@ -1,7 +1,5 @@
 """Settings that exclude each other: the page, and the one list of checks behind it."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

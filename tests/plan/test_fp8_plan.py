@@ -35,9 +35,6 @@ def plan_of(name="gpt2", matmul_dtype="fp8", **options):
     )
 
 
-# --- what is counted --------------------------------------------------------------------------
-
-
 def test_the_share_of_8_bit_products_is_that_of_the_layers_matrices():
     """Scores and mixing (two products of 16 x 16 tokens) and the head stay in bfloat16."""
     program = plan_of().traced.forward
@@ -73,9 +70,6 @@ def test_what_the_wire_saves_is_half_of_the_gathered_kernels():
     kernels = LAYERS * 12 * WIDTH**2 * 7 / 8
     assert wire_bytes_saved(plan_of(zero=3, wire={"weights": "fp8"})) == 2 * kernels
     assert wire_bytes_saved(plan_of(zero=3)) == 0
-
-
-# --- time -------------------------------------------------------------------------------------
 
 
 def test_each_kind_of_product_has_its_own_peak():
@@ -172,9 +166,6 @@ def test_the_page_of_a_forecast_says_so():
     assert "8 bits" not in wide.page()
     assert "A100 SXM 80 GB has no units for 8-bit floats" in " ".join(older.page().split())
     assert "at their own peak" not in older.page()
-
-
-# --- what a GPU would run ---------------------------------------------------------------------
 
 
 @pytest.mark.gpu_programs

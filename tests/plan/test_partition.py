@@ -68,28 +68,3 @@ def test_many_layers_are_quick():
 
 def test_settings_name_the_methods_there_are():
     assert PARTITIONS == METHODS
-
-
-@pytest.mark.parametrize(
-    ("method", "num_layers", "num_parts", "message"),
-    [
-        (
-            "uniform",
-            10,
-            4,
-            r"10 layers do not divide by 4 parts .* needs; use 2 or 5 parts, partition=\"flops\", "
-            r"or a list such as partition=\[3, 3, 2, 2\]. Set it in the mesh",
-        ),
-        ("uniform", 4, 8, r"8 parts \(stages x chunks\) for 4 layers: .* use at most 4 parts"),
-        ("flops", 4, 8, "8 parts .* for 4 layers"),
-        ("flop", 8, 4, "partition='flop' is not known; did you mean 'flops'"),
-        ("best", 8, 4, "partition='best' is not known; use uniform, parameters, flops or a list"),
-        ([4, 4], 8, 4, r"\[4, 4\] has 2 entries for 4 parts .*such as \[2, 2, 2, 2\]"),
-        ([4, 4, 0, 0], 8, 4, r"has a part without layers; give each part at least 1, such as"),
-        ([4, 4, 2, 2], 8, 4, r"has 12 layers, but the model has 8; the entries must add up to"),
-        ([1, 1, 1], 2, 3, r"has 3 layers, but the model has 2; the entries must add up to 2$"),
-    ],
-)
-def test_what_does_not_fit_is_refused(method, num_layers, num_parts, message):
-    with pytest.raises(ValueError, match=message):
-        partition_layers(method, num_layers, num_parts)

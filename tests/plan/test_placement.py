@@ -118,18 +118,6 @@ def test_the_first_tensor_parallel_rule_that_matches_counts():
 @pytest.mark.parametrize(
     ("shape", "rule", "message"),
     [
-        (
-            (8, 9),
-            ("w", (None, "model")),
-            "w: dim 1 of size 9 is not divisible by model=2; choose a",
-        ),
-        (
-            (8,),
-            ("w", ("model", None)),
-            r"gives 2 axes \('model', None\) for w, which has 1 dimensio",
-        ),
-        ((8,), ("w", ("data",)), "names the axis 'data'; use 'model' or null"),
-        ((8,), ("w", ("tensor",)), "names the axis 'tensor'; use 'model' or null"),
         ((8,), ("(w", ("model",)), r"'\(w' is not a regular expression"),
     ],
 )

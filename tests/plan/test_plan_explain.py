@@ -1,7 +1,5 @@
 """`plan.explain`: sharding, collectives, update, memory and checkpoint names of a parameter."""
 
-from __future__ import annotations
-
 import math
 
 import optax

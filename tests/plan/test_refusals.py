@@ -1,7 +1,5 @@
 """The check of refusals fails where it has to, and leaves the wording free."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.refusals import Refusal, check_words, code_in, refused, stands_in, table

@@ -3,8 +3,6 @@
 What the message tells to write is written, and works.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Refusals of plans for models, losses and layers of one's own. No step is compiled."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

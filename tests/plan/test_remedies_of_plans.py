@@ -1,7 +1,5 @@
 """Refusals of schedules and plans. No step is compiled: plans and shapes are enough."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util
@@ -24,13 +22,7 @@ from zerojax.pipeline.planning import partition_layers
 from zerojax.placement.device_mesh import make_abstract_mesh
 from zerojax.placement.leaf_placement import tensor_parallel_axes
 from zerojax.plan.refusals import check_batch
-from zerojax.schedules import (
-    Operation,
-    Schedule,
-    check_schedule,
-    count_in_flight,
-    make_schedule,
-)
+from zerojax.schedules import Operation, Schedule, check_schedule, count_in_flight, make_schedule
 from zerojax.schedules.known_schedules import MAX_OPERATIONS, read_csv
 from zerojax.schedules.lowering import lower
 from zerojax.schedules.simulation import Costs
@@ -62,6 +54,9 @@ interleaved 4 10 | microbatches=10 4 | 8 12 1f1b
   | interleaved 4 8 ; interleaved 4 12 ; 1f1b 4 10
 interleaved 4 2 | microbatches=2 4 | 4 1f1b | interleaved 4 4 ; 1f1b 4 2
 1f1b 1000 1 | stages=1000 | 256 | 1f1b $ 1
+1f1b 0 8 | stages=0 | 1 | 1f1b $ 8
+1f1b 4 0 | microbatches=0 | 1 | 1f1b 4 $
+interleaved 4 8 1 | 1 | interleaved(2) 1f1b | $ 4 8
 """
 )
 
@@ -188,6 +183,8 @@ def test_placements_and_memory_of_a_table():
     bad = Schedule("x", (((Operation("Q", 0),),),))
     good = [Schedule.from_cells("x", [["F0+B0+W0"]])]
     Refusal(bad, '"tick 0" "stage 0" Q', "F B W", good).check(check_schedule)
+    bad = Schedule("x", (((Operation("F", -1),),),))
+    Refusal(bad, '"tick 0" "stage 0"', "0 negative", good).check(check_schedule)
 
 
 FILE = "tick,stage 0,stage 1\n0,F0,.\n1,F1,F0+B0\n2,B0,F1+B1\n3,B1,.\n"
@@ -329,6 +326,11 @@ def test_parts_of_a_pipeline():
     Refusal("even", "partition='even'", "uniform parameters flops list", good).check(split)
     few = lambda parts: partition_layers("flops", 3, parts)  # noqa: E731
     Refusal(4, "4 3", "3", [3]).check(few)
+    given = lambda given: partition_layers(given[0], 10, given[1])  # noqa: E731
+    good = [("uniform", 2), ("uniform", 5), ("flops", 4), ([3, 3, 2, 2], 4)]
+    Refusal(("uniform", 4), "10 4", ["2", "5", 'partition="flops"', [3, 3, 2, 2]], good).check(
+        given
+    )
     for bad in ([4, 4], [8, 0, 0, 0], [1, 1, 1, 1]):
         Refusal(bad, [bad], '"[2, 2, 2, 2]"', [[2, 2, 2, 2]]).check(split)
 

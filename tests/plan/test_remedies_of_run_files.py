@@ -3,8 +3,6 @@
 No step is compiled; the devices are absent.
 """
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

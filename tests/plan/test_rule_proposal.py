@@ -1,8 +1,5 @@
 """Proposed tensor-parallel rules: those of the reference models, of users' models, and refusals."""
 
-from __future__ import annotations
-
-import functools
 import json
 import re
 from pathlib import Path
@@ -14,9 +11,8 @@ import pytest
 from flax import nnx
 
 import zerojax
-from tests.support import own_transformers, small_models
+from tests.support import small_models
 from tests.support.own_transformers import FusedDecoder, LinenDecoder, Mlp, OwnDecoder
-from tests.support.refusals import Refusal
 from tests.support.small_models import VOCAB, linen_loss, reference_model
 from tests.support.trajectories import plan_for, regression_batch, text_batch
 from zerojax.cli import main
@@ -296,11 +292,6 @@ def test_one_layer_has_nothing_to_pair():
     assert "model=1" in text
 
 
-def test_a_mesh_without_the_axis_is_refused():
-    rules = functools.partial(propose, Mlp, batch=X)
-    Refusal({"data": 8}, "model=1", "model 4", [MESH]).check(rules)
-
-
 def test_sizes_of_a_mesh_that_is_not_here():
     elsewhere = propose(Mlp, {"data": 64, "model": 2}, batch={"x": np.zeros((128, 32), np.float32)})
     assert elsewhere.rules == propose(Mlp, batch=X).rules
@@ -344,7 +335,3 @@ def test_names_of_layers_are_one_pattern_if_they_are_used_alike():
     same = {f"h_{i}/{name}": name for i in range(12) for name in ("d_0", "d_1")}
     assert list(group_names(same)) == [r"^h_\d+/d_0$", r"^h_\d+/d_1$"]
     assert list(group_names({"a.0": 1, "ab0": 2})) == [r"^a\.0$", "^ab0$"]
-
-
-def test_widths_are_those_of_the_models():
-    assert own_transformers.VOCAB == VOCAB

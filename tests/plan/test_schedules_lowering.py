@@ -5,8 +5,6 @@ that says what it was computed from, so that a wrong slot, a lost message or a v
 early shows as a wrong text.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows and tokens of steps from the settings of a run, and the learning rates that follow."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Two processes agree on the settings of `offload.auto` and of `zerojax.train(model, "auto")`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

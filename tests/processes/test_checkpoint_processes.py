@@ -1,7 +1,5 @@
 """Two processes agree on what is damaged, what is used instead, and why a save failed."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 import time
@@ -194,9 +192,7 @@ def test_why_one_process_could_not_write_is_told_by_all(two: tuple[Path, list[di
 @pytest.mark.thorough
 @pytest.mark.multihost
 @pytest.mark.parametrize("name", ["limited", "speechless", "mute"])
-def test_a_write_that_fails_in_one_process_ends_the_save_of_all(
-    two: tuple[Path, list[dict]], name: str
-) -> None:
+def test_a_write_that_fails_in_one_process_ends_the_save_of_all(two, name):
     """Orbax's barrier waits for that process for ever.
 
     Of the second no note fits on the disk, and of the third not even a name.

@@ -1,7 +1,5 @@
 """Joining a run: where the coordinator listens, what stands in the way, how a process leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """What ends an engine: a process that is gone, one that hangs, numbers that are not finite."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -88,9 +86,6 @@ def test_a_peer_that_stands_still_ends_the_other_with_its_code(tmp_path, read):
     assert "load_checkpoint continues from the last save_checkpoint" in said
 
 
-# --- what is watched ------------------------------------------------------------------------------
-
-
 class Result:
     """What the devices take their time for."""
 
@@ -156,9 +151,6 @@ def test_threads_end_with_an_engine_that_is_never_closed():
     assert not watching.is_alive()
 
 
-# --- numbers that are not finite ------------------------------------------------------------------
-
-
 def bad_batch(step):
     return {name: rows * np.float32(1e30) for name, rows in batch(step).items()}
 
@@ -211,8 +203,6 @@ def test_an_error_of_the_loop_is_what_is_told(tmp_path):
     assert note.startswith("Also: loss ")
     engine.close()
 
-
-# --- a script that ends without a word to its engine ----------------------------------------------
 
 NEVER_CLOSED = """
 import sys, warnings

@@ -1,7 +1,5 @@
 """Experts over the devices of two processes: the losses of one, its checkpoints, and folders."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ Real processes, real signals. Every end that Python sees is one plain sentence w
 code, and what was ever written of a loss is, to the last bit, what an undisturbed run has.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import time

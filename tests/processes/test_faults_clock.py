@@ -4,8 +4,6 @@ The wall clock of the processes alone is moved, for Python and C++ alike, by a l
 loaded before all others.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

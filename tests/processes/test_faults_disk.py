@@ -4,8 +4,6 @@ The mounts lie in a mount namespace of their own, which needs no rights; where a
 that, these tests are skipped and say so.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 import subprocess

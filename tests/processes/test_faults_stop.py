@@ -1,7 +1,5 @@
 """A signal during a step, a compilation or a wait that does not end: the process ends in time."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

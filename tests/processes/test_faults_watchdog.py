@@ -1,7 +1,5 @@
 """The watchdog by itself: what is a sign of life, what it says, and that it ends what hangs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

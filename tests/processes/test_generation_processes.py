@@ -1,7 +1,5 @@
 """Two processes of two devices generate together: each gets all tokens, those of one device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

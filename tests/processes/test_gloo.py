@@ -1,7 +1,5 @@
 """Sums by permutes in place of reduce-scatters, and 1-bit Adam, through gloo."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Runs that hang say which process is missing before which collective of which step."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -25,9 +23,7 @@ def said(output: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "processes", "missing"), STAGES)
-def test_the_missing_process_and_the_collective_are_named(
-    tmp_path: Path, kind: str, processes: int, missing: int
-) -> None:
+def test_the_missing_process_and_the_collective_are_named(tmp_path, kind, processes, missing):
     words = ["-m", "tests.support.hang_process", kind, str(missing), str(tmp_path / "run")]
     ended = end_group([words] * processes, after_first=15.0)
     maps = [text for index, (_, text) in enumerate(ended) if index != missing and said(text)]

@@ -5,8 +5,6 @@ way included; 31 to 43 MiB for writing
 a model of 256 MiB whose largest tensor has 8 MiB.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

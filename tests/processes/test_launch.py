@@ -1,7 +1,5 @@
 """`zerojax launch` without JAX: which process failed, what became of the others, who was told."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

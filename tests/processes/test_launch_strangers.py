@@ -1,7 +1,5 @@
 """Launchers of several hosts: who has not the run's token is dropped, and the start goes on."""
 
-from __future__ import annotations
-
 import json
 import queue
 import socket

@@ -1,7 +1,5 @@
 """Trainings in several processes over the loopback interface, started by `zerojax launch`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -241,10 +239,7 @@ def test_a_process_that_fails_is_named_and_the_job_ends(fault, who, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "who"),
-    [("kill_9", 0), *((fault, 1) for fault in FAULTS)],
-)
+@pytest.mark.parametrize(("fault", "who"), [("kill_9", 0), *((fault, 1) for fault in FAULTS)])
 def test_the_restarted_run_ends_as_if_nothing_had_happened(fault, who, tmp_path, without_fault):
     result, _ = train_with_fault(tmp_path, FAULTS[fault][0], who, "--max-restarts", "1")
     assert result.returncode == 0, result.stdout + result.stderr

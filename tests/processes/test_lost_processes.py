@@ -3,8 +3,6 @@
 Real processes that only wait, so that no failed collective tells them before JAX's runtime does.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Real processes of which one keeps the others waiting: the right one is named, with a reason."""
 
-from __future__ import annotations
-
 import re
 import socket
 from pathlib import Path

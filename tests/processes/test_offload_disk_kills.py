@@ -3,8 +3,6 @@
 Durable: from the last whole step. Scratch: from the last checkpoint.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Two processes with a store each are one run, whose checkpoints any other run goes on from."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

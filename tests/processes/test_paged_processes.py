@@ -4,8 +4,6 @@ Sums of two processes go through gloo, whose order differs from that of one proc
 equal up to rounding, `TOLERANCE`. Runs of the same two processes are equal to the bit.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Two processes of two devices are one pipeline, whichever axis lies across them."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two processes over the loopback interface are one run: same losses, same checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.trajectories import TOLERANCE
+from zerojax.cli import main
 
 pytestmark = pytest.mark.multihost
 
@@ -57,6 +56,19 @@ def train(folder: Path, run: str, *words: str, processes: int = 1) -> list[float
         assert not others, "only process 0 reports"
         assert "Gloo" not in error
     return losses_of(folder / run)
+
+
+def train_here(run_dir: Path, steps: int, *words: str) -> list[float]:
+    """Losses of `zerojax train` of a tiny Llama on all devices of this process, at stage 3."""
+    sizes = ("num_layers=1", "embed_dim=32", "num_heads=4", "max_seq_len=16", "name=llama")
+    options = [
+        *(f"model.{each}" for each in sizes),
+        *("data.seq_len=16", "global_batch_size=8", f"steps={steps}", "checkpoint.every=2"),
+        *("mesh.zero=3", "mesh.persistence_threshold=1", "precision=fp32", "log.every=1"),
+        *("optimizer.schedule=constant", "optimizer.warmup_steps=0", f"run_dir={run_dir}"),
+    ]
+    assert main(["train", *options, *words]) == 0
+    return losses_of(run_dir)
 
 
 def losses_of(run_dir: Path) -> list[float]:

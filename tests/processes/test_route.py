@@ -1,7 +1,5 @@
 """The files in which a parameter is handed on by name are those of a table, and few."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Real sweeps: equal to training straight through, one compiled step, killed and continued."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -14,6 +12,8 @@ import pytest
 
 from zerojax.checkpoint.inspection import saved_steps
 from zerojax.training.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """\
@@ -91,7 +91,6 @@ def swept(tmp_path_factory):
     return folder, ran(folder, "sweep", "run.yaml")
 
 
-@pytest.mark.slow
 def test_all_trials_share_one_compiled_step(swept):
     folder, told = swept
     assert compiled_steps(folder) == 1
@@ -104,7 +103,6 @@ def test_all_trials_share_one_compiled_step(swept):
     assert "finished" in (runs / "trials.html").read_text()
 
 
-@pytest.mark.slow
 def test_a_survivor_has_the_state_of_a_run_without_interruption(swept):
     """`zerojax train`, whose step has its numbers as constants, and takes all steps at once."""
     folder, _ = swept
@@ -126,7 +124,6 @@ def test_a_survivor_has_the_state_of_a_run_without_interruption(swept):
     assert evaluated == found[best]["8"]["loss"]
 
 
-@pytest.mark.slow
 def test_a_sweep_killed_ten_times_has_the_same_ranking_and_repeats_no_finished_rung(
     swept, tmp_path
 ):
@@ -162,7 +159,6 @@ def test_a_sweep_killed_ten_times_has_the_same_ranking_and_repeats_no_finished_r
     assert repeated <= len(kills) * 3  # steps between two checkpoints
 
 
-@pytest.mark.slow
 def test_without_validation_data_trials_are_ranked_on_the_same_training_rows(tmp_path):
     """Losses that are not finite rank last; here the rate is far too high for one trial."""
     file = RUN.replace("data: {", "data: {validation_fraction: 0, ")

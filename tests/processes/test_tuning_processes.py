@@ -1,7 +1,5 @@
 """Real processes that choose a kernel: two together, and runs that a kernel ends or holds up."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -13,7 +11,7 @@ import pytest
 from tests.support.process_groups import ROOT, end_group
 from zerojax.runtime.shutdown import HUNG
 
-pytestmark = pytest.mark.multihost
+pytestmark = [pytest.mark.multihost, pytest.mark.thorough]
 
 LIMIT = 120.0
 """Seconds until a process is killed; one that has lost the other ends within some seconds."""
@@ -32,7 +30,6 @@ def chosen(first: list[str], second: list[str]) -> list[str]:
     return [text.splitlines()[-1] for _, text in found]
 
 
-@pytest.mark.thorough
 def test_opposite_times_and_a_cache_of_one_alone(tmp_path: Path) -> None:
     shared, own = str(tmp_path / "shared"), str(tmp_path / "own")
     both = chosen(["0.5", shared], ["1.2", shared])
@@ -43,10 +40,7 @@ def test_opposite_times_and_a_cache_of_one_alone(tmp_path: Path) -> None:
     assert all(line.startswith("mosaic_gpu: mosaic_gpu is 2.00") for line in anew)
 
 
-@pytest.mark.thorough
-def test_a_process_that_dies_while_it_measures_ends_the_other_and_is_not_tried_again(
-    tmp_path: Path,
-) -> None:
+def test_a_process_that_dies_while_it_measures_ends_the_other_and_is_not_tried_again(tmp_path):
     folder = str(tmp_path)
     (status, output), (killed, _) = run_both(["0.5", folder], ["0.5", folder, "dies"])
     assert killed == -signal.SIGKILL
@@ -59,7 +53,6 @@ def test_a_process_that_dies_while_it_measures_ends_the_other_and_is_not_tried_a
     assert all(line.startswith("mosaic_gpu: mosaic_gpu is 2.00 times") for line in tried)
 
 
-@pytest.mark.thorough
 def test_a_process_that_hangs_while_it_measures_ends_with_the_other_one(tmp_path: Path) -> None:
     folder = str(tmp_path)
     (status, output), (hung, told) = run_both(["0.5", folder], ["0.5", folder, "hangs"])
@@ -88,7 +81,6 @@ def start(*words: str) -> subprocess.CompletedProcess[str]:
 ENDS = {"hangs": HUNG, "exits": 3, "faults": -signal.SIGSEGV}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ENDS)
 def test_a_run_that_a_kernel_ended_or_held_up_goes_on_without_it(mode: str, tmp_path: Path) -> None:
     folder, limit = str(tmp_path), "3"
@@ -105,7 +97,6 @@ def test_a_run_that_a_kernel_ended_or_held_up_goes_on_without_it(mode: str, tmp_
     assert "trained 2 steps" in again.stdout
 
 
-@pytest.mark.thorough
 def test_a_run_with_a_kernel_that_works_leaves_no_mark(tmp_path: Path) -> None:
     found = start("works", str(tmp_path), "60")
     assert found.returncode == 0, found.stdout

@@ -7,8 +7,6 @@ process 1 both would fail the test. Each process writes JSON to FOLDER/found-PRO
 settings, the reasons and the losses of each run, and the text of each refusal.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
@@ -18,18 +16,14 @@ from typing import Any
 
 import jax
 
+from tests.support.process_groups import join
+
 ROOM = 40_000
 """Free host memory of process 1: less than the state, more than what is read at once from files."""
 
 
 def main(folder: Path) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_disable_most_optimizations", True)
-    # What starts XLA must come after the process has joined the other.
-    from zerojax.runtime import distributed
-
-    distributed.join_processes()
+    join(2)
     process = jax.process_index()
     found = {"offload": _offload(folder, process), "settings": _settings(process)}
     (folder / f"found-{process}").write_text(json.dumps(found), encoding="utf-8")

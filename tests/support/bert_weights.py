@@ -1,7 +1,5 @@
 """A tiny BERT whose weights and inputs a formula gives, so that no weights need to be stored."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import zlib

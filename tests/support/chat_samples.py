@@ -1,7 +1,5 @@
 """Chat templates in the manner of published ones, in our own words, and chats for them."""
 
-from __future__ import annotations
-
 import re
 
 MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")

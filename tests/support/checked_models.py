@@ -1,7 +1,5 @@
 """Losses and models that `zerojax.check` has to tell apart: right ones, and each known fault."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Commands that must fail as bad input."""
 
-from __future__ import annotations
-
 import pytest
 
 from zerojax.cli import main

@@ -3,8 +3,6 @@
 Imports NumPy only, since `tests/oracles/config_variants.py` runs elsewhere.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

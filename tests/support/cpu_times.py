@@ -1,7 +1,5 @@
 """Processor time of test files and tests, as `--cpu-times` prints it."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Generator

@@ -6,8 +6,6 @@ READ: "each" reads every loss, as most loops do, "none" leaves them on the devic
 watchdog's limit for a step.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 python tests/support/engine_process.py FOLDER
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

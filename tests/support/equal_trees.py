@@ -3,8 +3,6 @@
 `strict=True` of chex's own comparison of values takes bfloat16 for float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import chex

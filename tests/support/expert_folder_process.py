@@ -6,14 +6,14 @@ writes OUT/process_0.json ..., with the tensors that it read and its losses, and
 again before the first step, into OUT/exported.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+
+from tests.support.process_groups import join
 
 STEPS = 3
 
@@ -25,12 +25,7 @@ def batch(index: int) -> dict[str, np.ndarray]:
 
 
 def main(folder: str, out: str, zero: str) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    # What starts XLA must come after the process has joined the others.
-    from zerojax.runtime import distributed
-
-    distributed.join_processes()
+    join(1, optimised=True)
     import optax
 
     import zerojax

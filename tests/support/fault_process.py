@@ -9,8 +9,6 @@ is the number of the step for steps and data, else of the call. PACE=0.1 makes a
 seconds at least, so that a signal can arrive.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

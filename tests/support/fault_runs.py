@@ -1,7 +1,5 @@
 """Runs of several processes for tests of what ends them: started, watched, read back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

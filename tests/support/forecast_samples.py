@@ -1,7 +1,5 @@
 """Plans and forecasts made by hand, for tests of what is shown, decided and searched."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

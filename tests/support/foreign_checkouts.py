@@ -7,8 +7,6 @@ has Flax (its own requirements must be installed) and google/flax. Nothing of th
 copied; `tests/support/foreign_modules.py` says what stands in for packages that are not installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any

@@ -4,8 +4,6 @@ Stand-ins take the place of packages that models only annotate with or that serv
 (`STAND_INS`), and of the `__init__` of packages that would import all of these (`BARE`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

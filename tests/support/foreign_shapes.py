@@ -3,8 +3,6 @@
 Each stands for models of checkouts (`tests/support/foreign_checkouts.py`), which CI does not have.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ Writes the tokens that this process gets to FOLDER/NUMBER.json. Prompts or forma
 between the processes are refused in each.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import Any
 
 import jax
 import pytest
+
+from tests.support.process_groups import join
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [35]]
 OPTIONS: dict[str, Any] = {"temperature": 1.2, "top_p": 0.9, "seed": 5, "end_tokens": (7, 11)}
@@ -46,13 +46,7 @@ def rows_of(devices: list[Any], zero: int) -> list[list[int]]:
 
 
 def main(folder: str) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_disable_most_optimizations", True)
-    # What starts XLA must come after the process has joined the others.
-    from zerojax.runtime import distributed
-
-    distributed.join_processes()
+    join(2)
     rows = rows_of(jax.devices(), 3)
     trainer, number = trainer_on(jax.devices(), 3), jax.process_index()
     with pytest.raises(ValueError, match="prompts differs"):

@@ -1,7 +1,5 @@
 """Plans and steps for GPUs that this machine does not have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ Knows how the step of a plan is compiled and read; the expectations below are wr
 papers, not taken from zerojax's own formulas.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 
@@ -134,9 +132,6 @@ def gpt_config(remat: str = "full") -> GPT2Config:
         embed_dim=WIDTH,
         remat=remat,
     )
-
-
-# --- what ZeRO says (arXiv:1910.02054 sections 5 and 7) -------------------------------------------
 
 
 def wire_units(case: Case) -> int:

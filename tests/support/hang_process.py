@@ -7,8 +7,6 @@ comes), "callback" (a callback does not return) or "branch" (it alone evaluates)
 for it in a collective, until their watchdogs end them. With "nothing" the run ends after step 6.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -18,6 +16,8 @@ from typing import Any
 
 import jax
 
+from tests.support.process_groups import join
+
 AFTER = 3
 """Last step of all processes."""
 LIMIT = 12.0
@@ -25,12 +25,7 @@ LIMIT = 12.0
 
 
 def main(kind: str, missing: int, folder: str) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    # What starts XLA must come after the process has joined the others.
-    from zerojax.runtime import distributed
-
-    distributed.join_processes()
+    join(1, optimised=True)
     import zerojax
     from tests.support.pipeline_runs import small
     from tests.support.trajectories import text_batch

@@ -5,8 +5,6 @@ the package safetensors, not by ours. `python -m tests.support.hugging_face_fold
 config.json that zerojax makes of each family, for tests/oracles/families.py and moe_families.py.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -5,8 +5,6 @@
 writes OUT/process_0.json ..., and the model, out again, into OUT/exported.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re
@@ -15,6 +13,8 @@ import sys
 from pathlib import Path
 
 import jax
+
+from tests.support.process_groups import join
 
 
 def peak_rss() -> int:
@@ -62,12 +62,7 @@ def failures(trainer, out: Path) -> dict[str, str]:
 
 
 def main(folder: str, out: str, zero: str, model_axis: str) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    # What starts XLA must come after the process has joined the others.
-    from zerojax.runtime import distributed
-
-    distributed.join_processes()
+    join(1, optimised=True)
     import jax.numpy as jnp
     import optax
 

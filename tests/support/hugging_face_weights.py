@@ -3,8 +3,6 @@
 Knows names and shapes; imports NumPy only, for `tests/oracles/hugging_face.py` runs elsewhere.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 

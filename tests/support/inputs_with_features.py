@@ -1,7 +1,5 @@
 """Inputs of planning whose features are keywords, as those of `train` are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from zerojax.config.features import FEATURES, Features

@@ -3,8 +3,6 @@
 `tools/test_all.py` uses it, so that the full suite can be interrupted.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

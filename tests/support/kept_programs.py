@@ -6,8 +6,6 @@ filled with hard links to the entries that all share, and adds what it compiled 
 when the entry is whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

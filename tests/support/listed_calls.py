@@ -3,8 +3,6 @@
 None knows zerojax. Those in Flax NNX are in `listed_decoders`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

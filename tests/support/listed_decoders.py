@@ -3,8 +3,6 @@
 None knows zerojax. A style is how its layers are made and how the loop over them is written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What DeepSpeed's dynamic loss scaler does, told in plain Python, independent of zerojax's own."""
 
-from __future__ import annotations
-
 from zerojax.config import LossScale
 
 

@@ -3,8 +3,6 @@
 python -m tests.support.mesh_free_runs MODEL ZERO DEVICES DEVICES
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

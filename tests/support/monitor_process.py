@@ -6,8 +6,6 @@ The clock by which the processes of the run are compared stands still but for wh
 that how busy the machine is does not count. "none": the data of all are slow alike.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 python -m tests.support.offload_disk_process FOLDER STEPS durable|scratch CHECKPOINT_EVERY
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

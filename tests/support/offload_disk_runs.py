@@ -1,13 +1,17 @@
 """Tiny runs with slices in files, and without, whose states are compared bit for bit."""
 
-from __future__ import annotations
-
+import contextlib
+import errno
+import functools
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from tests.support.small_models import reference_model
@@ -114,3 +118,40 @@ def steps_as_undisturbed(plan: Plan, state: Any, step: Any, other: Plan, batch: 
     assert float(metrics["loss"]) == float(expected_metrics["loss"])
     assert differing(found, portable(other, expected)) == []
     close(expected)
+
+
+def fail_after(
+    patched: pytest.MonkeyPatch,
+    call: str,
+    number: int,
+    *,
+    error: int = errno.EIO,
+    counts: Callable[[int], bool] = lambda descriptor: True,
+) -> None:
+    """Lets calls of `os.preadv` or `os.pwritev` fail after so many; others of a file that does not
+    count go on."""
+    real, calls = getattr(os, call), []
+
+    def fail(descriptor: int, *args: Any) -> int:
+        calls.extend([1] * counts(descriptor))
+        if len(calls) > number and counts(descriptor):
+            raise OSError(error, os.strerror(error))
+        return real(descriptor, *args)
+
+    patched.setattr(os, call, fail)
+
+
+@contextlib.contextmanager
+def counted_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Counts the bytes that are read and written."""
+    done = {"preadv": 0, "pwritev": 0}
+
+    def move(name: str, real: Any, *args: Any) -> int:
+        count = real(*args)
+        done[name] += count
+        return count
+
+    with monkeypatch.context() as patched:
+        for name in done:
+            patched.setattr(os, name, functools.partial(move, name, getattr(os, name)))
+        yield done

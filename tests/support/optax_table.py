@@ -4,8 +4,6 @@ A row of `OPTIMIZERS` makes a transformation; a row of `REFUSED` has a part of t
 which a plan refuses it; what is in `NO_OPTIMIZERS` changes no gradients of a step.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Usage: out_of_memory_process.py FOLDER
 Prints the type of the error, then its notes.
 """
 
-from __future__ import annotations
-
 import re
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Transformers that users write themselves, with names that say nothing about their use."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import jax

@@ -10,8 +10,6 @@ number of the call that fails) and "kills". Each process adds step and loss to F
 PROCESS, and writes the text of a StoreError to FOLDER/error-PROCESS.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -20,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from tests.support.process_groups import join
 
 LAYERS = 3
 noted: list[int] = []
@@ -64,14 +64,7 @@ def install(fault: dict[str, Any]) -> None:
 
 
 def main(folder: Path, devices: int, steps: int, options: dict[str, Any]) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_disable_most_optimizations", True)
-    # What starts XLA must come after the process has joined the others.
-    from zerojax.runtime import distributed
-
-    if os.environ.get("ZEROJAX_NUM_PROCESSES"):
-        distributed.join_processes()
+    join(devices)
     import zerojax
     from tests.support.pipeline_runs import small
     from tests.support.trajectories import text_batch

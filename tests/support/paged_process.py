@@ -6,8 +6,6 @@ python -m tests.support.paged_process FOLDER LAYERS make|run
 takes three steps. Both print JSON: "peak_rss_bytes" of the process, "file_bytes", and "losses".
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -3,8 +3,6 @@
 Knows names and shapes; imports NumPy only, for `tests/oracles/lora.py` runs elsewhere.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.support.hugging_face_weights import weights

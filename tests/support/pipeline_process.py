@@ -6,14 +6,14 @@ ORDER is a permutation of all devices, such as 0,2,1,3: neighbours in it are on 
 THETA is that of layer drop; 1 keeps all layers.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from tests.support.process_groups import join
 
 STEPS = 8
 
@@ -36,13 +36,7 @@ def inputs_of(theta: float) -> Any:
 
 
 def main(out: str, order: str, zero: str, theta: str) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_disable_most_optimizations", True)
-    # What starts XLA must come after the process has joined the others.
-    from zerojax.runtime import distributed
-
-    distributed.join_processes()
+    join(2)
     from tests.support.pipeline_runs import THRESHOLD
     from tests.support.trajectories import text_batch
     from zerojax import build_step, init_state, make_mesh, shard_batch

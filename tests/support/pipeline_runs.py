@@ -3,8 +3,6 @@
 As `tests.support.trajectories`, but the step is compiled ahead, so that its text can be read, too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Each block also looks at its microbatch (a row of numbers) and at a random key o
 stage that works on another microbatch than it should gives other numbers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

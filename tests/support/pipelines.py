@@ -3,8 +3,6 @@
 Knows tables and shapes; nothing is cut out of a model here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes of a test that form a group over the loopback interface, bounded in time."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -11,7 +9,20 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
+
+from zerojax.runtime import distributed
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def join(devices: int, *, optimised: bool = False) -> None:
+    """Makes this process one of its group, with CPU devices; what starts XLA comes after it."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_disable_most_optimizations", not optimised)
+    if os.environ.get("ZEROJAX_NUM_PROCESSES"):
+        distributed.join_processes()
 
 
 def free_port() -> int:

@@ -1,7 +1,5 @@
 """Promises about programs: registered one by one, checked together for each compiled program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

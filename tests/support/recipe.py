@@ -1,7 +1,5 @@
 """The numbers of a run's default optimizer, where a test needs its clipping, decay and mask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from zerojax.optim import decay_mask

@@ -6,8 +6,6 @@ CHANGES is JSON: parameters of zerojax's optimizer that replace those of the rec
 Prints the comparison as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Words are looked for one by one, in any order and sentence, so that a message ca
 test then applies the remedy with the words that it looked for, and sees that it works.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ Two steps of a small GPT-2 at stage 3 on 8 virtual CPU devices, with a checkpoin
 parameter is handed to a function that is given its name, a dict with that key, or its placement.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from types import FrameType

@@ -3,8 +3,6 @@
 Below, p is the number of stages, m of microbatches and v of chunks.
 """
 
-from __future__ import annotations
-
 from zerojax.schedules.simulation import Costs
 
 

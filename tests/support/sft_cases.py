@@ -3,8 +3,6 @@
 Knows chats as rows of a file, no library; imports what `tests/oracles/sft.py` can import elsewhere.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Small, with shapes that no mesh divides.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -120,6 +118,17 @@ class Line(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(x)
+
+
+class Plain(nnx.Module):
+    """Two layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(12, 16, rngs=rngs)
+        self.last = nnx.Linear(16, 5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(jnp.tanh(self.first(x)))
 
 
 class Recurrent(nnx.Module):

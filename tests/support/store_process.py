@@ -4,8 +4,6 @@ Imports no JAX, so that a process starts at once; `python tests/support/store_pr
 FOLDER ...`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Syntax trees of sources, which several tests look at, made once a process."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Text sets for tests: few texts whose tokens say where they are from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

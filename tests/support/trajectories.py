@@ -3,8 +3,6 @@
 The same model and batches, another way of computing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any

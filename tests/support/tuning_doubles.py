@@ -1,7 +1,5 @@
 """Stand-ins for kernels, clocks and processes that choose an implementation, and a small plan."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

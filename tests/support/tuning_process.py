@@ -5,8 +5,6 @@ where this process is killed or gets no further while it tries it, or "again". P
 its reason.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

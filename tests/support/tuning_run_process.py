@@ -5,8 +5,6 @@ seconds a process that tries something is taken to hang. Prints what was chosen 
 Devices of the CPU stand for GPUs; the kernel runs inside of a jitted program, as kernels do.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A model with two lists of layers, an encoder and a decoder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Floats of a batch that the loss compares, rounds or makes integers of keep all of their bits."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,10 +146,7 @@ LOSSES = {
         lambda p, b: jnp.mean(own_backward(logits(p, b["x"])[:, 0], b["y"])),
         {"y": COMPARED},
     ),
-    "lengths": (
-        lambda p, b: mean_where(p, b, jnp.arange(8) < jnp.sum(b["m"])),
-        {"m": COMPARED},
-    ),
+    "lengths": (lambda p, b: mean_where(p, b, jnp.arange(8) < jnp.sum(b["m"])), {"m": COMPARED}),
     "callback": (
         lambda p, b: nll(
             p,

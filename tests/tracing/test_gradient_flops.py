@@ -1,7 +1,5 @@
 """The FLOPs of a step with frozen parameters are those of its traced gradient."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

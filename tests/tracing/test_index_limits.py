@@ -1,7 +1,5 @@
 """Integers of a batch that look up rows of a parameter are held against the number of rows."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

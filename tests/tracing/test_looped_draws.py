@@ -1,7 +1,5 @@
 """Draws in loops: one program for each shape, the same bits, and a limit of memory."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -89,10 +87,7 @@ def test_the_first_state_holds_one_program_for_each_shape(monkeypatch: Any) -> N
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("devices", "zero"), [pytest.param(1, 0, marks=pytest.mark.thorough), (8, 3)]
-)
+@pytest.mark.parametrize(("devices", "zero"), [(1, 0), (8, 3)])
 def test_loops_change_no_bit_and_take_no_memory(devices: int, zero: int, monkeypatch: Any) -> None:
     looped = initialiser_of(devices, zero, 3).compile()
     monkeypatch.setattr(initialization, "loop_draws", lambda function: function)

@@ -3,8 +3,6 @@
 Each program is traced over arrays by name, as an optimizer sees them, and compared with itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

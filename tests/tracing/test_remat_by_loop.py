@@ -1,7 +1,5 @@
 """`mesh.roll_remat` as a mapping: each list of layers has its own value."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any
@@ -65,7 +63,6 @@ OFTEN = [("full", "dots")]
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "encoder", "decoder"),
     [
@@ -74,9 +71,7 @@ OFTEN = [("full", "dots")]
         if zero == 3 or "none" not in mix  # "none" alone is no reason for a loop below stage 3
     ],
 )
-def test_losses_with_any_mix_are_those_of_the_layers_as_written(
-    zero: int, encoder: str, decoder: str
-) -> None:
+def test_losses_with_any_mix_are_those_of_the_layers_as_written(zero, encoder, decoder):
     plan = plan_of(zero, {"encoder": encoder, "decoder": decoder}, optimizer=SGD)
     asked = {ENCODER: encoder, DECODER: decoder}
     rolled = {t: v for t, v in asked.items() if zero == 3 or v != "model"}
@@ -113,9 +108,7 @@ def test_the_rest_is_auto_and_an_exact_name_comes_first() -> None:
         (3, {"encoder": "full"}, {"roll": "off"}, ["roll=off"]),
     ],
 )
-def test_a_pattern_that_applies_to_no_loop_is_refused(
-    zero: int, setting: Any, options: Any, words: list[str]
-) -> None:
+def test_a_pattern_that_applies_to_no_loop_is_refused(zero, setting, options, words):
     with pytest.raises(ValueError, match="applies to no loop") as error:
         plan_of(zero, setting, **options)
     assert all(word in str(error.value) for word in words)

@@ -3,8 +3,6 @@
 A rolled model is compared with the model as it was written: loss and all gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing runs: steps are traced, lowered and compiled for 8 CPU devices.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Whole runs of rolled layers: twenty steps, dropout, statistics, validation, resuming, loading."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ from tests.support.listed_decoders import build_decoder
 from tests.support.recipe import RECIPE
 from tests.support.trajectories import TOLERANCE, Trajectory, train_for
 from zerojax.config import LogConfig
+
+pytestmark = pytest.mark.thorough
 
 VOCAB, LENGTH, ROWS = 32, 8, 32
 RULES = (("up/kernel", (None, "model")), ("down/kernel", ("model", None)))
@@ -67,7 +67,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 def test_twenty_steps_are_those_of_one_device(way: str) -> None:
     run = trained("plain", **WAYS[way])
@@ -76,7 +75,6 @@ def test_twenty_steps_are_those_of_one_device(way: str) -> None:
     np.testing.assert_allclose(run.losses, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("style", ["checkpoint_period", "gate_sum", "windows"])
 def test_layers_of_several_kinds_train_as_on_one_device(style: str) -> None:
     """Two kinds in turn, a second value that is carried, masks that differ."""
@@ -85,7 +83,6 @@ def test_layers_of_several_kinds_train_as_on_one_device(style: str) -> None:
     np.testing.assert_allclose(run.losses, on_one_device(style, 8), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("style", ["nnx_dropout", "split_keys", "batchnorm"])
 def test_keys_and_statistics_are_those_of_the_layers_by_themselves(style: str) -> None:
     """On one mesh: masks of dropout and statistics of a batch are those of a device's own rows."""
@@ -96,9 +93,6 @@ def test_keys_and_statistics_are_those_of_the_layers_by_themselves(style: str) -
     assert rolled.state["extras"].keys() == plain.state["extras"].keys()
     for name, x in rolled.state["extras"].items():
         np.testing.assert_allclose(x, plain.state["extras"][name], atol=TOLERANCE, rtol=TOLERANCE)
-
-
-# --- the trainer ----------------------------------------------------------------------------------
 
 
 def run_of(mesh: dict[str, Any], steps: int, folder: Path | None = None, **options: Any) -> Any:
@@ -120,7 +114,6 @@ def run_of(mesh: dict[str, Any], steps: int, folder: Path | None = None, **optio
     return trainer, losses
 
 
-@pytest.mark.thorough
 def test_a_run_goes_on_rolled_unrolled_and_in_a_pipeline(tmp_path: Path) -> None:
     whole = run_of({"zero": 0, "roll": "off"}, 8)[1]
     rolled, plain = ZERO_3, {"model": 2, "zero": 1, "roll": "off"}
@@ -135,7 +128,6 @@ def test_a_run_goes_on_rolled_unrolled_and_in_a_pipeline(tmp_path: Path) -> None
     np.testing.assert_allclose(found, whole, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.thorough
 def test_validation_and_the_trained_model_are_those_of_the_users_object() -> None:
     held = [text(9)]
     trainer, _ = run_of(ZERO_3, 2, validation=held)
@@ -147,7 +139,6 @@ def test_validation_and_the_trained_model_are_those_of_the_users_object() -> Non
     np.testing.assert_allclose(mean, total / weight, rtol=TOLERANCE)
 
 
-@pytest.mark.thorough
 def test_a_check_of_a_model_with_a_list_passes() -> None:
     """It compares the rolled step with the model's own program in plain JAX."""
     zerojax.check(build_decoder("checkpoint"), text(0)).require()

@@ -4,8 +4,6 @@ Every way to write them is in `listed_decoders` and `listed_calls`. A rolled mod
 the model as it was written: the same loss, the same gradient of every parameter, the same state.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A row that is computed alone has the bits of that row of the whole stack."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -31,9 +31,6 @@ def group_at(groups, name, dim):
     return next(group for dims, group in groups.items() if (name, dim) in dims)
 
 
-# --- factors ----------------------------------------------------------------------------------
-
-
 def test_a_cut_is_seen_by_every_value_that_has_the_factor():
     factors = Factors()
     features, other = factors.new_dim(24), factors.new_dim(24)
@@ -67,9 +64,6 @@ def test_dimensions_of_size_1_and_merged_ones():
     a, b = factors.new_dim(2), factors.new_dim(3)
     assert factors.new_dim(1) == ()
     assert factors.reshape((a, (), b), (1, 6)) == ((), (*a, *b))
-
-
-# --- groups -----------------------------------------------------------------------------------
 
 
 def attend(weights, x):
@@ -190,9 +184,6 @@ def test_lookups():
     assert (rows.tables, rows.by_batch, rows.sums[0].kind) == ({"table"}, True, "lookup")
     assert not group_at(groups, "places", 0).by_batch
     assert dict(group_at(groups, "table", 1).dims) == {"places": 1, "table": 1}
-
-
-# --- gradients --------------------------------------------------------------------------------
 
 
 def test_sums_of_both_passes():

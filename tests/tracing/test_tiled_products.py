@@ -1,7 +1,5 @@
 """A product whose weight is gathered tile by tile: its values, its gradients, and its memory."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

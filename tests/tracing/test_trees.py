@@ -1,7 +1,5 @@
 """Names of arrays, and counts for people."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

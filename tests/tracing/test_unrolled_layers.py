@@ -3,8 +3,6 @@
 The programs are traced, lowered and, where losses are compared, run on 8 CPU devices.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Products that a model computes in float32 although the plan computes in bfloat16."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Choices that a test keeps in a folder of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`zerojax tune RUN --search`: plans of a search take steps on the devices here."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Measured choice of kernels: by an injected clock and exchange, without a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable
@@ -44,9 +42,7 @@ def test_the_faster_one_is_taken_kept_and_not_timed_again(clock: Clock, kept: Ke
 
 
 @pytest.mark.parametrize(("seconds", "choice"), [(0.98, "xla"), (0.96, "mosaic_gpu"), (1.5, "xla")])
-def test_it_has_to_be_faster_by_three_percent(
-    seconds: float, choice: str, clock: Clock, kept: KeptChoices
-) -> None:
+def test_it_has_to_be_faster_by_three_percent(seconds, choice, clock, kept):
     assert asked(clock, kept, Runs(clock, seconds)).choice == choice
 
 
@@ -74,9 +70,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kernel_is_refused_also_where_it_is_kept(
-    name: str, clock: Clock, kept: KeptChoices
-) -> None:
+def test_a_wrong_kernel_is_refused_also_where_it_is_kept(name, clock, kept):
     result, reason = WRONG[name]
     assert asked(clock, kept, Runs(clock, 0.5)).choice == "mosaic_gpu"
     answer = asked(clock, kept, Runs(clock, 0.5, result=result))
@@ -85,9 +79,7 @@ def test_a_wrong_kernel_is_refused_also_where_it_is_kept(
         raise AssertionError(answer.reason)
 
 
-def test_what_failed_is_not_tried_again_until_it_is_asked_for(
-    clock: Clock, kept: KeptChoices
-) -> None:
+def test_what_failed_is_not_tried_again_until_it_is_asked_for(clock, kept):
     asked(clock, kept, Runs(clock, 0.5, result=RuntimeError("CUDA_ERROR")))
     other = Runs(clock, 0.5)
     answer = asked(clock, kept, other)
@@ -96,9 +88,7 @@ def test_what_failed_is_not_tried_again_until_it_is_asked_for(
     assert asked(clock, kept, Runs(clock, 0.5), again=True).choice == "mosaic_gpu"
 
 
-def test_a_device_that_is_lost_ends_the_start_and_the_next_one_leaves_the_kernel_out(
-    clock: Clock, kept: KeptChoices
-) -> None:
+def test_a_device_that_is_lost_ends_the_start_and_the_next_one_leaves_the_kernel_out(clock, kept):
     class Lost(Runs):
         """Works until something else has failed."""
 
@@ -115,9 +105,7 @@ def test_a_device_that_is_lost_ends_the_start_and_the_next_one_leaves_the_kernel
     assert fresh.times == 0
 
 
-def test_a_reference_that_fails_ends_no_start_and_marks_nothing(
-    clock: Clock, kept: KeptChoices
-) -> None:
+def test_a_reference_that_fails_ends_no_start_and_marks_nothing(clock, kept):
     reference, other = Runs(clock, 1.0, result=KeyError("blocks")), Runs(clock, 0.1)
     answer = asked(clock, kept, other, reference=reference)
     assert answer.choice == "xla"
@@ -137,9 +125,7 @@ def test_other_bits_the_second_time_are_a_race(clock: Clock, kept: KeptChoices) 
     assert "other bits" in answer.reason
 
 
-def test_a_question_that_cannot_be_asked_leaves_the_reference(
-    clock: Clock, kept: KeptChoices
-) -> None:
+def test_a_question_that_cannot_be_asked_leaves_the_reference(clock, kept):
     def ask() -> Question:
         raise ValueError("no such array")
 
@@ -160,21 +146,14 @@ def test_an_obstacle_is_told_and_nothing_runs(clock: Clock, kept: KeptChoices) -
     assert "compute capability" in answer.reason
 
 
-# Files
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', "\0" * 9, '{"x": {"choice": "xla"}}'])
-def test_a_torn_file_costs_a_measurement(
-    text: str, clock: Clock, kept: KeptChoices, tmp_path: Path
-) -> None:
+def test_a_torn_file_costs_a_measurement(text, clock, kept, tmp_path):
     (tmp_path / FILE).write_text(text)
     assert asked(clock, kept, Runs(clock, 0.5)).choice == "mosaic_gpu"
     assert kept.find(question(Runs(clock), Runs(clock)).key) is not None
 
 
-def test_an_entry_of_another_form_is_measured_again(
-    clock: Clock, kept: KeptChoices, tmp_path: Path
-) -> None:
+def test_an_entry_of_another_form_is_measured_again(clock, kept, tmp_path):
     asked(clock, kept, Runs(clock, 0.5))
     entries = json.loads((tmp_path / FILE).read_text())
     (entry,) = entries.values()
@@ -195,9 +174,7 @@ class Killed(BaseException):
     """Stands for a process that ends without a word."""
 
 
-def test_what_ended_a_start_is_not_tried_by_the_next_one(
-    clock: Clock, kept: KeptChoices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ended_a_start_is_not_tried_by_the_next_one(clock, kept, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", lambda *_, **__: None)  # a killed process removes no mark
         with pytest.raises(Killed):
@@ -249,9 +226,6 @@ def test_zerojax_env_lists_what_was_measured_and_what_is_left_out(
     assert main(["env"]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "H200" in line]
     assert len(told) == 1, "what is left out has a file of its own"
-
-
-# Several processes
 
 
 def test_processes_that_measure_opposite_times_take_the_slowest_ones(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """How long measuring may take, what counts as noise, and what an answer is kept for."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -58,9 +56,7 @@ def test_what_comes_too_late_is_not_even_asked(clock: Clock, kept: KeptChoices) 
     assert other.times == 0
 
 
-def test_where_the_check_takes_all_of_the_time_nothing_is_timed_or_kept(
-    clock: Clock, kept: KeptChoices
-) -> None:
+def test_where_the_check_takes_all_of_the_time_nothing_is_timed_or_kept(clock, kept):
     other = Runs(clock, 0.1)
     answer = asked(clock, kept, other, deadline=1.0)
     assert answer == Answer(choice="xla", reason=f"mosaic_gpu was not chosen: {OVER}")
@@ -117,9 +113,7 @@ def asks(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[str]:
     return made
 
 
-def test_all_questions_of_a_start_share_ten_seconds(
-    asks: list[str], clock: Clock, kept: KeptChoices
-) -> None:
+def test_all_questions_of_a_start_share_ten_seconds(asks, clock, kept):
     """Each takes 1 s to be checked, and 3 s for four rounds: the fourth is checked, not timed."""
     plan = tune(plan_for(), kept=kept, clock=clock)
     assert asks == ["statistics", "update", "attention 2"]
@@ -147,9 +141,7 @@ def test_the_command_takes_its_time(asks: list[str], clock: Clock, kept: KeptCho
     assert fast.times == 2 + 1 + BY_ITSELF.rounds
 
 
-def test_what_may_hang_is_watched_and_what_waits_for_others_is_not(
-    clock: Clock, kept: KeptChoices
-) -> None:
+def test_what_may_hang_is_watched_and_what_waits_for_others_is_not(clock, kept):
     said: list[str] = []
     inside: list[str] = []
 
@@ -203,9 +195,7 @@ class Fails(Runs):
         return super().__call__()
 
 
-def test_what_fails_while_it_is_timed_is_left_out_by_the_next_start(
-    clock: Clock, kept: KeptChoices
-) -> None:
+def test_what_fails_while_it_is_timed_is_left_out_by_the_next_start(clock, kept):
     answer = asked(clock, kept, Fails(clock, 4))
     assert (answer.choice, "it failed: CUDA_ERROR" in answer.reason) == ("xla", True)
     fresh = Runs(clock, 0.5)
@@ -213,9 +203,7 @@ def test_what_fails_while_it_is_timed_is_left_out_by_the_next_start(
     assert fresh.times == 0
 
 
-def test_a_device_that_is_lost_while_it_is_timed_ends_the_start(
-    clock: Clock, kept: KeptChoices
-) -> None:
+def test_a_device_that_is_lost_while_it_is_timed_ends_the_start(clock, kept):
     lost = Fails(clock, 4)  # checked once, and three rounds
     with pytest.raises(RuntimeError, match="no longer use its device; start again"):
         asked(clock, kept, Fails(clock, 5), reference=lost)
@@ -272,9 +260,7 @@ def test_every_machine_keeps_the_answer(tmp_path: Path) -> None:
     assert start(5.0) == first, "it would lose if it were timed"
 
 
-def test_an_answer_is_the_same_on_machines_whose_days_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_the_same_on_machines_whose_days_differ(tmp_path, monkeypatch):
     Processes(1).run(process(tmp_path / "a", 0, 0.5))
     text = (tmp_path / "a" / kept_choices.FILE).read_text()
     (tmp_path / "b").mkdir()
@@ -285,9 +271,7 @@ def test_an_answer_is_the_same_on_machines_whose_days_differ(
     assert choices(found) == ["mosaic_gpu"] * 2
 
 
-def test_a_folder_that_is_read_only_is_read(
-    clock: Clock, kept: KeptChoices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_read_only_is_read(clock, kept, tmp_path, monkeypatch):
     asked(clock, kept, Runs(clock, 0.5))
     names = sorted(path.name for path in tmp_path.iterdir())
     _make_read_only(monkeypatch)
@@ -327,9 +311,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_answer_is_of_one_driver_and_one_software(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_is_of_one_driver_and_one_software(name, monkeypatch):
     plan = plan_for()
     before = trials.base_key(plan, "adamw")
     assert before == trials.base_key(plan, "adamw")
@@ -347,9 +329,7 @@ def test_a_key_needs_no_installed_package(monkeypatch: pytest.MonkeyPatch) -> No
     assert trials.base_key(plan_for(), "adamw")["versions"] == {}
 
 
-def test_the_source_of_what_is_measured_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_source_of_what_is_measured_counts(monkeypatch, tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -377,9 +357,7 @@ DRIVERS = {
 
 
 @pytest.mark.parametrize("text", DRIVERS)
-def test_the_driver_says_its_version(
-    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_driver_says_its_version(text, monkeypatch, tmp_path):
     monkeypatch.setattr(local_devices, "DRIVER_FILE", tmp_path / "version")
     monkeypatch.setattr(local_devices, "NVML", "libnothing.so.1")
     (tmp_path / "version").write_text(text)
@@ -387,9 +365,7 @@ def test_the_driver_says_its_version(
     assert read() == DRIVERS[text]
 
 
-def test_without_the_drivers_file_its_library_is_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_the_drivers_file_its_library_is_asked(monkeypatch, tmp_path):
     class Library:
         status, closed = 0, 0
 
@@ -458,9 +434,7 @@ OTHERS = {"lamb": zerojax.lamb(1e-3), "adam8bit": zerojax.adam8bit(1e-3)}
 @pytest.mark.parametrize(
     "what", ["statistics", *(f"update by {name}" for name in ("adamw", "adamw with ema", *OTHERS))]
 )
-def test_arrays_and_temporaries_fit_into_the_room(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_and_temporaries_fit_into_the_room(what, monkeypatch):
     """By the sizes of compiled programs and of the arrays that live when they are called."""
     room = 2**20
     monkeypatch.setattr(tuned_plan, "room", lambda plan: room)

@@ -1,7 +1,5 @@
 """Plans with measured choices: what is asked, what is told, whole steps, runs that go on."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -52,9 +50,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 @pytest.mark.usefixtures("on_gpus")
-def test_a_plan_has_the_choices_and_says_them(
-    monkeypatch: pytest.MonkeyPatch, kept: KeptChoices
-) -> None:
+def test_a_plan_has_the_choices_and_says_them(monkeypatch, kept):
     """The kernels run in interpret mode; which one wins is up to the clock alone."""
     monkeypatch.setattr(measured_choices, "_times", lambda *_: [[1.0] * 7, [0.5] * 7])
     monkeypatch.setattr(tuned_plan, "MAX_ARRAYS", 3)
@@ -74,9 +70,7 @@ def test_a_plan_has_the_choices_and_says_them(
 @pytest.mark.thorough
 @needs_kernels
 @pytest.mark.usefixtures("on_gpus")
-def test_both_ways_are_timed_in_place_on_the_sizes_of_the_plan(
-    kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_ways_are_timed_in_place_on_the_sizes_of_the_plan(kept, monkeypatch):
     """With the clock of the machine: interpreted kernels lose, by far."""
     monkeypatch.setattr(measured_choices, "NOISE", float("inf"))
     patient = dataclasses.replace(tuned_plan.AT_START, total=float("inf"))
@@ -97,9 +91,7 @@ def test_what_was_asked_for_is_not_measured(on_gpus: None) -> None:
         assert tuned_plan.why_not_measured(plan)
 
 
-def test_what_runs_the_update_says_nothing_of_attention(
-    on_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_runs_the_update_says_nothing_of_attention(on_gpus, monkeypatch):
     """`zerojax tune` advises `mesh.kernels=xla` for a step in which attention was measured."""
     said = Answer(choice="chunked", reason="said")
     monkeypatch.setattr(tuned_plan, "choose_attention", lambda *_: said)
@@ -114,9 +106,7 @@ TINY = [
 ]
 
 
-def test_the_command_prints_what_was_chosen(
-    on_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_command_prints_what_was_chosen(on_gpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ZEROJAX_CACHE", str(tmp_path))
     answers = iter(["one", "two", "three", "four"])
     monkeypatch.setattr(
@@ -176,9 +166,7 @@ def test_the_command_times_whole_steps_and_advises_what_is_faster(
 
 
 @pytest.mark.thorough
-def test_variants_differ_from_the_plan_in_one_setting_each(
-    on_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variants_differ_from_the_plan_in_one_setting_each(on_gpus, monkeypatch):
     monkeypatch.setattr(bucket_sizes, "SMALLEST_BUCKET", 100)
     monkeypatch.setattr(tuned_plan, "obstacle_of", lambda *_: None)
     plan = plan_for()
@@ -205,9 +193,7 @@ def test_variants_differ_from_the_plan_in_one_setting_each(
         (2, {"reduce_bucket_size": "reduce_scatter", "allgather_bucket_size": "all_gather"}),
     ],
 )
-def test_below_stage_3_both_kinds_of_buckets_are_tried(
-    zero: int, options: dict[str, str], on_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_below_stage_3_both_kinds_of_buckets_are_tried(zero, options, on_gpus, monkeypatch):
     """Smaller ones are more collectives, larger ones fewer; stage 2 reduces layers in parts."""
     monkeypatch.setattr(bucket_sizes, "SMALLEST_BUCKET", 100)
     limits = {"reduce_bucket_size": 8192, "allgather_bucket_size": 8192}
@@ -242,9 +228,7 @@ class Trials:
         return float(self.plan[0])
 
 
-def test_a_variant_that_fails_has_no_time_and_the_next_one_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_variant_that_fails_has_no_time_and_the_next_one_has(monkeypatch):
     monkeypatch.setattr(whole_steps, "TimedSteps", Trials)
     plans: Any = {"one": ["bad"], "two": [2.0], "three": [0.001], "four": [60.0]}
     bad, good, *_ = whole_steps.time_steps(plans)
@@ -281,9 +265,7 @@ def test_a_plan_says_why_a_kernel_was_not_taken() -> None:
         assert reasons.count(f"{title} by xla: {why}") == 1
 
 
-def test_the_sample_has_small_and_large_arrays_within_the_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_sample_has_small_and_large_arrays_within_the_room(monkeypatch):
     plan = plan_for()
     whole = {n: x.sharding.shard_shape(x.shape) for n, x in plan.abstract_state["params"].items()}
     monkeypatch.setattr(tuned_plan, "MAX_ARRAYS", 5)
@@ -326,9 +308,7 @@ def lowered(plan: zerojax.Plan) -> str:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("chunked_is_faster")
-def test_attention_is_measured_and_the_step_takes_what_is_faster(
-    kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_measured_and_the_step_takes_what_is_faster(kept, monkeypatch):
     plan = plan_for()
     tuned = zerojax.tune(plan, kept=kept, clock=Clock())
     choice = tuned.program.kernels[KIND]
@@ -343,9 +323,7 @@ def test_attention_is_measured_and_the_step_takes_what_is_faster(
 
 
 @pytest.mark.usefixtures("chunked_is_faster")
-def test_attention_that_is_wrong_is_refused(
-    kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_that_is_wrong_is_refused(kept, monkeypatch):
     right = attention_choices.attention
 
     def wrong(*operands: Any, implementation: str, **options: Any) -> jax.Array:
@@ -359,9 +337,7 @@ def test_attention_that_is_wrong_is_refused(
 
 
 @pytest.mark.usefixtures("chunked_is_faster")
-def test_attention_without_room_stays_what_auto_takes(
-    kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_without_room_stays_what_auto_takes(kept, monkeypatch):
     monkeypatch.setattr(attention_choices, "room", lambda plan: 100)
     choice = zerojax.tune(plan_for(), kept=kept, clock=Clock()).program.kernels[KIND]
     assert choice.implementation == "xla"

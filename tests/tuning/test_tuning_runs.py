@@ -1,7 +1,5 @@
 """Runs whose choices were measured: what folder, report and checkpoint say, and runs that go on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.metrics import write_report
 from zerojax.training.tuning import tuned_plan
 
+pytestmark = pytest.mark.thorough
+
 MODEL = (init_functions, apply_functions)
 WHY = "mosaic_gpu was not chosen: its results are wrong: "
 
@@ -37,7 +37,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tuned_plan, "statistics_question", lambda *_: wrong)
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("refused")
 def test_folder_report_and_checkpoint_name_the_choice_and_why(tmp_path: Path) -> None:
     folder, checkpoints = tmp_path / "run", tmp_path / "kept"
@@ -61,11 +60,8 @@ def test_folder_report_and_checkpoint_name_the_choice_and_why(tmp_path: Path) ->
         assert [reason for reason in plan["reasons"] if reason.startswith(line)]
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("refused")
-def test_a_run_says_whether_it_is_watched_while_it_measures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_says_whether_it_is_watched_while_it_measures(monkeypatch):
     given: list[Any] = []
 
     class Noted(Watchdog):
@@ -81,10 +77,7 @@ def test_a_run_says_whether_it_is_watched_while_it_measures(
     assert given == [WatchConfig(step_timeout=0), WatchConfig()]
 
 
-@pytest.mark.thorough
-def test_a_run_that_goes_on_with_other_kernels_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_that_goes_on_with_other_kernels_says_so(tmp_path, monkeypatch, capsys):
     """The first part of the run says that its update was a kernel's."""
 
     def train(steps: int) -> None:
@@ -115,10 +108,7 @@ class Line(nnx.Module):
         return (self.up(batch["x"]) ** 2).mean()
 
 
-@pytest.mark.thorough
-def test_an_engine_that_goes_on_with_other_kernels_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_engine_that_goes_on_with_other_kernels_says_so(tmp_path, monkeypatch, capsys):
     config = {
         "train_batch_size": 8,
         "gradient_clipping": 1.0,

@@ -1,7 +1,5 @@
 """The size of slices of offloaded state, measured: same bits, other bytes, a plan that is whole."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -96,9 +94,7 @@ def test_a_plan_with_other_slices_is_the_plan_that_was_asked_for(offload: Any) -
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("on_gpus")
-def test_what_is_faster_is_in_the_plan_with_its_reason_and_kept(
-    kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_faster_is_in_the_plan_with_its_reason_and_kept(kept, monkeypatch):
     times(monkeypatch, 0.5)
     plan = plan_of(HOST)
     tuned = zerojax.tune(plan, kept=kept, clock=Clock())
@@ -116,9 +112,7 @@ def test_what_is_faster_is_in_the_plan_with_its_reason_and_kept(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("on_gpus")
-def test_what_is_not_faster_changes_nothing_but_the_reasons(
-    kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_faster_changes_nothing_but_the_reasons(kept, monkeypatch):
     times(monkeypatch, 0.98)
     plan = plan_of(HOST)
     tuned = zerojax.tune(plan, kept=kept, clock=Clock())
@@ -130,9 +124,7 @@ def test_what_is_not_faster_changes_nothing_but_the_reasons(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("on_gpus")
-def test_the_steps_of_a_tuned_plan_have_the_bits_of_the_plan(
-    kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_steps_of_a_tuned_plan_have_the_bits_of_the_plan(kept, monkeypatch):
     times(monkeypatch, 0.5)
     plan = plan_of(HOST)
     tuned = zerojax.tune(plan, kept=kept, clock=Clock())
@@ -212,9 +204,7 @@ def test_slices_of_any_size_have_the_same_bits(optimizer: str, offload: Any) -> 
         assert jax.tree.structure(first) == jax.tree.structure(second)
 
 
-def test_slices_with_other_bits_are_refused(
-    kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_with_other_bits_are_refused(kept, monkeypatch):
     right = LeafUpdate.__call__
 
     def wrong(self: Any, *arrays: Any) -> Any:

@@ -1,11 +1,8 @@
 """Updates that a start asks for: each optimizer's on some parameters, timed or only checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,9 +43,6 @@ def on_one_device(tx: Any, **options: Any) -> zerojax.Plan:
     return plan_for(mesh=mesh, optimizer=tx, **options)
 
 
-# What is asked
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["lamb", "adamw", "lamb of whole arrays", "lamb in groups"])
 def test_the_reference_is_the_update_of_the_optimizer(name: str) -> None:
@@ -68,9 +62,7 @@ def test_the_reference_is_the_update_of_the_optimizer(name: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("offload", [{"params": "nvme"}, {"opt_state": "nvme"}])
-def test_an_update_can_be_asked_for_where_state_is_in_files(
-    offload: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_update_can_be_asked_for_where_state_is_in_files(offload, tmp_path):
     """The state on the device then lacks parameters that the optimizer knows."""
     place = {**offload, "folder": str(tmp_path), "min_elements": 100}
     plan = on_one_device(zerojax.adamw(RATE, clip_norm=None), offload=place)
@@ -124,9 +116,6 @@ def test_codes_of_moments_may_be_neighbours_and_rarely() -> None:
     assert "2.50% of its codes differ" in str(tuned_plan.difference({"mu": many}, {"mu": codes}))
 
 
-# What is timed, and what is only checked
-
-
 def test_which_updates_are_open() -> None:
     """8-bit AdamW's kernel moves fewer bytes, and Muon's kernels hold more than a plan counts."""
     timed = {"adamw": "adamw", "lamb": "lamb", "adam8bit": None}
@@ -169,9 +158,7 @@ def test_what_is_planned_stays_where_the_question_cannot_be_asked(kept: KeptChoi
 @pytest.mark.thorough
 @needs_kernels
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_a_start_checks_the_kernel_of_8_bit_adamw(
-    is_wrong: bool, kept: KeptChoices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_checks_the_kernel_of_8_bit_adamw(is_wrong, kept, monkeypatch):
     """The kernel that `auto` takes by count: interpreted, on devices that are taken for GPUs."""
     monkeypatch.setattr(tuned_plan, "is_on_gpus", lambda plan: True)
     monkeypatch.setattr(tuned_plan, "open_kernels", lambda plan: {})
