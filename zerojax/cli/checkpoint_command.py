@@ -76,7 +76,7 @@ def _add(actions, name: str, help_line: str) -> Parser:
 
 
 def _add_json(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.switch("--json", "print the result as JSON")
 
 
 def _add_list(actions) -> None:
@@ -87,10 +87,8 @@ def _add_list(actions) -> None:
 def _add_verify(actions) -> None:
     parser = _add(actions, "verify", "read a step completely and compare it with its checksums")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="default: the newest")
-    parser.add_argument("--all", action="store_true", help="every saved step")
-    parser.add_argument(
-        "--full", action="store_true", help="list all damaged files and arrays, not only the first"
-    )
+    parser.switch("--all", "every saved step")
+    parser.switch("--full", "list all damaged files and arrays, not only the first")
     add_pretrained(parser)
     _add_json(parser)
 
@@ -103,59 +101,52 @@ def _add_export(actions) -> None:
         nargs="+",
         help="step number or name of a kept step (best); new folder",
     )
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: the saved dtype")
-    parser.add_argument(
+    parser.option("--dtype", "default: the saved dtype", choices=("fp32", "bf16"))
+    parser.option(
         "--format",
-        choices=("zerojax", "hugging_face", "peft"),
-        default="zerojax",
-        help="zerojax: arrays under zerojax's names; hugging_face: files for transformers "
-        "(families of "
+        "zerojax: arrays under zerojax's names; hugging_face: files for transformers (families of "
         "GPT-2, Llama and BERT; adapters are merged); peft: only the adapters",
+        default="zerojax",
+        choices=("zerojax", "hugging_face", "peft"),
     )
-    parser.add_argument(
+    parser.option(
         "--quantize",
+        "8- or 4-bit kernels for vLLM and transformers; with --format hugging_face",
         choices=("int8", "int4", "fp8"),
-        help="8- or 4-bit kernels for vLLM and transformers; with --format hugging_face",
     )
     add_weights(parser)
     add_pretrained(parser)
-    parser.add_argument(
-        "--shard-gb", type=finite, default=5.0, metavar="GB", help="maximum size of one file (5)"
-    )
+    parser.option("--shard-gb GB", "maximum size of one file (5)", type=finite, default=5.0)
 
 
 def _add_prune(actions) -> None:
     parser = _add(actions, "prune", "delete steps, but never the newest complete one")
-    parser.add_argument("--keep", type=int, metavar="N", help="keep the newest N complete steps")
-    parser.add_argument("--every", type=int, metavar="K", help="keep the steps divisible by K")
-    parser.add_argument(
+    parser.option("--keep N", "keep the newest N complete steps", type=int)
+    parser.option("--every K", "keep the steps divisible by K", type=int)
+    parser.switch(
         "--damaged",
-        action="store_true",
-        help="also delete damaged steps and remains of interrupted saves, if a complete step is "
-        "kept",
+        "also delete damaged steps and remains of interrupted saves, if a complete step is kept",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    parser.switch("--dry-run", "only print what would be deleted")
 
 
 def _add_resume_check(actions) -> None:
     help_line = "train some steps on another mesh, and compare them with steps on the run's own"
     parser = _add(actions, "resume-check", help_line)
-    parser.add_argument("--devices", type=int, required=True, help="devices of the new mesh")
+    parser.option("--devices", "devices of the new mesh", type=int, required=True)
     parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
         help="settings of the resumed run that differ, such as mesh.zero=3",
     )
-    parser.add_argument(
-        "--steps", type=int, default=4, metavar="N", help="steps to compare (%(default)s)"
-    )
-    parser.add_argument(
+    parser.option("--steps N", "steps to compare (%(default)s)", default=4)
+    parser.option(
         "--platform",
-        choices=("cpu", "default"),
-        default="cpu",
-        help="cpu: virtual CPU devices; default: the devices of this machine, at least as many as "
+        "cpu: virtual CPU devices; default: the devices of this machine, at least as many as "
         "either mesh has (%(default)s)",
+        default="cpu",
+        choices=("cpu", "default"),
     )
     _add_json(parser)
 
