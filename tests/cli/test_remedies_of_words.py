@@ -88,7 +88,6 @@ def replaced(commands, monkeypatch):
         "zerojax.cli.data_command._run_chats",
         "zerojax.cli.profile_command.profile_start",
         "zerojax.cli.tune_command.tune_by_search",
-        "zerojax.cli.checkpoint_command._export_for_hugging_face",
     ):
         monkeypatch.setattr(name, done)
     for name, error in (

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zerojax.config.display import shorten, show
 from zerojax.config.loader import user_path
@@ -29,6 +29,24 @@ class Parser(argparse.ArgumentParser):
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found
+
+    def option(self, flag: str, help: str, *, default: Any = None, **more: Any) -> None:
+        """Adds an option with a value.
+
+        Args:
+          flag: flag and name of the value in help texts, such as "--steps N".
+          help: help text.
+          default: default value; values are whole numbers if it is one and `more` has no type.
+          more: further arguments of `add_argument`.
+        """
+        name, _, metavar = flag.partition(" ")
+        if isinstance(default, int):
+            more = {"type": int, **more}
+        self.add_argument(name, metavar=metavar or None, help=help, default=default, **more)
+
+    def switch(self, flag: str, help: str) -> None:
+        """Adds an option without a value: True if it is given."""
+        self.add_argument(flag, action="store_true", help=help)
 
     def error(self, message: str) -> NoReturn:
         for action in self._actions:
@@ -51,7 +69,7 @@ def add_command(
     command: Callable[[argparse.Namespace], int],
     help_line: str,
     epilog: str = "",
-) -> argparse.ArgumentParser:
+) -> Parser:
     """Adds a sub-command of `zerojax` to the parser.
 
     Args:
@@ -85,7 +103,7 @@ def finite(text: str) -> float:
     return number
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
+def add_settings(parser: Parser) -> None:
     """Adds the arguments CONFIG.yaml and KEY=VALUE, which give the settings of a run."""
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
     parser.add_argument(
@@ -108,18 +126,17 @@ def is_python(path: str | None) -> bool:
     return path is not None and path.endswith(".py")
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
+def add_run(parser: Parser) -> None:
     """Adds the argument RUN, the folder of a run."""
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")
 
 
-def add_run_settings(parser: argparse.ArgumentParser) -> None:
+def add_run_settings(parser: Parser) -> None:
     """Adds the arguments KEY=VALUE and --step, for commands that load a run."""
-    parser.add_argument(
-        "--step",
+    parser.option(
+        "--step STEP",
+        "a saved step, or the name of a named step, such as best (default: the newest)",
         type=step_or_name,
-        metavar="STEP",
-        help="a saved step, or the name of a named step, such as best (default: the newest)",
     )
     parser.add_argument(
         "overrides",
@@ -129,46 +146,44 @@ def add_run_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
+def add_weights(parser: Parser) -> None:
     """Adds the option --weights, for commands that load a trained model."""
-    parser.add_argument(
+    parser.option(
         "--weights",
-        choices=("trained", "ema"),
+        "ema: the average of the weights, of runs with optimizer.ema_decay (%(default)s)",
         default="trained",
-        help="ema: the average of the weights, of runs with optimizer.ema_decay (%(default)s)",
+        choices=("trained", "ema"),
     )
 
 
-def add_pretrained(parser: argparse.ArgumentParser) -> None:
+def add_pretrained(parser: Parser) -> None:
     """Adds the option --pretrained, for commands that need frozen weights missing from a
     checkpoint.
     """
-    parser.add_argument(
-        "--pretrained",
-        metavar="FOLDER",
-        help="folder of the pretrained weights, if the checkpoints omit frozen weights and the "
-        "folder has moved",
+    parser.option(
+        "--pretrained FOLDER",
+        "folder of the pretrained weights, if the checkpoints omit frozen weights and the folder "
+        "has moved",
     )
 
 
-def add_chats(parser: argparse.ArgumentParser) -> None:
+def add_chats(parser: Parser) -> None:
     """Adds the options --template, --bad and --answers, for commands that read chats."""
-    parser.add_argument(
-        "--template",
-        metavar="FILE",
-        help="chat template: a Jinja file, or a template name of the tokenizer (its default)",
+    parser.option(
+        "--template FILE",
+        "chat template: a Jinja file, or a template name of the tokenizer (its default)",
     )
-    parser.add_argument(
+    parser.option(
         "--bad",
+        "for an unusable chat: raise an error, or skip and count it (%(default)s)",
         default="refuse",
         choices=("refuse", "skip"),
-        help="for an unusable chat: raise an error, or skip and count it (%(default)s)",
     )
-    parser.add_argument(
+    parser.option(
         "--answers",
+        "one text with all answers of a chat, or one text for each answer (%(default)s)",
         default="all",
         choices=("all", "each"),
-        help="one text with all answers of a chat, or one text for each answer (%(default)s)",
     )
 
 

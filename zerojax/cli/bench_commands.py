@@ -61,17 +61,13 @@ def add_bench(commands) -> None:
     inner = bench.add_subparsers(metavar="COMMAND", required=True)
     parser = add_command(inner, "io", bench_io, "measure the bandwidth of a disk", _BENCH_IO)
     parser.add_argument("path", metavar="PATH", help="folder on the disk to measure")
-    parser.add_argument(
-        "--size", type=int, default=1024, metavar="MIB", help="bytes to write (%(default)s MiB)"
-    )
-    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+    parser.option("--size MIB", "bytes to write (%(default)s MiB)", default=1024)
+    parser.switch("--json", "print every number as JSON")
     parser = add_command(
         inner, "link", bench_link, "measure the bandwidth between host and device", _BENCH_LINK
     )
-    parser.add_argument(
-        "--size", type=int, metavar="MIB", help="size of an array (16, 128 and 1024)"
-    )
-    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+    parser.option("--size MIB", "size of an array (16, 128 and 1024)", type=int)
+    parser.switch("--json", "print every number as JSON")
     parser = add_command(
         inner,
         "device",
@@ -79,7 +75,7 @@ def add_bench(commands) -> None:
         "measure matrix products, device memory and links between devices",
         _BENCH_DEVICE,
     )
-    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+    parser.switch("--json", "print every number as JSON")
 
 
 def bench_io(args: argparse.Namespace) -> int:

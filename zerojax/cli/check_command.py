@@ -60,33 +60,18 @@ def add(commands) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help="script, script:NAME or run file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of a run file")
-    parser.add_argument(
-        "--devices", type=int, default=4, metavar="N", help="virtual devices (%(default)s)"
+    parser.option("--devices N", "virtual devices (%(default)s)", default=4)
+    parser.option("--steps N", "training steps of each compared run (%(default)s)", default=3)
+    parser.switch("--thorough", "compare every ZeRO stage with one and with two microbatches")
+    parser.switch(
+        "--strict", "count effects of dropout and of batch statistics as differences, too"
     )
-    parser.add_argument(
-        "--steps",
+    parser.option(
+        "--time-limit SECONDS",
+        f"maximum time until a script starts to train ({TIME_LIMIT})",
         type=int,
-        default=3,
-        metavar="N",
-        help="training steps of each compared run (%(default)s)",
     )
-    parser.add_argument(
-        "--thorough",
-        action="store_true",
-        help="compare every ZeRO stage with one and with two microbatches",
-    )
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="count effects of dropout and of batch statistics as differences, too",
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=int,
-        metavar="SECONDS",
-        help=f"maximum time until a script starts to train ({TIME_LIMIT})",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.switch("--json", "print the result as JSON")
     parser.add_argument("--notes", help=argparse.SUPPRESS)  # file of the child, read by its parent
 
 

@@ -7,8 +7,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerojax.checkpoint.errors import CheckpointError
@@ -28,7 +27,6 @@ from zerojax.runtime.shutdown import DIFFERS, FAILED, OK
 if TYPE_CHECKING:
     from zerojax.checkpoint import Verification
     from zerojax.checkpoint.inspection import SavedStep
-    from zerojax.checkpoint.pruning import Removal
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _TOKENIZER = "tokenizer.json"
@@ -56,108 +54,81 @@ def add(commands) -> None:
     """Adds the command `zerojax checkpoint` to the parser, with its sub-commands."""
     brief = "list, verify, export or delete saved steps, or try a resume on another mesh"
     parser = add_command(commands, "checkpoint", run, brief, _HELP)
-    actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
-    _add_list(actions)
-    _add_verify(actions)
-    _add_export(actions)
-    _add_prune(actions)
-    _add_resume_check(actions)
-
-
-def _add(actions, name: str, help_line: str) -> Parser:
-    parser = actions.add_parser(
-        name,
-        help=help_line,
-        description=help_line[0].upper() + help_line[1:] + ".",
-        allow_abbrev=False,
-    )
-    add_run(parser)
-    return parser
-
-
-def _add_json(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def _add_list(actions) -> None:
-    parser = _add(actions, "list", "list the saved steps, and remains of interrupted saves")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    parser = _add(actions, "list", _list, "list the saved steps, and remains of interrupted saves")
     _add_json(parser)
-
-
-def _add_verify(actions) -> None:
-    parser = _add(actions, "verify", "read a step completely and compare it with its checksums")
+    brief = "read a step completely and compare it with its checksums"
+    parser = _add(actions, "verify", _verify, brief)
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="default: the newest")
-    parser.add_argument("--all", action="store_true", help="every saved step")
-    parser.add_argument(
-        "--full", action="store_true", help="list all damaged files and arrays, not only the first"
-    )
+    parser.switch("--all", "every saved step")
+    parser.switch("--full", "list all damaged files and arrays, not only the first")
     add_pretrained(parser)
     _add_json(parser)
-
-
-def _add_export(actions) -> None:
-    parser = _add(actions, "export", "write a step's parameters as safetensors")
+    parser = _add(actions, "export", _export, "write a step's parameters as safetensors")
     parser.add_argument(
         "places",
         metavar="[STEP] OUT",
         nargs="+",
         help="step number or name of a kept step (best); new folder",
     )
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: the saved dtype")
-    parser.add_argument(
+    parser.option("--dtype", "default: the saved dtype", choices=("fp32", "bf16"))
+    parser.option(
         "--format",
-        choices=("zerojax", "hugging_face", "peft"),
-        default="zerojax",
-        help="zerojax: arrays under zerojax's names; hugging_face: files for transformers "
-        "(families of "
+        "zerojax: arrays under zerojax's names; hugging_face: files for transformers (families of "
         "GPT-2, Llama and BERT; adapters are merged); peft: only the adapters",
+        default="zerojax",
+        choices=("zerojax", "hugging_face", "peft"),
     )
-    parser.add_argument(
+    parser.option(
         "--quantize",
+        "8- or 4-bit kernels for vLLM and transformers; with --format hugging_face",
         choices=("int8", "int4", "fp8"),
-        help="8- or 4-bit kernels for vLLM and transformers; with --format hugging_face",
     )
     add_weights(parser)
     add_pretrained(parser)
-    parser.add_argument(
-        "--shard-gb", type=finite, default=5.0, metavar="GB", help="maximum size of one file (5)"
-    )
-
-
-def _add_prune(actions) -> None:
-    parser = _add(actions, "prune", "delete steps, but never the newest complete one")
-    parser.add_argument("--keep", type=int, metavar="N", help="keep the newest N complete steps")
-    parser.add_argument("--every", type=int, metavar="K", help="keep the steps divisible by K")
-    parser.add_argument(
+    parser.option("--shard-gb GB", "maximum size of one file (5)", type=finite, default=5.0)
+    parser = _add(actions, "prune", _prune, "delete steps, but never the newest complete one")
+    parser.option("--keep N", "keep the newest N complete steps", type=int)
+    parser.option("--every K", "keep the steps divisible by K", type=int)
+    parser.switch(
         "--damaged",
-        action="store_true",
-        help="also delete damaged steps and remains of interrupted saves, if a complete step is "
-        "kept",
+        "also delete damaged steps and remains of interrupted saves, if a complete step is kept",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
-
-
-def _add_resume_check(actions) -> None:
-    help_line = "train some steps on another mesh, and compare them with steps on the run's own"
-    parser = _add(actions, "resume-check", help_line)
-    parser.add_argument("--devices", type=int, required=True, help="devices of the new mesh")
+    parser.switch("--dry-run", "only print what would be deleted")
+    brief = "train some steps on another mesh, and compare them with steps on the run's own"
+    parser = _add(actions, "resume-check", _resume_check, brief)
+    parser.option("--devices", "devices of the new mesh", type=int, required=True)
     parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
         help="settings of the resumed run that differ, such as mesh.zero=3",
     )
-    parser.add_argument(
-        "--steps", type=int, default=4, metavar="N", help="steps to compare (%(default)s)"
-    )
-    parser.add_argument(
+    parser.option("--steps N", "steps to compare (%(default)s)", default=4)
+    parser.option(
         "--platform",
-        choices=("cpu", "default"),
-        default="cpu",
-        help="cpu: virtual CPU devices; default: the devices of this machine, at least as many as "
+        "cpu: virtual CPU devices; default: the devices of this machine, at least as many as "
         "either mesh has (%(default)s)",
+        default="cpu",
+        choices=("cpu", "default"),
     )
     _add_json(parser)
+
+
+def _add(actions, name: str, action: Callable[[argparse.Namespace], int], brief: str) -> Parser:
+    parser = actions.add_parser(
+        name,
+        help=brief,
+        description=brief[0].upper() + brief[1:] + ".",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(action=action)
+    add_run(parser)
+    return parser
+
+
+def _add_json(parser: Parser) -> None:
+    parser.switch("--json", "print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -165,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators to running jobs
-    return _ACTIONS[args.action](args)
+    return args.action(args)
 
 
 # --- list -----------------------------------------------------------------------------------------
@@ -208,7 +179,8 @@ def _row(one: SavedStep) -> tuple[str, ...]:
     from zerojax.tracing.trees import format_bytes
 
     size, found = format_bytes(one.num_bytes), one.metadata
-    state = "ok" if one.error is None else _wrong(one)
+    what = "damaged" if one.is_damaged else "cannot be read"
+    state = "ok" if one.error is None else f"{what}: {one.problem}"
     if found is None:
         return (str(one.step), "", size, "", "", "", "", state)
     versions = [found.versions.get(name, "") for name in ("zerojax", "jax")]
@@ -217,25 +189,18 @@ def _row(one: SavedStep) -> tuple[str, ...]:
     return (str(one.step), saved, size, *counts, *versions, state)
 
 
-def _wrong(one: SavedStep) -> str:
-    return f"{'damaged' if one.is_damaged else 'cannot be read'}: {one.problem}"
-
-
 def _as_json(one: SavedStep) -> dict[str, Any]:
-    found = one.metadata
-    about = (
-        {}
-        if found is None
-        else {
-            "saved": found.saved,
-            "num_devices": found.num_devices,
-            "num_processes": found.num_processes,
-            "versions": found.versions,
-            "num_arrays": len(found.arrays),
-        }
-    )
-    wrong = {"problem": one.problem, "damaged": one.is_damaged}
-    return {"step": one.step, "bytes": one.num_bytes, **wrong, **about}
+    values = {
+        "step": one.step,
+        "bytes": one.num_bytes,
+        "problem": one.problem,
+        "damaged": one.is_damaged,
+    }
+    if (found := one.metadata) is not None:
+        names = ("saved", "num_devices", "num_processes", "versions")
+        values |= {name: getattr(found, name) for name in names}
+        values["num_arrays"] = len(found.arrays)
+    return values
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -330,7 +295,7 @@ def _export(args: argparse.Namespace) -> int:
     from zerojax.checkpoint.export import export
     from zerojax.checkpoint.inspection import find_step
     from zerojax.tracing.trees import format_bytes
-    from zerojax.training.hugging_face_export import export_adapters, run_folders
+    from zerojax.training.hugging_face_export import export_adapters, export_step, run_folders
 
     *steps, out = args.places
     if len(steps) > 1:
@@ -345,27 +310,29 @@ def _export(args: argparse.Namespace) -> int:
     step = step_or_name(steps[0]) if steps else None
     saved = find_step(args.run, step, pretrained=args.pretrained)
     runs = run_folders(args.run, saved)
+    place = user_path(out).absolute()
+    how: dict[str, Any] = {"weights": args.weights, "dtype": _DTYPES.get(args.dtype)}
+    how["shard_bytes"] = int(args.shard_gb * 1e9)
+    of_step = f"step {saved.step}" + " (ema)" * (args.weights == "ema")
     if args.format == "hugging_face":
-        return _export_for_hugging_face(args, saved, runs, out)
+        done = export_step(saved, runs, place, quantize=args.quantize, **how)
+        there = sorted(path.name for path in done.folder.iterdir())
+        show(
+            f"{of_step}: {done.num_arrays} tensors ({format_bytes(done.num_bytes)}) for "
+            f"transformers in {done.folder}: {', '.join(there)}"
+        )
+        return OK
     if args.format == "peft":
-        place = user_path(out).absolute()
         folder = export_adapters(saved, runs, place, weights=args.weights)
         size = format_bytes(sum(path.stat().st_size for path in folder.iterdir()))
-        show(f"{_step_of(args, saved)}: adapters ({size}) for peft in {folder}")
+        show(f"{of_step}: adapters ({size}) for peft in {folder}")
         return OK
     tokenizer = next((x / _TOKENIZER for x in runs if (x / _TOKENIZER).is_file()), None)
-    done = export(
-        saved,
-        user_path(out).absolute(),
-        dtype=_DTYPES.get(args.dtype),
-        shard_bytes=int(args.shard_gb * 1e9),
-        tokenizer=tokenizer,
-        weights=args.weights,
-    )
+    done = export(saved, place, tokenizer=tokenizer, **how)
     files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0]
     with_ = "" if tokenizer is None else f" and {_TOKENIZER}"
     show(
-        f"{_step_of(args, saved)}: {done.num_arrays} arrays ({format_bytes(done.num_bytes)}) in "
+        f"{of_step}: {done.num_arrays} arrays ({format_bytes(done.num_bytes)}) in "
         f"{files}, config.json{with_} are in {done.folder}"
     )
     if tokenizer is None:
@@ -373,74 +340,34 @@ def _export(args: argparse.Namespace) -> int:
     return OK
 
 
-def _export_for_hugging_face(
-    args: argparse.Namespace, saved: SavedStep, runs: Sequence[Path], out: str
-) -> int:
-    from zerojax.tracing.trees import format_bytes
-    from zerojax.training.hugging_face_export import export_step
-
-    done = export_step(
-        saved,
-        runs,
-        user_path(out).absolute(),
-        dtype=_DTYPES.get(args.dtype),
-        shard_bytes=int(args.shard_gb * 1e9),
-        weights=args.weights,
-        quantize=args.quantize,
-    )
-    there = sorted(path.name for path in done.folder.iterdir())
-    show(
-        f"{_step_of(args, saved)}: {done.num_arrays} tensors ({format_bytes(done.num_bytes)}) for "
-        f"transformers in {done.folder}: {', '.join(there)}"
-    )
-    return OK
-
-
-def _step_of(args: argparse.Namespace, saved: SavedStep) -> str:
-    return f"step {saved.step}" + " (ema)" * (args.weights == "ema")
-
-
 # --- prune ----------------------------------------------------------------------------------------
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from zerojax.checkpoint.inspection import find_checkpoints
-    from zerojax.checkpoint.pruning import alone_in
-
-    path, _ = find_checkpoints(args.run)
-    with contextlib.nullcontext() if args.dry_run else alone_in(path):
-        return _prune_alone(path, args)
-
-
-def _prune_alone(path: Path, args: argparse.Namespace) -> int:
-    from zerojax.checkpoint.inspection import saved_steps
-    from zerojax.checkpoint.pruning import removals, remove
+    from zerojax.checkpoint.inspection import find_checkpoints, saved_steps
+    from zerojax.checkpoint.pruning import alone_in, removals, remove
     from zerojax.tracing.trees import format_bytes
 
-    found = removals(path, keep=args.keep, every=args.every, damaged=args.damaged)
+    path, _ = find_checkpoints(args.run)
     word = "would delete" if args.dry_run else "deleted"
     failed = 0
-    for one in found:
-        try:
-            if not args.dry_run:
-                remove(path, one)
-        except OSError as error:
-            failed += 1
-            show(f"zerojax: {one.folder} cannot be deleted: {error.strerror}", file=sys.stderr)
-            continue
-        show(f"{word} {_name_of(one)} ({format_bytes(one.num_bytes)}): {one.why}")
-    total = format_bytes(sum(one.num_bytes for one in found))
-    left = [str(one.step) for one in saved_steps(path)]
-    if args.dry_run:
-        gone = {str(one.step) for one in found}
-        left = [step for step in left if step not in gone]
-    stay = ", ".join(left) or "none"
+    with contextlib.nullcontext() if args.dry_run else alone_in(path):
+        found = removals(path, keep=args.keep, every=args.every, damaged=args.damaged)
+        for one in found:
+            try:
+                if not args.dry_run:
+                    remove(path, one)
+            except OSError as error:
+                failed += 1
+                show(f"zerojax: {one.folder} cannot be deleted: {error.strerror}", file=sys.stderr)
+                continue
+            name = one.folder.name if one.step is None else f"step {one.step}"
+            show(f"{word} {name} ({format_bytes(one.num_bytes)}): {one.why}")
+        gone = {one.step for one in found} if args.dry_run else ()
+        left = [str(one.step) for one in saved_steps(path) if one.step not in gone]
+    total, stay = format_bytes(sum(one.num_bytes for one in found)), ", ".join(left) or "none"
     show(f"{word} {len(found) - failed} of {len(found)} ({total}); kept steps: {stay}")
     return FAILED if failed else OK
-
-
-def _name_of(one: Removal) -> str:
-    return one.folder.name if one.step is None else f"step {one.step}"
 
 
 # --- resume-check ---------------------------------------------------------------------------------
@@ -461,12 +388,3 @@ def _resume_check(args: argparse.Namespace) -> int:
         )
     show(json.dumps(found.as_dict(), indent=1) if args.json else found.page())
     return OK if found.agrees else DIFFERS
-
-
-_ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "list": _list,
-    "verify": _verify,
-    "export": _export,
-    "prune": _prune,
-    "resume-check": _resume_check,
-}

@@ -33,26 +33,24 @@ def add(commands) -> None:
     parser = add_command(inner, "prepare", run, "tokenise text into token files", _HELP)
     parser.add_argument("source", metavar="IN", help="file or folder to read")
     parser.add_argument("target", metavar="OUT", help="folder to write to")
-    parser.add_argument(
+    parser.option(
         "--format",
+        "text: rows with the key text; chat: with messages, conversations, or prompt and "
+        "completion (%(default)s)",
         default="text",
         choices=("text", "chat"),
-        help="text: rows with the key text; chat: with messages, conversations, or prompt and "
-        "completion (%(default)s)",
     )
-    parser.add_argument(
-        "--tokenizer",
+    parser.option(
+        "--tokenizer NAME",
+        "bytes, bpe:SIZE (trained on IN), or a tokenizer.json or its folder (%(default)s)",
         default="bytes",
-        metavar="NAME",
-        help="bytes, bpe:SIZE (trained on IN), or a tokenizer.json or its folder (%(default)s)",
     )
     add_chats(parser)
-    parser.add_argument(
-        "--validation-fraction",
+    parser.option(
+        "--validation-fraction F",
+        "fraction of the data for validation, from its end (%(default)s)",
         type=finite,
         default=0.05,
-        metavar="F",
-        help="fraction of the data for validation, from its end (%(default)s)",
     )
 
 

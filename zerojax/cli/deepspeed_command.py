@@ -71,8 +71,8 @@ def add_elastic(commands) -> None:
         _ELASTIC,
     )
     add_settings(parser)
-    parser.add_argument("--devices", type=int, metavar="N", help="show only this number of devices")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.option("--devices N", "show only this number of devices", type=int)
+    parser.switch("--json", "print the result as JSON")
 
 
 def add_deepspeed(commands) -> None:
@@ -89,52 +89,29 @@ def add_deepspeed(commands) -> None:
     parser.add_argument(
         "file", metavar="FILE", help="JSON, hjson, or the base64 of either, as text"
     )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="number of GPUs of the run; the batch depends on it",
+    parser.option("--devices N", "number of GPUs of the run; the batch depends on it", type=int)
+    parser.option(
+        "--steps N", 'number of steps of the run, used where the file has "auto"', type=int
     )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help='number of steps of the run, used where the file has "auto"',
+    parser.option(
+        "--hidden-size N", 'hidden size of the model, used where the file has "auto"', type=int
     )
-    parser.add_argument(
-        "--hidden-size",
-        type=int,
-        metavar="N",
-        help='hidden size of the model, used where the file has "auto"',
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.switch("--json", "print the result as JSON")
     parser = add_command(
         inner, "compare", compare, "train with DeepSpeed and with zerojax, and compare", _COMPARE
     )
     parser.add_argument("file", metavar="FILE", help="ds_config.json")
-    parser.add_argument(
-        "--model", metavar="FOLDER", required=True, help="Hugging Face folder of a decoder"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=2, metavar="N", help="processes and devices (%(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="steps to compare (%(default)s)"
-    )
-    parser.add_argument(
-        "--length", type=int, default=32, metavar="N", help="tokens per row (%(default)s)"
-    )
-    parser.add_argument(
-        "--python", metavar="PATH", help="Python with DeepSpeed (default: this one)"
-    )
-    parser.add_argument("--out", metavar="FILE", help="also write the result as JSON")
+    parser.option("--model FOLDER", "Hugging Face folder of a decoder", required=True)
+    parser.option("--processes N", "processes and devices (%(default)s)", default=2)
+    parser.option("--steps N", "steps to compare (%(default)s)", default=3)
+    parser.option("--length N", "tokens per row (%(default)s)", default=32)
+    parser.option("--python PATH", "Python with DeepSpeed (default: this one)")
+    parser.option("--out FILE", "also write the result as JSON")
     parser = add_command(
         inner, "keys", list_keys, "list every key of DeepSpeed and how zerojax handles it"
     )
     parser.add_argument("word", metavar="WORD", nargs="?", help="only keys that contain this word")
-    parser.add_argument(
-        "--markdown", action="store_true", help="print it as docs/ds_config_keys.md"
-    )
+    parser.switch("--markdown", "print it as docs/ds_config_keys.md")
 
 
 def choose(args: argparse.Namespace) -> int:

@@ -42,20 +42,15 @@ def add(commands) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="folder of Hugging Face weights")
     parser.add_argument("data", metavar="DATA", help="chats")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of the run")
-    parser.add_argument(
-        "--out", metavar="RUN", help="folder of the run, a new one (runs/FOLDER-DATA)"
-    )
-    parser.add_argument(
-        "--epochs",
+    parser.option("--out RUN", "folder of the run, a new one (runs/FOLDER-DATA)")
+    parser.option(
+        "--epochs N",
+        "passes over the chats, unless steps=... is given (%(default)g)",
         type=finite,
         default=3.0,
-        metavar="N",
-        help="passes over the chats, unless steps=... is given (%(default)g)",
     )
     add_chats(parser)
-    parser.add_argument(
-        "--write-only", action="store_true", help="prepare the chats, write the run file, and stop"
-    )
+    parser.switch("--write-only", "prepare the chats, write the run file, and stop")
 
 
 def run(args: argparse.Namespace) -> int:

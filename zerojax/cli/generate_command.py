@@ -50,71 +50,52 @@ def add(commands) -> None:
     add_run_settings(parser)
     add_weights(parser)
     add_pretrained(parser)
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='texts to continue in place of PROMPT: a .jsonl file of objects with "prompt", or one '
-        "text per line",
+    parser.option(
+        "--prompts FILE",
+        'texts to continue in place of PROMPT: a .jsonl file of objects with "prompt", or one text '
+        "per line",
     )
-    parser.add_argument(
+    parser.option(
         "--format",
-        choices=("text", "jsonl"),
+        "text: each prompt with its continuation, and an empty line between two; jsonl: an object "
+        "for each prompt (%(default)s)",
         default="text",
-        help="text: each prompt with its continuation, and an empty line between two; jsonl: an "
-        "object for each prompt (%(default)s)",
+        choices=("text", "jsonl"),
     )
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens to add (200, or as many as the model holds)"
-    )
-    parser.add_argument(
-        "--temperature",
+    parser.option("--tokens N", "tokens to add (200, or as many as the model holds)", type=int)
+    parser.option(
+        "--temperature T",
+        "0 takes the most likely token, 1 samples from the model's distribution (%(default)s)",
         type=float,
         default=0.8,
-        metavar="T",
-        help="0 takes the most likely token, 1 samples from the model's distribution (%(default)s)",
     )
-    parser.add_argument(
-        "--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)"
-    )
-    parser.add_argument(
-        "--top-p",
+    parser.option("--top-k K", "sample from the K most likely tokens (all)", type=int)
+    parser.option(
+        "--top-p P",
+        "sample from the most likely tokens whose probabilities sum to P (all)",
         type=float,
-        metavar="P",
-        help="sample from the most likely tokens whose probabilities sum to P (all)",
     )
-    parser.add_argument(
-        "--repetition-penalty",
+    parser.option(
+        "--repetition-penalty R",
+        "above 1: tokens that the text already has become less likely (%(default)s)",
         type=float,
         default=1.0,
-        metavar="R",
-        help="above 1: tokens that the text already has become less likely (%(default)s)",
     )
-    parser.add_argument(
-        "--end-tokens",
+    parser.option(
+        "--end-tokens IDS",
+        "token ids that end a text, such as 2 or 2,7, or none (those of the Hugging Face folder "
+        "that the run started from, or the tokenizer's)",
         type=_ids,
-        metavar="IDS",
-        help="token ids that end a text, such as 2 or 2,7, or none (those of the Hugging Face "
-        "folder that the run started from, or the tokenizer's)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the sampling (%(default)s)"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=32,
-        metavar="N",
-        help="prompts that are continued together (%(default)s)",
-    )
-    parser.add_argument(
+    parser.option("--seed N", "seed of the sampling (%(default)s)", default=0)
+    parser.option("--batch-size N", "prompts that are continued together (%(default)s)", default=32)
+    parser.option(
         "--quantize",
+        "round the kernels of the layers to 8-bit codes (the compute dtype)",
         choices=("int8", "fp8"),
-        help="round the kernels of the layers to 8-bit codes (the compute dtype)",
     )
-    parser.add_argument(
-        "--cache",
-        choices=("int8",),
-        help="store keys and values as int8 codes (the compute dtype)",
+    parser.option(
+        "--cache", "store keys and values as int8 codes (the compute dtype)", choices=("int8",)
     )
 
 

@@ -33,52 +33,31 @@ stopped the run and everything is saved. No restart follows 75 or 2 (invalid inp
 def add(commands) -> None:
     """Adds the command `zerojax launch` to the parser."""
     parser = add_command(commands, "launch", run, "run a command in several processes", _HELP)
-    parser.add_argument(
-        "--nprocs",
-        type=int,
-        metavar="N",
-        help="processes on this host (one for each GPU)",
+    parser.option("--nprocs N", "processes on this host (one for each GPU)", type=int)
+    parser.option(
+        "--cpu-devices K", "virtual CPU devices per process, for tests without GPUs", type=int
     )
-    parser.add_argument(
-        "--cpu-devices",
-        type=int,
-        metavar="K",
-        help="virtual CPU devices per process, for tests without GPUs",
+    parser.option(
+        "--max-restarts R", "maximum number of restarts after a failure (%(default)s)", default=0
     )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="R",
-        help="maximum number of restarts after a failure (%(default)s)",
-    )
-    parser.add_argument(
-        "--grace",
+    parser.option(
+        "--grace S",
+        "seconds before the other processes are killed after a failure (%(default)g)",
         type=finite,
         default=3.0,
-        metavar="S",
-        help="seconds before the other processes are killed after a failure (%(default)g)",
     )
-    parser.add_argument(
-        "--nnodes", type=int, default=1, metavar="M", help="number of hosts (%(default)s)"
+    parser.option("--nnodes M", "number of hosts (%(default)s)", default=1)
+    parser.option("--node-rank I", "index of this host, from 0", default=0)
+    parser.option(
+        "--coordinator HOST:PORT",
+        "with several hosts: address at which the launcher of host 0 listens",
     )
-    parser.add_argument(
-        "--node-rank", type=int, default=0, metavar="I", help="index of this host, from 0"
+    parser.option(
+        "--token-file PATH",
+        "with several hosts: a file, visible to all hosts, with the secret that their launchers "
+        "share",
     )
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="with several hosts: address at which the launcher of host 0 listens",
-    )
-    parser.add_argument(
-        "--token-file",
-        metavar="PATH",
-        help="with several hosts: a file, visible to all hosts, with the secret that their "
-        "launchers share",
-    )
-    parser.add_argument(
-        "--show-all", action="store_true", help="also print known harmless warnings"
-    )
+    parser.switch("--show-all", "also print known harmless warnings")
     parser.add_argument(
         "words",
         metavar="-- COMMAND ...",

@@ -45,7 +45,7 @@ def add_env(commands) -> None:
     parser = add_command(
         commands, "env", show_environment, "show versions, devices, memory and missing packages"
     )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.switch("--json", "print it as JSON")
 
 
 def show_environment(args: argparse.Namespace) -> int:

@@ -78,76 +78,54 @@ def add(commands) -> None:
         _HELP,
     )
     add_settings(parser)
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="GPU, such as h200, or a YAML file that describes one"
-    )
-    parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs")
-    parser.add_argument(
-        "--card",
-        action="append",
+    parser.option("--gpu NAME", "GPU, such as h200, or a YAML file that describes one")
+    parser.option("--devices N", "number of GPUs", type=int)
+    parser.option(
+        "--card KEY=VALUE",
+        "another value of the GPU's card, such as the number of GPUs in a machine or the rates of "
+        "its links (docs/plan.md)",
         default=[],
-        metavar="KEY=VALUE",
-        help="another value of the GPU's card, such as the number of GPUs in a "
-        "machine or the rates of its links (docs/plan.md)",
+        action="append",
     )
-    parser.add_argument(
-        "--memory-fraction",
+    parser.option(
+        "--memory-fraction X",
+        "share of the GPU's memory that JAX may use in the run (its default is 0.75); the run "
+        "needs XLA_CLIENT_MEM_FRACTION=X",
         type=float,
-        metavar="X",
-        help="share of the GPU's memory that JAX may use in the run (its default is 0.75); "
-        "the run needs XLA_CLIENT_MEM_FRACTION=X",
     )
-    parser.add_argument(
-        "--parameter",
-        metavar="NAME",
-        help="explain one parameter: sharding, collectives, update, memory, names in a checkpoint",
+    parser.option(
+        "--parameter NAME",
+        "explain one parameter: sharding, collectives, update, memory, names in a checkpoint",
     )
-    parser.add_argument(
+    parser.switch(
         "--propose-rules",
-        action="store_true",
-        help="propose tensor-parallel rules (mesh.rules) for a mesh with model > 1, and their cost",
+        "propose tensor-parallel rules (mesh.rules) for a mesh with model > 1, and their cost",
     )
-    parser.add_argument("--json", action="store_true", help="print every number as JSON")
-    parser.add_argument(
-        "--no-compile", action="store_true", help="estimates by formula only, in a second"
-    )
-    parser.add_argument(
-        "--fast", action="store_true", help="compile faster, with the same memory and communication"
-    )
-    parser.add_argument(
+    parser.switch("--json", "print every number as JSON")
+    parser.switch("--no-compile", "estimates by formula only, in a second")
+    parser.switch("--fast", "compile faster, with the same memory and communication")
+    parser.switch(
         "--search",
-        action="store_true",
-        help="find the cheapest zero, model, stage, expert, num_microbatches, remat and, if "
-        "nothing fits, "
-        "offload; then "
-        "bucket sizes",
+        "find the cheapest zero, model, stage, expert, num_microbatches, remat and, if nothing "
+        "fits, offload; then bucket sizes",
     )
-    parser.add_argument(
+    parser.switch(
         "--generation",
-        action="store_true",
-        help="bytes read and sent per generated token, and bounds of its rate, by formula",
+        "bytes read and sent per generated token, and bounds of its rate, by formula",
     )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="time limit of the search (%(default)g)",
+    parser.option(
+        "--budget SECONDS", "time limit of the search (%(default)g)", type=float, default=300.0
     )
-    parser.add_argument(
-        "--expect",
-        metavar="FILE.yaml",
-        help="rules that the compiled step must keep, in place of the run file's section expect",
+    parser.option(
+        "--expect FILE.yaml",
+        "rules that the compiled step must keep, in place of the run file's section expect",
     )
-    parser.add_argument(
-        "--golden",
-        metavar="FILE",
-        help="compare the compiled step with this file; write it if it does not exist",
+    parser.option(
+        "--golden FILE", "compare the compiled step with this file; write it if it does not exist"
     )
-    parser.add_argument(
+    parser.switch(
         "--collectives",
-        action="store_true",
-        help="list the collectives of the compiled step in order, with the lines that cause them",
+        "list the collectives of the compiled step in order, with the lines that cause them",
     )
 
 

@@ -54,19 +54,11 @@ def add(commands) -> None:
         commands, "profile", run, "measure a few training steps, by operation", _HELP
     )
     add_settings(parser)
-    parser.add_argument(
-        "--steps", type=int, default=5, metavar="N", help="steps to measure (%(default)s)"
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", help="new folder for the trace and the numbers (RUN_DIR/profile)"
-    )
-    parser.add_argument("--no-save", action="store_true", help="do not time a save of the state")
-    parser.add_argument(
-        "--start",
-        action="store_true",
-        help="measure the start of the run instead: one step, by phase",
-    )
-    parser.add_argument("--json", action="store_true", help="print every number as JSON")
+    parser.option("--steps N", "steps to measure (%(default)s)", default=5)
+    parser.option("--out DIR", "new folder for the trace and the numbers (RUN_DIR/profile)")
+    parser.switch("--no-save", "do not time a save of the state")
+    parser.switch("--start", "measure the start of the run instead: one step, by phase")
+    parser.switch("--json", "print every number as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

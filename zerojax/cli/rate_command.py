@@ -40,16 +40,10 @@ def add(commands) -> None:
         commands, "lr-test", run, "find a learning rate: train some steps at a growing rate", _HELP
     )
     add_settings(parser)
-    parser.add_argument(
-        "--low", type=finite, default=1e-6, metavar="RATE", help="first rate (%(default)g)"
-    )
-    parser.add_argument(
-        "--high", type=finite, default=1.0, metavar="RATE", help="last rate (%(default)g)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=200, metavar="N", help="steps to train (%(default)s)"
-    )
-    parser.add_argument("--out", metavar="FILE", help="write a page with the curve (.html)")
+    parser.option("--low RATE", "first rate (%(default)g)", type=finite, default=1e-6)
+    parser.option("--high RATE", "last rate (%(default)g)", type=finite, default=1.0)
+    parser.option("--steps N", "steps to train (%(default)s)", default=200)
+    parser.option("--out FILE", "write a page with the curve (.html)")
 
 
 def run(args: argparse.Namespace) -> int:

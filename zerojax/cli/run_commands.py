@@ -64,9 +64,7 @@ def add_eval(commands) -> None:
     add_run_settings(parser)
     add_weights(parser)
     add_pretrained(parser)
-    parser.add_argument(
-        "--batches", type=int, metavar="N", help="validation batches (the run's eval_batches)"
-    )
+    parser.option("--batches N", "validation batches (the run's eval_batches)", type=int)
 
 
 def add_report(commands) -> None:
@@ -76,7 +74,7 @@ def add_report(commands) -> None:
     )
     add_run(parser)
     parser.add_argument("others", metavar="RUN", nargs="*", help="runs to compare it with")
-    parser.add_argument("--out", metavar="FILE", help="file of the page that compares several runs")
+    parser.option("--out FILE", "file of the page that compares several runs")
 
 
 def add_where(commands) -> None:

@@ -35,23 +35,16 @@ def add(commands) -> None:
         _HELP,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="such as 1f1b, or a CSV file")
-    parser.add_argument("--stages", type=int, metavar="N", help="pipeline stages")
-    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches in a step")
-    parser.add_argument(
-        "--chunks",
-        type=int,
-        metavar="V",
-        help="chunks (model parts) on each stage (interleaved: 2)",
-    )
-    parser.add_argument(
-        "--costs",
+    parser.option("--stages N", "pipeline stages", type=int)
+    parser.option("--microbatches N", "microbatches in a step", type=int)
+    parser.option("--chunks V", "chunks (model parts) on each stage (interleaved: 2)", type=int)
+    parser.option(
+        "--costs F,B,W",
+        "relative times per microbatch: forward, input gradient, weight gradient (%(default)s)",
         default="1,1,1",
-        metavar="F,B,W",
-        help="relative times per microbatch: forward, input gradient, weight gradient "
-        "(%(default)s)",
     )
-    parser.add_argument("--svg", metavar="FILE", help="also write the picture as SVG")
-    parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
+    parser.option("--svg FILE", "also write the picture as SVG")
+    parser.option("--csv FILE", "also write the table as CSV")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -54,13 +54,9 @@ def add(commands) -> None:
         commands, "sweep", run, "find settings: train many trials, and drop the worse ones", _HELP
     )
     add_settings(parser)
-    parser.add_argument(
-        "--plan", action="store_true", help="check and print the trials and their steps, and stop"
-    )
-    parser.add_argument(
-        "--max-trials", type=int, metavar="N", help="at most N trials (those of sweep.trials)"
-    )
-    parser.add_argument("--out", metavar="FOLDER", help="folder of the sweep")
+    parser.switch("--plan", "check and print the trials and their steps, and stop")
+    parser.option("--max-trials N", "at most N trials (those of sweep.trials)", type=int)
+    parser.option("--out FOLDER", "folder of the sweep")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -64,9 +64,7 @@ def add(commands) -> None:
     """Adds the command `zerojax train` to the parser."""
     parser = add_command(commands, "train", run, "train a model, or continue a run", _HELP)
     add_settings(parser)
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the resolved settings and stop"
-    )
+    parser.switch("--print-config", "print the resolved settings and stop")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -47,24 +47,14 @@ def add(commands) -> None:
         commands, "tune", run, "measure which kernels are faster on these GPUs", _HELP
     )
     add_settings(parser)
-    parser.add_argument(
-        "--no-steps", action="store_true", help="skip whole steps, which take minutes"
+    parser.switch("--no-steps", "skip whole steps, which take minutes")
+    parser.switch("--search", "search for plans and time the best, not kernels")
+    parser.option("--best N", f"plans of the search to time ({BEST})", type=int)
+    parser.option("--gpu NAME", "GPU to plan for (this machine's)")
+    parser.option(
+        "--budget SECONDS", "time limit of the search (%(default)g)", type=float, default=300.0
     )
-    parser.add_argument(
-        "--search", action="store_true", help="search for plans and time the best, not kernels"
-    )
-    parser.add_argument(
-        "--best", type=int, metavar="N", help=f"plans of the search to time ({BEST})"
-    )
-    parser.add_argument("--gpu", metavar="NAME", help="GPU to plan for (this machine's)")
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=300.0,
-        metavar="SECONDS",
-        help="time limit of the search (%(default)g)",
-    )
-    parser.add_argument("--out", metavar="FILE", help="run file to write, with the fastest plan")
+    parser.option("--out FILE", "run file to write, with the fastest plan")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,9 +24,8 @@ from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
 from zerojax.optim.building import with_rate
 from zerojax.runtime.distributed import join_processes
-from zerojax.runtime.user_files import replace_text
 from zerojax.training.metrics.charts import Chart, Points, Series, smooth
-from zerojax.training.metrics.report import small_page
+from zerojax.training.metrics.report import write_page
 from zerojax.training.run_file import spec_from_config
 from zerojax.training.run_lifecycle import fit
 from zerojax.training.run_spec import RunSpec
@@ -208,32 +207,25 @@ def write_rate_page(test: RateTest, path: str | Path, name: str) -> Path:
       name: name of the run.
     """
     places = [math.log10(rate) for rate in test.rates]
-    series = [
-        Series(
-            label="each step", points=list(zip(places, test.losses, strict=True)), style="faint"
-        ),
-        Series(
-            label="smoothed", points=list(zip(places, test.smoothed, strict=True)), style="first"
-        ),
-    ]
+    curves = ("each step", test.losses, "faint"), ("smoothed", test.smoothed, "first")
     chart = Chart(
         title="Loss over learning rate",
         unit="training loss",
-        series=series,
+        series=[
+            Series(label=label, points=list(zip(places, losses, strict=True)), style=style)
+            for label, losses, style in curves
+        ],
         wide=True,
         log_above=2.5,
         axis="learning rate",
         tick=lambda place: f"{10**place:.2g}",
     )
-    ends, result = (places[0], places[-1]), as_html(test.describe())
-    page = small_page(
+    return write_page(
+        user_path(path),
         name,
         f"{len(test.rates)} steps after step {test.first_step}",
         [chart],
-        {"Result": f"<pre>{result}</pre>"},
-        ends=ends,
+        {"Result": f"<pre>{as_html(test.describe())}</pre>"},
+        ends=(places[0], places[-1]),
         folder=str(path),
     )
-    written = user_path(path)
-    replace_text(written, page)
-    return written

@@ -6,6 +6,7 @@ Both begin at the newest checkpoint, in child processes that write nothing to th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -168,25 +169,38 @@ def check_resume(
     saved = find_step(folder)
     about = saved.whole_metadata()
     common = (f"run_dir={folder}", *_precision_of(folder, file))
-    new = (*common, *_default_data(words), *words)
-    children = _Children(on_cpu, progress)
+    own = about.num_devices, common
+    other = devices, (*common, *_default_data(words), *words)
+    children, numbers = _Children(on_cpu, progress), itertools.count()
     with tempfile.TemporaryDirectory(prefix="zerojax-resume-") as space:
-        trial = _Trial(children, Path(space), str(file), steps)
-        own, other = _Mesh(about.num_devices, common), _Mesh(devices, new)
-        old, found = trial.both(own, other)
-        changed = trial.with_other_key(own)
+
+        def train(
+            mesh: tuple[int, tuple[str, ...]], title: str, count: int = steps, **how: bool
+        ) -> _Steps:
+            request = StepsRequest(config=str(file), words=mesh[1], steps=count, **how)
+            return children.run(request, mesh[0], Path(space, str(next(numbers))), title)
+
+        def both(aside: str = "", **how: bool) -> tuple[_Steps, _Steps]:
+            # The new mesh is first, because its settings may be invalid.
+            new = train(other, f"{_count(steps)} on the new mesh{aside}", **how)
+            return train(own, f"{_count(steps)} on the saved run's mesh{aside}", **how), new
+
+        old, found = both()
+        changed = train(own, "1 step with another random key", 1, other_key=True)
         random = _random_numbers(old.record, found.record, changed.record)
-        findings = [_state(old.record, found.record), _data(old.record, found.record), random]
-        findings += _learning_rate(old.record, found.record)
-        aside = ""
+        aside, compared = "", (old, found)
         if random.verdict == REDRAWN:
             aside = ", without dropout"
-            compared = trial.both(own, other, without_dropout=True)
-        else:
-            compared = old, found
-        findings.append(_metric("loss", "loss", *compared, aside))
-        findings.append(_metric("gradient norm", "grad_norm", *compared, aside))
-        findings.append(_parameters(*compared, aside))
+            compared = both(aside, without_dropout=True)
+        findings = [
+            _state(old.record, found.record),
+            _data(old.record, found.record),
+            random,
+            *_learning_rate(old.record, found.record),
+            _metric("loss", "loss", *compared, aside),
+            _metric("gradient norm", "grad_norm", *compared, aside),
+            _parameters(*compared, aside),
+        ]
     return ResumeCheck(
         run=str(run),
         first_step=old.record.first_step,
@@ -237,45 +251,6 @@ class _Steps:
     record: StepsRecord
     before: Arrays
     after: Arrays
-
-
-@dataclass(frozen=True)
-class _Mesh:
-    """Devices and overrides of settings of one side of the comparison."""
-
-    devices: int
-    words: tuple[str, ...]
-
-
-class _Trial:
-    """Runs the child processes of a check, one after the other."""
-
-    def __init__(self, children: _Children, space: Path, config: str, steps: int) -> None:
-        self._children, self._space, self._steps = children, space, steps
-        self._config, self._count = config, 0
-
-    def both(
-        self, own: _Mesh, other: _Mesh, *, without_dropout: bool = False
-    ) -> tuple[_Steps, _Steps]:
-        """Returns the steps on the saved run's mesh and on the new mesh."""
-        aside = ", without dropout" * without_dropout
-        # The new mesh is first, because its settings may be invalid.
-        title = f"{_count(self._steps)} on the new mesh{aside}"
-        new = self._run(other, title, without_dropout=without_dropout)
-        title = f"{_count(self._steps)} on the saved run's mesh{aside}"
-        return self._run(own, title, without_dropout=without_dropout), new
-
-    def with_other_key(self, own: _Mesh) -> _Steps:
-        """Returns one step on the saved run's mesh with another random key."""
-        return self._run(own, "1 step with another random key", steps=1, other_key=True)
-
-    def _run(self, mesh: _Mesh, title: str, *, steps: int | None = None, **how: bool) -> _Steps:
-        self._count += 1
-        folder = self._space / str(self._count)
-        request = StepsRequest(
-            config=self._config, words=mesh.words, steps=steps or self._steps, **how
-        )
-        return self._children.run(request, mesh.devices, folder, title)
 
 
 @dataclass(frozen=True)

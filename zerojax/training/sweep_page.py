@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zerojax.runtime.redaction import redact
-from zerojax.runtime.user_files import replace_text
-from zerojax.training.metrics.charts import Chart, Points, Series, smooth, thin
+from zerojax.training.metrics.charts import Chart, Points, Series, smooth_long, thin
 from zerojax.training.metrics.comparison import MAX_RUNS
 from zerojax.training.metrics.metric_files import read_metrics
-from zerojax.training.metrics.report import SMOOTHED_FROM, cells, finite, points_of, small_page
+from zerojax.training.metrics.report import finite, points_of, table, write_page
 from zerojax.training.sweep_record import SweepRecord
 from zerojax.training.sweep_trials import SweepRung, SweepTrial, steps_to_train, value_text
 
@@ -49,7 +48,8 @@ def write_sweep_page(
     ]  # fmt: skip
     charts = [chart for chart in charts if chart.series]
     whole = steps_to_train(rungs) / last
-    page = small_page(
+    return write_page(
+        folder / PAGE_NAME,
         folder.resolve().name,
         f"{len(trials)} trials in {len(rungs)} rungs, {whole:.3g} times the steps of one run; "
         f"ranked by {measure}",
@@ -59,9 +59,6 @@ def write_sweep_page(
         folder=str(folder),
         status=_status(rungs, record),
     )
-    path = folder / PAGE_NAME
-    replace_text(path, page)
-    return path
 
 
 def _status(rungs: Sequence[SweepRung], record: SweepRecord) -> str:
@@ -87,8 +84,7 @@ def trial_table(
         note = next((one.reason for one in results if one is not None and one.reason), "")
         values = [value_text(trials[number].values[key]) for key in keys]
         rows.append([str(place), trials[number].name, *values, *losses, note])
-    body = "".join(cells(row, "td") for row in rows)
-    return f'<table class="trials">{cells(head, "th")}{body}</table>'
+    return table(head, rows, kind="trials")
 
 
 def _loss(loss: float | None) -> str:
@@ -101,10 +97,7 @@ def _training(trial: SweepTrial) -> Points:
         metrics = read_metrics(trial.config.run_dir)
     except FileNotFoundError:
         return []
-    points = points_of(metrics.train, "loss")
-    if len(points) < SMOOTHED_FROM:
-        return points
-    return smooth(points, half_width=max(2, len(points) // 60))
+    return smooth_long(points_of(metrics.train, "loss"))
 
 
 def _series(curves: Mapping[int, Points]) -> list[Series]:

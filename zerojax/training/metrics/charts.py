@@ -15,6 +15,8 @@ MAX_POINTS = 800
 FEW_POINTS = 12
 """Maximum number of values of a curve for which each value is drawn as a dot."""
 
+SMOOTHED_FROM = 40
+"""Minimum number of points of a curve that is smoothed."""
 UNLISTED = ("faint", "dim")
 """Styles of curves that are not in the legend."""
 
@@ -82,6 +84,13 @@ def smooth(points: Points, *, half_width: int) -> Points:
         window = [v for _, v in points[i - reach : i + reach + 1] if v is not None]
         smoothed.append((step, sum(window) / len(window) if window else None))
     return smoothed
+
+
+def smooth_long(points: Points) -> Points:
+    """Returns means over a sixtieth of a curve on each side; a short curve is returned itself."""
+    if len(points) < SMOOTHED_FROM:
+        return points
+    return smooth(points, half_width=max(2, len(points) // 60))
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:

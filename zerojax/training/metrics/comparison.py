@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zerojax.config.loader import user_path
 from zerojax.runtime.redaction import redact
-from zerojax.runtime.user_files import replace_text
-from zerojax.training.metrics.charts import Chart, Series, smooth, thin
+from zerojax.training.metrics.charts import Chart, Series, smooth_long, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_seconds
 from zerojax.training.metrics.metric_files import Metrics, read_metrics
 from zerojax.training.metrics.report import (
-    SMOOTHED_FROM,
     breakdown,
-    cells,
     finite,
     loss_unit,
     object_in,
     points_of,
     short,
-    small_page,
+    table,
+    write_page,
 )
 
 FILE_NAME = "comparison.html"
@@ -58,9 +57,16 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path | None = N
                 "losses, or leave it out"
             )
         runs.append((name, metrics, redact(object_in(folder / "config.json"))))
-    path = folders[0].resolve().parent / FILE_NAME if path is None else user_path(path)
-    replace_text(path, _page(runs, folders))
-    return path
+    steps = [row["step"] for _, metrics, _ in runs for row in (*metrics.train, *metrics.evals)]
+    return write_page(
+        folders[0].resolve().parent / FILE_NAME if path is None else user_path(path),
+        f"{len(runs)} runs",
+        ", ".join(name for name, _, _ in runs),
+        comparing_charts(runs),
+        {"Results": _results(runs), "Settings that differ": _differences(runs)},
+        ends=(min(steps), max(steps)),
+        folder=", ".join(map(str, folders)),
+    )
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -71,16 +77,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(folder) for folder in folders]
-
-
-def _page(runs: Sequence[Run], folders: Sequence[Path]) -> str:
-    charts = comparing_charts(runs)
-    steps = [row["step"] for _, metrics, _ in runs for row in (*metrics.train, *metrics.evals)]
-    ends = min(steps), max(steps)
-    panels = {"Results": _results(runs), "Settings that differ": _differences(runs)}
-    names = ", ".join(name for name, _, _ in runs)
-    where = ", ".join(map(str, folders))
-    return small_page(f"{len(runs)} runs", names, charts, panels, ends=ends, folder=where)
 
 
 def comparing_charts(runs: Sequence[Run]) -> list[Chart]:
@@ -110,11 +106,9 @@ def _curves(
     curves = []
     for number, (name, metrics, _) in enumerate(runs):
         points = points_of(getattr(metrics, records), key, scale)
-        if not finite(points):
-            continue
-        if is_smooth and len(points) >= SMOOTHED_FROM:
-            points = smooth(points, half_width=max(2, len(points) // 60))
-        curves.append(Series(label=name, points=thin(points), style=f"c{number}"))
+        if finite(points):
+            points = thin(smooth_long(points) if is_smooth else points)
+            curves.append(Series(label=name, points=points, style=f"c{number}"))
     return curves
 
 
@@ -124,9 +118,12 @@ def _results(runs: Sequence[Run]) -> str:
         ("steps", lambda metrics: f"{metrics.train[-1]['step']:,}"),
         ("last training loss", lambda metrics: _loss(metrics.train[-1:])),
         ("best validation loss", lambda metrics: _loss(metrics.evals)),
-        ("tokens/s per device, median", _median("tokens_per_second_per_device", short)),
-        ("MFU, median", _median("mfu", "{:.1%}".format)),
-        ("peak memory", _largest_memory),
+        (
+            "tokens/s per device, median",
+            _one_of("tokens_per_second_per_device", statistics.median_high, short),
+        ),
+        ("MFU, median", _one_of("mfu", statistics.median_high, "{:.1%}".format)),
+        ("peak memory", _one_of("memory_peak", max, lambda peak: f"{peak / GIB:.2f} GiB")),
         ("time", lambda metrics: format_seconds(sum(breakdown(metrics).values()))),
         ("devices", _devices),
     ]
@@ -140,17 +137,16 @@ def _loss(records: Sequence[Mapping[str, Any]]) -> str:
     return format_loss(min(values)) if values else ""
 
 
-def _median(key: str, text: Callable[[float], str]) -> Callable[[Metrics], str]:
+def _one_of(
+    key: str, choose: Callable[[Sequence[float]], float], text: Callable[[float], str]
+) -> Callable[[Metrics], str]:
+    """Returns a function that formats one of the values that a run measured, or returns ""."""
+
     def of(metrics: Metrics) -> str:
-        values = sorted(finite(points_of(metrics.train, key)))
-        return text(values[len(values) // 2]) if values else ""
+        values = finite(points_of(metrics.train, key))
+        return text(choose(values)) if values else ""
 
     return of
-
-
-def _largest_memory(metrics: Metrics) -> str:
-    peaks = finite(points_of(metrics.train, "memory_peak"))
-    return f"{max(peaks) / GIB:.2f} GiB" if peaks else ""
 
 
 def _devices(metrics: Metrics) -> str:
@@ -182,7 +178,4 @@ def _text(value: Any) -> str:
 
 def _table(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     shown = [(label, *values) for label, values in rows if any(values)]
-    if not shown:
-        return ""
-    head = cells(("", *(name for name, _, _ in runs)), "th")
-    return f'<table class="events">{head}{"".join(cells(row, "td") for row in shown)}</table>'
+    return table(("", *(name for name, _, _ in runs)), shown) if shown else ""

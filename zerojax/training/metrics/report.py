@@ -22,14 +22,12 @@ from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import replace_text
 from zerojax.schedules import Costs, Schedule
 from zerojax.schedules.drawing import draw_svg
-from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth, thin
+from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth_long, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_number, format_seconds
 from zerojax.training.metrics.metric_files import SAMPLE, Metrics, read_metrics
 from zerojax.training.metrics.stragglers import ACTIVITIES
 
 FILE_NAME = "report.html"
-SMOOTHED_FROM = 40
-"""Minimum number of reports for which a smoothed curve is drawn."""
 MAX_BOXES = 5000
 """Maximum number of operations of a pipeline schedule that a report draws: about 1.5 MB of HTML."""
 MAX_EVENTS = 200
@@ -71,48 +69,39 @@ def write_report(run_dir: str | Path) -> Path:
             f"'{run_dir}' has no finished report yet; wait until the run prints its first losses, "
             "or name the folder of another run"
         )
-    path = run_dir / FILE_NAME
-    replace_text(path, _page(run_dir, metrics))
-    return path
-
-
-def _page(run_dir: Path, metrics: Metrics) -> str:
     plan = redact(_text(run_dir / "plan.txt"))  # older versions wrote it without redaction
     plan_line, _, plan_rest = plan.partition("\n")
-    charts = make_charts(metrics)
     last = metrics.train[-1]["step"]
-    ends = (metrics.train[0]["step"], max([last, *(e["step"] for e in metrics.evals)]))
-    ended, lost = ending(metrics), metrics.unreadable_lines
+    ended, lost, left_out = ending(metrics), metrics.unreadable_lines, metrics.left_out
     text = f"<pre>{as_html(plan_rest.strip())}</pre>" if plan_rest.strip() else ""
-    panels = {
-        "Samples": redact(_samples(metrics.events)),
-        "Events": redact(_events([e for e in metrics.events if e["event"] != SAMPLE])),
-        "Time by activity": _times(metrics),
-        "Plan": _schedule(run_dir / "plan.json") + text,
-        "Configuration": _settings(redact(object_in(run_dir / "config.json"))),
-    }
-    parts = {
-        "name": as_html(run_dir.resolve().name),
-        "status": _status(metrics),
-        "plan_line": as_html(plan_line),
-        "ending": f'<p class="ending">{as_html(redact(ended[1]))}</p>' if ended else "",
-        "tiles": "".join(_tiles(metrics)),
-        "charts": "".join(draw(chart, ends) for chart in charts),
-        "panels": _panels(panels),
-        "time": time.strftime("%Y-%m-%d at %H:%M"),
-        "folder": as_html(str(run_dir)),
-        "unreadable": (f" {lost} unreadable lines of metrics.jsonl were left out." if lost else "")
+    return write_page(
+        run_dir / FILE_NAME,
+        run_dir.resolve().name,
+        plan_line,
+        make_charts(metrics),
+        {
+            "Samples": redact(_samples(metrics.events)),
+            "Events": redact(_events([e for e in metrics.events if e["event"] != SAMPLE])),
+            "Time by activity": _times(metrics),
+            "Plan": _schedule(run_dir / "plan.json") + text,
+            "Configuration": _settings(redact(object_in(run_dir / "config.json"))),
+        },
+        ends=(metrics.train[0]["step"], max([last, *(e["step"] for e in metrics.evals)])),
+        folder=str(run_dir),
+        status=_status(metrics),
+        ending=f'<p class="ending">{as_html(redact(ended[1]))}</p>' if ended else "",
+        tiles="".join(_tiles(metrics)),
+        unreadable=(f" {lost} unreadable lines of metrics.jsonl were left out." if lost else "")
         + (
-            f" metrics.jsonl is large: {metrics.left_out:,} of its records were left out."
-            if metrics.left_out
+            f" metrics.jsonl is large: {left_out:,} of its records were left out."
+            if left_out
             else ""
         ),
-        "data": embedded(charts, ends),
-    }
-    return _filled(parts)
+    )
 
 
-def small_page(
+def write_page(
+    path: Path,
     name: str,
     line: str,
     charts: Sequence[Chart],
@@ -121,50 +110,45 @@ def small_page(
     ends: tuple[float, float],
     folder: str,
     status: str = "",
-) -> str:
-    """Returns a page of charts and panels, without the tiles and events of a run's report.
+    ending: str = "",
+    tiles: str = "",
+    unreadable: str = "",
+) -> Path:
+    """Writes a page of charts and panels: a run's report, a comparison, a sweep or a rate test.
 
     Args:
+      path: path of the page, which is returned.
       name: title of the page.
       line: text below the title.
       charts: charts on a common horizontal axis.
       panels: {title: HTML}; a panel without content is left out.
       ends: ends of the horizontal axis.
       folder: text that names the folder in the footer.
-      status: HTML beside the title.
+      status, ending, tiles: HTML beside the title, below it and above the charts.
+      unreadable: sentences for the footer.
     """
-    parts = {
-        "name": as_html(name),
-        "status": status,
-        "plan_line": as_html(line),
-        "ending": "",
-        "tiles": "",
-        "charts": "".join(draw(chart, ends) for chart in charts),
-        "panels": _panels(panels),
-        "time": time.strftime("%Y-%m-%d at %H:%M"),
-        "folder": as_html(folder),
-        "unreadable": "",
-        "data": embedded(charts, ends),
-    }
-    return _filled(parts)
-
-
-def _panels(panels: Mapping[str, str]) -> str:
-    return "\n".join(
+    shown = (
         f"<h2>{title}</h2>\n<div class='panel'>{content}</div>"
         for title, content in panels.items()
         if content
     )
-
-
-def _filled(parts: Mapping[str, str]) -> str:
+    parts = {
+        "name": as_html(name),
+        "status": status,
+        "plan_line": as_html(line),
+        "ending": ending,
+        "tiles": tiles,
+        "charts": "".join(draw(chart, ends) for chart in charts),
+        "panels": "\n".join(shown),
+        "time": time.strftime("%Y-%m-%d at %H:%M"),
+        "folder": as_html(folder),
+        "unreadable": unreadable,
+        "data": _embedded(charts, ends),
+    }
+    template = _text(Path(__file__).with_name("report.html"))
     # All parts are inserted in one pass, because inserted text may contain braces.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template())
-
-
-def template() -> str:
-    """Returns the template of the page, in which `{{name}}` marks each part to insert."""
-    return _text(Path(__file__).with_name("report.html"))
+    replace_text(path, re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template))
+    return path
 
 
 # --- charts ---------------------------------------------------------------------------------------
@@ -239,9 +223,9 @@ def _series(label: str, records: Records, key: str, style: str, scale: float = 1
 
 def _loss(train: Records) -> list[Series]:
     points = points_of(train, "loss")
-    if len(points) < SMOOTHED_FROM:
+    smoothed = smooth_long(points)
+    if smoothed is points:
         return [Series(label="training", points=thin(points), style="first")]
-    smoothed = smooth(points, half_width=max(2, len(points) // 60))
     return [
         Series(label="training, smoothed", points=thin(smoothed), style="first"),
         Series(label="training", points=thin(points), style="faint"),
@@ -258,7 +242,7 @@ def finite(points: Points) -> list[float]:
     return [value for _, value in points if value is not None]
 
 
-def embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
+def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
     """Returns the data for the page's script: points of the curves, with values as text."""
     curves = [
         [
@@ -305,11 +289,10 @@ def _tiles(metrics: Metrics) -> Iterable[str]:
 
 def _learning(metrics: Metrics) -> Rows:
     if losses := finite(points_of(metrics.train, "loss")):
-        recent = losses[-max(1, min(10, len(losses) // 10)) :]
-        count = min(len(losses), max(1, min(10, len(losses) // 10)))
+        count = max(1, min(10, len(losses) // 10))
         over = f"mean of the last {count} reports" if count > 1 else "of the last report"
         note = f"{over}; {format_loss(losses[0])} at first"
-        yield "Training loss", format_loss(statistics.mean(recent)), note
+        yield "Training loss", format_loss(statistics.mean(losses[-count:])), note
     if evals := [e for e in metrics.evals if e.get("loss") is not None]:
         best = min(evals, key=lambda e: e["loss"])
         known = _start(metrics).get("loss_unit") == NATS_PER_TOKEN and best["loss"] < 15
@@ -404,8 +387,8 @@ def _times(metrics: Metrics) -> str:
         for activity, seconds in sorted(spent.items(), key=lambda item: -item[1])
         if seconds
     ]
-    table = f"<table>{cells(('', 'time', 'share'), 'th')}{_lines(rows)}</table>"
-    return f'<div class="settings"><div>{table}</div></div>' if rows else ""
+    shown = table(("", "time", "share"), rows, kind="")
+    return f'<div class="settings"><div>{shown}</div></div>' if rows else ""
 
 
 def _events(events: Records) -> str:
@@ -425,12 +408,7 @@ def _events(events: Records) -> str:
         )
         for group in groups[: -MAX_EVENTS - 1 : -1]
     ]
-    if not rows:
-        return ""
-    more = len(groups) - len(rows)
-    note = f"<p>and {more:,} earlier ones in metrics.jsonl</p>" if more else ""
-    head = cells(("step", "event", "where", "message"), "th")
-    return f'<table class="events">{head}{_lines(rows)}</table>{note}'
+    return _newest(("step", "event", "where", "message"), rows, len(groups))
 
 
 def _samples(events: Records) -> str:
@@ -439,12 +417,16 @@ def _samples(events: Records) -> str:
     rows = [
         (f"{one['step']:,}", str(one.get("sample", ""))) for one in texts[: -MAX_EVENTS - 1 : -1]
     ]
+    return _newest(("step", "prompt and continuation"), rows, len(texts))
+
+
+def _newest(head: Sequence[str], rows: Sequence[Sequence[str]], count: int) -> str:
+    """Returns a table of the newest of `count` records, and how many are left out."""
     if not rows:
         return ""
-    more = len(texts) - len(rows)
+    more = count - len(rows)
     note = f"<p>and {more:,} earlier ones in metrics.jsonl</p>" if more else ""
-    head = cells(("step", "prompt and continuation"), "th")
-    return f'<table class="events">{head}{_lines(rows)}</table>{note}'
+    return f"{table(head, rows)}{note}"
 
 
 def _where(event: Mapping[str, Any]) -> str:
@@ -456,8 +438,8 @@ def _settings(config: Mapping[str, Any]) -> str:
     sections = {"run": loose} if loose else {}
     sections.update((key, value) for key, value in config.items() if isinstance(value, dict))
     blocks = "".join(
-        f"<div><h3>{as_html(title)}</h3><table>"
-        f"{_lines((key, _setting(value)) for key, value in values.items())}</table></div>"
+        f"<div><h3>{as_html(title)}</h3>"
+        f"{table((), ((key, _setting(value)) for key, value in values.items()), kind='')}</div>"
         for title, values in sections.items()
     )
     return f'<div class="settings">{blocks}</div>' if blocks else ""
@@ -471,12 +453,20 @@ def _setting(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value if value != [] else "none")
 
 
-def _lines(rows: Rows) -> str:
-    return "".join(cells(row, "td") for row in rows)
+def table(head: Sequence[str], rows: Rows, *, kind: str = "events") -> str:
+    """Returns an HTML table of texts; without `head` it has no row of titles.
+
+    Args:
+      head: titles of the columns.
+      rows: texts of each row.
+      kind: CSS class; "" for none.
+    """
+    start = f'<table class="{kind}">' if kind else "<table>"
+    titles = _cells(head, "th") if head else ""
+    return f"{start}{titles}{''.join(_cells(row, 'td') for row in rows)}</table>"
 
 
-def cells(texts: Sequence[str], tag: str) -> str:
-    """Returns a row of an HTML table; `tag` is "td" or "th"."""
+def _cells(texts: Sequence[str], tag: str) -> str:
     return f"<tr>{''.join(f'<{tag}>{as_html(text)}</{tag}>' for text in texts)}</tr>"
 
 
