@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     from zerojax.equality import CheckResult, check
     from zerojax.forecasting import forecast
     from zerojax.forecasting.program_rules import expect
-    from zerojax.operators import attention, batch_mean, batch_sum, experts
+    from zerojax.operators import (
+        attention,
+        batch_mean,
+        batch_sum,
+        experts,
+        gather_batch,
+        row_numbers,
+    )
     from zerojax.optim import adam8bit, adamw, lamb, lion, muon, sgd, with_ema
     from zerojax.optim.precision import Precision
     from zerojax.placement.device_mesh import make_abstract_mesh, make_mesh
@@ -104,6 +111,7 @@ __all__ = [
     "forecast",
     "from_hugging_face",
     "from_portable_state",
+    "gather_batch",
     "init_state",
     "initialize",
     "join_processes",
@@ -117,6 +125,7 @@ __all__ = [
     "muon",
     "propose_rules",
     "reshard_state",
+    "row_numbers",
     "run_from_config",
     "search",
     "sgd",
@@ -175,6 +184,7 @@ _HOME_OF_NAME = {
     "forecast": "forecasting",
     "from_portable_state": "step.reshard",
     "from_hugging_face": "zoo.hugging_face",
+    "gather_batch": "operators",
     "init_state": "step.initialization",
     "initialize": "deepspeed_engine",
     "join_processes": "runtime.distributed",
@@ -188,6 +198,7 @@ _HOME_OF_NAME = {
     "muon": "optim",
     "propose_rules": "plan.rule_proposal",
     "reshard_state": "step.reshard",
+    "row_numbers": "operators",
     "run_from_config": "training.run_file",
     "search": "training.search_runs",
     "sgd": "optim",

@@ -48,7 +48,7 @@ from zerojax.equality.short_runs import (
 )
 from zerojax.equality.tracing import Relation, line_of_error
 from zerojax.models.adapt import as_loss, as_model, evaluation_mode
-from zerojax.operators.marks import takes_over_batch
+from zerojax.operators.marks import gathers_batch, takes_over_batch
 from zerojax.optim.step_sizes import StepSizes
 from zerojax.tracing.reads import line_of_read
 
@@ -130,13 +130,23 @@ class _Check:
     def go(self) -> None:
         self._read()
         self._start()
-        for configuration in configurations(self.devices, self.request.thorough):
+        for configuration in self._configurations():
             self._run_and_compare(configuration)
         self._refused()
         experiments = Experiments(self.plain, self.devices)
         if not (all(run.agrees for run in self.compared) and not self._state_differs()):
             self._explain(experiments)
         self._compare_metrics(experiments)
+
+    def _configurations(self) -> list[Configuration]:
+        """Returns the runs of the check, without microbatches if the loss needs all rows."""
+        chosen = configurations(self.devices, self.request.thorough)
+        if not gathers_batch(self.plan.traced.forward.jaxpr):
+            return chosen
+        self.notes.append(
+            "all runs have one microbatch, because zerojax.gather_batch needs all rows at once"
+        )
+        return list(dict.fromkeys(dataclasses.replace(c, num_microbatches=1) for c in chosen))
 
     def _read(self) -> None:
         """Converts the request's model, loss and optimizer to zerojax's internal types.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zerojax.operators.attending import attention
     from zerojax.operators.routed_experts import experts
     from zerojax.operators.sparse_layouts import BlockTable, layout_table
-    from zerojax.operators.whole_batch import batch_mean, batch_sum
+    from zerojax.operators.whole_batch import batch_mean, batch_sum, gather_batch, row_numbers
 
 __all__ = [
     "BlockTable",
@@ -21,7 +21,9 @@ __all__ = [
     "batch_mean",
     "batch_sum",
     "experts",
+    "gather_batch",
     "layout_table",
+    "row_numbers",
 ]
 
 _HOME_OF_NAME = {
@@ -30,7 +32,9 @@ _HOME_OF_NAME = {
     "batch_mean": "whole_batch",
     "batch_sum": "whole_batch",
     "experts": "routed_experts",
+    "gather_batch": "whole_batch",
     "layout_table": "sparse_layouts",
+    "row_numbers": "whole_batch",
 }
 
 

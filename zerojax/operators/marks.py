@@ -18,8 +18,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.equations import Equation
 
-BatchCall = typing.Literal["batch_sum", "batch_mean"]
-"""{name of a function in `zerojax` that reduces over the whole batch: its mark}."""
+BatchCall = typing.Literal["batch_sum", "batch_mean", "gather_batch"]
+"""Name of a function in `zerojax` that reads the rows of all devices."""
 
 _READ = "zerojax.read:"
 _OVER_BATCH = {f"zerojax.over_batch:{kind}": kind for kind in typing.get_args(BatchCall)}
@@ -83,6 +83,11 @@ def batch_call(equation: Equation) -> BatchCall | None:
 def takes_over_batch(program: Jaxpr) -> bool:
     """Returns whether a traced program marks a reduction over the batch, at any nesting depth."""
     return _has(program, lambda equation: batch_call(equation) is not None)
+
+
+def gathers_batch(program: Jaxpr) -> bool:
+    """Returns whether a traced program marks a gather of all rows, at any nesting depth."""
+    return _has(program, lambda equation: batch_call(equation) == "gather_batch")
 
 
 def _has(program: Jaxpr, predicate: Callable[[Any], bool]) -> bool:

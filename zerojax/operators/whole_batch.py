@@ -1,4 +1,4 @@
-"""Sums and means over the whole global batch, for models that couple rows.
+"""Sums, means and all rows of the whole global batch, for models that couple rows.
 
 A step runs a model on the rows of one device. A statistic of these rows differs between devices:
 for example, the mean of router probabilities, or the mean and the mean square of a batch norm. A
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh
 
 from zerojax.operators.marks import BatchCall, mark_batch_call
 
@@ -53,6 +55,20 @@ def batch_split_over(axes: tuple[str, ...] | None) -> Iterator[None]:
         yield
     finally:
         _AXES.reset(token)
+
+
+_PARTS = "zerojax_parts"
+
+
+def rows_of_all(parts: int) -> Any:
+    """Returns a context in which a trace on one device counts the rows of all devices.
+
+    A mesh says so, and not a variable, because JAX caches traces by mesh.
+
+    Args:
+      parts: number of devices with rows of their own.
+    """
+    return jax.sharding.use_abstract_mesh(AbstractMesh((parts,), (_PARTS,)))
 
 
 def batch_axes() -> tuple[str, ...] | None:
@@ -111,6 +127,81 @@ def batch_mean(x: Any) -> jax.Array:
     return _over_batch(x, "batch_mean")
 
 
+def gather_batch(x: Any) -> jax.Array:
+    """Returns the rows of `x` of all devices that hold different rows of the same batch.
+
+    A contrastive loss compares each row with all rows of the batch. On several devices it needs
+    the rows of the others: `gather_batch(x)` has them in the order of the batch, and `row_numbers`
+    says which of them are this device's own. Gradients flow back to the rows of every device. The
+    loss may compare all rows with all (the same on every device), or, with less work, only its own
+    rows with all:
+
+        images, texts = gather_batch(own_images), gather_batch(own_texts)
+        labels = row_numbers(own_images)
+        loss = cross_entropy(own_images @ texts.T, labels).mean()
+
+    Outside of a step (plain JAX, one device) the result is `x`.
+
+    Args:
+      x: array [rows of this device, ...]; floating-point, complex, integers or booleans.
+
+    Returns:
+      Array [rows of the batch, ...] with the dtype of `x`. Its gradient is summed over devices in
+      float32.
+
+    Raises:
+      ValueError: `x` is a scalar, or the step runs with `deterministic: mesh`. A plan refuses
+        several microbatches, whose rows are not there at once, and split sequences.
+    """
+    x = jnp.asarray(x)
+    if not x.ndim:
+        raise ValueError("zerojax.gather_batch got a scalar; give it an array [rows, ...]")
+    axes = _axes_of("gather_batch")
+    if axes:
+        return _all_rows(x, axes)
+    parts = jax.sharding.get_abstract_mesh().shape.get(_PARTS, 1)
+    return jnp.concatenate([mark_batch_call(x, "gather_batch")] * parts)
+
+
+def row_numbers(x: Any) -> jax.Array:
+    """Returns the numbers of this device's rows in `gather_batch(x)`: int32 [len(x)].
+
+    Args:
+      x: array [rows of this device, ...].
+
+    >>> row_numbers(jnp.zeros((3, 2)))
+    Array([0, 1, 2], dtype=int32)
+    """
+    axes = _axes_of("row_numbers")
+    first = lax.axis_index(axes) * len(x) if axes else 0
+    return jnp.arange(len(x), dtype=jnp.int32) + first
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _all_rows(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.all_gather(x, axes, axis=0, tiled=True)
+
+
+def _all_rows_forward(x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    return _all_rows(x, axes), None
+
+
+def _all_rows_backward(axes: tuple[str, ...], _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    """Sums each row's gradients of all devices on the device of the row.
+
+    An all-to-all and a sum take the place of a reduce-scatter: they send the same bytes, add in
+    float32 whatever the dtype, and are right between CPU processes (`transport.sums`).
+    """
+    size = math.prod(lax.axis_size(axis) for axis in axes)
+    parts = cotangent.reshape(size, -1, *cotangent.shape[1:])
+    received = lax.all_to_all(parts, axes, 0, 0)
+    wide = jnp.promote_types(cotangent.dtype, jnp.float32)
+    return (jnp.sum(received.astype(wide), axis=0).astype(cotangent.dtype),)
+
+
+_all_rows.defvjp(_all_rows_forward, _all_rows_backward)
+
+
 def batch_max(x: Any) -> jax.Array:
     """Returns the maximum of `x` over all devices that hold different rows; it has no gradient."""
     x, axes = lax.stop_gradient(jnp.asarray(x)), _AXES.get()
@@ -122,9 +213,7 @@ def batch_max(x: Any) -> jax.Array:
 def _over_batch(x: Any, kind: BatchCall) -> jax.Array:
     x = jnp.asarray(x)
     _check_dtype(x, kind)
-    axes = _AXES.get()
-    if axes is None:
-        raise ValueError(f"zerojax.{kind} {IN_TURN}")
+    axes = _axes_of(kind)
     if not axes:
         return mark_batch_call(x, kind)
     wide = jnp.promote_types(x.dtype, jnp.float32) if _is_inexact(x) else x.dtype
@@ -132,6 +221,13 @@ def _over_batch(x: Any, kind: BatchCall) -> jax.Array:
     if kind == "batch_mean":
         part = part / math.prod(lax.axis_size(axis) for axis in axes)
     return lax.psum(part, axes).astype(x.dtype)
+
+
+def _axes_of(name: str) -> tuple[str, ...]:
+    axes = _AXES.get()
+    if axes is None:
+        raise ValueError(f"zerojax.{name} {IN_TURN}")
+    return axes
 
 
 def _check_dtype(x: jax.Array, kind: BatchCall) -> None:

@@ -1,5 +1,5 @@
-"""Checks and describes the calls of `zerojax.batch_sum` and `zerojax.batch_mean` in a loss, which
-sum a value over the whole batch."""
+"""Checks and describes the calls of `zerojax.batch_sum`, `batch_mean` and `gather_batch` in a loss,
+which read the rows of all devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerojax.tracing.trees import format_bytes
 
 
 def sums_of_trace(trace: ModelTrace, placement: Placement, num_extras: int) -> list[BatchSum]:
-    """Finds the calls of `zerojax.batch_sum` and `zerojax.batch_mean` in a traced loss.
+    """Finds the calls of `zerojax.batch_sum` and similar functions in a traced loss.
 
     Args:
       trace: trace of the loss.
@@ -30,13 +30,16 @@ def sums_of_trace(trace: ModelTrace, placement: Placement, num_extras: int) -> l
 
 
 def check_batch_sums(
-    sums: Sequence[BatchSum], settings: MeshConfig, mesh: Mesh | AbstractMesh
+    sums: Sequence[BatchSum],
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    num_microbatches: int,
 ) -> None:
-    """Raises if a sum over the batch would differ from its value on one device.
+    """Raises if a sum over the batch, or all of its rows, would differ from those on one device.
 
     Raises:
-      ValueError: the summed value is the same on every device, or parts of the batch are computed
-        one after the other.
+      ValueError: the summed value is the same on every device, parts of the batch are computed one
+        after the other, or rows are gathered of which a device does not hold the whole.
     """
     devices = num_parts(mesh)
     for one in sums:
@@ -46,8 +49,31 @@ def check_batch_sums(
                 f"batch: it is the same on each of {devices} devices, and its sum would be "
                 f"{devices} times too large; use the value itself"
             )
+    if any(one.kind == "gather_batch" for one in sums):
+        _check_gathers(mesh, num_microbatches)
     if sums and settings.deterministic is not None:
         raise ValueError(f"zerojax.{sums[0].kind} {IN_TURN}")
+
+
+def _check_gathers(mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
+    if num_microbatches > 1:
+        raise ValueError(
+            f"zerojax.gather_batch needs all rows of the batch at once, but num_microbatches="
+            f"{num_microbatches} computes them in {num_microbatches} parts, so that a row would "
+            "be compared with fewer rows; use num_microbatches=1 and save memory by a checkpoint "
+            "(remat), or compare the rows of groups: jax.vmap(loss_of_group)(batch).mean()"
+        )
+    for axis, why in _WHY.items():
+        if (size := mesh.shape[axis]) > 1:
+            raise ValueError(
+                f"zerojax.gather_batch with {axis}={size} is not supported: {why}; use {axis}=1"
+            )
+
+
+_WHY = {
+    meshes.CONTEXT: "each device has a part of every sequence, not whole rows",
+    meshes.STAGE: "a pipeline computes the batch in parts, one after the other",
+}
 
 
 def describe_batch_sums(
@@ -65,8 +91,11 @@ def describe_batch_sums(
     if devices == 1:
         return [f"{line}, all on one device"]
     sent = bytes_sent(sums, mesh, num_microbatches)
+    kinds = {one.kind for one in sums}
+    how = ["all-reduces in float32"] if kinds - {"gather_batch"} else []
+    how += ["all-gathers"] if "gather_batch" in kinds else []
     return [
-        f"{line} of {devices} devices, by all-reduces in float32, which are repeated in the "
+        f"{line} of {devices} devices, by {' and '.join(how)}, which are repeated in the "
         "backward pass: at "
         f"most {format_bytes(sent)} sent by each device per step, in addition to weights and "
         "gradients"
@@ -74,11 +103,20 @@ def describe_batch_sums(
 
 
 def bytes_sent(sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbatches: int) -> int:
-    """Returns the number of bytes that one device sends per step for `sums`, by ring
-    all-reduces."""
+    """Returns the number of bytes that one device sends per step for `sums`.
+
+    A ring all-reduce sends 2 (N-1)/N of its array. A gather of rows sends the rows of a device N-1
+    times, and so does the sum of their gradients.
+    """
     devices = num_parts(mesh)
-    payload = sum(one.num_bytes * one.times * one.passes for one in sums)
-    return round(2 * (devices - 1) / devices * payload * num_microbatches)
+    ring = {"gather_batch": devices - 1.0}
+    return round(
+        num_microbatches
+        * sum(
+            ring.get(one.kind, 2 * (devices - 1) / devices) * one.num_bytes * one.times * one.passes
+            for one in sums
+        )
+    )
 
 
 def num_parts(mesh: Mesh | AbstractMesh) -> int:

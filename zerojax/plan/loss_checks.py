@@ -198,7 +198,7 @@ class BatchPieces:
       is_product: whether the loss has a term that is a product of means over rows.
       compares_rows: whether the loss has values for each pair of rows and is not a sum over rows.
       summed_metrics: names of metrics without a weight that certainly are sums over rows.
-      rows_over_batch: functions among `zerojax.batch_sum` and `batch_mean` that are called with an
+      rows_over_batch: functions such as `zerojax.batch_sum` that are called with an
         array that has a dimension of rows.
       counted: names of arrays of the model's state to which a pass adds a sum over rows.
       written: names of arrays of the model's state whose new values depend on rows.
@@ -381,7 +381,7 @@ def part_with_mixed_rows(
     over_batch: list[tuple[BatchCall, Dependence]] = []
     found = _follow_piece(trace, params, extras, batch, over_batch)
     if over_batch:
-        return "what zerojax.batch_sum or batch_mean gives it"
+        return "what zerojax.batch_sum, batch_mean or gather_batch gives it"
     parts = split_result(
         jax.tree.unflatten(jax.tree.structure(trace.result), found[: _size(trace)])
     )
@@ -471,7 +471,7 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
         shards cannot be combined.
     """
     number = num_shards * num_microbatches
-    for kind in sorted(pieces.rows_over_batch):
+    for kind in sorted(pieces.rows_over_batch - {"gather_batch"}):
         over_rows = "jnp.sum" if kind == "batch_sum" else "jnp.mean"
         raise ValueError(
             f"zerojax.{kind} got an array that still has a dimension of the {pieces.num_rows} "
@@ -511,11 +511,11 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
         warn_user(
             "the loss compares the rows of the batch with each other, as a contrastive loss does, "
             f"and is called for each of {cut}: a row is compared only with rows of its own part, "
-            "in training and in evaluation. To compare with the same number of rows on any "
-            "devices, "
-            "make arrays of shape [groups, rows of a group, ...] and take the mean of the loss of "
-            "each group: jax.vmap(loss_of_group)(batch).mean(). zerojax.check shows by how much it "
-            "differs",
+            "in training and in evaluation. To compare with all rows of the batch, gather them "
+            "from all devices: zerojax.gather_batch(x). To compare with the same number of rows "
+            "on any devices, make arrays of shape [groups, rows of a group, ...] and take the "
+            "mean of the loss of each group: jax.vmap(loss_of_group)(batch).mean(). zerojax.check "
+            "shows by how much it differs",
             RuntimeWarning,
         )
     if pieces.undefined and num_shards > 1:

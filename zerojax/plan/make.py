@@ -40,6 +40,8 @@ from zerojax.offload.offload_tiers import (
     plan_offload,
 )
 from zerojax.operators.attention_choice import attention_planned_for
+from zerojax.operators.marks import gathers_batch
+from zerojax.operators.whole_batch import rows_of_all
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.pipeline.planning import choose_microbatches, plan_pipeline
 from zerojax.placement import device_mesh as meshes
@@ -575,6 +577,9 @@ def _trace(task: _Task) -> _Seen:
             microbatch = slice_batch(task.batch, pieces, task.precision, exact)
             if jax.tree.leaves(microbatch) != jax.tree.leaves(before):
                 trace = trace_of(microbatch)
+        if shards > 1 and gathers_batch(trace.program.jaxpr):
+            with rows_of_all(shards):  # so that the work with their rows is counted
+                trace = trace_of(microbatch)
         check_not_per_example(trace.result, task.batch, microbatch)
     check_loss(trace.result)
     check_step_counts(trace, params, extras, microbatch, task.model)
@@ -675,7 +680,7 @@ def _examine_loss(
         trace, params.keys(), extras.keys(), task.settings, task.model
     )
     sums = sums_of_trace(trace, placement, len(extras))
-    check_batch_sums(sums, task.settings, task.mesh)
+    check_batch_sums(sums, task.settings, task.mesh, task.num_microbatches)
     parts = split_result(trace.result)
     traced = TracedLoss(
         forward=trace.jaxpr,

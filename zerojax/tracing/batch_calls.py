@@ -1,5 +1,5 @@
-"""Finds calls of `zerojax.batch_sum` and `batch_mean` in a traced loss, with their sizes and
-counts.
+"""Finds calls of `zerojax.batch_sum`, `batch_mean` and `gather_batch` in a traced loss, with their
+sizes and counts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _OF_BATCH, _OF_MODEL, _OF_TRAINED = 1, 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSum:
-    """Call of `zerojax.batch_sum` or a similar reduction over the batch in a traced loss.
+    """Call of `zerojax.batch_sum` or a similar function of the whole batch in a traced loss.
 
     Attributes:
-      kind: name of the reduction.
-      num_bytes: bytes of the summed array in the dtype of the sum (at least 4 for each
-        floating-point number).
+      kind: name of the function.
+      num_bytes: bytes of its array as it is sent: in the dtype of a sum (at least 4 for each
+        floating-point number), or the rows of one device.
       times: number of times that the call runs in one forward pass of a microbatch, counting
         iterations of loops.
       passes: number of sums per run in a step: one in the forward pass, one in the backward pass if
@@ -86,11 +86,12 @@ def _walk(program: Jaxpr, marks: dict[int, Marks], times: int, again: bool) -> I
         if kind is not None:
             array: Any = equation.invars[0].aval
             floating = jnp.issubdtype(array.dtype, jnp.inexact)
+            is_summed = floating and kind != "gather_batch"
             mark = marks.get(id(equation), 0)
             needs_gradient = floating and bool(mark & _OF_TRAINED)
             yield BatchSum(
                 kind=kind,
-                num_bytes=math.prod(array.shape) * max(array.dtype.itemsize, 4 * floating),
+                num_bytes=math.prod(array.shape) * max(array.dtype.itemsize, 4 * is_summed),
                 times=times,
                 passes=1 + needs_gradient * (1 + again),
                 of_batch=bool(mark & _OF_BATCH),
