@@ -217,3 +217,17 @@ def test_a_comparison_has_one_line_per_way():
     assert words == "zerojax takes 1.57 times the wall time of torch eager."
     assert ours == "| zerojax ZeRO 1 | 2 | 1.23 |  |  |  |  | 9 |"
     assert theirs == "| DeepSpeed ZeRO 1 | 2 |  |  |  |  |  | 12 |"
+
+
+def columns(row: str) -> int:
+    """The number of columns of a row of a table; bars in code and after a backslash are text."""
+    text = re.sub(r"`[^`]*`", "", row.strip().strip("|"))
+    return len(re.findall(r"(?<!\\)\|", text)) + 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_all_rows_of_a_table_have_its_columns(page):
+    text = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        rows = table.splitlines()
+        assert {columns(row) for row in rows} == {columns(rows[0])}, table[:300]

@@ -173,8 +173,9 @@ class Auto:
                 self._notes.refuse(
                     path,
                     AUTO,
-                    f"is computed as {formula}, but the model has no config.hidden_size or "
-                    "config.embed_dim; write the number",
+                    f"is computed as {formula} from the model's config.hidden_size or "
+                    "config.embed_dim, which is not known; write the number, or give the width to "
+                    "`zerojax deepspeed explain --hidden-size N`",
                 )
                 self._remove(path)
             else:

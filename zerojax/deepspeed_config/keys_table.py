@@ -30,7 +30,7 @@ _SAVES = "each process always writes its own shards in the background"
 _PROFILE = "`zerojax profile` and the plan print FLOPs and times"
 
 _FP16: Table = {
-    "enabled": honoured(False, "precision=fp16"),
+    "enabled": honoured(False, "true: precision=fp16"),
     **not_needed("floating-point inputs are always cast to the compute dtype", auto_cast=False),
     "loss_scale": honoured(0.0, "0: dynamic loss scale; other values set loss_scale.static"),
     "initial_scale_power": honoured(16, "loss_scale.initial = 2**value"),
@@ -48,7 +48,7 @@ _FP16: Table = {
 }
 
 _BF16: Table = {
-    "enabled": honoured(False, "precision=bf16"),
+    "enabled": honoured(False, "true: precision=bf16"),
     **left_to_compiler(
         "gradients are accumulated inside the compiled step", immediate_grad_update=False
     ),
