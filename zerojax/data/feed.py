@@ -283,7 +283,7 @@ class IterableFeed(Feed):
                 "data: reading and discarding %d batches to reach the batch after step %d; to "
                 "resume immediately pass a function of the step, or an iterator with get_state and "
                 "set_state",
-                self._to_skip,
+                self._read + self._to_skip,  # a batch may have been read to plan the run
                 self._position,
             )
             while self._to_skip:

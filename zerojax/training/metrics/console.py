@@ -142,7 +142,8 @@ def speed_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         words.append(("TFLOP/s", _fixed(tflops, 1 if tflops >= 10 else 3)))
     if "mfu" in values:
         words.append(("MFU", f"{values['mfu']:.1%}"))
-    if "memory_peak" in values:
+    # The memory of a whole process with virtual devices hardly changes: the report has it.
+    if "memory_peak" in values and values.get("memory_source", "device") == "device":
         words.append(("memory", format_memory(values)))
     return words
 
