@@ -1,6 +1,7 @@
 """`zerojax plan SCRIPT` and `zerojax train SCRIPT`: a user's script in place of a run file."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 import zerojax
 from tests.support.forecast_samples import sample_forecast
+from tests.support.refusals import check_words
 from zerojax import forecasting
 from zerojax.cli import main
 from zerojax.cli.check_targets import parts_of_script
@@ -242,3 +244,33 @@ def test_train_runs_a_script_with_other_mesh_options(tmp_path):
     failing = write(tmp_path, "raise RuntimeError('of the script')")
     result = subprocess.run([*command[:-1], failing], capture_output=True, text=True)
     assert (result.returncode, "of the script" in result.stderr) == (1, True)
+
+
+CONFIGURED = TRAIN.replace("optax.adam(0.1)", "zerojax.OptimizerConfig()")
+
+
+def test_the_rate_and_the_profile_of_a_script_are_those_of_its_call(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, CONFIGURED)
+    assert main(["lr-test", path, "zero=3", "--steps", "20", "--low", "1e-2", "--high", "1e3"]) == 0
+    assert "optimizer.learning_rate=" in capsys.readouterr().out
+    assert main(["profile", path, "--steps", "2", "--no-save", "--out", "measured"]) == 0
+    assert "w" in capsys.readouterr().out
+    assert json.loads((tmp_path / "measured/profile.json").read_text())["steps"] == 2
+    assert not (tmp_path / "runs").exists(), "nothing of the script's own run is written"
+
+
+WHY_NOT = {
+    "lr-test": (TRAIN, [], "optimizer=zerojax.OptimizerConfig(...)"),
+    "sweep": (CONFIGURED, [], "CONFIG.yaml"),
+    "tune": (CONFIGURED, ["--search"], "--search"),
+    "profile": (CONFIGURED, ["--start"], "leave"),
+}
+
+
+@pytest.mark.parametrize("command", WHY_NOT)
+def test_what_a_command_cannot_do_with_a_script_is_said(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text, more, remedy = WHY_NOT[command]
+    assert main([command, write(tmp_path, text), *more]) == 2
+    check_words(capsys.readouterr().err, [remedy])

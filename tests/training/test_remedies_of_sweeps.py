@@ -78,7 +78,7 @@ def test_records_of_sweeps(tmp_path):
 
 def test_runs_with_state_in_files(tmp_path):
     def check(words: str) -> None:
-        check_no_files(config_of(tmp_path, *words.split()), "this test")
+        check_no_files(config_of(tmp_path, *words.split()).mesh, "this test")
 
     bad = "mesh.offload.opt_state=nvme mesh.offload.folder=files"
     host = "mesh.offload.opt_state=host mesh.offload.params=host"

@@ -12,13 +12,21 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerojax.cli.arguments import add_command, add_settings, split_words
+from zerojax.cli.arguments import add_command, add_settings, is_python, split_words
 from zerojax.cli.jax_environment import (
     allow_pinned_memory,
     run_one_program_at_a_time,
     use_cpu_devices,
 )
-from zerojax.config import RunConfig, load
+from zerojax.config import (
+    CheckpointConfig,
+    LogConfig,
+    MeshConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    RunConfig,
+    load,
+)
 from zerojax.config.display import show
 from zerojax.config.features import FEATURES
 from zerojax.config.loader import user_path
@@ -26,6 +34,7 @@ from zerojax.runtime.user_files import replace_text
 
 if TYPE_CHECKING:
     from zerojax.forecasting.profiling import StepProfile
+    from zerojax.training.run_spec import RunSpec
 
 
 NEVER = 1_000_000_000
@@ -40,6 +49,7 @@ examples:
   zerojax profile configs/tiny_shakespeare.yaml zero=3 --steps 10 --out runs/looked_at
   zerojax profile configs/tiny_shakespeare.yaml --json
   zerojax profile configs/tiny_shakespeare.yaml --start
+  zerojax profile train.py
 
 --start runs one step and prints the seconds of each phase until its end: imports, data, planning,
 the initial state, the training step; and in each phase the seconds of tracing, lowering,
@@ -68,18 +78,15 @@ def run(args: argparse.Namespace) -> int:
       ValueError: a setting or a number is invalid.
     """
     path, overrides = split_words(args.config, args.overrides)
+    if is_python(path):
+        return _of_script(path, overrides, args)
     config = load(RunConfig, path, overrides)
     if args.steps < 2:
         raise ValueError(f"--steps {args.steps} is below 2, but steps are compared; use more")
     if args.start and args.out is not None:
         raise ValueError(f"--out {args.out}: --start writes no files; leave out --out or --start")
-    if config.mesh.offload.params == "nvme" and not args.start:
-        raise ValueError(
-            "zerojax profile reads the trace of one compiled program, but with "
-            "offload.params=nvme a step "
-            "consists of several; profile with offload.params: host, or take a trace with "
-            "log.profile"
-        )
+    if not args.start:
+        _check_one_program(config.mesh.offload)
     save = not (args.no_save or args.start)
     config = measured(config, args.steps, free_folder(args.out, config), save=save)
     if config.cpu_devices is not None:
@@ -88,6 +95,80 @@ def run(args: argparse.Namespace) -> int:
     if args.start:
         return profile_start(config, as_json=args.json)
     return profile(config, args.steps, as_json=args.json)
+
+
+def _check_one_program(offload: OffloadConfig) -> None:
+    if offload.params == "nvme":
+        raise ValueError(
+            "zerojax profile reads the trace of one compiled program, but with "
+            "offload.params=nvme a step "
+            "consists of several; profile with offload.params: host, or take a trace with "
+            "log.profile"
+        )
+
+
+def _of_script(path: str | None, overrides: list[str], args: argparse.Namespace) -> int:
+    """Profiles the run of a script's call of `zerojax.train`."""
+    if args.start:
+        raise ValueError(
+            f"--start measures the start of a run file, which zerojax runs from its first line; "
+            f"{path} is a script: measure it by `python -X importtime {path}`, or leave out --start"
+        )
+    from zerojax.cli.script_runs import spec_of_script
+    from zerojax.training.run_lifecycle import fit, open_run
+    from zerojax.training.run_spec import plan_run
+
+    assert path is not None
+    spec = spec_of_script(path, overrides, command="profile")
+    if isinstance(spec.mesh, MeshConfig):
+        _check_one_program(spec.mesh.offload)
+    run_dir = "runs/default" if spec.folder is None else str(spec.folder)
+    folder = free_folder(args.out, RunConfig(run_dir=run_dir))
+    spec = measured_run(spec, args.steps, folder, save=not args.no_save)
+    show(f"running {spec.steps} steps, the last {args.steps} of them traced ...", file=sys.stderr)
+    trainer = fit(open_run(spec, plan_run(spec)))
+    trainer.close()
+    return _page_of(trainer, folder, args.steps, as_json=args.json)
+
+
+def measured_run(spec: RunSpec, steps: int, folder: Path, *, save: bool) -> RunSpec:
+    """Returns a shorter run to measure, as `measured` does for a run file."""
+    total, optimizer = 3 * steps, spec.inputs.optimizer
+    if isinstance(optimizer, OptimizerConfig) and optimizer.warmup_steps is not None:
+        warmup = min(optimizer.warmup_steps, total)
+        optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
+    features = spec.inputs.features.replaced(*(kind() for kind in FEATURES if kind.regroups))
+    return dataclasses.replace(
+        spec,
+        inputs=dataclasses.replace(
+            spec.inputs, steps=total, optimizer=optimizer, features=features
+        ),
+        validation=None,
+        loop=dataclasses.replace(
+            spec.loop,
+            log_every=steps,
+            eval_every=None,
+            save_every=NEVER,
+            save_on_exit=save,
+            callbacks=(),
+        ),
+        folder=folder,
+        offload_folder=folder,
+        log=dataclasses.replace(spec.log or LogConfig(), **_log_of(steps)),
+        checkpoint=CheckpointConfig(
+            path=str(folder / "checkpoints"), every=NEVER, save_on_exit=save
+        ),
+    )
+
+
+def _log_of(steps: int) -> dict[str, Any]:
+    return {
+        "every": steps,
+        "profile": (2 * steps + 1, 3 * steps),
+        "console": "quiet",
+        "tensorboard": False,
+        "wandb": None,
+    }
 
 
 def free_folder(out: str | None, config: RunConfig) -> Path:
@@ -143,22 +224,12 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
         checkpoint=dataclasses.replace(
             config.checkpoint, path=None, every=NEVER, save_on_exit=save
         ),
-        log=dataclasses.replace(
-            config.log,
-            every=steps,
-            profile=(2 * steps + 1, total),
-            console="quiet",
-            tensorboard=False,
-            wandb=None,
-        ),
+        log=dataclasses.replace(config.log, **_log_of(steps)),
     )
 
 
 def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     """Trains with `config`, traces the last third of the steps, and prints the profile page."""
-    import jax
-
-    from zerojax.forecasting.profiling import draw, profile_dict
     from zerojax.runtime.distributed import join_processes
     from zerojax.training.run_file import run_from_config
     from zerojax.training.run_spec import OFFLOAD_FOLDER
@@ -173,6 +244,14 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     offload = config.mesh.offload
     if offload.on_disk:
         shutil.rmtree(offload.folder or folder / OFFLOAD_FOLDER, ignore_errors=True)
+    return _page_of(trainer, folder, steps, as_json=as_json)
+
+
+def _page_of(trainer: Any, folder: Path, steps: int, *, as_json: bool) -> int:
+    import jax
+
+    from zerojax.forecasting.profiling import draw, profile_dict
+
     if jax.process_index() != 0:
         return 0
     page = measure(trainer, folder, steps)

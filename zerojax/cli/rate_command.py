@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from zerojax.cli.arguments import add_command, add_settings, finite, split_words
+from zerojax.cli.arguments import add_command, add_settings, finite, is_python, split_words
 from zerojax.cli.jax_environment import prepare_devices
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
@@ -31,7 +31,11 @@ The suggested rate is a tenth of the one with the lowest loss. It is a place to 
 examples:
   zerojax lr-test configs/tiny_shakespeare.yaml
   zerojax lr-test configs/tiny_shakespeare.yaml --low 1e-5 --high 0.3 --out rates.html
-  zerojax lr-test configs/tiny_shakespeare.yaml optimizer.name=lion --steps 100"""
+  zerojax lr-test configs/tiny_shakespeare.yaml optimizer.name=lion --steps 100
+  zerojax lr-test train.py
+
+A script runs up to its call of zerojax.train, whose arguments are tested; its optimizer must be a
+zerojax.OptimizerConfig, or the default."""
 
 
 def add(commands) -> None:
@@ -53,15 +57,13 @@ def run(args: argparse.Namespace) -> int:
       Exit code: 0 if a learning rate is suggested, 1 if the tested range shows none.
     """
     path, overrides = split_words(args.config, args.overrides)
-    config = load(RunConfig, path, overrides)
-    prepare_devices(config)
+    options = {"low": args.low, "high": args.high, "steps": args.steps}
+    of = _of_script if is_python(path) else _of_file
+    found = of(path, overrides, options)
     import jax
 
-    from zerojax.training.rate_range import find_rate, write_rate_page
+    from zerojax.training.rate_range import write_rate_page
 
-    with Progress(quiet=False) as progress:
-        progress("compiling the training step")
-        found = find_rate(config, low=args.low, high=args.high, steps=args.steps, progress=progress)
     if jax.process_index():
         return 0 if found.suggestion else 1
     show("\n".join([*_table(found), "", found.describe()]))
@@ -69,6 +71,27 @@ def run(args: argparse.Namespace) -> int:
         name = Path(path).stem if path else "the default run"
         show(f"written to {write_rate_page(found, user_path(args.out), name)}")
     return 0 if found.suggestion else 1
+
+
+def _of_file(path: str | None, overrides: list[str], options: dict[str, Any]) -> RateTest:
+    config = load(RunConfig, path, overrides)
+    prepare_devices(config)
+    from zerojax.training.rate_range import find_rate
+
+    with Progress(quiet=False) as progress:
+        progress("compiling the training step")
+        return find_rate(config, progress=progress, **options)
+
+
+def _of_script(path: str | None, overrides: list[str], options: dict[str, Any]) -> RateTest:
+    from zerojax.cli.script_runs import spec_of_script
+    from zerojax.training.rate_range import find_rate_of
+
+    assert path is not None
+    spec = spec_of_script(path, overrides, command="lr-test")
+    with Progress(quiet=False) as progress:
+        progress("compiling the training step")
+        return find_rate_of(spec, progress=progress, **options)
 
 
 def _table(found: RateTest) -> list[str]:

@@ -42,6 +42,7 @@ from zerojax.training.search_runs import PlannedCall
 from zerojax.training.train_arguments import Arguments
 
 _CALL_ONE = "call one of them in the script, or plan a run file (CONFIG.yaml)"
+_CALL_TRAIN = "call it in the script, or pass a run file (CONFIG.yaml)"
 _IN_THE_FILE = (
     "the script passes a DeepSpeed configuration, which sets the mesh; change {} there instead of "
     "on the command line"
@@ -90,6 +91,35 @@ def plan_of_script(
     """
     call, mesh = _call_and_mesh(path, overrides, num_devices, gpu)()
     return call.plan_on(mesh, gpu)
+
+
+def spec_of_script(path: str, overrides: Sequence[str], *, command: str) -> RunSpec:
+    """Returns the run of a script's first `train`, on the devices of this machine.
+
+    The script runs up to that call, with its output on standard error; nothing is trained.
+
+    Args:
+      path: path of the script, which runs as with `python SCRIPT`.
+      overrides: KEY=VALUE words, such as "zero=3", that change the mesh options of the call.
+      command: sub-command of zerojax that runs the script, for messages.
+
+    Raises:
+      ValueError: the script makes no such call or fails before it; or an error of `train`.
+    """
+
+    def read(given: Mapping[str, Any], end: End) -> Any:
+        arguments = Arguments.of_call(given)
+        is_mesh = isinstance(arguments.mesh_config, Mesh) and not overrides
+        settings = None if is_mesh else _settings(arguments.mesh_config, overrides)
+        if settings is not None:
+            arguments = dataclasses.replace(arguments, mesh_config=settings.mesh)
+            if settings.num_microbatches is not None:
+                number = settings.num_microbatches
+                arguments = dataclasses.replace(arguments, num_microbatches=number)
+        end(entry.spec_of(arguments))
+
+    with contextlib.redirect_stdout(sys.stderr):
+        return first_call(path, {"train": read}, _CALL_TRAIN, command=command)
 
 
 def call_of_script(

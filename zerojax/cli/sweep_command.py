@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from zerojax.cli.arguments import add_command, add_settings, command_name, split_words
+from zerojax.cli.arguments import add_command, add_settings, command_name, is_python, split_words
 from zerojax.cli.jax_environment import prepare_devices
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
@@ -67,6 +67,11 @@ def run(args: argparse.Namespace) -> int:
       everything saved; 128 + the signal's number if it stopped with nothing saved.
     """
     path, overrides = split_words(args.config, args.overrides)
+    if is_python(path):
+        raise ValueError(
+            f"{path} is a script, and a sweep sets other values of a run file in each trial; write "
+            "the run as a run file (CONFIG.yaml), or call zerojax.train in a loop"
+        )
     config = load(RunConfig, path, overrides)
     if args.max_trials is not None:
         if args.max_trials < 1:

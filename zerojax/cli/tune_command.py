@@ -7,14 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zerojax.cli.arguments import add_command, add_settings, split_words
+from zerojax.cli.arguments import add_command, add_settings, is_python, split_words
 from zerojax.cli.jax_environment import allow_pinned_memory, use_cpu_devices
 from zerojax.cli.tune_search import BEST, RunWords, check_options, tune_by_search
-from zerojax.config import RunConfig, load
+from zerojax.config import RunConfig, WatchConfig, load
 from zerojax.config.display import show
 from zerojax.runtime.redaction import redact
 
 if TYPE_CHECKING:
+    from zerojax.plan.make import Plan
     from zerojax.training.tuning import TimedStep
 
 MARGIN = 0.97
@@ -38,6 +39,7 @@ examples:
   zerojax tune configs/llama_8b_zero3_8xh100.yaml
   zerojax tune configs/llama_8b_zero3_8xh100.yaml optimizer.name=lion
   zerojax tune configs/llama_8b_zero3_8xh100.yaml --no-steps
+  zerojax tune train.py
   zerojax tune configs/llama_8b_zero3_8xh100.yaml --search --out fastest.yaml"""
 
 
@@ -66,15 +68,16 @@ def run(args: argparse.Namespace) -> int:
     """
     path, overrides = split_words(args.config, args.overrides)
     check_options(args)
-    config = load(RunConfig, path, overrides)
-    if config.cpu_devices is not None:
-        use_cpu_devices(config.cpu_devices)
-    allow_pinned_memory(config.mesh.offload)
+    if is_python(path) and args.search:
+        raise ValueError(
+            f"--search writes settings into a run file, and {path} is a script; search with "
+            "zerojax plan SCRIPT --search, or write a run file"
+        )
+    plan_here = _script_here if is_python(path) else _file_here
+    plan, watch = plan_here(path, overrides, args)
 
     import jax
 
-    from zerojax.runtime.distributed import join_processes
-    from zerojax.training.run_file import plan_from_config
     from zerojax.training.tuning import (
         SLICES,
         time_steps,
@@ -83,13 +86,11 @@ def run(args: argparse.Namespace) -> int:
         why_not_measured,
     )
 
-    join_processes()
-    if args.search:
+    if plan is None:
         return tune_by_search(args, RunWords(path, overrides))
-    plan = plan_from_config(config, jax.device_count(), is_here=True)
     if why := why_not_measured(plan):
         raise ValueError(f"nothing to measure: {why}")
-    tuned = tune(plan, again=True, watch=config.watch)
+    tuned = tune(plan, again=True, watch=watch)
     is_first = jax.process_index() == 0
     if is_first:
         show(redact(tuned.describe()))
@@ -108,6 +109,37 @@ def run(args: argparse.Namespace) -> int:
     if is_first:
         show(_advice(timed))
     return 0
+
+
+def _file_here(
+    path: str | None, overrides: list[str], args: argparse.Namespace
+) -> tuple[Plan | None, WatchConfig | None]:
+    """Returns (plan of a run file on this machine's devices, or None to search; its watchdog)."""
+    config = load(RunConfig, path, overrides)
+    if config.cpu_devices is not None:
+        use_cpu_devices(config.cpu_devices)
+    allow_pinned_memory(config.mesh.offload)
+    import jax
+
+    from zerojax.runtime.distributed import join_processes
+    from zerojax.training.run_file import plan_from_config
+
+    join_processes()
+    if args.search:
+        return None, config.watch
+    return plan_from_config(config, jax.device_count(), is_here=True), config.watch
+
+
+def _script_here(
+    path: str | None, overrides: list[str], args: argparse.Namespace
+) -> tuple[Plan | None, WatchConfig | None]:
+    """Returns (plan of a script's call of train on this machine's devices, its watchdog)."""
+    from zerojax.cli.script_runs import spec_of_script
+    from zerojax.training.run_spec import plan_untuned
+
+    assert path is not None
+    spec = spec_of_script(path, overrides, command="tune")
+    return plan_untuned(spec), spec.watch
 
 
 def _row(step: TimedStep, planned: TimedStep) -> str:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.checkpoint.folders import list_steps
-from zerojax.config import RunConfig
+from zerojax.config import OptimizerConfig, RunConfig
 from zerojax.config.checks import MAX_SIZE, check_whole_number
 from zerojax.config.display import as_html
 from zerojax.config.late_dataclasses import dataclass
@@ -33,6 +33,7 @@ from zerojax.training.trial_runs import as_trial, check_no_files, open_trial
 
 LOWEST_RATE, HIGHEST_RATE, STEPS = 1e-6, 1.0, 200
 LEAST_STEPS = 20
+_NAME = "this test"
 DIVERGED = 4.0
 """Factor over the lowest loss at which the test ends."""
 MARGIN = 10.0
@@ -126,19 +127,41 @@ def find_rate(
       ValueError: the range is invalid, or the run has state in files, which training would change.
     """
     check_range(low, high, steps)
-    check_no_files(config, "this test")
-    if config.optimizer.scaling is not None:
-        raise ValueError(
-            f"optimizer.scaling={config.optimizer.scaling} multiplies the learning rate, and this "
-            "test finds the rate itself; test with optimizer.scaling=null and "
-            "optimizer.base_batch=null, and set the result for "
-            f"base_batch={config.global_batch_size}"
-        )
+    check_no_files(config.mesh, _NAME)
+    _check_scaling(config.optimizer, config.global_batch_size)
     join_processes()
     spec = spec_from_config(config.on_devices(jax.device_count()))
-    assert spec.checkpoint is not None
-    assert spec.checkpoint.path is not None
-    saved = list_steps(user_path(spec.checkpoint.path))
+    return find_rate_of(spec, low=low, high=high, steps=steps, progress=progress)
+
+
+def find_rate_of(
+    spec: RunSpec,
+    *,
+    low: float = LOWEST_RATE,
+    high: float = HIGHEST_RATE,
+    steps: int = STEPS,
+    progress: Callable[[str], None] = lambda text: None,
+) -> RateTest:
+    """Trains at rates from `low` to `high`, as `find_rate` does, from the description of a run.
+
+    Args:
+      spec: the run; its optimizer is an `OptimizerConfig`, or the default.
+      low, high, steps, progress: as for `find_rate`.
+
+    Raises:
+      ValueError: as `find_rate`, or the rate is a part of the optimizer that the run was given.
+    """
+    check_range(low, high, steps)
+    check_no_files(spec.mesh, _NAME)
+    optimizer = spec.inputs.optimizer or OptimizerConfig()
+    if not isinstance(optimizer, OptimizerConfig):
+        raise ValueError(
+            f"the optimizer is {type(optimizer).__name__} with a rate of its own, which this test "
+            "cannot change; pass optimizer=zerojax.OptimizerConfig(...)"
+        )
+    _check_scaling(optimizer, jax.tree.leaves(spec.inputs.example_batch)[0].shape[0])
+    folder = None if spec.checkpoint is None else spec.checkpoint.path
+    saved = [] if folder is None else list_steps(user_path(folder))
     first = max(saved, default=0)
     found: list[tuple[float, float | None]] = []
 
@@ -153,7 +176,9 @@ def find_rate(
         finite = [loss for _, loss in found if loss is not None]
         return not is_finite or (len(found) >= LEAST_STEPS and loss > DIVERGED * min(finite))
 
-    run = open_trial(_test_of(spec, config, (low, high), first, steps, collect), saved=bool(saved))
+    run = open_trial(
+        _test_of(spec, optimizer, (low, high), first, steps, collect), saved=bool(saved)
+    )
     trainer = fit(run)
     first = trainer.num_steps - len(found)
     trainer.close()
@@ -165,6 +190,15 @@ def find_rate(
         losses=tuple(loss for _, loss in found),
         smoothed=tuple(loss for _, loss in smoothed),
     )
+
+
+def _check_scaling(optimizer: OptimizerConfig, rows: int) -> None:
+    if optimizer.scaling is not None:
+        raise ValueError(
+            f"optimizer.scaling={optimizer.scaling} multiplies the learning rate, and this "
+            "test finds the rate itself; test with optimizer.scaling=null and "
+            f"optimizer.base_batch=null, and set the result for base_batch={rows}"
+        )
 
 
 def check_range(low: float, high: float, steps: int) -> None:
@@ -179,7 +213,7 @@ def check_range(low: float, high: float, steps: int) -> None:
 
 def _test_of(
     spec: RunSpec,
-    config: RunConfig,
+    config: OptimizerConfig,
     ends: tuple[float, float],
     first: int,
     steps: int,
@@ -193,7 +227,7 @@ def _test_of(
         passed = jnp.clip(count - first, 0, steps - 1) / (steps - 1)
         return low * jnp.exp(passed * math.log(high / low))
 
-    optimizer = with_rate(config.optimizer, rate)
+    optimizer = with_rate(config, rate)
     inputs = dataclasses.replace(spec.inputs, optimizer=optimizer, steps=first + steps)
     return as_trial(dataclasses.replace(spec, inputs=inputs), collect)
 

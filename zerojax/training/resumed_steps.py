@@ -99,7 +99,7 @@ def take_steps(request: StepsRequest, folder: Path) -> StepsRecord:
       CheckpointError: the checkpoint cannot be read.
     """
     config = load(RunConfig, request.config, request.words).on_devices(jax.device_count())
-    check_no_files(config, "a trial")
+    check_no_files(config.mesh, "a trial")
     spec = spec_from_config(config)
     assert spec.checkpoint is not None
     feed = spec.feed

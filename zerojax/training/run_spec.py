@@ -105,14 +105,14 @@ def plan_run(spec: RunSpec, mesh: Any = None) -> Plan:
     Raises:
       ValueError, TypeError: the run cannot be planned, as in `make_plan`.
     """
-    mesh = with_disk_folder(spec.mesh if mesh is None else mesh, spec.offload_folder)
     planning = "planning: tracing the model and its loss ..."
     with print_if_slow(spec.log, planning), phase("planning"):
-        plan = _plan_here(spec, mesh)
-        return with_rungs(tune(plan, watch=spec.watch))
+        return with_rungs(tune(plan_untuned(spec, mesh), watch=spec.watch))
 
 
-def _plan_here(spec: RunSpec, mesh: Any) -> Plan:
+def plan_untuned(spec: RunSpec, mesh: Any = None) -> Plan:
+    """Returns the plan of a run before anything is measured; arguments as of `plan_run`."""
+    mesh = with_disk_folder(spec.mesh if mesh is None else mesh, spec.offload_folder)
     if isinstance(mesh, Mesh) or not as_mesh_config(mesh).offload.auto:
         return plan_of(spec.inputs, mesh, **spec.mesh_options)
     settings = as_mesh_config(mesh)

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jax.sharding import Mesh
+
 from zerojax.checkpoint import Checkpointer
-from zerojax.config import RunConfig
+from zerojax.config import MeshConfig
 from zerojax.config.checks import MAX_SIZE
 from zerojax.training.checkpointing import base_of
 from zerojax.training.run_lifecycle import Run, open_run
@@ -15,14 +17,14 @@ from zerojax.training.run_spec import RunSpec, plan_run
 from zerojax.training.train_arguments import LoopSettings
 
 
-def check_no_files(config: RunConfig, name: str) -> None:
+def check_no_files(mesh: MeshConfig | Mesh, name: str) -> None:
     """Raises ValueError if the run keeps state in files, which any training would change.
 
     Args:
-      config: settings of the run.
+      mesh: mesh of the run.
       name: what the trial is called in the error, such as "this test".
     """
-    if config.mesh.offload.on_disk:
+    if isinstance(mesh, MeshConfig) and mesh.offload.on_disk:
         raise ValueError(
             f"mesh.offload keeps state in files, which {name} would change; set "
             "mesh.offload.opt_state=host and mesh.offload.params=host for the test"
