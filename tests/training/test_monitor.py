@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import threading
@@ -191,6 +192,8 @@ def test_one_slow_report_is_not_enough():
     [
         [times(), times()],
         [times(0.05), times(0.05)],  # all wait for the same disk
+        # All wait, and the last to begin a step is the one whose devices are idle.
+        [dataclasses.replace(times(0.03), data=0.95), times(0.09)],
         [times(), times(0.015)],  # 15 % of a step
         [times(step=0.01), times(0.008, step=0.01)],  # below what a scheduler does
         [times(0.09)],

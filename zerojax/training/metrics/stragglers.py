@@ -110,7 +110,7 @@ class Stragglers:
         """Adds one report of all processes, in process order; returns what is new."""
         findings = []
         for process, row in enumerate(rows):
-            others = [other.late for at, other in enumerate(rows) if at != process]
+            others = [other for at, other in enumerate(rows) if at != process]
             is_slow = self._is_slow(row, others)
             differs = is_slow != (process in self._named)
             self._counts[process] = self._counts.get(process, 0) + 1 if differs else 0
@@ -123,20 +123,32 @@ class Stragglers:
             findings.append(Finding(process=process, is_slow=is_slow, text=text))
         return findings
 
-    def _is_slow(self, row: ProcessTimes, others: Sequence[float]) -> bool:
+    def _is_slow(self, row: ProcessTimes, others: Sequence[ProcessTimes]) -> bool:
         if self._threshold is None or not others or row.steps < 1:
             return False
-        excess = row.late - statistics.median(others)
         step = row.seconds / row.steps
+        excess = step - _without(row, others)
         return excess > max(self._threshold * step, LEAST_SECONDS)
 
 
-def _slow_words(who: str, row: ProcessTimes, others: Sequence[float]) -> str:
-    usual, steps = statistics.median(others), row.steps
+def _without(row: ProcessTimes, others: Sequence[ProcessTimes]) -> float:
+    """Returns the seconds that a step would take if a process were as fast as the others.
+
+    A process that waits for its data in each step, although the step waits for another process as
+    well, would wait for them anyway: a step takes at least as long as each process's own part.
+    """
+    step = row.seconds / row.steps
+    delay = row.late - statistics.median(other.late for other in others)
+    own = max((other.data + other.host) / max(other.steps, 1) for other in others)
+    return min(step, max(step - delay, own, 0.0))
+
+
+def _slow_words(who: str, row: ProcessTimes, others: Sequence[ProcessTimes]) -> str:
+    usual, steps = statistics.median(other.late for other in others), row.steps
     step = row.seconds / steps
     parts = [("waiting for data", row.late_data), ("its own work on the host", row.late_host)]
     of_it = ", ".join(f"{what} {part / steps:.2g} s" for what, part in parts if part > 0.1 * step)
-    without = max(step - (row.late - usual), 0.0)
+    without = _without(row, others)
     return (
         f"{who} is slow: it begins each step {row.late:.2g} s late "
         f"({of_it or 'waiting for data and own work'}), the others {usual:.2g} s; a step takes "
