@@ -226,6 +226,17 @@ def test_noise_is_no_spike(seed):
     assert not any(detector.see(loss) for loss in falling_losses(seed))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_losses_of_mixed_batches_are_no_spikes(seed):
+    """Mixup: the loss is high in the steps whose batches are mixed by halves, one of twelve."""
+    random = np.random.default_rng(seed)
+    share = random.beta(0.2, 0.2, 2000)
+    detector = SpikeDetector(8.0)
+    mixed = falling_losses(seed) + 3 * np.minimum(share, 1 - share)
+    assert not any(detector.see(loss) for loss in mixed)
+    assert detector.see(mixed[-100:].max() + 5) is not None
+
+
 @pytest.mark.thorough
 def test_heavy_tails_are_rarely_spikes():
     random = np.random.default_rng(0)

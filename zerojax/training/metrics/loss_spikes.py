@@ -18,6 +18,11 @@ LEAST_JUMP = 0.05
 LEAST_SETBACK = 0.01
 """Minimum jump of a spike, as a fraction of the decrease since the first loss. Losses near zero, of
 a converged run, vary by large factors, but the changes are small compared with the first loss."""
+RARE = 3
+"""Number of previous values as high that make a value usual: the loss of a run with mixup, whose
+batches are mixed by random shares, is high in some of 100 steps."""
+ABOVE_RARE = 2.0
+"""Factor by which a spike is further above the median than the `RARE`-th highest value before."""
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution divided by its median absolute deviation."""
 
@@ -81,6 +86,8 @@ class SpikeDetector:
         gained = max(0.0, self._first - median)
         if jump <= max(LEAST_JUMP * abs(median), LEAST_SETBACK * gained):
             return None  # nearly all values; their deviation is not needed
+        if jump <= ABOVE_RARE * (self._ordered[-RARE] - median):
+            return None
         deviation = _NORMAL * statistics.median(abs(x - median) for x in self._values)
         if jump <= self._threshold * deviation:
             return None
