@@ -8,6 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zerojax.runtime.plugin_errors import hide_plugin_errors
+
+hide_plugin_errors()  # a script may use JAX before it calls zerojax
+
 if TYPE_CHECKING:
     from zerojax.checkpoint import Checkpointer
     from zerojax.config import (

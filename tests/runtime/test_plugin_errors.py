@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -54,3 +56,9 @@ def test_jax_platforms_cpu_does_not_make_a_gpu_invisible(hidden, caplog, monkeyp
     fail_as_jax_does()
     assert "JAX_PLATFORMS" not in seen[0]
     assert "cuDNN not found." in caplog.text
+
+
+def test_a_script_that_uses_jax_first_has_imported_zerojax():
+    code = f"import zerojax, logging; print(len(logging.getLogger({JAX.name!r}).filters))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["1"]
