@@ -296,4 +296,4 @@ def test_a_transformation_is_taken_as_it_is():
     tx = optax.sgd(0.1)
     built = build_optimizer(tx, 100)
     assert built.tx is tx
-    assert built.learning_rate is None
+    assert built.learning_rate(3) == pytest.approx(0.1)

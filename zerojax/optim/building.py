@@ -23,6 +23,7 @@ from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.ema import Ema, WithEma
 from zerojax.optim.groups import decay_mask
 from zerojax.optim.methods import adamw, lamb, lion, sgd
+from zerojax.optim.optax_rates import schedule_of
 from zerojax.optim.optimizer import Optimizer
 from zerojax.optim.parameter_tree import OnParameterTree, ParameterTree
 from zerojax.optim.precision import Precision
@@ -77,7 +78,8 @@ def build_optimizer(
     """
     check_optimizer(optimizer)
     if isinstance(optimizer, optax.GradientTransformation):
-        rate = optimizer.learning_rate if isinstance(optimizer, Optimizer) else None
+        is_own = isinstance(optimizer, Optimizer)
+        rate = optimizer.learning_rate if is_own else schedule_of(optimizer)
         return BuiltOptimizer(optimizer, rate, _describe_ema(optimizer))
     config = optimizer or OptimizerConfig()
     schedule, reason = build_schedule(config, steps, sizes)
