@@ -39,8 +39,8 @@ RECIPES = {
     "An option of the mesh": (
         {
             "zerojax/config/mesh.py": (
-                "    unroll: bool = False\n",
-                '    toy: int = 3\n    """A toy."""\n    unroll: bool = False\n',
+                "    unroll: bool | None = None\n",
+                '    toy: int = 3\n    """A toy."""\n    unroll: bool | None = None\n',
             ),
             "zerojax/plan/inputs.py": ('    "unroll",\n', '    "unroll",\n    "toy",\n'),
         },
