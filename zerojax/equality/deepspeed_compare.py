@@ -226,7 +226,7 @@ def _norm(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _clear(update: np.ndarray, gradient: np.ndarray) -> np.ndarray:
-    """Returns the entries whose gradient is more than noise."""
+    """Returns the entries of `update` where |gradient| exceeds `_NOISE` times its maximum."""
     size = np.abs(gradient)
     return update[size > _NOISE * size.max()]
 

@@ -124,8 +124,9 @@ def _digest(value: Any) -> str:
 
 
 def _shrink(folder: Path, keep: Path) -> None:
-    """Deletes the least recently used entries until `MAX_BYTES` is met, and the incomplete files of
-    crashed processes; nothing that another program put there."""
+    """Deletes the least recently used of the entries and incomplete files in `folder` until all of
+    them take at most `MAX_BYTES`. Keeps the file `keep`, and files that another program put
+    there."""
     found = []
     for path in folder.iterdir():
         if _OWN.fullmatch(path.name):

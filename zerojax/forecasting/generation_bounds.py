@@ -70,7 +70,8 @@ class GenerationBound:
 
 @dataclass(frozen=True, kw_only=True)
 class _Leaf:
-    """One parameter: name, shape, number of dimensions that count layers, share in a device."""
+    """One parameter: name, shape, number of dimensions that count layers, share of its elements
+    that one device stores, and the mesh axes of ZeRO that split it, joined by "+"."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,7 +80,9 @@ class _Leaf:
     zero_axes: str
 
     def num_bytes(self, itemsize: int, quantize: str | None, num_outputs: int) -> int:
-        """Returns the bytes of the whole parameter; `num_outputs` counts the output dimensions."""
+        """Returns the bytes of the whole parameter; if `quantize` rounds it, those of its codes and
+        of one scale per layer and output. `num_outputs` is the number of its last dimensions that
+        are outputs."""
         size = math.prod(self.shape)
         if quantize is None or not self.has_codes:
             return size * itemsize
@@ -143,7 +146,7 @@ def generation_bounds(plan: Plan, gpu: Gpu) -> list[GenerationBound]:
 
 
 class _Counter:
-    """Counts bytes of the ways to generate with one model."""
+    """Counts the bytes, and from them the shortest time, of each way to generate with one model."""
 
     def __init__(self, plan: Plan, model: Decoder, gpu: Gpu, mesh: Mapping[str, int]) -> None:
         self._gpu, self._mesh, self._model = gpu, mesh, model
@@ -154,7 +157,8 @@ class _Counter:
         self._tied = model.lm_head is None
 
     def gathered(self, *, quantize: str | None, cache: str | None, batch: int) -> GenerationBound:
-        """Counts generation with the shards of the run, gathered where they are read."""
+        """Returns the bound of generating with the shards of the run, gathered where they are
+        read."""
         degree = self._mesh.get(MODEL, 1)
         missing = dict.fromkeys((leaf.zero_axes for leaf in self._leaves), 0.0)
         read = held = 0.0
@@ -196,7 +200,8 @@ class _Counter:
     def resident(
         self, degree: int, devices: int, *, quantize: str | None, cache: str | None, batch: int
     ) -> GenerationBound:
-        """Counts generation with weights whole over `degree` neighbouring devices."""
+        """Returns the bound of generating with weights that are whole over each `degree`
+        neighbouring devices."""
         parts = [(leaf, whole / leaf.splits(degree)) for leaf, whole in self._sizes(quantize)]
         read = sum(size for leaf, size in parts if leaf.is_read(tied=self._tied))
         held = sum(size for _, size in parts)
@@ -227,7 +232,8 @@ class _Counter:
         return 2 * config.num_layers * rows * config.max_seq_len * own_heads * width
 
     def _sums(self, rows: int, degree: int, mesh: Mapping[str, int]) -> list[TrafficRow]:
-        """Returns the sums over `model` after the two row-parallel products of each layer."""
+        """Returns one all-reduce over `model` with the bytes of the sums after the two row-parallel
+        products of all layers; [] if `degree` is 1."""
         if degree == 1:
             return []
         config = self._model.config

@@ -128,7 +128,8 @@ def unescape(op_name: str) -> str:
 
 
 class _Origin(enum.Flag):
-    """Kinds of arguments from which a value was copied without computation."""
+    """Origins of a value: the kinds of arguments from which it was copied without computation;
+    COMPUTED if it or its source was computed; WORKSPACE for scratch memory of a library."""
 
     NONE = 0
     PARAMETER = enum.auto()
@@ -269,7 +270,8 @@ class Roles:
         return bool(links) and Edge.SAME not in links
 
     def _find_model(self) -> set[Value]:
-        """Finds the values that the forward and backward pass compute, without copies and sums."""
+        """Returns the values that the forward and backward pass compute, without values that are
+        only copied."""
         flow = self._flow
         named = {name for name, i in flow.instructions.items() if "jvp(" in i.op_name}
         nameless = {name for name, i in flow.instructions.items() if not i.op_name}
@@ -292,7 +294,8 @@ class Roles:
         return found
 
     def _find_from_weights(self) -> set[Value]:
-        """Finds the values that are computed from weights and not from the batch, such as codes."""
+        """Returns the values that contain or are computed from weights, and not from the batch,
+        such as codes."""
         weights, batch = (
             self._closure(
                 (value for value in self._flow.values if kind in self._origin[value]),
@@ -303,8 +306,9 @@ class Roles:
         return weights - batch
 
     def _find_update(self) -> set[Value]:
-        """Finds the values that are computed from the optimizer state or, outside of forward and
-        backward, from weights."""
+        """Returns the values that contain or are computed from the optimizer state or that, outside
+        of forward and backward, are computed from weights; values in `_read` that they reach are
+        left out."""
         flow, read = self._flow, self._read
         starts = [value for value in flow.values if self._origin[value] is _Origin.STATE]
         for value in flow.values:

@@ -36,7 +36,7 @@ def device_kind() -> str:
 
 @functools.cache
 def driver_version() -> str | None:
-    """Finds the version of NVIDIA's driver, such as "580.159.04"; returns None if it is unknown.
+    """Returns the version of NVIDIA's driver, such as "580.159.04"; None if it is unknown.
 
     JAX itself reports only the CUDA version that it was built with.
     """
@@ -64,8 +64,8 @@ def _version_by_nvml() -> str | None:
 
 
 def device_memory() -> dict[str, Any]:
-    """Measures the memory of the local device with the most memory in use, or of this process if
-    devices report none.
+    """Measures the memory of the local device whose peak of memory in use is the highest, or of
+    this process if devices report none.
 
     Returns:
       A dict with these keys:

@@ -198,7 +198,7 @@ class DelayedUpdates(LayerUpdates):
         }
 
     def start(self, totals: Arrays, sums: Arrays) -> Arrays:
-        """Takes scale and skip of the gradients that wait."""
+        """Returns `totals` with "scale" and "skip" of the waiting gradients; ignores `sums`."""
         del sums
         return {**totals, "scale": self.delayed["scale"], "skip": self.delayed["skip"]}
 

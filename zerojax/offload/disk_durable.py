@@ -133,7 +133,10 @@ def resume_step(plan: Decisions) -> int | None:
 
 
 def _last_generation(plan: Decisions) -> int | None:
-    """Returns the last generation that the files of all processes have; None if there is none."""
+    """Returns the last generation that the files of all processes have.
+
+    Returns None if there is none, or if the plan has no durable store.
+    """
     if plan.offload is None or not plan.offload.on_disk or not plan.settings.offload.durable:
         return None
     folder = store_folder(plan.settings.offload)
@@ -173,7 +176,10 @@ def common_generation(folder: Path, every: Sequence[Generations]) -> int | None:
 
 
 def _find(folder: Path) -> Generations:
-    """Returns the generations in the files of this process."""
+    """Returns the generations in the files in `folder`, those of this process.
+
+    `generation` and `oldest` are -1 without a manifest, and 0 without a durable generation.
+    """
     if not (folder / MANIFEST).exists():
         return Generations(-1, -1, 0)
     manifest = load_manifest(folder)  # only this: a scratch store may be mixed and is not used

@@ -62,7 +62,7 @@ class DiskErrors:
         return _Kept(self)
 
     def add(self, error: OSError | StoreError) -> bool:
-        """Keeps an error, if it is the first; returns whether errors are kept."""
+        """Keeps the first error if errors are kept (see `several`); returns whether they are."""
         if self._several and self.first is None:
             self.first = _sentence(error)
         return self._several

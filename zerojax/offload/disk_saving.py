@@ -132,7 +132,14 @@ class _Part:
     def write(
         self, writer: PieceWriter, names: Sequence[str], values: np.ndarray, with_sums: bool
     ) -> None:
-        """Writes the part of a run's values."""
+        """Writes this part of a run to a checkpoint.
+
+        Args:
+          writer: writer of the checkpoint's pieces.
+          names: names in the checkpoint of all layers of the array (see `saved_names`).
+          values: all elements of the run.
+          with_sums: whether to store the true shape of the array with the block.
+        """
         block = ShardBlock(
             name=names[self.number],
             start=self.shard[0],
@@ -257,7 +264,7 @@ def put_moments(plan: Decisions, opt_state: Any, tiers: Mapping[str, Mapping[str
 
 
 def _tiers(place: DiskLeaf, array: str, source: Source, mesh: Mesh) -> Tiers:
-    """Reads the slices of an array that belong in memory (device or host) from `source`."""
+    """Reads an array's slices for device and host memory from `source`: {memory: array}."""
     result = {}
     for tier, target in abstract_tiers(place.leaf, place.dtypes[array], mesh).items():
         first, count = place.leaf.first(tier), place.leaf.counts[tier]

@@ -78,7 +78,7 @@ class PageFiles:
 
     @functools.cached_property
     def spare(self) -> SparePage:
-        """A page without a place in the files, for use after an error."""
+        """A page of zeros without a place in the files, for use after an error."""
         return SparePage(np.zeros(self.page_bytes, np.uint8))
 
 

@@ -483,10 +483,10 @@ def _prepared_specs(config: PassConfig, params: Any, frozen: Any) -> tuple[Array
 
 
 def _own(tree: Any) -> Any:
-    """Adds a first dimension of size 1 to values that differ between data shards."""
+    """Adds a first dimension of size 1 to arrays of a tree that differ between data shards."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
 def _here(tree: Any) -> Any:
-    """Removes the first dimension that `_own` adds."""
+    """Returns `tree` without the first dimension that `_own` adds."""
     return jax.tree.map(lambda x: x[0], tree)

@@ -96,7 +96,7 @@ class PageUpdates:
         return self._run(self.row_functions[leaf.name], piece, row, pending)
 
     def take(self, piece: DiskSlice, new: NewSlice, weights: np.ndarray) -> None:
-        """Copies the result of an update into the memory of the files; waits for it."""
+        """Waits for an update's result `new`; copies it into `weights` and `piece.arrays`."""
         jax.block_until_ready(new)  # a CPU device may use the files' buffers
         new_weights, arrays = new
         take_rows(piece.place, new_weights, weights)

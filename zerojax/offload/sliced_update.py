@@ -190,7 +190,10 @@ class LeafUpdate:
         return weights.reshape(leaf.shard_shape), new_master, new_moments
 
     def _together(self, tier: str, weights: Any, state: tuple[Any, ...], grad: Any) -> Any:
-        """Updates all slices of a tier in device memory together, without a loop."""
+        """Updates all slices of a tier in device memory together, without a loop.
+
+        Returns (weights, (master or None, *moments)) after the update.
+        """
         first, count = self._leaf.first(tier), self._leaf.counts[tier]
         part = lambda x: lax.slice_in_dim(x, first, first + count)  # noqa: E731
         master, *moments = state

@@ -434,7 +434,7 @@ def _abstract(tree: Any) -> Any:
 
 
 def _sum(parts: list[jax.Array], like: jax.Array) -> jax.Array:
-    """Sums a parameter's gradients; returns zeros if there are none."""
+    """Returns the sum of a parameter's gradients `parts`; zeros like `like` if it is empty."""
     if not parts:
         return jnp.zeros_like(like)
     return functools.reduce(jnp.add, parts)

@@ -56,7 +56,7 @@ class LayerWork:
     def run(
         self, rows: Arrays, index: jax.Array | int, activations: Several
     ) -> tuple[Several, Arrays]:
-        """Runs one layer."""
+        """Runs layer `index` with the weights `rows`; returns the result of `layer`."""
         return self.layer(rows, self.consts, self._others(index), activations)
 
     def _others(self, index: jax.Array | int) -> list[jax.Array]:
@@ -298,7 +298,7 @@ def run_updating_backward(
     last, kept, every = work.num_layers - 1, last_layer.inputs, sum(updates.groups, ())
 
     def load(totals: Any, index: jax.Array | int, names: Sequence[str]) -> tuple[Arrays, Arrays]:
-        """Loads state of a layer, and weights of the layer below."""
+        """Returns (optimizer state of layer `index`, weights of layer `index - 1`), loaded."""
         return updates.load_state(totals, index, names), updates.load(totals, index - 1, names)
 
     def body(done: Any, carry: Any) -> Any:

@@ -53,7 +53,7 @@ class RowStacks:
         self.specs, self.on_host = dict(specs), on_host
 
     def leave(self, row: jax.Array) -> jax.Array:
-        """Copies a row on the device to the memory of the stacks."""
+        """Returns a row on the device, copied to host memory if the stacks are there."""
         return to_host(row) if self.on_host else row
 
     def _stack_specs(self, names: Any) -> dict[str, P]:
@@ -81,7 +81,7 @@ class RowStacks:
         return over_auto_axes(local, (specs,), self._stack_specs(like))(carriers)
 
     def load(self, stacks: Arrays, index: jax.Array | int) -> Arrays:
-        """Loads one row of each stack to the device."""
+        """Returns row `index` of each stack, in device memory: {name of the stack: row}."""
 
         def local(stacks: Arrays, index: jax.Array) -> Arrays:
             take = lambda stack: take_slice(stack, index)  # noqa: E731
@@ -93,7 +93,7 @@ class RowStacks:
         return over_auto_axes(local, given, rows)(stacks, jnp.asarray(index, jnp.int32))
 
     def store(self, stacks: Arrays, rows: Arrays, index: jax.Array | int) -> Arrays:
-        """Returns the stacks with one row of each overwritten."""
+        """Returns the stacks with row `index` of each replaced by its entry of `rows`."""
 
         def local(stacks: Arrays, rows: Arrays, index: jax.Array) -> Arrays:
             return {
@@ -358,7 +358,7 @@ def host_inputs(specs: list[P]) -> Inputs:
 
 
 def split_by_name(arrays: Arrays, names: Any) -> tuple[Arrays, Arrays]:
-    """Returns (the arrays with these names, the others)."""
+    """Splits `arrays` into (those whose name is in `names`, all other arrays)."""
     chosen = {name: x for name, x in arrays.items() if name in names}
     return chosen, {name: x for name, x in arrays.items() if name not in names}
 

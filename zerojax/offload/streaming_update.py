@@ -174,7 +174,7 @@ class LayerUpdates:
         return self.rows.stacks.load({name: totals["weights"][name] for name in names}, index)
 
     def complete(self, shards: Arrays, index: jax.Array | int) -> Arrays:
-        """Adds the weights that are not updated here, and all-gathers."""
+        """Adds the frozen weights of layer `index` to `shards`; returns all of them gathered."""
         frozen = {name: x for name, x in self.rows.waiting.items() if name in self.rows.frozen}
         return self.rows.complete({**self.rows.stacks.load(frozen, index), **shards}, index)
 

@@ -321,7 +321,7 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
     axes = {name: leaf.axes for name, leaf in leaves.items()}
 
     def summed(values: Arrays, over: tuple[str, ...]) -> Arrays:
-        """Sums over mesh axes, separately for each dtype."""
+        """Returns `values` summed over the mesh axes `over`, in float32 or `reduce_dtype`."""
         found: Arrays = {}
         for full in (False, True):
             chosen = {n: x for n, x in values.items() if leaves[n].gradient_in_full == full}

@@ -123,12 +123,12 @@ def is_made_again(primitive: Any, params: Mapping[str, Any]) -> bool:
 
 
 def _keep_what_is_dear(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Checkpoint policy that saves everything except gathers and layout changes."""
+    """Returns whether a checkpoint saves a result: all except gathers and layout changes."""
     return primitive.name not in _LAYOUT and not is_made_again(primitive, params)
 
 
 def _without_gathers(policy: Any) -> Any:
-    """Returns a model's own policy, restricted so that it saves no gathered values."""
+    """Returns a checkpoint policy like `policy` that saves no gathered values; None stays None."""
     if policy is None:
         return None
 

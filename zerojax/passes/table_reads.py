@@ -91,7 +91,7 @@ def _has_mark(equation: Equation) -> bool:
 
 
 def _evaluate(rules: _Rules, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a program; inputs and outputs are arrays or `_Held`."""
+    """Evaluates a program on `inputs`; returns its outputs. Both are arrays or `_Held`."""
     apart, _ = _follow(closed.jaxpr, _held_among(inputs))
     return evaluate_in_pieces(
         closed,
@@ -145,7 +145,7 @@ def _tables_made(equation: Equation, given: Sequence[_Held | None]) -> list[_Hel
 
 
 def _run(rules: _Rules, equation: Equation, given: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates an equation that creates or uses a table."""
+    """Evaluates an equation that creates or uses a table; returns arrays or `_Held`."""
     kind = equation.primitive.name
     if kind in SAME:
         return _tables_made(equation, _held_among(given))

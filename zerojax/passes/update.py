@@ -353,5 +353,5 @@ def stacks_of(plan: Decisions) -> dict[str, tuple[str, ...]]:
 
 
 def specs_of_leaves(tree: Any) -> Any:
-    """Returns the `PartitionSpec` of each leaf."""
+    """Returns a tree of the `PartitionSpec` of each leaf of `tree`."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)

@@ -102,7 +102,8 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     """Builds the forward function of a pipeline, with the interface of
     `passes.build_forward`.
 
-    The rows of a data shard are divided into microbatches, as in training.
+    The rows of a data shard are divided into the largest number of microbatches, at most that of
+    training, that divides them.
     """
     layout = _layout(config)
     config = dataclasses.replace(config, loss=function)

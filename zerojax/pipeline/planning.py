@@ -149,7 +149,7 @@ def _divide(method: Any, loop: LayerLoop, params: Arrays, draft: PipelineLayout)
 
 
 def _sizes(loop: LayerLoop, params: Arrays) -> dict[str, float]:
-    """Returns the number of parameters of a layer, of the embedding, and of the remaining model."""
+    """Returns numbers of parameters: {"layer_cost": of one layer, "embed_cost", "head_cost"}."""
     sizes = {name: trees.num_elements(leaf.shape) for name, leaf in params.items()}
     before = loop.names_of(loop.embed_piece.inputs)
     rest = {name: size for name, size in sizes.items() if name not in loop.stacked}
@@ -219,7 +219,12 @@ def partition_layers(
 
 
 def _check_list(layers: tuple[int, ...], num_layers: int, num_parts: int) -> tuple[int, ...]:
-    """Checks the user's number of layers of each part, and returns it."""
+    """Returns `layers`, the user's number of layers of each part, unchanged.
+
+    Raises:
+      ValueError: there are not `num_parts` entries, one is below 1, or the sum is not
+        `num_layers`.
+    """
     example = ""
     if num_parts <= num_layers:
         example = f", such as {list(_even(num_layers, num_parts))}"

@@ -181,7 +181,7 @@ class Stage:
         """Runs one tick on this stage: the slots (forward, backward, weight) of one row of the
         schedule table.
 
-        The order of the slots is described in `zerojax.pipeline_schedules.lowering`.
+        The order of the slots is described in `zerojax.schedules.lowering`.
         """
         state, received = dict(state), run.receives
         if self.backward:

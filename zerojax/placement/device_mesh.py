@@ -252,7 +252,11 @@ def normalise_abstract_mesh(mesh: AbstractMesh) -> AbstractMesh:
 
 
 def _sizes_of_axes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """Returns the size of each of zerojax's axes; 1 for an axis that the mesh does not have."""
+    """Returns the size of each axis in `AXES`; 1 for an axis that the mesh does not have.
+
+    Raises:
+      ValueError: the mesh has an axis that is not in `AXES`.
+    """
     unknown = [name for name in mesh.axis_names if name not in AXES]
     if unknown:
         raise ValueError(

@@ -158,7 +158,7 @@ def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) 
 
 
 def describe_experts(mesh: Mesh | AbstractMesh, placement: Placement) -> list[str]:
-    """Describes in one sentence how the axis `expert` splits the experts over devices."""
+    """Returns one sentence on how the axis `expert` splits the experts; [] if its size is 1."""
     devices = mesh.shape[EXPERT]
     if devices == 1:
         return []

@@ -48,7 +48,7 @@ def on_host(sharding: NamedSharding) -> NamedSharding:
 
 
 def abstract_tiers(leaf: SlicedLeaf, dtype: DTypeLike, mesh: Mesh | AbstractMesh) -> Tiers:
-    """Returns the slices of one array as {memory: `ShapeDtypeStruct`}."""
+    """Returns {memory tier that holds slices of the array: `ShapeDtypeStruct` of these slices}."""
     return {
         tier: jax.ShapeDtypeStruct(
             (leaf.num_shards * leaf.counts[tier], leaf.slice_elements),
@@ -128,7 +128,7 @@ def take_slice(slices: jax.Array, number: Any) -> jax.Array:
 
 
 def put_slice(slices: jax.Array, new: jax.Array, number: Any) -> jax.Array:
-    """Writes `new` at position `number` of `slices`, in place."""
+    """Returns `slices` with `new` at position `number`; XLA may write in place."""
     return lax.dynamic_update_index_in_dim(slices, new, number, 0, allow_negative_indices=False)
 
 
@@ -139,7 +139,7 @@ def take_slices(slices: jax.Array, first: Any, count: int) -> jax.Array:
 
 
 def put_slices(slices: jax.Array, new: jax.Array, first: Any) -> jax.Array:
-    """Writes several slices from position `first` on, in place."""
+    """Returns `slices` with the slices `new` from position `first` on; XLA may write in place."""
     starts = (first, *[0] * (slices.ndim - 1))
     return lax.dynamic_update_slice(slices, new, starts, allow_negative_indices=False)
 
@@ -156,7 +156,7 @@ def shards_of(array: jax.Array) -> dict[jax.Device, np.ndarray]:
 def array_of_shards(
     shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[jax.Device, np.ndarray]
 ) -> jax.Array:
-    """Builds a global array from the shards of every process."""
+    """Builds a global array; each process gives `shards` of its own devices, {device: shard}."""
     kind = sharding.memory_kind
 
     def place(device: jax.Device, shard: np.ndarray) -> jax.Array:

@@ -296,7 +296,7 @@ def _init_shapes(
     shapes: Mapping[str, tuple[int, ...]],
     params: Mapping[str, Any],
 ) -> Tree:
-    """Returns the optimizer's state in the form of checkpoints, for parameters of these shapes."""
+    """Returns the abstract optimizer state in checkpoint form, for parameters of these shapes."""
     coding = coding_of(tx)
     init = tx.init if coding is None else coding.portable_init
     bare = {n: jax.ShapeDtypeStruct(shapes[n], x.dtype) for n, x in params.items()}
@@ -417,7 +417,7 @@ def abstract_model(model: tracing.Model, batch: Tree, loss: tracing.Loss) -> tup
 
 
 def as_read(params: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
-    """Casts parameters to the dtype in which the model reads them."""
+    """Returns {name: `ShapeDtypeStruct` with the dtype in which the model reads the parameter}."""
     return {
         name: jax.ShapeDtypeStruct(leaf.shape, _dtype_read(leaf, precision))
         for name, leaf in params.items()
@@ -467,7 +467,7 @@ def abstract_offloaded(
 def _working(
     x: jax.ShapeDtypeStruct, name: str, layout: OffloadLayout, precision: Precision
 ) -> jax.ShapeDtypeStruct:
-    """Returns the struct of the array of a parameter that forward and backward read."""
+    """Returns shape, dtype and sharding of the array of a parameter that the passes read."""
     if name not in layout.leaves:
         return x
     dtype = jnp.dtype(precision.compute_dtype) if precision.has_masters else x.dtype

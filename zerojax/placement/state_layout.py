@@ -54,7 +54,7 @@ class SlicedLeaf:
         return sum(self.counts.values())
 
     def first(self, tier: str) -> int:
-        """Returns the index of the first slice in a memory (device, host or nvme)."""
+        """Returns the index, within a shard, of the first slice in memory `tier`."""
         before = {DEVICE: (), HOST: (DEVICE,), NVME: (DEVICE, HOST)}[tier]
         return sum(self.counts[nearer] for nearer in before)
 

@@ -400,7 +400,7 @@ def gradient_bytes(plan: Decisions, leaf: LeafPlacement) -> int:
 
 
 def _adds_up(plan: Decisions) -> bool:
-    """Returns whether gradients are accumulated over several microbatches."""
+    """Returns True if a step has several microbatches or the plan has pipeline stages."""
     return plan.num_microbatches > 1 or plan.pipeline is not None
 
 

@@ -404,7 +404,7 @@ def part_with_mixed_rows(
 
 
 def _is_equal(weight: Dependence | None) -> bool:
-    """Returns whether the weight is the same for every part of the batch."""
+    """Returns True if the loss has no weight, or the same weight for every part of the batch."""
     return weight is None or isinstance(weight, Fixed)
 
 

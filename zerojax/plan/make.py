@@ -298,7 +298,7 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """Facts from tracing the loss once, on one microbatch of one data shard."""
+    """Facts from tracing the loss on one microbatch of one data shard."""
 
     params: dict[str, Any]
     extras: dict[str, Any]
@@ -490,7 +490,7 @@ def _forms(
 def _describe_sent(
     task: _Task, placement: Placement, trace: tracing.ModelTrace, tx: Any
 ) -> list[str]:
-    """Describes the weights and gradients that are not sent in the default format or dtype."""
+    """Returns the plan's lines on weights and gradients not sent in the default format or dtype."""
     settings = task.settings
     weights = describe_wire(settings, placement, trace.eight_bits)
     weights += [*describe_weight_wire(settings, placement, task.precision)]
@@ -555,7 +555,7 @@ def _resolve(
 
 
 def _trace(task: _Task) -> _Seen:
-    """Traces the loss once and checks it.
+    """Traces the loss on one microbatch of one data shard, and checks the loss.
 
     Raises:
       ValueError, TypeError: the loss, or an array that it reads, cannot be planned.

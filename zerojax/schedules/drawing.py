@@ -23,7 +23,7 @@ costs more than 10 times as much."""
 
 
 def chunk_letter(chunk: int) -> str:
-    """Returns a, b, c ... for chunks, and the number itself after z."""
+    """Returns the letter of a chunk (a for 0), or from chunk 26 on its number, such as `.26`."""
     return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
 
 

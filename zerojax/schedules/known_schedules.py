@@ -85,8 +85,8 @@ def make_schedule(
       chunks: number of parts of the model on each stage; None: 2 for interleaved and zb_v, else 1.
 
     Raises:
-      ScheduleError: an unknown name, unsupported numbers, or a table that cannot run.
-      OSError: the file cannot be read.
+      ScheduleError: an unknown name, unsupported numbers, a file that cannot be read or has a
+        mistake, or a table that cannot run.
 
     >>> make_schedule("1f1b", stages=4, microbatches=8).num_ticks
     14
@@ -149,8 +149,13 @@ def _make_named(
 
 
 def _split_name(source: str, chunks: int | None) -> tuple[str, int | None]:
-    """Splits a text such as `interleaved(4)` into name and number of chunks; raises if the name is
-    unknown."""
+    """Splits a text such as `interleaved(4)` into the schedule's name and its number of chunks.
+
+    Without parentheses the number is the given `chunks`.
+
+    Raises:
+      ScheduleError: the name is not in `SCHEDULES`, or text and `chunks` have different numbers.
+    """
     name, match = source, _WITH_CHUNKS.fullmatch(source)
     if match is not None:
         name, written = match[1], int(match[2])
@@ -200,7 +205,8 @@ def _or(words: list[str]) -> str:
 
 
 def _fewer(name: str, stages: int, chunks: int) -> str:
-    """Returns the remedy for a table that is too large to build."""
+    """Returns the text of the remedy for a table with more than `MAX_OPERATIONS` forwards: fewer
+    microbatches, fewer chunks, or `1f1b`."""
     group = stages if name == "interleaved" else 1
     most = MAX_OPERATIONS // (stages * chunks) // group * group
     if most:
@@ -468,8 +474,15 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def _split_facts(path: Path, text: str) -> tuple[dict[str, str], list[tuple[int, str]]]:
-    """Splits the text of a CSV file into its `# key: value` lines and its other non-empty lines
-    with their numbers."""
+    """Splits the text of a CSV file into facts and lines of the table.
+
+    Returns:
+      ({"name" and "placement" if a `# key: value` line gives them}, [(line number, line) of each
+      non-empty line without `#`]). Other lines with `#` are ignored.
+
+    Raises:
+      ScheduleError: the placement is neither loop nor v.
+    """
     facts, lines = {}, []
     for number, line in enumerate(text.splitlines(), 1):
         key, colon, value = line.strip().removeprefix("#").partition(":")
@@ -486,7 +499,12 @@ def _split_facts(path: Path, text: str) -> tuple[dict[str, str], list[tuple[int,
 
 
 def _read_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, tuple]]:
-    """Yields (line number, cells) of each tick."""
+    """Yields (line number, parsed cells of all stages) of each tick.
+
+    Raises:
+      ScheduleError: a line has another number of columns than the first, a wrong tick, or a cell
+        that is no list of operations; or the heading has no column for a stage.
+    """
     has_ticks, num_cells = False, None
     for place, (number, line) in enumerate(lines):
         fields = [field.strip() for field in next(csv.reader([line]))]

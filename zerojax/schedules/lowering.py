@@ -254,7 +254,10 @@ def _write_message(
     event: Event,
     slots: dict[str, dict[_Item, int]],
 ) -> None:
-    """Writes the slot in which the neighbouring stage stores this operation's message."""
+    """Writes into `columns` the slot in which the receiving stage stores the result of `event`.
+
+    It writes nothing for W, and for results that no other virtual stage receives.
+    """
     kind, microbatch, chunk = event.operation
     step = {"F": 1, "B": -1, "W": 0}[kind]
     target = event.virtual_stage + step

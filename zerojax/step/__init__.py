@@ -33,7 +33,7 @@ _HOME_OF_NAME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module of a name on first access (PEP 562)."""
+    """Returns the public object `name`; imports its module on first access (PEP 562)."""
     if name not in _HOME_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)

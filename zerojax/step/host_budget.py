@@ -215,7 +215,10 @@ def _pinned_bytes(plan: Plan, devices: Sequence[jax.Device]) -> int:
 
 
 def _pinned_limit(environ: Mapping[str, str]) -> int:
-    """Returns XLA's limit in GiB; XLA's default if the variable is not a number, as in XLA."""
+    """Returns XLA's limit of pinned host memory in GiB: the variable, or XLA's default.
+
+    The default applies if the variable is missing or not a number, as in XLA.
+    """
     told = environ.get(PINNED_LIMIT, "")
     return int(told) if told.isdigit() else DEFAULT_PINNED_GIB
 

@@ -525,7 +525,11 @@ def _shape_of(shard: Ranges) -> tuple[int, ...]:
 def _on_cpu(
     blocks: Iterator[tuple[int, np.ndarray]], shard: Ranges, dtype: DTypeLike, devices: list[Any]
 ) -> list[jax.Array]:
-    """Copies the shard into new memory for each CPU device; the next step may overwrite it."""
+    """Copies one shard to each of several CPU devices; returns the copies in the order of
+    `devices`.
+
+    Each copy has memory of its own, which the next step may overwrite.
+    """
     shape = _shape_of(shard)
     buffers = [_aligned_zeros(shape, np.dtype(dtype)) for _ in devices]
     for row, block in blocks:
@@ -545,7 +549,17 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def fill_on_devices(
     blocks: Iterator[tuple[int, np.ndarray]], shard: Ranges, dtype: DTypeLike, devices: list[Any]
 ) -> list[jax.Array]:
-    """Assembles the shard on each device from blocks of rows."""
+    """Copies one shard to each of several devices, block by block.
+
+    Args:
+      blocks: (first row in the shard, values) of each block; rows without a block stay zero.
+      shard: index range of the shard in each dimension of the array.
+      dtype: dtype of the result.
+      devices: devices that hold this shard.
+
+    Returns:
+      The whole shard on each device, in the order of `devices`.
+    """
     shape = _shape_of(shard)
     filled = [_zeros(shape, np.dtype(dtype), device) for device in devices]
     for row, block in blocks:
@@ -563,6 +577,6 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _fill(shard: jax.Array, block: jax.Array, row: jax.Array) -> jax.Array:
-    """Writes a block into the shard, beginning at `row`, in place."""
+    """Returns `shard` (donated) with `block` written at `row` of its first dimension; casts it."""
     start = [row, *[jnp.int32(0)] * (shard.ndim - 1)] if shard.ndim else []
     return lax.dynamic_update_slice(shard, block.astype(shard.dtype), start)

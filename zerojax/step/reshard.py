@@ -512,7 +512,11 @@ def _resizer(wanted: tuple[Wanted, ...], to_rows: bool) -> Any:
 
 
 def _resize(x: Any, wanted: Wanted, to_rows: bool) -> Any:
-    """Converts one array; joins it from rows or separates it into rows if required; traced."""
+    """Converts one array to the shape and row order of `wanted`, in device memory; traced.
+
+    A tuple `x` is stacked first. If `wanted` has a sharding for each layer, the result is a tuple
+    of layers.
+    """
     shape, shardings, move = wanted
     x = jax.tree.map(lambda part: jax.device_put(part, jax.memory.Space.Device), x)
     x = jnp.stack(x) if isinstance(x, tuple) else x

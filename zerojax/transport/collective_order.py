@@ -238,7 +238,7 @@ class _Order:
         return results, [closure] * len(results)
 
     def _in_order(self, value: Any) -> Any:
-        """Applies `_with_order` to all programs in a parameter of an equation."""
+        """Returns an equation's parameter with `_with_order` applied to the programs in it."""
         if isinstance(value, ClosedJaxpr):
             return _with_order(value, self._everywhere)
         if type(value) is tuple:
@@ -285,7 +285,7 @@ def _with_barriers(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]
 
 
 def _run_alone(program: Jaxpr, equation: Equation, operands: Sequence[Any]) -> list[Any]:
-    """Runs an equation on operands that need not be the values of its variables."""
+    """Evaluates one equation of `program` on the given operands; returns the equation's results."""
     fresh = jax.make_jaxpr(lambda *values: None)
     taken = fresh(*(atom.aval for atom in equation.invars)).jaxpr.invars
     made = fresh(*(variable.aval for variable in equation.outvars)).jaxpr.invars

@@ -543,7 +543,11 @@ def make_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 def buckets_of(
     sizes: Mapping[str, int], leaves: Mapping[str, LeafCollectives], limit: int
 ) -> list[list[str]]:
-    """Applies `make_buckets` to each group of parameters with equal mesh axes and sent dtype."""
+    """Divides the names in `sizes` into buckets that can each be sent in one collective.
+
+    A bucket has at most `limit` elements (see `make_buckets`). All its parameters have the same
+    mesh axes, groups of devices, quantization and dtypes.
+    """
 
     def kind(name: str) -> tuple[Any, ...]:
         leaf = leaves[name]

@@ -59,7 +59,10 @@ class TreeOrder(enum.Enum):
 
 
 def tree_sum(rows: jax.Array, order: TreeOrder) -> jax.Array:
-    """Sums over dimension 0, whose size is a power of two, in the order of a fixed binary tree."""
+    """Returns the sum of `rows` over dimension 0, in the order of a fixed binary tree.
+
+    The size of dimension 0 is a power of two.
+    """
     while rows.shape[0] > 1:
         half = rows.shape[0] // 2
         if order is TreeOrder.LOWEST_FIRST:
@@ -114,7 +117,10 @@ def tree_total(
 
 
 def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """Maps `function` over the local shards of the axes that the compiler still partitions."""
+    """Returns `function` mapped over the local shards of the axes that the compiler partitions.
+
+    If all of `COMPILER_AXES` are already manual, it returns `function` itself.
+    """
     remaining = set(COMPILER_AXES) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if not remaining:
         return function
@@ -180,7 +186,10 @@ def sum_in_codes(
 
 
 def sum_replicated(values: Any, over: tuple[str, ...] = PASS_AXES) -> Any:
-    """Sums a pytree over manual axes; the values are replicated over the compiler's axes."""
+    """Returns the sum of each array of a pytree over the manual axes `over`.
+
+    The arrays are replicated over the compiler's axes.
+    """
     if is_one_device(over):
         return values
     specs = jax.tree.map(lambda _: P(), values)
@@ -190,7 +199,10 @@ def sum_replicated(values: Any, over: tuple[str, ...] = PASS_AXES) -> Any:
 def max_replicated(
     values: dict[str, jax.Array], over: tuple[str, ...] = PASS_AXES
 ) -> dict[str, jax.Array]:
-    """Returns the elementwise maximum over manual axes, by one collective for each dtype."""
+    """Returns the elementwise maximum of each array over the manual axes `over`.
+
+    All arrays of one dtype are sent together.
+    """
     if is_one_device(over):
         return values
     result = {}
@@ -340,7 +352,7 @@ def sum_in_tree(
 
 
 def barrier_kind(mesh: Mesh | AbstractMesh) -> BarrierKind:
-    """Returns the kind of barrier for these devices; "barrier" for devices that are not present."""
+    """Returns "branch" for a mesh of CPU devices, and "barrier" for others and abstract meshes."""
     if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
         return "barrier"
     return "branch"
@@ -439,7 +451,7 @@ def _with_divisions(program: Jaxpr) -> Jaxpr:
 
 
 def _with_inner(value: Any) -> Any:
-    """Applies `fix_divisions` to all programs in a parameter of an equation."""
+    """Returns an equation's parameter with `fix_divisions` applied to the programs in it."""
     if isinstance(value, ClosedJaxpr):
         return fix_divisions(value)
     if isinstance(value, Jaxpr):

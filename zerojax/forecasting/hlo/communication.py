@@ -226,7 +226,8 @@ class _Finder:
         )
 
     def groups(self, kind: str, instruction: Instruction) -> list[Group]:
-        """Returns all groups of devices of a collective."""
+        """Returns all groups of devices of a collective, as positions in the mesh; of a permute,
+        the sets of devices that its pairs connect."""
         if kind == PERMUTE:
             found: list[Group] = []
             pairs = _pairs(instruction)
@@ -251,8 +252,8 @@ class _Finder:
 
 
 def ring_bytes(kind: str, payload: int, group_size: int) -> int:
-    """Returns the number of bytes, rounded up, that one device of a ring sends in a collective of
-    `payload` bytes."""
+    """Returns the number of bytes, rounded up, that one device of a ring of `group_size` devices
+    sends in a collective of `payload` bytes; `kind` is any of `KINDS` except `PERMUTE`."""
     if kind == "collective-broadcast":
         return payload if group_size > 1 else 0
     factor = 2 if kind == "all-reduce" else 1
@@ -363,8 +364,8 @@ def _read_mesh(text: str) -> list[Group]:
 
 
 def _cut_axis(size: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Splits an axis at the given parts; returns (product of the dimensions before it, length) for
-    each dimension that results."""
+    """Splits an axis of `size` devices at `parts`, which are (product of the dimensions before the
+    part, length). Returns such a pair for each dimension that results."""
     cut, before = [], 1
     for pre, length in sorted(parts):
         if pre > before:

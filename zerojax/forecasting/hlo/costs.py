@@ -212,8 +212,8 @@ def _target(call: Instruction) -> str:
 
 
 def _library_flops(computation: Computation, call: Instruction) -> list[int]:
-    """Returns the FLOPs of a cuBLAS or cuDNN call as a list with one entry; [] for any other custom
-    call."""
+    """Returns the FLOPs of a call of cuBLAS, or of cuDNN's convolution or attention, as a list with
+    one entry; [] for any other custom call, and if the call does not state its dimensions."""
     target = _target(call)
     if target.startswith("__cudnn$conv"):
         return [_cudnn_convolution_flops(computation, call, target)]
@@ -253,7 +253,8 @@ def attention_keys(call: Instruction) -> int:
 
 
 def _find_setting(config: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """Finds the value of `key` at any depth of a nested configuration; None if it is missing."""
+    """Returns the value of `key` in a nested configuration, the outermost level first; None if no
+    level has the key."""
     if key in config:
         return config[key]
     inner = (_find_setting(value, key) for value in config.values() if isinstance(value, dict))
@@ -341,7 +342,8 @@ def _without_workspace(instruction: Instruction) -> tuple[Array, ...]:
 
 
 def _written(body: Computation, result: Instruction) -> int:
-    """Returns the bytes that a fusion writes for results that are not updates in place."""
+    """Returns the bytes that a fusion writes to device memory for `result`, which is not an update
+    in place; scratch memory of cuBLAS and cuDNN counts as 0."""
     if result.opcode == "get-tuple-element":
         source = body[result.operands[0]]
         if int(result.attributes["index"]) >= len(_without_workspace(source)):
@@ -358,7 +360,8 @@ def _of_slice(where: Computation, instruction: Instruction) -> int:
 
 
 def _operand_bytes(where: Computation, instruction: Instruction) -> int:
-    """Returns the bytes of all operands of an instruction except the first: indices and updates."""
+    """Returns the bytes in device memory of all operands of an instruction except the first:
+    indices and updates."""
     return sum(_bytes(operand.arrays) for operand in where.operands_of(instruction)[1:])
 
 
@@ -388,8 +391,8 @@ def _renamed(body: Computation, instruction: Instruction) -> Instruction:
 
 
 def _updated_in_place(body: Computation) -> set[str]:
-    """Finds the results of a fusion that write an update into the memory of one of its
-    parameters."""
+    """Returns the names of those results of a fusion that write an update into the memory of one of
+    the fusion's parameters."""
     return {
         result.name
         for result in _results(body)

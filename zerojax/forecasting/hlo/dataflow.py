@@ -98,11 +98,11 @@ class Dataflow:
         return self._out_of.get(value, [])
 
     def values_of(self, name: str) -> list[Value]:
-        """Returns the values that an instruction computes."""
+        """Returns the values that an instruction computes: one per array of its result."""
         return [(name, index) for index, _ in _elements(self.instructions[name].type)]
 
     def operands(self, name: str) -> list[Value]:
-        """Returns the values that an instruction takes."""
+        """Returns the values that an instruction reads, in the order of its operands."""
         return self._operands(name)
 
     def array(self, value: Value) -> Array | None:
@@ -115,8 +115,8 @@ class Dataflow:
         return found if isinstance(found, Array) else None
 
     def is_workspace(self, value: Value) -> bool:
-        """Returns whether a value is scratch memory of a library, which is the last element of a
-        custom call's result."""
+        """Returns whether a value is scratch memory of a library: the last element of the tuple
+        that a custom call returns, if its dtype is s8 or u8."""
         name, index = value
         if self.instructions[name].opcode != "custom-call" or not index:
             return False
@@ -206,7 +206,8 @@ class Dataflow:
                 self._add_edge(operand, (name, (1, *place)), Edge.SAME)
 
     def _connect_all_reduce(self, instruction: Instruction, operands: list[Value]) -> None:
-        """Links the start of an all-reduce, `result` or `((operands), result)`, or its end."""
+        """Adds the edges of an all-reduce-start, whose value is `result` or `((operands), result)`,
+        or of the all-reduce-done that belongs to it."""
         is_start = instruction.opcode == "all-reduce-start"
         start = instruction if is_start else self.instructions[operands[0][0]]
         has_operands = not isinstance(_parts(start.type)[0], Array)
@@ -257,7 +258,8 @@ class Dataflow:
         return Edge.USED
 
     def _kept_by_select(self, instruction: Instruction) -> int | None:
-        """Returns the operand whose numbers a `select` passes on; None if both may be passed on.
+        """Returns the number (1 or 2) of the operand whose numbers a `select` passes on; None if
+        both operands may be passed on.
 
         One condition for the whole array chooses between the array and a number. So
         `transport.collective_order` lets a collective wait for others; a user's `where(flag, x, 0)`
@@ -278,8 +280,9 @@ class Dataflow:
         }
 
     def _is_scalar(self, value: Value) -> bool:
-        """Returns whether all elements of a value are the same number, such as a broadcast
-        scalar."""
+        """Returns whether a value is a scalar, a constant, or computed from these only by
+        broadcasts, bitcasts, reshapes and casts. A constant array counts, even if its elements
+        differ."""
         array = self.array(value)
         if array is not None and not array.shape:
             return True

@@ -59,8 +59,8 @@ class HostCopy:
         for it.
       op_name: name of the traced operation from which the instruction was compiled.
       overlap: work that is scheduled while the copy is in progress.
-      opposite_bytes: bytes moved in the other direction by copies that are in progress at the same
-        time.
+      opposite_bytes: bytes, of one execution each, of the copies in the other direction that are in
+        progress at the same time.
     """
 
     name: str
@@ -186,7 +186,8 @@ _Moved = dict[str, list[tuple[int, bool]]]
 
 
 def _moved_by_one(where: Computation, instruction: Instruction) -> _Moved:
-    """Returns the bytes that an instruction outside of a fusion copies between host and device."""
+    """Returns {direction: bytes of each part} that an instruction outside of a fusion copies
+    between host and device; {} if it copies none."""
     if instruction.opcode == "copy-start":  # (target, source, context)
         target, source = instruction.arrays[:2]
         return _between(source, target, linear=True)
@@ -248,7 +249,8 @@ def _moved_by_slices(where: Computation, slices: list[Instruction]) -> _Moved:
 
 
 def _source(where: Computation, one: Instruction) -> Instruction:
-    """Returns the array that a slice is read from or that an update is written into."""
+    """Returns the instruction whose array a slice is read from or an update is written into, with
+    bitcasts, reshapes and copies skipped."""
     return _unnamed(where, where[one.operands[0]])
 
 
@@ -267,8 +269,8 @@ def _on_host(array: Array) -> bool:
 
 
 def _opposite(copy: HostCopy, copies: list[HostCopy]) -> int:
-    """Sums the bytes of copies in the opposite direction that are in progress at the same time as
-    `copy`."""
+    """Returns the bytes, of one execution each, of those `copies` that go in the opposite direction
+    of `copy` and are in progress at the same time."""
     return sum(
         other.bytes
         for other in copies

@@ -91,7 +91,8 @@ class Instruction:
 
     @property
     def is_allocation(self) -> bool:
-        """Whether this only names memory that later instructions write to."""
+        """Whether the instruction only names memory (a custom call of `AllocateBuffer`) that later
+        instructions write to."""
         is_call = self.opcode == "custom-call"
         return is_call and "AllocateBuffer" in self.attributes.get("custom_call_target", "")
 
@@ -187,20 +188,21 @@ class Instruction:
     @property
     def trip_count(self) -> int | None:
         """Number of iterations of a loop; None if neither the compiler nor the loop's condition
-        states it."""
+        states it; 0 for a loop of `FURTHER_ROUNDS` whose number the compiler does not state."""
         known = self.backend_config.get("known_trip_count")
         return int(known["n"]) if known else self.derived_trip_count
 
     def integers(self, attribute: str) -> tuple[int, ...]:
-        """Parses the integers of an attribute such as `dimensions={0,2}`; () if the attribute is
-        missing."""
+        """Returns the integers in the text of an attribute, such as (0, 2) for `dimensions={0,2}`;
+        () if the attribute is missing."""
         return tuple(int(n) for n in re.findall(r"\d+", self.attributes.get(attribute, "")))
 
     def runs(self) -> Iterator[tuple[str, int]]:
         """Yields (computation that the instruction calls, number of runs); each branch of a
         conditional counts once.
 
-        A loop whose number of iterations is unknown counts as one iteration.
+        The condition of a loop runs once more often than its body. A loop whose number of
+        iterations is unknown counts as one iteration.
         """
         trips = self.trip_count if self.opcode == "while" else None
         trips = 1 if trips is None else trips
@@ -308,8 +310,8 @@ class Program:
         return self._times[name]
 
     def shares_of(self, instruction: Instruction) -> list[float | None]:
-        """Returns, for each branch of a conditional, the fraction of layers that take it; None if
-        unknown."""
+        """Returns one number per branch of a conditional, in the order of `instruction.branches`:
+        the fraction of layers that take the branch; None if the fraction is unknown."""
         return [
             share_of_branch(
                 (inner.op_name for inner in self.computations[name].instructions),

@@ -145,7 +145,8 @@ class _Reader:
 
 
 def _joins(found: Timeline, entry: list[Any]) -> bool:
-    """Adds an entry to the last one if both are the same kernel of the same operation."""
+    """Adds the launches of `entry` to the last entry of `found` if both are the same kernel of the
+    same operation; returns whether they are."""
     if not found or entry[0] != KERNEL or found[-1][0] != KERNEL:
         return False
     last = found[-1]

@@ -252,7 +252,9 @@ class _Walk:
         times: float,
         collect: bool,
     ) -> list[_Value]:
-        """Visits a conditional; the most expensive branch counts, as in `tracing.flops`."""
+        """Visits the branches of a conditional and returns the values of its outputs, with the
+        origins of all branches joined. Only products of the most expensive branch are recorded, as
+        in `tracing.flops`."""
         cost = [sum(map(equation_flops, program.eqns)) for program in programs]
         dearest = cost.index(max(cost))
         results = [
@@ -276,7 +278,7 @@ _KEEP_IDENTITY = frozenset(
 
 
 def _rest(given: Sequence[_Value], equation: Equation) -> Iterator[tuple[_Value, Any]]:
-    """Returns all operands of an equation except the first."""
+    """Returns pairs (value, variable) of all operands of an equation except the first."""
     return zip(given[1:], equation.invars[1:], strict=True)
 
 

@@ -199,7 +199,8 @@ class OpTime:
 
 
 def newest_trace(folder: str | Path) -> Path | None:
-    """Finds the newest trace file below a folder; returns None if there is none."""
+    """Returns the path of the trace file (*.trace.json.gz) below a folder that was changed last;
+    None if there is none."""
     found = sorted(Path(folder).rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     return found[-1] if found else None
 
@@ -258,8 +259,8 @@ def with_programs(ops: Sequence[OpTime], program: Program) -> list[OpTime]:
     """Adds kind, FLOPs and origin to the timed operations of one program.
 
     Args:
-      ops: operations of any programs. Operations that are not in `program`, and operations that
-        only run other operations, are dropped.
+      ops: operations of any programs. Operations whose names are not in `program`, and operations
+        that only run other operations, are dropped. Names of modules are not compared.
       program: the compiled program.
     """
     matmuls, found = Matmuls(program), []
@@ -293,8 +294,9 @@ def _kind(opcode: str, flops: float) -> str:
 
 
 def _short(op_name: str) -> str:
-    """Shortens a name such as "jit(step)/shard_map/while/body/.../dot_general" to its last
-    parts."""
+    """Returns the last three parts of a name such as
+    "jit(step)/shard_map/while/body/.../dot_general", without parts such as "while" that name no
+    operation of the model."""
     noise = ("shard_map", "while", "body", "closed_call", "checkpoint", "jit(main)")
     parts = [part for part in op_name.split("/") if part not in noise]
     return "/".join(parts[-3:])

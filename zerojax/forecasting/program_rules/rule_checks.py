@@ -107,7 +107,8 @@ class _Step:
         return checked_rule("no_gather", f"{len(found)} of {len(chosen)} gathered", limit, found)
 
     def _rows(self, name: str) -> tuple[str, ...]:
-        """Returns the names under which a user knows a parameter."""
+        """Returns the names under which a user knows the parameter `name`: `name` itself and, if it
+        is a stack of layers, the names of the stack's rows."""
         return (name, *self._plan.stacks.get(name, ()))
 
     def _is_whole(self, one: SentArray, name: str) -> bool:
@@ -141,7 +142,9 @@ class _Step:
         return checked_rule("max_gather_mb", _mb(largest), limit, found)
 
     def _why_unplanned(self, one: SentArray) -> str | None:
-        """Returns what is gathered without a plan; None if the plan gathers it on purpose."""
+        """Returns text that says which array an all-gather gathers beyond the plan. Returns None if
+        the plan gathers the array, if the array holds codes, or if the gather is in the scope
+        `ATTENTION` or `MATRICES`."""
         if ATTENTION in one.scope or MATRICES in one.scope or self._is_coded(one):
             return None
         if not one.parameters:
@@ -164,7 +167,8 @@ class _Step:
         return None
 
     def _is_coded(self, one: SentArray) -> bool:
-        """Returns whether an array holds codes that the plan sends."""
+        """Returns whether an array has a dtype of `_CODES` and the plan sends codes of any
+        parameter."""
         return one.dtype in _CODES and any(
             leaf.codes
             or leaf.wire_codes
@@ -176,7 +180,8 @@ class _Step:
 
     @functools.cached_property
     def _times_gathered(self) -> dict[tuple[str, ...], float]:
-        """Parameters that are gathered together -> times per step that they are, as a whole."""
+        """{names of parameters that are gathered together: times per step that all their elements
+        are gathered}."""
         counts: dict[tuple[str, ...], int] = collections.Counter()
         for one in self._gathers:
             counts[one.parameters] += one.times * one.elements
@@ -188,7 +193,8 @@ class _Step:
         }
 
     def _planned_times(self, name: str) -> float:
-        """Returns how often the plan gathers a parameter, for each place that reads it."""
+        """Returns how many times per step the plan gathers a parameter: the all-gathers of its
+        plan, times the number of places that read the parameter."""
         transfers = leaf_transfers(self._plan, self._leaves[name])
         times = math.fsum(one.times for one in transfers if one.kind == "all-gather")
         return times * max(1, self._reads[name])
@@ -420,7 +426,8 @@ class _Step:
 
 
 def _sum_dtypes(plan: Plan, leaf: LeafPlacement) -> set[str]:
-    """Returns the dtypes in which the plan sums the gradient of a parameter over devices."""
+    """Returns the names of the dtypes in which the plan sums the gradient of a parameter over
+    devices; an empty set for a frozen parameter."""
     if leaf.frozen:
         return set()
     transfers: Callable[[], Iterator[str]] = lambda: (  # noqa: E731
@@ -438,7 +445,8 @@ def _is_gradient_sum(one: SentArray) -> bool:
 
 
 def _is_replicated(one: SentArray) -> bool:
-    """Returns whether a collective makes a value of the batch whole on every device."""
+    """Returns whether a collective makes an array of activations or of the batch whole on every
+    device: an all-gather over any axis, or an all-reduce over one of `PASS_AXES`."""
     if one.role not in (roles.ACTIVATIONS, roles.BATCH):
         return False
     over_batch = bool({*one.axis.split("+")} & {*PASS_AXES})

@@ -241,8 +241,8 @@ def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
 
 
 def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
-    """Returns whether `entry` differs from a fitting plan only by more microbatches or more
-    remat."""
+    """Returns whether `entry` has the mesh axes and ZeRO stage of a compiled plan that fits, and at
+    least as many microbatches and as much remat. `unroll` is not compared."""
     mine, theirs = entry.candidate, other.entry.candidate
     return (
         other.trial.status == FITS
@@ -273,8 +273,8 @@ def is_no_larger(compiled: CompiledCandidate, candidate: Candidate) -> bool:
     """Returns whether `candidate` needs at least as much memory as a compiled plan that does not
     fit.
 
-    This holds if it has the same mesh axes, and no higher ZeRO stage, no more remat and no more
-    microbatches than the compiled plan.
+    This holds if it has the same mesh axes without a pipeline, the same `unroll`, and no higher
+    ZeRO stage, no more remat and no more microbatches than the compiled plan.
     """
     mine, theirs = candidate, compiled.entry.candidate
     return (

@@ -69,7 +69,8 @@ def _spelled(name: str) -> str:
 
 
 def named_gpu(name: str) -> Gpu | None:
-    """Finds the card with this name or alias; returns None if there is none."""
+    """Returns the card of which `name` is the name or an alias (case, spaces and underscores do not
+    matter); None if there is none."""
     found = _aliases().get(_spelled(name))
     return _cards()[found] if found else None
 
@@ -155,8 +156,9 @@ def _load(text: str, path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], s
 
 
 def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the values of a card over the values of its `base` card; keeps the base's notes on
-    values that the card does not change."""
+    """Returns the values of a card merged over the values of its `base` card, except the base's
+    name, title, aliases, device kinds and measured rates. Keeps the base's notes on values that the
+    card does not change."""
     own = {key: value for key, value in values.items() if key != "base"}
     if "base" not in values:
         return own
