@@ -596,7 +596,11 @@ def test_an_engine_without_a_batch(tmp_path):
 
 def test_a_rate_that_only_the_schedule_knows():
     schedule = optax.constant_schedule(1e-3)
-    with initialize(put(CONFIG, "optimizer", None), optimizer=optax.sgd(schedule)) as engine:
+    config = put(CONFIG, "optimizer", None)
+    with initialize(config, optimizer=optax.sgd(schedule)) as engine:
+        engine.prepare(rows())
+        assert engine.get_lr() == pytest.approx([1e-3])
+    with initialize(config, optimizer=optax.adafactor(schedule)) as engine:
         engine.prepare(rows())
         refused(engine.get_lr, '"learning rate" optax', "schedule")
         assert schedule(engine.global_steps) == pytest.approx(1e-3)
