@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -196,6 +197,28 @@ def plan_of(loss=own, **options):
 def test_the_work_with_the_rows_of_other_devices_is_counted():
     one, eight = (model_flops(plan_of(devices=number)) for number in (1, 8))
     assert one == eight
+
+
+class Listed(nnx.Module):
+    """Towers whose layers a Python loop calls."""
+
+    def __init__(self, rngs):
+        self.image = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(6)])
+        self.text = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(6)])
+
+    def __call__(self, x, y):
+        for image, text in zip(self.image, self.text, strict=True):
+            x, y = x + jnp.tanh(image(x)), y + jnp.tanh(text(y))
+        return [z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (x, y)]
+
+
+def test_layers_of_a_list_are_counted_as_on_one_device():
+    """At stage 3 they become a loop, for which the loss is traced again."""
+    options = {"loss": own, "batch": batch_of, "persistence_threshold": 0, "steps": 4}
+    one, eight = (train_for(Listed, devices=number, zero=3, **options) for number in (1, 8))
+    np.testing.assert_allclose(one.losses, eight.losses, rtol=0, atol=TOLERANCE)
+    assert eight.plan.stacks
+    assert model_flops(one.plan) == model_flops(eight.plan)
 
 
 def test_what_is_not_the_whole_batch_is_refused():

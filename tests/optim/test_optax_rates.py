@@ -30,6 +30,9 @@ WITHOUT = {
     "groups": optax.multi_transform(
         {"a": optax.adam(1e-3), "b": optax.sgd(0.1)}, lambda params: dict.fromkeys(params, "a")
     ),
+    "two numbers": optax.chain(optax.scale(0.5), optax.sgd(SCHEDULE)),
+    "a scaled update": optax.chain(optax.adam(SCHEDULE), optax.scale(0.5)),
+    "clipped afterwards": optax.chain(optax.sgd(SCHEDULE), optax.clip(1.0)),
     "every fourth step": optax.MultiSteps(optax.adam(SCHEDULE), 4),
     "needs a value": optax.lbfgs(),
 }

@@ -155,8 +155,11 @@ def measured_run(spec: RunSpec, steps: int, folder: Path, *, save: bool) -> RunS
         folder=folder,
         offload_folder=folder,
         log=dataclasses.replace(spec.log or LogConfig(), **_log_of(steps)),
-        checkpoint=CheckpointConfig(
-            path=str(folder / "checkpoints"), every=NEVER, save_on_exit=save
+        checkpoint=dataclasses.replace(
+            spec.checkpoint or CheckpointConfig(),
+            path=str(folder / "checkpoints"),
+            every=NEVER,
+            save_on_exit=save,
         ),
     )
 

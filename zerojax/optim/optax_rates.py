@@ -6,6 +6,7 @@ rule, a product with a number that depends on the number of updates alone: the n
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -39,8 +40,9 @@ def schedule_of(tx: optax.GradientTransformation) -> Schedule | None:
     counts = [x.shape == () and jnp.issubdtype(x.dtype, jnp.integer) for x in given]
     if len(jax.tree.leaves(shape[0])) != 1 or _has_groups(state):
         return None
-    sign, numbers = _factors(closed, counts)
-    return None if not numbers else lambda count: -sign * math.prod(f(count) for f in numbers)
+    sign, factors = _factors(closed, counts)
+    # With two numbers it is not known which one is the rate, as in chain(scale(0.5), sgd(0.1)).
+    return (lambda count: -sign * factors[0](count)) if len(factors) == 1 else None
 
 
 def _has_groups(state: Any) -> bool:
@@ -52,9 +54,9 @@ def _has_groups(state: Any) -> bool:
 def _factors(closed: ClosedJaxpr, counts: list[bool]) -> tuple[float, list[Callable[[Any], Any]]]:
     """Returns (sign, functions of the count) of the last products of a program's first output.
 
-    Numbers 1 and -1 only change the sign: an update that ends with nothing else has no rate.
+    Numbers 1 and -1 are no factors: they only change the sign.
     """
-    program, sign, constant = closed.jaxpr, 1, 1.0
+    program, sign = closed.jaxpr, 1.0
     found: list[Callable[[Any], Any]] = []
     made = {variable: equation for equation in program.eqns for variable in equation.outvars}
     atom: Any = program.outvars[0]
@@ -71,12 +73,17 @@ def _factors(closed: ClosedJaxpr, counts: list[bool]) -> tuple[float, list[Calla
             if factor is None or (first is not None and second is not None):
                 break
             if isinstance(factor, float):
-                sign, constant = math.copysign(sign, factor * sign), constant * abs(factor)
+                sign, size = math.copysign(sign, factor * sign), abs(factor)
+                found += [functools.partial(_constant, size)] if size != 1 else []
             else:
                 found.append(factor)
         else:
             break
-    return sign, found if constant == 1 else [*found, lambda _: constant]
+    return sign, found
+
+
+def _constant(number: float, count: Any) -> float:
+    return number
 
 
 def _number(

@@ -5,6 +5,7 @@ No step is run, and the mesh may be an `AbstractMesh` for devices that do not ex
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -577,9 +578,8 @@ def _trace(task: _Task) -> _Seen:
             microbatch = slice_batch(task.batch, pieces, task.precision, exact)
             if jax.tree.leaves(microbatch) != jax.tree.leaves(before):
                 trace = trace_of(microbatch)
-        if shards > 1 and gathers_batch(trace.program.jaxpr):
-            with rows_of_all(shards):  # so that the work with their rows is counted
-                trace = trace_of(microbatch)
+        with _rows_counted(task, trace):
+            trace = trace_of(microbatch) if gathers_batch(trace.program.jaxpr) else trace
         check_not_per_example(trace.result, task.batch, microbatch)
     check_loss(trace.result)
     check_step_counts(trace, params, extras, microbatch, task.model)
@@ -588,6 +588,16 @@ def _trace(task: _Task) -> _Seen:
     check_divisor(trace, params, extras, microbatch, whole, trace_of)
     trace = dataclasses.replace(trace, exact_leaves=exact)
     return _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
+
+
+def _rows_counted(
+    task: _Task, trace: tracing.ModelTrace
+) -> contextlib.AbstractContextManager[object]:
+    """Returns a context for tracing a loss that gathers the batch, so that the work with the rows
+    of other devices is counted; for any other loss, one without effect."""
+    if not gathers_batch(trace.program.jaxpr):
+        return contextlib.nullcontext()
+    return rows_of_all(meshes.num_data_shards(task.mesh))
 
 
 def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _Seen]:
@@ -600,7 +610,8 @@ def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _S
     assert model is not None
     params = stack_structs(seen.params, rolling.stacks)
     read = as_read(params, task.precision)
-    trace = tracing.trace_model(model, read, seen.extras, seen.microbatch, task.loss)
+    with _rows_counted(task, seen.trace):
+        trace = tracing.trace_model(model, read, seen.extras, seen.microbatch, task.loss)
     trace = dataclasses.replace(trace, exact_leaves=seen.trace.exact_leaves)
     check_same_result(seen.trace, trace)
     rolled = dataclasses.replace(seen, params=params, trace=trace)
