@@ -3,12 +3,14 @@
 Measures six models on one CPU device, and at every ZeRO stage on eight, each side in a fresh
 process, alternating: processor time of planning and of compiling, and peak memory of the process.
 The expert's step is `plain_gspmd` at the same stage, with optax; zerojax takes the same optax chain
-or its own AdamW.
+or its own AdamW. The last rows are a GPT of 7 billion parameters with a Python list of 32 layers,
+compiled for 8 H100 without a GPU, if the extra `plan` is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import statistics
@@ -28,6 +30,8 @@ from benchmarks.machine import load_average
 from benchmarks.measuring import in_a_process
 from benchmarks.recipe import CLIPPED
 from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import find_gpu
 from zerojax.zoo import GPT2, GPT2Config
 
 CASES = ((1, 1), (8, 0), (8, 1), (8, 2), (8, 3))
@@ -38,23 +42,43 @@ REPEATS = 1
 COMPILE_LIMIT = 1.15
 LAYERS, TOKENS, WIDTH, HEADS, VOCAB = 12, 64, 64, 4, 512
 EXPERTS, EXPERT_LAYERS = 8, 4
+ON_GPUS = ("GPT 7B, list of 32", "h100", 8)
+"""(model, card, number of cards) of the rows that are compiled without a GPU."""
+GPU_STAGES = (1, 3)
 DENSE = 100
 """Number of layers of the model with 200 arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ListSizes:
+    """Sizes of a decoder that is a list of layers, and of its batch of `rows` sequences."""
+
+    width: int = WIDTH
+    heads: int = HEADS
+    vocab: int = VOCAB
+    tokens: int = TOKENS
+    rows: int = 8
+
+
+SMALL = ListSizes()
+GPT_7B = ListSizes(width=4096, heads=32, vocab=50304, tokens=2048)
+LAYERS_OF_7B = 32
 
 
 class Block(nnx.Module):
     """One layer of a decoder; maps [rows, tokens, width] to the same shape."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
-        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
-        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, sizes: ListSizes = SMALL) -> None:
+        width, self.heads = sizes.width, sizes.heads
+        self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
+        self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
+        self.out = nnx.Linear(width, width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         parts = jnp.split(self.qkv(self.norms[0](x)), 3, axis=-1)
-        q, k, v = (part.reshape(*x.shape[:2], HEADS, -1) for part in parts)
+        q, k, v = (part.reshape(*x.shape[:2], self.heads, -1) for part in parts)
         seen = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.reshape(x.shape))
         return x + self.down(jax.nn.gelu(self.up(self.norms[1](x))))
@@ -63,10 +87,10 @@ class Block(nnx.Module):
 class Listed(nnx.Module):
     """A decoder that calls a list of layers."""
 
-    def __init__(self, layers: int, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(layers)])
-        self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
+    def __init__(self, layers: int, rngs: nnx.Rngs, sizes: ListSizes = SMALL) -> None:
+        self.embed = nnx.Embed(sizes.vocab, sizes.width, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs, sizes) for _ in range(layers)])
+        self.head = nnx.Linear(sizes.width, sizes.vocab, use_bias=False, rngs=rngs)
 
     def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x = self.embed(batch["tokens"])
@@ -200,11 +224,19 @@ def models(smoke: bool) -> dict[str, tuple[Callable[[nnx.Rngs], Any], dict[str, 
     }
 
 
+def large_list(smoke: bool) -> tuple[Callable[[nnx.Rngs], Any], dict[str, Any]]:
+    """Returns the factory of GPT 7B with a list of layers, and an example of its global batch."""
+    sizes, layers = (SMALL, 2) if smoke else (GPT_7B, LAYERS_OF_7B)
+    tokens = np.zeros((sizes.rows, sizes.tokens), np.int32)
+    return lambda rngs: Listed(layers, rngs, sizes), {"tokens": tokens, "targets": tokens}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Writes the record; with `--one`, measures one side of one model in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="processes of each side")
+    parser.add_argument("--gpus", action="store_true", help="only GPT 7B for 8 H100, own record")
     parser.add_argument("--one", nargs=4, metavar=("MODEL", "DEVICES", "ZERO", "SIDE"))
     arguments = parser.parse_args(argv)
     if arguments.one:
@@ -213,9 +245,14 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(found))
         return
     load_before = load_average()
-    record = Record(name="first_step", rows=[])
-    for name in models(arguments.smoke):
-        for case in CASES[:3] if arguments.smoke else CASES:
+    why = compile_client.missing() if arguments.gpus else None
+    if why is not None:
+        raise SystemExit(why)
+    record = Record(name="first_step_gpus" if arguments.gpus else "first_step", rows=[])
+    names = [ON_GPUS[0]] if arguments.gpus else [*models(arguments.smoke)]
+    cases = [(ON_GPUS[2], zero) for zero in GPU_STAGES] if arguments.gpus else [*CASES]
+    for name in names:
+        for case in cases[:3] if arguments.smoke else cases:
             repeats = 1 if arguments.smoke else arguments.repeats
             record = _with_rows(record, name, case, repeats=repeats, smoke=arguments.smoke)
             save_so_far(record, arguments, load_before)
@@ -258,34 +295,43 @@ def title(name: str, devices: int, zero: int) -> str:
 
 
 def measure_one(name: str, devices: int, zero: int, side: str, *, smoke: bool) -> dict[str, float]:
-    """Returns the cost of one side in this process: CPU seconds, and peak memory in MB."""
+    """Returns the cost of one side in this process.
+
+    Returns:
+      CPU seconds; MB of this process at its peak; MB of each device, for temporaries and at the
+      peak of a step, state included (zerojax keeps weights sharded and gathers them in each step).
+    """
     jax.config.update("jax_num_cpu_devices", devices)
-    factory, batch = models(smoke)[name]
+    on_gpus = name == ON_GPUS[0]
+    factory, batch = large_list(smoke) if on_gpus else models(smoke)[name]
     jax.block_until_ready(jnp.zeros(()) + 1)  # starts the devices
+    used = compile_client.gpu_devices(find_gpu(ON_GPUS[1]), devices) if on_gpus else jax.devices()
     tx: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.01))
     if side == OWN:
         tx = zerojax.adamw(3e-4, b2=0.95, weight_decay=0.01, **CLIPPED)
     began = time.process_time()
     if side == EXPERT:
         planned = began
-        lowered = plain_gspmd.lower_step(factory, tx, batch, zero=zero)
+        lowered = plain_gspmd.lower_step(factory, tx, batch, zero=zero, devices=used)
     else:
+        mesh = zerojax.make_mesh({"data": devices}, devices=used)
         plan = zerojax.make_plan(
-            factory, zerojax.make_mesh({"data": devices}), example_batch=batch, optimizer=tx,
-            zero=zero, precision="fp32",
-        )  # fmt: skip
+            factory, mesh, example_batch=batch, optimizer=tx, zero=zero, precision="fp32"
+        )
         planned = time.process_time()
         lowered = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
     traced = time.process_time()
-    compiled = lowered.compile()
-    done = time.process_time()
-    memory = compiled.memory_analysis()
+    if on_gpus:
+        memory = compile_client.compile_for_gpus(lowered).memory
+    else:
+        memory = compile_client.memory_of(lowered.compile())
     return {
         "plan_cpu_s": planned - began,
         "trace_cpu_s": traced - planned,
-        "compile_cpu_s": done - traced,
+        "compile_cpu_s": time.process_time() - traced,
         "peak_MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-        "temporaries_MB": memory.temp_size_in_bytes / 1e6,
+        "temporaries_MB": memory.temporary / 1e6,
+        "device_peak_MB": memory.peak / 1e6,
     }
 
 

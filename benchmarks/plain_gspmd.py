@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ def lower_step(
     batch: Any,
     *,
     zero: int = 3,
+    devices: Sequence[Any] | None = None,
 ) -> jax.stages.Lowered:
     """Traces and lowers the step of a model over all devices.
 
@@ -35,8 +36,11 @@ def lower_step(
       tx: optimizer.
       batch: example of the global batch.
       zero: what is sharded: moments from 1, gradients from 2, parameters at 3.
+      devices: devices of the mesh; None: all of this process.
     """
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    count = jax.device_count() if devices is None else len(devices)
+    automatic = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((count,), ("data",), axis_types=automatic, devices=devices)
     params = jax.eval_shape(lambda: plain_jax.init_params(factory))
     state = params, jax.eval_shape(tx.init, params)
     split = jax.tree.map(lambda x: NamedSharding(mesh, _spec(x.shape, mesh.size)), state)

@@ -1,6 +1,5 @@
 """Refusals of plans for models, losses and layers of one's own. No step is compiled."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -537,7 +536,7 @@ growing(LONG, batch={"weights": ONES}, loss=own_mean, keys=(*KEYS, "weights")) |
   | growing(SHORT, batch={"weights": ONES}, loss=own_mean, keys=(*KEYS, "weights"))
 growing(batch=(), loss=of_pair) | tuple | dict curriculum.keys=[...]
   | growing(loss=own_loss, keys=KEYS)
-growing(optimizer=ONE_BIT) | 1-bit | adamw leave
+growing(optimizer=ONE_BIT) | 1-bit | adamw
   | growing(optimizer=zerojax.adamw(1e-3)) ;
     growing(zerojax.CurriculumConfig(), optimizer=ONE_BIT)
 growing(way="blocks") | 4 24 | model length_step
@@ -713,60 +712,56 @@ def test_state_of_pipelines(row):
 OWN_MESH = {"data": 4, "model": 2}
 
 
-def own(*sizes: int, kind: AxisType = AxisType.Auto) -> Mesh:
+def on(mesh: Mesh, *spec: str | None) -> NamedSharding:
+    return NamedSharding(mesh, P(*spec))
+
+
+def own(*sizes: int) -> Mesh:
     names = ("data", "model")[: len(sizes)]
-    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def sharded(
-    spec: Any = None, on: Any = None, change: Any = None, *, under: Any = None, late: bool = False
-) -> None:
-    """Plans a model that shards an array and traces its step, under a context mesh or none; `late`:
-    only the step."""
-    change = change or lax.with_sharding_constraint
-    sharding = spec if on is None else NamedSharding(on, spec)
+def sharded(sharding: Any = None, whole: bool = False) -> None:
+    """Plans a model that shards an array; `whole`: with a loss over the whole batch."""
 
     def apply(params: Any, x: jax.Array) -> jax.Array:
         y = x @ params["w"]
-        return y if sharding is None else change(y, sharding)
+        return y if sharding is None else lax.with_sharding_constraint(y, sharding)
 
-    def plan() -> zerojax.Plan:
-        model = (lambda key, batch: {"w": jnp.ones((8, 8))}, apply)
-        return zerojax.make_plan(model, OWN_MESH, loss=mean, example_batch=BATCH)
+    def loss(model: Any, batch: Any) -> jax.Array:
+        loss = jnp.mean(model(batch["x"]) ** 2)
+        return zerojax.batch_mean(loss) if whole else loss
 
-    planned = plan() if late else None
-    with contextlib.nullcontext() if under is None else jax.set_mesh(under):
-        planned = planned or plan()
-        zerojax.build_step(planned).lower(planned.abstract_state, planned.abstract_batch)
+    model = (lambda key, batch: {"w": jnp.ones((8, 8))}, apply)
+    zerojax.make_plan(model, OWN_MESH, loss=loss, example_batch=BATCH)
+
+
+NAMED = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
+
+
+def named(names: bool = True, **options: Any) -> zerojax.Plan:
+    kernel = NAMED if names else nnx.initializers.ones
+    model = lambda rngs: nnx.Linear(8, 8, kernel_init=kernel, rngs=rngs)  # noqa: E731
+    loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)  # noqa: E731
+    return zerojax.make_plan(model, OWN_MESH, loss=loss, example_batch=BATCH, **options)
 
 
 SHARDED = table(
     """
-sharded(under=own(4, 2)) | jax.set_mesh Auto 4 2 | outside zerojax.make_mesh(mesh_config)
-  | sharded() ; sharded(under=zerojax.make_mesh(OWN_MESH))
-sharded(under=own(8, kind=AxisType.Explicit)) | jax.set_mesh Explicit 8 | outside | sharded()
-sharded(under=own(4, 2), late=True) | jax.set_mesh Auto 4 2 | outside zerojax.make_mesh(mesh_config)
-  | sharded() ; sharded(under=zerojax.make_mesh(OWN_MESH), late=True)
-sharded(P(None, "model")) | PartitionSpec | leave jax.set_mesh(zerojax.make_mesh(mesh_config))
-  | sharded() ; sharded(P(None, "model"), under=zerojax.make_mesh(OWN_MESH))
-sharded(P(None, "model"), change=jax.sharding.reshard) | PartitionSpec | with_sharding_constraint
-  | sharded(P(None, "model"), under=zerojax.make_mesh(OWN_MESH))
-sharded(P("data", "model"), own(4, 2)) | data 4 | "P(None, 'model')"
-  | sharded(P(None, "model"), own(4, 2))
-sharded(P("data"), own(8)) | data 8 model=2 | leave | sharded()
-sharded(P(None, "model"), own(2, 4)) | model 4 model=2 | leave | sharded()
-sharded(P(None, "model"), own(4, 1)) | 4 8 | leave zerojax.make_mesh(mesh_config)
-  | sharded() ; sharded(P(None, "model"), zerojax.make_mesh(OWN_MESH))
 sharded(SingleDeviceSharding(jax.devices()[0])) | SingleDeviceSharding | leave NamedSharding
-  | sharded() ; sharded(P(None, "model"), own(4, 2))
-sharded(P(None, "model"), own(4, 2, kind=AxisType.Explicit), jax.sharding.reshard)
-  | reshard Explicit | leave with_sharding_constraint
-  | sharded() ; sharded(P(None, "model"), own(4, 2))
+  | sharded() ; sharded(on(own(4, 2), None, "model"))
+sharded(P("data"), whole=True) | whole batch | leave | sharded(whole=True) ; sharded(P("data"))
+sharded(P("nowhere")) | nowhere | leave | sharded()
+named(False, logical_axis_rules={"mlp": "model"}) | logical_axis_rules mlp | rules leave
+  | named(logical_axis_rules={"mlp": "model"}) ; named(False)
+named(rules=(("kernel", (None, "model")),), logical_axis_rules={"mlp": "model"})
+  | rules mlp | leave
+  | named(logical_axis_rules={"mlp": "model"}) ; named(rules=(("kernel", (None, "model")),))
 """
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", SHARDED)
 def test_meshes_and_shardings_of_ones_own(row):
     SHARDED[row].check(take)

@@ -430,7 +430,14 @@ class MeshConfig:
     rules: Rules | None = None
     """Tensor-parallel rules as pairs: a regular expression on the parameter's name, and a mesh axis
     or null for each trailing dimension. The first matching rule counts. null: the model's own
-    `tensor_parallel_rules`, if it has any."""
+    `tensor_parallel_rules`, if it has any, or those that follow from the names that it gives the
+    dimensions of its parameters."""
+    logical_axis_rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] | None = None
+    """Table of the names that a Flax model gives the dimensions of its parameters
+    (`nnx.with_partitioning`, `nn.with_logical_partitioning`): a name, and the mesh axes over which
+    such a dimension is split, such as `{mlp: model, embed: null}`. Only `model` is used, because
+    ZeRO shards over the other axes. null: the table of Flax's `logical_axis_rules` context in which
+    the run is planned, if there is one."""
 
     @property
     def devices_per_shard(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 from flax import linen
 from flax.core import meta, unfreeze
 
+from zerojax.models.dim_names import DimNames, names_in_boxes
 from zerojax.tracing import trees
 from zerojax.tracing.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
 from zerojax.tracing.reads import MarkRead
@@ -188,7 +190,12 @@ class _InitialisingLinen(BoundLinen):
     """Bound module that initializes its variables at the first call, from the inputs of this call.
 
     The user's loss makes the call.
+
+    Attributes:
+      dim_names: {parameter: names that the model gives its dimensions}.
     """
+
+    dim_names: Mapping[str, DimNames] = types.MappingProxyType({})
 
     def _apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         if self.variables:
@@ -196,8 +203,9 @@ class _InitialisingLinen(BoundLinen):
         kwargs |= self._switches(args, kwargs, method)
         # As `module.init(key, ...)` does, so that a seed gives the same weights.
         rngs = self._rngs() | {"params": self._key}
-        result, variables = self._module.init_with_output(rngs, *args, method=method, **kwargs)
-        self.variables = meta.unbox(unfreeze(variables))
+        result, boxed = self._module.init_with_output(rngs, *args, method=method, **kwargs)
+        self.dim_names = names_in_boxes(unfreeze(boxed))
+        self.variables = meta.unbox(unfreeze(boxed))
         return result
 
 
@@ -207,6 +215,7 @@ class LinenModel:
     Attributes:
       switched: names of arguments that were set from the mode; known after a call, see
         `BoundLinen`.
+      dim_names: {parameter: names that the model gives its dimensions}; known after `init`.
     """
 
     kind = "linen module"
@@ -217,6 +226,7 @@ class LinenModel:
         self.source = module
         self._templates: dict[str, Any] = {}
         self.switched: tuple[str, ...] = ()
+        self.dim_names: Mapping[str, DimNames] = {}
 
     def parameter_names(self) -> Any:
         """Returns the tree of the collection "params"."""
@@ -230,7 +240,7 @@ class LinenModel:
                 f"the loss never called the linen module {type(self.source).__name__}, so the "
                 "shapes of its parameters are unknown; call model(...) in loss(model, batch)"
             )
-        variables = bound.variables
+        variables, self.dim_names = bound.variables, bound.dim_names
         extras = {name: tree for name, tree in variables.items() if name != "params"}
         shapes = jax.tree.map(lambda leaf: 0, (variables["params"], extras))
         self._templates = {"params": shapes[0], "extras": shapes[1]}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jax.typing import DTypeLike
 
+from zerojax.models.dim_names import DimNames, names_in_variable
 from zerojax.models.given_arrays import check_no_torch
 from zerojax.models.step_count import find_step_rules
 from zerojax.tracing import trees
@@ -169,6 +170,13 @@ class NnxModel:
                 part = part.setdefault(key, {})
             part[path[-1]] = name
         return nested
+
+    @property
+    def dim_names(self) -> Mapping[str, DimNames]:
+        """Names that the model gives the dimensions of its parameters; without those it does not
+        name."""
+        found = {n: names_in_variable(self._templates[p]) for n, p in self._param_paths.items()}
+        return {name: names for name, names in found.items() if names is not None}
 
     @property
     def step_rules(self) -> Mapping[str, StepRule]:

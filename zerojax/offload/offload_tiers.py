@@ -22,7 +22,7 @@ from zerojax.placement.state_layout import MASTER, OffloadLayout, SlicedLeaf
 from zerojax.placement.table import Placement, axes_of_spec
 from zerojax.tracing import trees
 from zerojax.tracing.loops import LossPieces, cut_loss
-from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.protocol import Loss, Model, on_batch
 
 MAX_SLICES = 2**16
 """Largest number of slices of a device's state. Each slice is a separate transfer and update,
@@ -383,7 +383,7 @@ def cut_into_layers(
         )
 
     def run(values: Any, extras: Any, key: jax.Array, batch: Any) -> Any:
-        result, after = model.run(values, extras, key, lambda bound: loss(bound, batch))
+        result, after = model.run(values, extras, key, on_batch(loss, batch))
         return as_sums(result), after
 
     key = jax.eval_shape(lambda: jax.random.key(0))

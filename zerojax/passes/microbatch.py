@@ -21,7 +21,7 @@ from zerojax.placement.device_mesh import CONTEXT, DATA_AXES, EXPERT, MANUAL_AXE
 from zerojax.placement.state import dtype_in_loss
 from zerojax.placement.state_layout import OffloadLayout, PipelineLayout, WeightTiles
 from zerojax.placement.table import Placement
-from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.protocol import Loss, Model, on_batch
 from zerojax.tracing.trees import path_name
 from zerojax.transport.collective_order import in_program_order
 from zerojax.transport.sums import TreeOrder
@@ -157,7 +157,7 @@ def run_microbatch(
             values,
             extras,
             key,
-            lambda bound: config.loss(bound, batch),
+            on_batch(config.loss, batch),
             train=train,
             on_read=on_read,
         )

@@ -21,7 +21,7 @@ from zerojax.tracing import trees
 from zerojax.tracing.flops import count_program_flops
 from zerojax.tracing.jaxpr import holds_collectives
 from zerojax.tracing.loops import LayerLoop, cut_loss, find_layer_loop, split_layers
-from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.protocol import Loss, Model, on_batch
 from zerojax.tracing.trace import ModelTrace
 
 Arrays = Mapping[str, Any]
@@ -75,7 +75,7 @@ def plan_pipeline(
     skips = padding and draft.skips_padding
 
     def run(values: Any, extras: Any, key: jax.Array, batch: Any) -> Any:
-        result, after = model.run(values, extras, key, lambda bound: loss(bound, batch))
+        result, after = model.run(values, extras, key, on_batch(loss, batch))
         return as_sums(result), after
 
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -1,128 +1,215 @@
-"""Refuses meshes and shardings in a user's code that contradict the mesh of the run.
+"""Meshes and shardings in a user's code, beside the mesh of the run.
 
-A step splits rows, sequences, layers and state itself. Only axes in `COMPILER_AXES` are left to the
-compiler, and only these may be named by `jax.lax.with_sharding_constraint` in a model.
+A step splits rows, sequences, layers and state itself. A sharding that a model gives an array never
+changes its values, so those over other axes than `COMPILER_AXES`, which the compiler splits, are
+left out. A mesh that the user has set stays the user's: the run is under its own.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Any
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Jaxpr
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.operators.marks import inner_programs
-from zerojax.placement.device_mesh import COMPILER_AXES, MODEL
+from zerojax.operators.equations import Equation
+from zerojax.operators.marks import inner_programs, takes_over_batch
+from zerojax.placement.device_mesh import AXES, MODEL
+from zerojax.tracing.annotated_model import AnnotatedModel
+from zerojax.tracing.meshless import CONSTRAINTS
+from zerojax.tracing.protocol import Model
 from zerojax.tracing.source_lines import line_of_equation
 
-_NO_MESH = ("requires a non-empty mesh", "not under a mesh context")
+Found = TypeVar("Found")
+F = TypeVar("F", bound=Callable[..., Any])
+_NO_MESH = AbstractMesh((), ())
+_ABOUT_MESHES = ("mesh", "sharding", "PartitionSpec", "Explicit", "reshard", "partitioned", "@")
+"""Words in JAX's errors about shardings."""
+_USERS: contextvars.ContextVar[AbstractMesh | None] = contextvars.ContextVar("_USERS", default=None)
 
 
-def check_context_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Raises if a context mesh (`jax.set_mesh`) is not the mesh of the run.
+# --- the mesh that a user has set -----------------------------------------------------------------
 
-    Raises:
-      ValueError: the message states the sizes of both.
-    """
-    context, own = jax.sharding.get_abstract_mesh(), mesh
-    if isinstance(own, Mesh):
-        own = own.abstract_mesh
+
+@contextlib.contextmanager
+def under_own_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """Context manager for work of a run: a mesh that the user has set (`jax.set_mesh`) does not
+    apply inside."""
+    context = jax.sharding.get_abstract_mesh()
+    own = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     if context.empty or context == own:
+        yield
         return
-    kinds = {kind.name for kind in context.axis_types}
-    raise ValueError(
-        f"jax.set_mesh has set a mesh {dict(context.shape)} with {' and '.join(sorted(kinds))} "
-        "axes, but a run has a mesh of its own, "
-        f"{dict(own.shape)}; call zerojax outside of jax.set_mesh, or "
-        "set the mesh of the run: jax.set_mesh(zerojax.make_mesh(mesh_config))"
-    )
+    token = _USERS.set(context)
+    try:
+        outside = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else without_users_mesh()
+        with outside:
+            yield
+    finally:
+        _USERS.reset(token)
 
 
-def about_no_mesh(error: Exception, line: str) -> ValueError | None:
-    """Returns an error with remedies if JAX has refused a `PartitionSpec` in a model because no
-    mesh is set; else None.
+def on_mesh_of_plan(function: F) -> F:
+    """Decorates a function whose first argument is a plan, or has one as `plan`, to run under the
+    plan's mesh whatever mesh the user has set."""
+
+    @functools.wraps(function)
+    def under(first: Any, *args: Any, **options: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().empty:
+            return function(first, *args, **options)
+        plan = getattr(first, "plan", first)
+        mesh = getattr(plan, "mesh", None)
+        if not isinstance(mesh, Mesh | AbstractMesh):  # the function refuses it
+            return function(first, *args, **options)
+        with under_own_mesh(mesh):
+            return function(first, *args, **options)
+
+    return under  # type: ignore[return-value]
+
+
+def without_users_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which no mesh is set."""
+    return jax.sharding.use_abstract_mesh(_NO_MESH)
+
+
+def users_mesh() -> AbstractMesh | None:
+    """Returns the mesh that the user has set; None if there is none."""
+    found = _USERS.get() or jax.sharding.get_abstract_mesh()
+    return None if found.empty else found
+
+
+# --- shardings that a model gives its arrays ------------------------------------------------------
+
+
+def follow_shardings(
+    model: Model, trace_of: Callable[[Model], tuple[Found, Jaxpr]], users: AbstractMesh | None
+) -> tuple[Model, Found, list[str]]:
+    """Traces a model that may give its arrays shardings.
 
     Args:
-      error: what was raised while the loss was traced.
-      line: the line of the user's code that raised it.
-    """
-    if not isinstance(error, RuntimeError | ValueError):
-        return None
-    if not any(text in str(error) for text in _NO_MESH):
-        return None
-    return ValueError(
-        f"{line} gives an array a PartitionSpec, but no mesh is set; leave this out, since "
-        "zerojax splits rows and weights itself; or, to split over the axis "
-        f"{MODEL!r} only, use jax.lax.with_sharding_constraint under "
-        "jax.set_mesh(zerojax.make_mesh(mesh_config))"
-    )
+      model: the user's model.
+      trace_of: traces a model; returns (what was found, the traced program).
+      users: the mesh that the user has set when the run was planned.
 
-
-def check_constraints(program: Jaxpr, mesh: Mesh | AbstractMesh) -> None:
-    """Raises if a model's sharding of an array cannot be followed on the mesh of the run.
-
-    Args:
-      program: traced loss.
-      mesh: the mesh of the run.
+    Returns:
+      (the model, wrapped if it has shardings; what `trace_of` found; reasons for the plan).
 
     Raises:
-      ValueError: the message states the line and what may stand there instead.
+      ValueError: a sharding cannot be followed; the message states its line and a remedy.
     """
-    for equation in _equations(program):
-        name = equation.primitive.name
-        line = line_of_equation(equation) or "a line of the model"
-        if name == "reshard":
+    first: Exception | None = None
+    try:
+        with without_users_mesh():
+            found, program = trace_of(model)
+        if not any(map(_is_constraint, _equations(program))):
+            return model, found, []
+    except Exception as error:
+        if not is_about_meshes(error):
+            raise
+        first = error
+    for kind in (None, AxisType.Auto, AxisType.Explicit):
+        shardings = _Shardings(kind, users)
+        annotated: Any = AnnotatedModel(model, shardings.context, shardings.over_model)
+        try:
+            found, program = trace_of(annotated)
+        except Exception as error:
+            if not is_about_meshes(error):
+                raise
+            unset = first is None or "non-empty mesh" in str(first)
+            first = error if unset else first  # a spec without a mesh: what is wrong with a mesh
+            continue
+        if takes_over_batch(program):
             raise ValueError(
-                f"{line} uses jax.sharding.reshard, which needs a mesh with Explicit axes, but a "
-                "run has Auto axes; leave it out, or use jax.lax.with_sharding_constraint"
+                f"{next(iter(shardings.lines))} gives an array a sharding in a loss that computes "
+                "over the whole batch (zerojax.batch_sum, batch_mean, gather_batch); leave the "
+                "sharding out"
             )
-        if name == "sharding_constraint":
-            _check(equation.params["sharding"], line, mesh)
+        return annotated, found, shardings.describe()
+    assert first is not None
+    raise first
 
 
-def _check(sharding: Any, line: str, mesh: Mesh | AbstractMesh) -> None:
-    if not isinstance(sharding, NamedSharding):
-        raise ValueError(
-            f"{line} fixes the devices of an array ({type(sharding).__name__}); leave this out, "
-            f"or use jax.sharding.NamedSharding over `{MODEL}`"
+class _Shardings:
+    """The mesh under which a model is traced, and what its constraints become in a step.
+
+    Attributes:
+      lines: the line of each constraint of the model, in order.
+    """
+
+    def __init__(self, kind: AxisType | None, users: AbstractMesh | None) -> None:
+        """Makes the mesh: None if `kind` is None; else that of the user, or one with the axes of
+        the run, with axes of this kind and of size 1, since a device has one part of the rows."""
+        self._users, self.lines = users, dict[str, Any]()
+        names = tuple(dict.fromkeys([*(users.axis_names if users else ()), *AXES]))
+        self._mesh = None
+        if kind is not None:
+            sizes, kinds = (1,) * len(names), (kind,) * len(names)
+            self._mesh = AbstractMesh(sizes, names, axis_types=kinds)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        with without_users_mesh():  # JAX refuses to go from one mesh to one of another size
+            if self._mesh is None:
+                yield
+                return
+            with jax.sharding.use_abstract_mesh(self._mesh):
+                yield
+
+    def over_model(self, equation: Equation) -> Callable[[jax.Array], jax.Array] | None:
+        """Returns what a constraint becomes under the mesh of the current context; see
+        `zerojax.tracing.meshless.Constrain`.
+
+        Raises:
+          ValueError: the constraint fixes devices instead of axes.
+        """
+        params = equation.params
+        sharding = params.get("sharding", params.get("dst_sharding"))
+        line = line_of_equation(equation)  # None: JAX gave the sharding, inside an operation
+        if not isinstance(sharding, NamedSharding):
+            raise ValueError(
+                f"{line or 'the model'} fixes the devices of an array "
+                f"({type(sharding).__name__}); leave this out, or use jax.sharding.NamedSharding "
+                f"over `{MODEL}`"
+            )
+        if line is not None:
+            self.lines.setdefault(line, sharding.spec)
+        mesh = jax.sharding.get_abstract_mesh()
+        named = any(MODEL in _names(entry) for entry in sharding.spec)
+        whole = MODEL in (self._users or sharding.mesh).axis_names and (
+            self._users is not None or sharding.mesh is not self._mesh
         )
-    own, theirs = _devices(mesh), _devices(sharding.mesh)
-    if sharding.mesh.size != mesh.size or (own and theirs and own != theirs):
-        raise ValueError(
-            f"{line} shards an array over {sharding.mesh.size} devices, but the run has "
-            f"{mesh.size} devices or these in another order; leave this out, or use "
-            "zerojax.make_mesh(mesh_config) there"
-        )
-    split = [
-        name
-        for entry in sharding.spec
-        for name in (entry if isinstance(entry, tuple) else (entry,))
-        if isinstance(name, str) and sharding.mesh.shape[name] > 1
-    ]
-    size = math.prod(mesh.shape[axis] for axis in COMPILER_AXES)
-    innermost = next((name for name, many in reversed(sharding.mesh.shape.items()) if many > 1), "")
-    wrong = [name for name in split if name != innermost or sharding.mesh.shape[name] != size]
-    if wrong:
-        kept = P(*(None if _names(entry, wrong) else entry for entry in sharding.spec))
-        remedy = f"use {kept}" if any(entry is not None for entry in kept) else "leave this out"
-        raise ValueError(
-            f"{line} splits an array as {sharding.spec} on {dict(sharding.mesh.shape)}, but "
-            f"over {' and '.join(wrong)} only zerojax splits; a model may split over the "
-            f"innermost axis, of size {MODEL}={size}; {remedy}"
-        )
+        if mesh.empty or mesh.shape.get(MODEL, 1) == 1 or not (named or whole):
+            return None
+        kept = P(*(MODEL if MODEL in _names(entry) else None for entry in sharding.spec))
+        return lambda x: jax.lax.with_sharding_constraint(x, kept)
+
+    def describe(self) -> list[str]:
+        """Says what becomes of the model's shardings."""
+        shown = [f"{line}: {spec}" for line, spec in list(self.lines.items())[:3]]
+        more = f" and {len(self.lines) - 3} more" if len(self.lines) > 3 else ""
+        return [
+            f"shardings in the model ({'; '.join(shown)}{more}) apply over `{MODEL}`; over other "
+            "axes they are left out, because the step splits rows and state itself"
+        ]
 
 
-def _names(entry: Any, wanted: list[str]) -> bool:
-    return any(name in wanted for name in (entry if isinstance(entry, tuple) else (entry,)))
+def _names(entry: Any) -> tuple[Any, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
-def _devices(mesh: Mesh | AbstractMesh) -> list[Any]:
-    """Returns the devices of a mesh in order; none if it is abstract."""
-    return [] if isinstance(mesh, AbstractMesh) else mesh.devices.ravel().tolist()
+def is_about_meshes(error: Exception) -> bool:
+    """Returns whether an error is JAX's about a mesh or a sharding."""
+    return any(word in str(error) for word in _ABOUT_MESHES)
+
+
+def _is_constraint(equation: Equation) -> bool:
+    return equation.primitive.name in CONSTRAINTS
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:

@@ -14,14 +14,17 @@ from zerojax.config.checks import as_patterns, check_whole_number
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.recognition import is_deepspeed
+from zerojax.models.dim_names import AxisRules, rules_in_context
 from zerojax.optim.precision import Precision
 from zerojax.optim.step_sizes import StepSizes
 from zerojax.placement import device_mesh as meshes
 from zerojax.placement.device_mesh import DATA
+from zerojax.placement.user_shardings import users_mesh
 
 Tree = Any
 MESH_OPTIONS = (
     "rules",
+    "logical_axis_rules",
     "persistence_threshold",
     "reduce_bucket_size",
     "allgather_bucket_size",
@@ -58,6 +61,8 @@ class PlanInputs:
         as inputs, if it can, so that runs that differ only in these run the same program.
       step_sizes: rows and tokens of the run's steps, if `example_batch` is a step of one compiled
         size only; None: they follow from the batch and the features.
+      axis_rules: table of Flax's `logical_axis_rules` context in which the inputs were made.
+      users_mesh: mesh that the user had set (`jax.set_mesh`) when the inputs were made; None: none.
       reasons: sentences about the defaults that were chosen before planning; they become part of
         the plan.
 
@@ -78,6 +83,8 @@ class PlanInputs:
     features: Features = dataclasses.field(default_factory=Features)
     step_sizes: StepSizes | None = None
     numbers_are_inputs: bool = False
+    axis_rules: AxisRules | None = dataclasses.field(default_factory=rules_in_context)
+    users_mesh: AbstractMesh | None = dataclasses.field(default_factory=users_mesh)
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ from zerojax.placement.state import (
 )
 from zerojax.placement.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.placement.table import Placement, place_model, straight_pieces, unrolled
-from zerojax.placement.user_shardings import check_constraints, check_context_mesh
+from zerojax.placement.user_shardings import follow_shardings, under_own_mesh
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
 from zerojax.plan.combinations import Combination, check_combination
 from zerojax.plan.compiler_options import choose_options
@@ -88,6 +88,7 @@ from zerojax.plan.loss_checks import (
     describe_pieces,
     trace_pieces,
 )
+from zerojax.plan.named_dims import under_axis_rules, with_named_dims
 from zerojax.plan.optimizer_shapes import fit_padding
 from zerojax.plan.plan_page import plan_dict, plan_line, plan_table
 from zerojax.plan.reasons import (
@@ -308,14 +309,17 @@ class _Seen:
 
 
 def _make(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanInputs) -> Plan:
-    with attention_planned_for(mesh, COMPILER_AXES):
+    with under_own_mesh(mesh), attention_planned_for(mesh, COMPILER_AXES):
         return _make_traced(settings, mesh, inputs)
 
 
 def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanInputs) -> Plan:
     task, *reasons = _resolve(settings, mesh, inputs)
-    seen = _trace(task)
-    task = dataclasses.replace(task, optimizer=task.optimizer.on_tree_of(task.model))
+    task, seen, why_followed = _trace(task, inputs.users_mesh)
+    settings, why_split = with_named_dims(settings, task.model, inputs.axis_rules)
+    optimizer = task.optimizer.on_tree_of(task.model)
+    task = dataclasses.replace(task, settings=settings, optimizer=optimizer)
+    reasons = [*reasons[:-1], [*reasons[-1], *why_split, *why_followed]]
     wishes = Wishes(
         settings=settings,
         mesh=mesh,
@@ -536,6 +540,8 @@ def _resolve(
     check_lazy_reads(precision, reads_lazily=internal.reads_lazily)
     check_parts_of_rows(mesh, internal, inputs.loss)
     loss = models.as_loss(inputs.loss, internal, inputs.example_batch)
+    table = settings.logical_axis_rules or inputs.axis_rules
+    loss = under_axis_rules(loss, table, splits=mesh.shape[meshes.MODEL] > 1)
     number = microbatches_of_equal_bits(settings, mesh, inputs.num_microbatches)
     why_ramp: list[str] = []
     if settings.deterministic is None:
@@ -555,8 +561,15 @@ def _resolve(
     return task, why_precision, [*why_ramp, *why_number]
 
 
-def _trace(task: _Task) -> _Seen:
+def _trace(task: _Task, users: AbstractMesh | None) -> tuple[_Task, _Seen, list[str]]:
     """Traces the loss on one microbatch of one data shard, and checks the loss.
+
+    Args:
+      task: the task.
+      users: mesh that the user has set.
+
+    Returns:
+      (the task, whose model may be wrapped to follow its shardings; what was seen; reasons).
 
     Raises:
       ValueError, TypeError: the loss, or an array that it reads, cannot be planned.
@@ -565,13 +578,17 @@ def _trace(task: _Task) -> _Seen:
     pieces, exact = shards * task.num_microbatches, dict[str, str]()
     microbatch = slice_batch(task.batch, pieces, task.precision)
     check_arguments(task.loss)
-    check_context_mesh(task.mesh)
-    with errors_with_users_lines(microbatch):
-        params, extras = abstract_model(task.model, task.batch, task.loss)
+
+    def first(model: tracing.Model) -> tuple[Any, Any]:
+        params, extras = abstract_model(model, task.batch, task.loss)
         read = as_read(params, task.precision)
-        trace_of = lambda rows: tracing.trace_model(task.model, read, extras, rows, task.loss)  # noqa: E731
-        trace = trace_of(microbatch)
-        check_constraints(trace.program.jaxpr, task.mesh)
+        trace = tracing.trace_model(model, read, extras, microbatch, task.loss)
+        return (params, extras, read, trace), trace.program.jaxpr
+
+    with errors_with_users_lines(microbatch):
+        model, found, why = follow_shardings(task.model, first, users)
+        params, extras, read, trace = found
+        trace_of = lambda rows: tracing.trace_model(model, read, extras, rows, task.loss)  # noqa: E731
         while trace.exact_leaves.keys() - exact:
             exact |= trace.exact_leaves
             before = microbatch
@@ -582,12 +599,13 @@ def _trace(task: _Task) -> _Seen:
             trace = trace_of(microbatch) if gathers_batch(trace.program.jaxpr) else trace
         check_not_per_example(trace.result, task.batch, microbatch)
     check_loss(trace.result)
-    check_step_counts(trace, params, extras, microbatch, task.model)
+    check_step_counts(trace, params, extras, microbatch, model)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
     whole = slice_batch(task.batch, 1, task.precision, exact)
     check_divisor(trace, params, extras, microbatch, whole, trace_of)
     trace = dataclasses.replace(trace, exact_leaves=exact)
-    return _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
+    seen = _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
+    return dataclasses.replace(task, model=model), seen, why
 
 
 def _rows_counted(

@@ -22,7 +22,7 @@ from zerojax.config.batch_division import BatchDivision
 from zerojax.optim.precision import Precision
 from zerojax.placement import device_mesh as meshes
 from zerojax.placement.table import Placement
-from zerojax.placement.user_shardings import about_no_mesh
+from zerojax.placement.user_shardings import is_about_meshes
 from zerojax.tracing import trees
 
 Tree = Any
@@ -314,9 +314,11 @@ def errors_with_users_lines(batch: Tree) -> Iterator[None]:
         ) from error
     except Exception as error:
         frame = _frame_of_user(error)
-        refusal = about_no_mesh(error, f"{frame.filename}:{frame.lineno}")
-        if refusal is not None:
-            raise refusal from error
+        if is_about_meshes(error) and not _is_ours(error):
+            raise ValueError(
+                f"{frame.filename}:{frame.lineno} gives an array a sharding that cannot be "
+                f"followed: {error}; leave it out: zerojax splits rows, weights and state itself"
+            ) from error
         if not _is_ours(error):
             error.add_note(f"The loss was called as loss(model, batch) with {_described(batch)}.")
         raise

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import passes
@@ -45,7 +45,7 @@ from zerojax.passes.update import ThisStep, build_norm, build_update
 from zerojax.pipeline import pipeline_passes
 from zerojax.placement.kept_parts import copies_key
 from zerojax.placement.state import KEPT_PARTS, TrainState, feature_parts, step_key
-from zerojax.placement.user_shardings import check_context_mesh
+from zerojax.placement.user_shardings import on_mesh_of_plan, under_own_mesh
 from zerojax.plan.make import Plan, require_plan
 from zerojax.runtime.memory import keep_freed_memory
 from zerojax.step.offload_variants import streamed_from_host
@@ -57,6 +57,7 @@ Metrics = dict[str, jax.Array]
 
 
 @names_keywords()
+@on_mesh_of_plan
 def build_step(plan: Plan) -> Any:
     """Builds the training step of a plan, jitted once.
 
@@ -91,10 +92,8 @@ def build_step(plan: Plan) -> Any:
 
     Raises:
       TypeError: `plan` is not a plan.
-      ValueError: `jax.set_mesh` has set a mesh other than the plan's.
     """
     require_plan(plan, "build_step")
-    check_context_mesh(plan.mesh)
     _keep_memory(plan)
     norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan)
     step = _jitted_step(plan, _build_gradients(plan), norm, _build_update(plan))
@@ -194,10 +193,12 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
     if paged:
         programs = LayerPrograms(plan, pass_config(plan), train=True)
         step = PagedStep(plan, jitted, rest, programs=programs, factor_of=factor_of)
-        return LiveStateOnly(step, _OneProgram(plan))
+        return LiveStateOnly(plan.mesh, step, _OneProgram(plan))
     if on_disk:
         jitted = DiskStep(plan, jitted, rest)
-    return LiveStateOnly(StepWithNumbers(plan, jitted) if takes_numbers(plan) else jitted)
+    return LiveStateOnly(
+        plan.mesh, StepWithNumbers(plan, jitted) if takes_numbers(plan) else jitted
+    )
 
 
 def _with_optional_parts(
@@ -242,23 +243,32 @@ class LiveStateOnly:
     """Wraps a compiled function of a state and a batch: raises ValueError for a donated state.
 
     Without this check XLA's CPU devices would read the freed memory. The check reads one array of
-    each part of the state, which takes microseconds.
+    each part of the state, which takes microseconds. The function runs under the mesh of the plan,
+    whatever mesh the user has set.
 
     Attributes:
       compiled: the wrapped function.
       trace, lower: methods `trace` and `lower` of the wrapped function (or of `program`).
     """
 
-    def __init__(self, compiled: Any, program: Any = None) -> None:
+    def __init__(self, mesh: Mesh | AbstractMesh, compiled: Any, program: Any = None) -> None:
         """Wraps a function.
 
         Args:
+          mesh: mesh of the plan.
           compiled: function to wrap.
           program: object whose `trace` and `lower` are used; None: `compiled`.
         """
-        self.compiled = compiled
+        self.compiled, self._mesh = compiled, mesh
         program = compiled if program is None else program
-        self.trace, self.lower = program.trace, program.lower
+        self.trace, self.lower = map(self._under_mesh, (program.trace, program.lower))
+
+    def _under_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def under(*arguments: Any) -> Any:
+            with under_own_mesh(self._mesh):
+                return function(*arguments)
+
+        return under
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         for name, part in state.items():
@@ -270,7 +280,10 @@ class LiveStateOnly:
                     "continue with the returned state (jax.device_get(state) before the step "
                     "keeps a copy)"
                 )
-        return self.compiled(state, batch)
+        if jax.sharding.get_abstract_mesh().empty:
+            return self.compiled(state, batch)
+        with under_own_mesh(self._mesh):
+            return self.compiled(state, batch)
 
 
 def _first_array(tree: Any) -> jax.Array | None:
@@ -321,6 +334,7 @@ def _expected_weight(plan: Plan) -> float:
 
 
 @names_keywords()
+@on_mesh_of_plan
 def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
     """Builds the evaluation of a plan, jitted once.
 
@@ -348,7 +362,7 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
     config = pass_config(plan)
     if _reads_pages(plan):
         evaluation = PagedEvaluation(plan, config, loss or plan.loss)
-        return LiveStateOnly(evaluation, _OneProgram(plan))
+        return LiveStateOnly(plan.mesh, evaluation, _OneProgram(plan))
     fixed = config.virtual_shards is not None
     build = passes.build_virtual_forward if fixed else _passes(plan).build_forward
     forward, follow = build(config, loss or plan.loss), build_following(plan)
@@ -360,7 +374,9 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
 
     options = dict(plan.program.options) if fixed else None
     replicated = NamedSharding(plan.mesh, P())
-    return LiveStateOnly(jax.jit(evaluate, out_shardings=replicated, compiler_options=options))
+    return LiveStateOnly(
+        plan.mesh, jax.jit(evaluate, out_shardings=replicated, compiler_options=options)
+    )
 
 
 def _updates_in_backward(plan: Plan) -> bool:

@@ -39,7 +39,7 @@ from zerojax.placement.state import (
     run_key_data,
     zero_counter,
 )
-from zerojax.placement.user_shardings import check_context_mesh
+from zerojax.placement.user_shardings import on_mesh_of_plan
 from zerojax.plan.make import Plan, require_plan
 from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.protocol import LazyArray
@@ -61,6 +61,7 @@ No initialization folds in this number: no model draws so many times.
 @names_keywords()
 @allocating_for("making the first state")
 @jax.transfer_guard("allow")
+@on_mesh_of_plan
 def init_state(plan: Plan, seed: int = 0) -> TrainState:
     """Creates a new training state directly in its shards: no device holds more than its part.
 
@@ -74,12 +75,10 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
       seed: integer from which parameters and dropout are drawn.
 
     Raises:
-      ValueError: the plan is over an `AbstractMesh`, `jax.set_mesh` has set another mesh, or the
-        seed does not fit into 64 bits.
+      ValueError: the plan is over an `AbstractMesh`, or the seed does not fit into 64 bits.
       TypeError: `plan` is not a plan, or `seed` is not an integer.
     """
     require_plan(plan, "init_state")
-    check_context_mesh(plan.mesh)
     if not isinstance(plan.mesh, jax.sharding.Mesh):
         raise ValueError(
             "this plan is over an abstract mesh, whose devices do not exist; make a plan with "

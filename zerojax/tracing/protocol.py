@@ -4,12 +4,14 @@ arrays.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from jax.tree_util import Partial
 
 Arrays = dict[str, Any]
 """{name: array}, abstract or concrete."""
@@ -64,6 +66,18 @@ class LazyArray(Protocol):
     def read(self, index: Sequence[tuple[int, int]]) -> np.ndarray:
         """Reads the part given by a range [first, end) for each dimension, into new memory."""
         ...
+
+
+def on_batch(loss: Loss, batch: Any) -> Partial:
+    """Returns `function(model)` for `Model.run`, which calls the loss on the batch.
+
+    The batch is in its leaves, so that a model that traces the function again knows the arrays.
+    """
+    return Partial(functools.partial(_call, loss), batch)
+
+
+def _call(loss: Loss, batch: Any, model: Any) -> Any:
+    return loss(model, batch)
 
 
 class Model(Protocol):

@@ -16,7 +16,7 @@ from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import marks_of_outputs
 from zerojax.tracing.exact_leaves import find_exact_leaves
 from zerojax.tracing.index_limits import IndexLimit, find_index_limits
-from zerojax.tracing.protocol import Arrays, Loss, Model
+from zerojax.tracing.protocol import Arrays, Loss, Model, on_batch
 from zerojax.tracing.reads import MarkRead, find_reads
 from zerojax.tracing.trees import flatten_names
 from zerojax.tracing.uniform import find_uniform_branches
@@ -81,7 +81,7 @@ def trace_model(
     plain: set[str] = set()
 
     def traced(params: Arrays, extras: Arrays, batch: Any) -> Any:
-        function, key = lambda bound: loss(bound, batch), jax.random.key(0)
+        function, key = on_batch(loss, batch), jax.random.key(0)
         on_read = {name: MarkRead(name, handed) for name in params if name not in plain}
         return model.run(params, extras, key, function, train=train, on_read=on_read)
 
@@ -151,8 +151,7 @@ def is_random(
     """Returns whether the loss depends on the random key; arguments are those of `trace_model`."""
 
     def run(params: Arrays, extras: Arrays, batch: Any, key: jax.Array) -> Any:
-        function = lambda bound: loss(bound, batch)  # noqa: E731
-        return model.run(params, extras, key, function, train=train)[0]
+        return model.run(params, extras, key, on_batch(loss, batch), train=train)[0]
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     closed = jax.make_jaxpr(run)(params, extras, batch, key)

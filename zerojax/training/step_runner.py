@@ -11,6 +11,7 @@ import jax
 from zerojax.checkpoint import Checkpointer
 from zerojax.data import shard_batch
 from zerojax.optim import Weights
+from zerojax.placement.user_shardings import on_mesh_of_plan
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.redaction import redact
@@ -92,6 +93,7 @@ class StepRunner:
     def _use(self, program: StepProgram) -> None:
         self.jitted_step, self.step_plan = program.jitted, program.plan
 
+    @on_mesh_of_plan
     def begin(self, latest: int | None = None) -> bool:
         """Makes a new state, or resumes from durable files of offloaded state.
 
@@ -111,6 +113,7 @@ class StepRunner:
 
     # --- stepping ---------------------------------------------------------------------------------
 
+    @on_mesh_of_plan
     def step(self, batch: Any) -> dict[str, jax.Array]:
         """Takes one step on a host batch; returns metrics on the devices (`float` waits)."""
         return self._step_on_devices(self._programs.place(self.num_steps + 1, batch))
@@ -194,6 +197,7 @@ class StepRunner:
         return contextlib.nullcontext() if self._log is None else self._log.compiling(what)
 
     @allocating_for("an evaluation")
+    @on_mesh_of_plan
     def eval_step(self, batch: Any) -> dict[str, jax.Array]:
         """Evaluates one host batch; returns sums over its rows on the devices (`float` waits).
 
@@ -283,6 +287,7 @@ class StepRunner:
 
     # --- state ------------------------------------------------------------------------------------
 
+    @on_mesh_of_plan
     def restore_from(
         self, checkpointer: Checkpointer, step: int | None = None, *, may_be_durable: bool = True
     ) -> Any:
@@ -314,6 +319,7 @@ class StepRunner:
         self._reports = self._new_reports()
         return restored
 
+    @on_mesh_of_plan
     def reshard(self, mesh_config: Any) -> Self:
         """Changes the ZeRO stage or the mesh between two steps, without a restart.
 
@@ -334,6 +340,7 @@ class StepRunner:
     def _release_files(self) -> None:
         """Called before the files of a durable state are replaced; subclasses may override it."""
 
+    @on_mesh_of_plan
     def to_model(self, *, weights: Weights = "trained") -> Any:
         """Returns the trained model in the user's form: `nnx.Module`, linen variables or a tree.
 
@@ -347,6 +354,7 @@ class StepRunner:
         """
         return model_of(self.plan, self.state, weights)
 
+    @on_mesh_of_plan
     def optimizer_state(self) -> Any:
         """Returns the optimizer state in optax's form: as the model's own tree, without padding.
 

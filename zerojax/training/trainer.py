@@ -20,6 +20,7 @@ from zerojax.data import Feed, RowSource, as_feed, local_rows, one_pass, prefetc
 from zerojax.data.regrouped_feed import in_sizes
 from zerojax.hardware.local_devices import device_memory
 from zerojax.optim import EMA, EmaState, Weights
+from zerojax.placement.user_shardings import on_mesh_of_plan
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import PeerLostError, is_peer_loss
 from zerojax.runtime.preemption import Interrupted, StopRequest
@@ -136,6 +137,7 @@ class Trainer(StepRunner):
 
     # --- stepping ---------------------------------------------------------------------------------
 
+    @on_mesh_of_plan
     def fit(self, batches: Any, steps: int | None = None) -> Self:
         """Trains until the run has consumed `steps` batches in total, or the batches end.
 
@@ -424,6 +426,7 @@ class Trainer(StepRunner):
 
     # --- evaluation -------------------------------------------------------------------------------
 
+    @on_mesh_of_plan
     def evaluate(
         self,
         batches: Any = None,
@@ -471,6 +474,7 @@ class Trainer(StepRunner):
                 leave_out=leave_out,
             )
 
+    @on_mesh_of_plan
     def generate(
         self,
         prompts: Any,
@@ -559,6 +563,7 @@ class Trainer(StepRunner):
 
     # --- saving, moving, handing over -------------------------------------------------------------
 
+    @on_mesh_of_plan
     def save(self) -> None:
         """Saves the state now, if the run has checkpoints and this step is not saved yet."""
         if self._checkpointer is None or self._saved_step == self.num_steps:
@@ -599,6 +604,7 @@ class Trainer(StepRunner):
         """Returns {name: {"step": number, ...}} of the saved steps that are protected by a name."""
         return {} if self._checkpointer is None else self._checkpointer.kept_steps()
 
+    @on_mesh_of_plan
     def keep(self, name: str, about: Mapping[str, Any] | None = None) -> int:
         """Saves the current state, if it is not saved yet, and protects it under a name.
 
@@ -634,6 +640,7 @@ class Trainer(StepRunner):
                 found[f"{kind} {number}"] = callback
         return found
 
+    @on_mesh_of_plan
     def restore(self, step: int | str | None = None) -> Self:
         """Restores a checkpoint, saved with any ZeRO stage, mesh and number of devices.
 

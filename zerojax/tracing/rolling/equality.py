@@ -48,7 +48,8 @@ def _is_float(atom: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _is_program(value: Any) -> bool:
+def is_program(value: Any) -> bool:
+    """Returns whether a parameter of an equation is a program."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
 
@@ -109,7 +110,7 @@ class Equality:
         """
         if first is second:
             return True
-        if _is_program(first) and _is_program(second):
+        if is_program(first) and is_program(second):
             return self._same_program(first, second, holes, rules)
         if isinstance(first, (tuple, list)) and type(first) is type(second):
             pairs = zip(first, second, strict=False)
@@ -182,7 +183,7 @@ def vjp_program(equation: Equation) -> ClosedJaxpr:
 
 def equation_function(equation: Equation, taken: Sequence[Any]) -> Any:
     """Returns one equation as a function of the distinct variables that it takes."""
-    like = next((p for p in equation.params.values() if _is_program(p)), None)
+    like = next((p for p in equation.params.values() if is_program(p)), None)
     template = _any_program() if like is None else getattr(like, "jaxpr", like)
     alone = template.replace(
         constvars=[],
@@ -219,7 +220,7 @@ def _rules(equation: Equation) -> frozenset[str]:
     if not equation.primitive.name.startswith("custom_"):
         return frozenset()
     params = equation.params.items()
-    return frozenset(name for name, value in params if not _is_program(value) and _is_rule(value))
+    return frozenset(name for name, value in params if not is_program(value) and _is_rule(value))
 
 
 def _is_rule(value: Any) -> bool:
