@@ -53,19 +53,20 @@ def shard_batch(
     """Checks a host batch and places it on the devices as global arrays with the plan's shardings.
 
     With several processes, each process passes its own rows, `local_rows(plan)`, of the global
-    batch. Arrays that already have the plan's sharding are returned unchanged. NumPy arrays are
-    copied, so they may be filled again when this function returns.
+    batch. Arrays that already have the plan's shape, dtype and sharding are returned unchanged and
+    unchecked. NumPy arrays are copied, so they may be filled again when this function returns.
 
-    A dtype that differs from the plan's is cast in three cases: no value changes, the integers fit,
-    or float64 (NumPy's default, which JAX does not use) becomes float32. Any other difference is an
-    error.
+    A dtype that differs from the plan's is cast in four cases: bool becomes an integer dtype, an
+    integer dtype another one that can hold all values of the array, a floating-point dtype a wider
+    one, or float64 (NumPy's default, which JAX does not use) float32. Any other difference is an
+    error, integers for a floating-point array included.
 
     Args:
       plan: plan of the run.
       batch: tree of arrays [rows, ...] of NumPy, JAX or torch (on the CPU), with the names of the
         plan's example batch.
-      vocab_size: if given, "tokens" and "targets" must be in [0, vocab_size). Integers that the
-        model uses as row indices of a parameter are always checked.
+      vocab_size: if given, the values of arrays named "tokens" or "targets" must be in [0,
+        vocab_size). Integers that the model uses as row indices of a parameter are always checked.
       check_values: whether to raise for floating-point values that are not finite.
 
     Returns:
@@ -80,8 +81,8 @@ def shard_batch(
 
 @allocating_for("placing a batch on the devices")
 def shard_own_batch(plan: BatchPlan, batch: Any, *, vocab_size: int | None) -> Any:
-    """Does the same as `shard_batch`, without copying: `batch` comes from a `Feed`, which copies
-    the arrays, or nobody else has them."""
+    """Does the same as `shard_batch` without copying NumPy arrays, and without converting tensors
+    of torch: `batch` comes from a `Feed`, which has done both, or nobody else has its arrays."""
     return _placed(plan, batch, vocab_size, True, copy=False)
 
 
@@ -131,7 +132,8 @@ def _on_devices(arrays: list[np.ndarray], wanted: list[jax.ShapeDtypeStruct]) ->
 def missing_rows(plan: BatchPlan, batch: Any) -> int:
     """Returns how many rows this process's part of the batch lacks; 0 if none.
 
-    The number must be the same in all arrays. Reads only names and shapes.
+    All arrays must lack the same number of rows; those that already are global arrays of the plan
+    are not counted. Reads only names and shapes.
 
     Raises:
       ValueError: names or shapes differ from the plan's in another way.

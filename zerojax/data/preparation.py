@@ -44,8 +44,8 @@ class Prepared:
     num_text_bytes: int
     vocab_size: int
     left_out: tuple[str, ...] = ()
-    """Distinct suffixes of the folder's files that were not read because they are not suffixes of
-    texts."""
+    """Suffix of each of the folder's files that were not read because it is not a suffix of texts;
+    repeated for several files."""
 
 
 def prepare(
@@ -211,7 +211,7 @@ def encode_document(pieces: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.
 
 
 def tokens_of_text(path: Path | None, tokenizer: Any) -> tuple[Tokens, Tokenizer]:
-    """Encodes a text corpus in memory.
+    """Encodes a text corpus in memory; returns (its tokens, its tokenizer).
 
     Raises:
       ValueError: the text exceeds MAX_TEXT_BYTES; contains the command that prepares it.

@@ -75,7 +75,7 @@ def marked_pair(pair: Pair) -> MarkedText:
 def without_frame(
     text: str, answers: Sequence[tuple[int, int]], special: tuple[str, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Shortens the positions of answers to the text that the model has to write.
+    """Returns the positions of answers, shortened to the text that the model has to write.
 
     Two parts are excluded. The first is an empty thought before an answer without reasoning, which
     belongs to the prompt. The second is white space after the token that ends the answer, which is
