@@ -172,7 +172,7 @@ class BucketStore:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one bucket file, without padding; if sizes differ, bytes of the largest one."""
+        """Bytes of one bucket, without padding; if sizes differ, bytes of the largest one."""
         return self._manifest.bucket_bytes
 
     @property
