@@ -309,7 +309,8 @@ def hold(
 ) -> Hold:
     """Locks a folder for this process, until `Hold.release` or the end of the process.
 
-    Waits only for a holder on another machine, at most `EXPIRES` seconds.
+    Waits for a holder on another machine, about `EXPIRES` seconds at most, and for one on this
+    machine only while it is ending (`_DYING`).
 
     Args:
       folder: path of the folder; created if it is missing.
