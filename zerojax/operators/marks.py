@@ -42,7 +42,8 @@ def mark_read(value: jax.Array, name: str, *, eight_bits: bool = False) -> jax.A
 
 
 def mark_wait(value: jax.Array) -> jax.Array:
-    """Marks a number that changes nothing, and for which other values only wait; returns it."""
+    """Marks a number that orders computations: other values wait for it, but it does not change
+    them. Returns the number."""
     return checkpoint_name(value, _WAIT)
 
 
