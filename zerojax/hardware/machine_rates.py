@@ -83,8 +83,8 @@ _PARTS = {
 
 
 def keep_rates(rates: Measurement) -> Path | None:
-    """Stores a measurement in the user's cache, in place of an earlier measurement of the same
-    kind of device, or of the same disk.
+    """Stores a measurement with today's date in the user's cache, in place of an earlier
+    measurement of the same kind of device, or of the same disk.
 
     Returns:
       The path of the file; None if the cache is switched off or cannot be written.
