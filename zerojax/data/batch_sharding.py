@@ -156,7 +156,8 @@ def missing_rows(plan: BatchPlan, batch: Any) -> int:
 
 
 def local_rows(plan: BatchPlan) -> tuple[int, int]:
-    """Returns `(lo, hi)`: the rows of every global batch that this process must provide.
+    """Returns `(lo, hi)`: this process must provide rows `lo` to `hi` (exclusive) of every global
+    batch.
 
     Raises:
       ValueError: this process has no devices in the mesh, or its rows are not contiguous.
@@ -166,8 +167,8 @@ def local_rows(plan: BatchPlan) -> tuple[int, int]:
 
 
 def local_rows_of_mesh(mesh: Mesh | AbstractMesh, size: int) -> tuple[int, int]:
-    """Returns `(lo, hi)`: the rows that this process provides of batches of `size` rows over
-    `mesh`. Works before there is a plan."""
+    """Returns `(lo, hi)`: of a batch of `size` rows over `mesh`, this process provides rows `lo` to
+    `hi` (exclusive). Works before there is a plan."""
     return _local_rows(NamedSharding(mesh, P(DATA_AXES)), size)
 
 
@@ -224,7 +225,7 @@ def _local_rows(sharding: NamedSharding, size: int) -> tuple[int, int]:
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
-    """Raises if a floating-point array has NaN or infinite values; computes its sum.
+    """Raises if a floating-point array has NaN or infinite values; in most cases its sum decides.
 
     A sum that is not finite may have overflowed, so then the minimum and the maximum decide.
 
@@ -271,7 +272,8 @@ def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:
 
 
 def check_rows_exist(name: str, array: np.ndarray, limit: IndexLimit) -> None:
-    """Raises for integers that are used as row indices, but exceed a parameter's number of rows.
+    """Raises for integers in `array[limit.window]` outside [limit.low, limit.high): the model uses
+    them as row indices of a parameter.
 
     Raises:
       ValueError: an index is outside; names its position, its value and the parameter.

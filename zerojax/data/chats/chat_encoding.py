@@ -146,7 +146,8 @@ def _encoded(one: MarkedText, ids: np.ndarray, offsets: np.ndarray) -> EncodedCh
 
 
 def _framed(tokenizer: Any, made: EncodedChat) -> EncodedChat:
-    """Adds missing ids that begin and end a text; the first ones count as part of the question."""
+    """Adds missing ids that begin and end a text; the former count as part of the question, the
+    latter of the answer."""
     prefix = np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
     closing = _closing(tokenizer)
     if prefix.size and np.array_equal(made.ids[: len(prefix)], prefix):

@@ -226,7 +226,8 @@ def _tokenizer_of(spec: Any) -> Tokenizer:
 
 
 def _home_of(spec: Any) -> Path | None:
-    """Returns the folder that contains the files of tokenizer `spec`; None if it is not a path."""
+    """Returns the folder that contains the files of tokenizer `spec`; None if it is not an existing
+    path."""
     path = user_path(spec) if isinstance(spec, str | Path) else None
     if path is None or not path.exists():
         return None

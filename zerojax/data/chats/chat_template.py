@@ -266,7 +266,8 @@ def in_one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _timed(seconds: float) -> Iterator[None]:
-    """Limits this process's processor time in the context; the operating system kills it after.
+    """Limits this process's processor time in the context; the operating system kills the process
+    when the time is used up.
 
     The signal keeps its default action, so that a long C call is ended as well.
     """

@@ -75,7 +75,7 @@ class Chat:
 
     @property
     def num_characters(self) -> int:
-        """Approximate number of characters."""
+        """Approximate number of characters of the messages, with their keys."""
         return sum(len(str(message)) for message in self.messages)
 
     def as_request(self) -> dict[str, Any]:
