@@ -116,8 +116,9 @@ class Checkpointer:
         self._closed = False
 
     def take_notes(self) -> list[str]:
-        """Returns the problems with checkpoints found since the last call, one sentence each. Each
-        was also issued as a warning."""
+        """Returns the problems with checkpoints found since the last call, one sentence each; only
+        process 0 has any. Each was also issued as a warning, except that an earlier holder of the
+        folder's lock ended without releasing it."""
         notes, self._candidates.notes = self._candidates.notes, []
         return notes
 

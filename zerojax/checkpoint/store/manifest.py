@@ -85,7 +85,7 @@ class Manifest:
 
     @property
     def has_previous(self) -> bool:
-        """Whether `previous` is possible."""
+        """Whether the store still holds the previous generation (`previous`)."""
         return bool(self.slots_before)
 
     def previous(self) -> Manifest:
