@@ -290,7 +290,8 @@ def _transformation(method: Method, options: Options) -> Any:
 
 
 def _grouped_decay(plain: Any, decay: Decay) -> optax.GradientTransformation:
-    """Builds a weight decay with a factor per parameter; the state's form is that of `plain`."""
+    """Builds a weight decay with a value for each parameter; the state's form is that of
+    `plain`."""
 
     def add(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         if params is None:
