@@ -421,7 +421,8 @@ def _read(path: Path) -> tuple[str, int]:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Tries to lock an open file; returns True on success, None if the file system has no locks."""
+    """Locks an open file and returns True; returns False if another process holds the lock, and
+    None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -211,7 +211,8 @@ def _write_seal(path: Path, digest: str) -> None:
 
 
 def _identity(found: os.stat_result) -> list[int]:
-    """Returns what changes when a file is written, replaced or renamed. No program sets a ctime."""
+    """Returns [size, mtime, ctime, inode] of a file. Writing, replacing or renaming it changes
+    them, since no program can set a ctime."""
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
