@@ -143,7 +143,8 @@ def expert_weights_ndim(equation: Equation) -> int | None:
 
 
 def mark_expert_call(gates: jax.Array, *numbers: int) -> jax.Array:
-    """Marks `gates` as the gates of one call of `experts`, records sizes, and returns `gates`."""
+    """Marks `gates` as the gates of one call of `experts`, records their number and `numbers`, and
+    returns `gates`."""
     return checkpoint_name(gates, _EXPERT_CALL + "x".join(map(str, (gates.size, *numbers))))
 
 
