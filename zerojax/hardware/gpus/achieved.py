@@ -83,7 +83,8 @@ def achieved_rates(gpu: Gpu) -> Achieved:
 
     Args:
       gpu: the card. Rates that were measured on this machine count first, if they are of the same
-        card; then the card's `measured` rates; then shares of the published ones.
+        card and the user did not state them (`Gpu.stated`); then the card's `measured` rates; then
+        shares of the published ones.
     """
     known, source = _with_rates_here(gpu)
     share, published = PRODUCT_SHARE, gpu.bf16_flops or gpu.fp16_flops
@@ -143,6 +144,7 @@ def published_rates(gpu: Gpu) -> Achieved:
         fusion_bandwidth=gpu.memory_bandwidth,
         host_both=2 * gpu.host_bandwidth,
         launch_seconds=0.0,
+        # Two lengths, because `attention_share` interpolates between two of them.
         attention={1: 1.0, 2: 1.0},
         source="published peaks",
     )
