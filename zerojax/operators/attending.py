@@ -230,9 +230,9 @@ def attention(
     Raises:
       TypeError: dtypes are not floating-point, or differ; segments or positions are not integers;
         `layout` is not a layout.
-      ValueError: shapes do not match, the window is below 1, the implementation is unknown, a block
-        table has other heads or fewer tokens, or "cudnn" or "mosaic_gpu" does not support the call
-        or the devices.
+      ValueError: shapes do not match, the window is below 1, the softcap is not above 0, the
+        implementation is unknown, a block table has other heads or fewer tokens, or "cudnn" or
+        "mosaic_gpu" does not support the call or the devices.
 
     Example:
       >>> import jax, zerojax

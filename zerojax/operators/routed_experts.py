@@ -132,7 +132,8 @@ def experts(
       [..., D_out] in the dtype of the result of `apply`.
 
     Raises:
-      TypeError, ValueError: shapes, dtypes or concrete ids are invalid.
+      TypeError, ValueError: shapes, dtypes, concrete ids, `slack` or the result of `apply` are
+        invalid, or the devices cannot compute `products`.
     """
     axis = _AXIS.get()
     devices = 1 if axis is None else lax.axis_size(axis)
