@@ -483,9 +483,9 @@ class RunConfig:
     def mesh_on(self, num_devices: int) -> MeshConfig:
         """Returns the mesh of an elastic run on `num_devices` devices.
 
-        Experts are split over as many devices as divide them, and `wire.secondary` stays only if
-        the devices are several nodes of `mesh.node`. Returns the same mesh if `elasticity` is not
-        enabled or `mesh.data` is set.
+        Experts are split over as many devices as divide them. If `mesh.node` is set, it and
+        `wire.secondary` stay only if the devices are several whole nodes. Returns the same mesh if
+        `elasticity` is not enabled or `mesh.data` is set.
         """
         if not self.elasticity.enabled or self.mesh.data != -1:
             return self.mesh

@@ -259,7 +259,7 @@ class WatchConfig:
 
         Args:
           longest_step: seconds of the longest step so far, without compilation; None: no step has
-            ended.
+            ended, and the limit is `long_timeout` unless `step_timeout` is set.
         """
         if self.step_timeout is not None:
             return self.step_timeout
