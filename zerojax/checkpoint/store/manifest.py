@@ -293,6 +293,7 @@ def make_files(folder: Path, manifest: Manifest) -> None:
     """Creates the bucket files, with all disk blocks reserved.
 
     Raises:
+      StoreError: another program's file has the name of the manifest.
       OSError: the disk has too little space; then no bucket file remains.
     """
     paths = [slot_path(folder, slot) for slot in range(manifest.num_slots)]
