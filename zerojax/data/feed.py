@@ -407,7 +407,7 @@ def check_function(function: Callable[..., Any], option: str) -> None:
       option: name of the option that passes the function, for messages.
 
     Raises:
-      TypeError: it is a generator function, or does not take exactly one argument.
+      TypeError: it is a generator function, or cannot be called with one argument.
     """
     name = getattr(function, "__name__", type(function).__name__)
     if inspect.isgeneratorfunction(function):

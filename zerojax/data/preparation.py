@@ -72,6 +72,8 @@ def prepare(
     Raises:
       ValueError: the fraction is invalid, the text is empty or not UTF-8, or `out` already has
         token files, or other files under the names that are written.
+      FileNotFoundError: the data or the tokenizer file do not exist.
+      ImportError: a package that the tokenizer or the files need is missing.
       OSError: the disk is full or the folder is not writable.
     """
     if not 0 <= validation_fraction < 1:

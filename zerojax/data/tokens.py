@@ -118,8 +118,7 @@ class Tokens:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Text of 16 hex digits, computed from the sizes and a few ids of every part; reads at most
-        8 KB of each."""
+        """Text of 16 hex digits, computed from the sizes and at most 2048 ids of every part."""
         digest = hashlib.sha256()
         for part in self.parts:
             digest.update(f"{len(part.ids)}:".encode())
@@ -196,7 +195,8 @@ def open_tokens(paths: Sequence[Path]) -> tuple[Tokens | None, Tokens | None]:
 
     Raises:
       ValueError: a `.bin` has no usable sidecar, a size differs from the sidecar's count, an array
-        is not one row of integers, or files were made by different tokenizers.
+        is not one row or is truncated, or files were made by different tokenizers.
+      TypeError: an array does not contain integers.
     """
     files: list[Path] = []
     for path in paths:
