@@ -158,8 +158,9 @@ def as_precision(
         where an argument below is None.
       reduce_dtype: dtype of reductions: "fp32", "bf16" or "fp16"; None uses the compute dtype.
       accumulate_dtype, param_dtype, moments_dtype: "fp32" or "bf16"; None uses float32.
-      freeze_dtype: dtype of frozen parameters: "fp32", "bf16" or (under fp16) "fp16"; None uses the
-        compute dtype. "nf4" or "int8" stores their kernels as codes, the rest in the default.
+      freeze_dtype: dtype of frozen parameters: "fp32", "bf16" or (under fp16) "fp16"; None uses
+        `Precision.frozen_dtype`. "nf4" or "int8" stores their kernels as codes, the rest in the
+        default.
       loss_scale: loss scale for float16; None keeps the default.
 
     Raises:
