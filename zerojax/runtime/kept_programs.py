@@ -60,8 +60,8 @@ crash."""
 def keep_programs() -> str | None:
     """Turns on JAX's persistent cache for the programs that this process compiles.
 
-    Changes nothing if JAX's own settings name a folder or switch its cache off, or if ZEROJAX_CACHE
-    is "off". On CPUs with several processes it turns JAX's cache off.
+    Changes nothing if JAX's own settings name a folder or switch its cache off, if ZEROJAX_CACHE is
+    "off", or on CPUs with JAX before 0.11. On CPUs with several processes it turns JAX's cache off.
 
     Returns:
       A sentence for the log; None if nothing was changed.
