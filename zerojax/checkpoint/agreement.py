@@ -51,8 +51,9 @@ def raise_together(error: BaseException | None) -> None:
       error: the error of this process; None if it has none.
 
     Raises:
-      CheckpointError, StoreError: on all processes, with the type and text of the error of the
-        first process that has one. A single process raises `error` itself.
+      CheckpointError, StoreError: on all processes, with the text and, if all processes know it
+        (`_KINDS`), the type of the error of the first process that has one; a `GivenUpError` counts
+        only if no process has another error. A single process raises `error` itself.
     """
     if jax.process_count() == 1:
         if error is not None:
@@ -78,7 +79,8 @@ def failing_together() -> Iterator[Callable[[], None]]:
       collective that a failed process never reaches.
 
     Raises:
-      Exception: the failed process keeps its own error; the others get a CheckpointError.
+      Exception: the failed process keeps its own error; the others get a CheckpointError or
+        StoreError.
     """
     is_told = False
 
@@ -172,7 +174,8 @@ def same_everywhere(value: str, *, what: str) -> None:
 
 
 def from_process_0(number: int) -> int:
-    """Returns, on every process, the `number` that process 0 passed to this function."""
+    """Returns, on every process, the `number` (of the range of int32) that process 0 passed to this
+    function."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))

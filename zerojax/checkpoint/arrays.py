@@ -171,8 +171,9 @@ def open_layers(folder: Path, name: str) -> Callable[[int], np.ndarray] | None:
       name: name of the array.
 
     Returns:
-      A function from the index of a layer to its values. None if a chunk of the stored array holds
-      several layers: reading one layer would then cost as much as reading the whole array.
+      A function from the index of a layer to its values. None if Orbax's files do not hold the
+      array under its name, if it has fewer than two dimensions, or if a chunk of the stored array
+      holds several layers: reading one layer would then cost as much as reading the whole array.
     """
     # Imported here because the import is slow and only exports need it.
     import tensorstore

@@ -63,8 +63,9 @@ class Restored:
 class Checkpointer:
     """Saves training states as checkpoints in one folder, and restores them.
 
-    With several processes, all processes must call every method except `steps`, `latest_step` and
-    `metadata`, in the same order and with the same arguments, on a shared file system.
+    With several processes, all processes must call every method except `steps`, `latest_step`,
+    `metadata`, `kept_steps`, `take_notes` and `finish_alone`, in the same order and with the same
+    arguments, on a shared file system.
 
     Only the first process of a run writes into the folder. It locks the folder from
     `check_writable` or the first save until `close` or the end of the process. Another writer gets
@@ -97,6 +98,7 @@ class Checkpointer:
 
         Raises:
           ValueError: the path is a URL, or `keep` is below 1.
+          TypeError: `keep` is neither an integer nor a `Retention`.
         """
         if "://" in os.fspath(path):
             raise ValueError(
@@ -116,8 +118,9 @@ class Checkpointer:
         self._closed = False
 
     def take_notes(self) -> list[str]:
-        """Returns the problems with checkpoints found since the last call, one sentence each. Each
-        was also issued as a warning."""
+        """Returns the problems with checkpoints found since the last call, one sentence each; only
+        process 0 has any. Each was also issued as a warning, except that an earlier holder of the
+        folder's lock ended without releasing it."""
         notes, self._candidates.notes = self._candidates.notes, []
         return notes
 

@@ -81,7 +81,7 @@ def export(
       MachineError: the step cannot be read now.
       CheckpointError: the step has a newer format, has no parameters or no average, or has an array
         of a dtype that safetensors does not support.
-      FileExistsError: `out` exists.
+      FileExistsError: `out` exists and is not an empty folder.
       OSError: the disk reports an error.
     """
     metadata = saved.whole_metadata()
@@ -122,7 +122,8 @@ def export(
 
 
 def model_arrays(saved: SavedStep, weights: Literal["trained", "ema"]) -> dict[str, str]:
-    """Returns the arrays that are exported: {name in the checkpoint: name in the model}.
+    """Returns the arrays that are exported: {name in the checkpoint: name in the model}, such as
+    {"params/blocks/kernel": "blocks/kernel"}.
 
     Args:
       saved: the saved step.
@@ -202,6 +203,7 @@ def read_whole(saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -
 
     Raises:
       DamagedError: the array differs from its fingerprint, or cannot be read.
+      BaseWeightsError: the same, for an array of the folder of frozen weights.
     """
     assert saved.metadata is not None
     try:

@@ -64,7 +64,7 @@ def last_change(folder: Path) -> float | None:
 
 def names_of_process(names: Iterable[str], process: int, num_processes: int) -> list[str]:
     """Returns the names in `names` of files that `process` wrote: their name contains its number.
-    Process 0 also wrote the files without any process number."""
+    Process 0 also wrote the files without a number, or with one that no process has."""
 
     def owner(name: str) -> int:
         found = _PROCESS.search(name)
@@ -201,7 +201,8 @@ def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Pat
         "or"; None: no additional remedy.
 
     Raises:
-      FileExistsError: `out` exists and is not empty, or the name of the temporary folder is taken.
+      FileExistsError: `out` exists and is not empty, it is the root of a disk, or the name of the
+        temporary folder is taken.
       OSError: the disk reports an error.
     """
     if os.path.ismount(out):

@@ -51,7 +51,7 @@ def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
 
 
 def differing_copies(leaf: Any, parts: Mapping[int, Sums]) -> tuple[int, int] | None:
-    """Returns two devices whose copies of the same part of an array differ, or None."""
+    """Returns the ids of two devices whose copies of the same part of an array differ, or None."""
     first: dict[Box, int] = {}
     for device, box in _boxes(leaf.sharding, leaf.shape).items():
         other = first.setdefault(box, device)

@@ -49,7 +49,8 @@ def is_step(name: str) -> bool:
 
 
 def holds_checkpoint(folder: Path, *, or_nothing: bool = False) -> bool:
-    """Returns whether a folder has a file of a checkpoint, complete or not.
+    """Returns whether a folder has a file of a checkpoint, complete or not; True if the folder may
+    not be listed.
 
     Args:
       folder: any path; what is not a folder holds none.

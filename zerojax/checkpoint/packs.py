@@ -164,7 +164,7 @@ def load_table(folder: Path) -> Table:
     """Reads the table of a step; the table is empty for a step without packs.
 
     Raises:
-      ValueError: the file differs from the file that was written.
+      ValueError: the file is not a table of this version with positions inside blocks and packs.
       OSError: the operating system reports an error.
     """
     try:

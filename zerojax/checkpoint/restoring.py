@@ -67,7 +67,7 @@ def read_step(
         recorded in the checkpoint.
 
     Returns:
-      The metadata, and {name: array} for `wanted`.
+      The metadata, and {name: array} for `wanted`, with an `Unread` for each name in `unread`.
 
     Raises:
       BaseWeightsError: frozen weights are missing.
@@ -273,7 +273,8 @@ def _unreadable(folder: Path, error: Exception) -> MachineError:
 class Candidates:
     """Saved steps that a run may resume from.
 
-    All processes call every method. Process 0 reads the folder; the others get its results.
+    All processes call every method whose docstring does not name another caller. Process 0 reads
+    the folder; the others get its results.
 
     Attributes:
       notes: problems found, one sentence each; filled only in process 0.
@@ -408,7 +409,7 @@ class Candidates:
 
     def remedy(self, damaged: int) -> str:
         """Returns a clause that recommends another step for a damaged one: the newest earlier step
-        that looks intact, otherwise a later intact step."""
+        that looks intact, otherwise the newest later one. Any process may call it."""
         others = [step for step in self._steps() if step != damaged]
         for step in sorted(others, key=lambda step: (step > damaged, -step)):
             with contextlib.suppress(CheckpointError):

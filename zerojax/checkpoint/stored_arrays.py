@@ -41,17 +41,18 @@ class Unread:
     def open(self) -> Callable[[Box], np.ndarray]:
         """Returns a function that reads any part (box) of the array.
 
-        An array in Orbax's files is read as a whole into host memory, and every process must call
-        this method; the memory is freed with the returned function. From pieces, only the requested
-        part is read.
+        An array in Orbax's files, alone or in a pack, is read as a whole into host memory, and
+        every process must call this method; the memory is freed with the returned function. From
+        pieces and from a folder of frozen weights, only the requested part is read.
         """
         return self._open()
 
     def open_layers(self) -> Callable[[int], np.ndarray] | None:
         """Returns a function that reads one layer (index of the first dimension) of the array.
 
-        A single process may call it. Returns None if the files hold several layers in one chunk;
-        `open` then costs less.
+        A single process may call it. Returns None if no layer can be read alone: the files hold
+        several in one chunk or pack, or the array has no dimension of layers. `open` then costs
+        less.
         """
         return self._open_layers()
 

@@ -40,8 +40,10 @@ class Verification:
     Attributes:
       step: number of the step.
       folder: folder of the step.
-      num_leaves: number of arrays that were compared with their fingerprints.
-      num_files: number of files that were compared with their checksums.
+      num_leaves: number of arrays with a fingerprint, all of which were compared if they can be
+        read.
+      num_files: number of files with a checksum, all of which were compared if they have the right
+        size.
       num_bytes: size in bytes of these files.
       has_fingerprints: False if the step has no fingerprints, so that only files were compared.
       damages: all problems found, those of files first.

@@ -1,6 +1,7 @@
 """Settings of a run: every option, its default and the reason; read from YAML, text or Python.
 
-The package imports no JAX and does not look at devices. Only its module `loader` reads files.
+The package imports no JAX and does not look at devices. Only its modules `loader` and
+`regular_files` read files.
 """
 
 from zerojax.config.attention_layouts import (

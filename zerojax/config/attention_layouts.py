@@ -75,7 +75,7 @@ class FixedLayout(BlockLayout):
     """Whether a global block also attends to all blocks. Only with bidirectional attention."""
     num_different_global_patterns: int = 1
     """Number n of positions of the global blocks in a window. Head h has pattern p = h modulo n, in
-    which the global blocks are p positions before the end of the window."""
+    which the global blocks end p x num_global_blocks blocks before the end of the window."""
 
     def _check(self) -> None:
         if self.num_local_blocks % self.num_global_blocks:

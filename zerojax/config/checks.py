@@ -80,8 +80,8 @@ def check_folder(name: str, value: str | None) -> None:
 
 
 def expand_folders(config: Any, *names: str) -> None:
-    """Replaces a leading `~` by the home folder in fields of a frozen dataclass; None stays
-    None."""
+    """Replaces a leading `~` by the home folder in the fields `names` of a frozen dataclass; None
+    stays None."""
     for name in names:
         value = getattr(config, name)
         if value is not None:
@@ -147,7 +147,8 @@ def check_finite(config: Any) -> None:
 
 
 def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:
-    """Raises if a field named in `names` is outside of [0, 1], or of [0, 1) with `below_one`."""
+    """Raises if a field named in `names` is outside of [0, 1], or of [0, 1) with `below_one`. None
+    is accepted."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not (0 <= value < 1 or (value == 1 and not below_one)):

@@ -87,8 +87,8 @@ else:
         """Decorates a class as `dataclasses.dataclass` does, and makes its methods on first use.
 
         Mistakes that `dataclasses.dataclass` finds, for example a field without default after one
-        with a default, are raised on first use too. A class that is not frozen, has base classes or
-        slots uses `dataclasses.dataclass`.
+        with a default, are raised on first use too. For a class that is not frozen, or has base
+        classes or slots, use `dataclasses.dataclass` itself.
 
         Args:
           frozen: True.

@@ -364,8 +364,7 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
 
 
 def _is_set(values: Any, key: Key) -> bool:
-    """Returns whether nested dicts contain a key; for an empty key, whether the dict is not
-    empty."""
+    """Returns whether nested dicts contain a key; True for an empty key."""
     for name in key:
         if not isinstance(values, dict) or name not in values:
             return False

@@ -82,8 +82,8 @@ def open_text(path: str | os.PathLike[str], *, newline: str | None = None) -> Te
       newline: as for `open`.
 
     Raises:
-      UnreadableError: the path is a named pipe in a folder, a socket or a folder, or the file is in
-        UTF-16 or UTF-32.
+      UnreadableError: the path is a named pipe in a folder, a block device, a socket or a folder,
+        or the file is in UTF-16 or UTF-32.
       OSError: the operating system refuses to open the file.
     """
     kind = os.stat(path).st_mode

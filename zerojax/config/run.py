@@ -135,7 +135,8 @@ class ModelConfig:
     stores one block of scores at a time, for long rows; cudnn is NVIDIA's fused kernel, which
     stores no scores; mosaic_gpu is zerojax's own kernel for Hopper, which supports packed texts and
     layouts and was not timed on a GPU yet. auto: cudnn on GPUs if it supports the case (16-bit
-    floats, no packed texts), else xla up to 4096 tokens, else chunked."""
+    floats, no packed texts, no layout), else chunked with a layout or above 4096 tokens, else
+    xla."""
     attention_layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
     attention_window: int | None = None
     """Number of tokens that each token attends to, including itself: a sliding window in all
@@ -299,9 +300,8 @@ class OptimizerConfig:
     {learning_rate_factor: 0.1, weight_decay: 0}}. The first matching expression counts. Settings
     that a group omits are those of the other parameters."""
     impl: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
-    """Implementation of the update. auto: the Pallas kernel if a measurement favours it; xla or
-    mosaic_gpu: this implementation, or an error; interpret: the kernel on the CPU, slowly, for
-    tests."""
+    """Implementation of the update. auto: as mesh.kernels chooses; xla or mosaic_gpu: this
+    implementation, or an error; interpret: the kernel on the CPU, slowly, for tests."""
     clip_norm: float | None = 1.0
     """Limit of the global gradient norm; null: no clipping."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -309,7 +309,7 @@ class OptimizerConfig:
     (constant, then a linear decay)."""
     warmup_steps: int | None = None
     """Number of steps in which the learning rate rises linearly from 0. null: 2 % of the run, at
-    least 10 (second moments need about 1 / (1 - beta2) = 20 steps)."""
+    least 10 (second moments need about 1 / (1 - beta2) = 20 steps), at most half of the run."""
     warmup_tokens: int | None = None
     """Number of tokens, instead of steps, in which the learning rate rises linearly from 0. null:
     the warm-up counts steps."""
@@ -483,9 +483,9 @@ class RunConfig:
     def mesh_on(self, num_devices: int) -> MeshConfig:
         """Returns the mesh of an elastic run on `num_devices` devices.
 
-        Experts are split over as many devices as divide them, and `wire.secondary` stays only if
-        the devices are several nodes of `mesh.node`. Returns the same mesh if `elasticity` is not
-        enabled or `mesh.data` is set.
+        Experts are split over as many devices as divide them. If `mesh.node` is set, it and
+        `wire.secondary` stay only if the devices are several whole nodes. Returns the same mesh if
+        `elasticity` is not enabled or `mesh.data` is set.
         """
         if not self.elasticity.enabled or self.mesh.data != -1:
             return self.mesh
@@ -528,7 +528,8 @@ def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] 
     Args:
       cls: RunConfig, or another dataclass of this module.
       path: path of the YAML file; None: the defaults.
-      overrides: texts such as "mesh.zero=3", or "zero=3" if only one field has that name.
+      overrides: texts such as "mesh.zero=3", or "zero=3" if only one field nearest to the top level
+        has that name.
 
     Raises:
       ConfigError: the message states the key, the value, the nearest known key, and file:line.

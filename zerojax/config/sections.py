@@ -255,11 +255,11 @@ class WatchConfig:
         return self.step_timeout == 0
 
     def step_limit(self, longest_step: float | None) -> float:
-        """Returns the time limit of a step in seconds.
+        """Returns the time limit of a step in seconds; 0 if it has none (`is_off`).
 
         Args:
           longest_step: seconds of the longest step so far, without compilation; None: no step has
-            ended.
+            ended, and the limit is `long_timeout` unless `step_timeout` is set.
         """
         if self.step_timeout is not None:
             return self.step_timeout

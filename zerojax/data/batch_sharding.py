@@ -53,19 +53,20 @@ def shard_batch(
     """Checks a host batch and places it on the devices as global arrays with the plan's shardings.
 
     With several processes, each process passes its own rows, `local_rows(plan)`, of the global
-    batch. Arrays that already have the plan's sharding are returned unchanged. NumPy arrays are
-    copied, so they may be filled again when this function returns.
+    batch. Arrays that already have the plan's shape, dtype and sharding are returned unchanged and
+    unchecked. NumPy arrays are copied, so they may be filled again when this function returns.
 
-    A dtype that differs from the plan's is cast in three cases: no value changes, the integers fit,
-    or float64 (NumPy's default, which JAX does not use) becomes float32. Any other difference is an
-    error.
+    A dtype that differs from the plan's is cast in four cases: bool becomes an integer dtype, an
+    integer dtype another one that can hold all values of the array, a floating-point dtype a wider
+    one, or float64 (NumPy's default, which JAX does not use) float32. Any other difference is an
+    error, integers for a floating-point array included.
 
     Args:
       plan: plan of the run.
       batch: tree of arrays [rows, ...] of NumPy, JAX or torch (on the CPU), with the names of the
         plan's example batch.
-      vocab_size: if given, "tokens" and "targets" must be in [0, vocab_size). Integers that the
-        model uses as row indices of a parameter are always checked.
+      vocab_size: if given, the values of arrays named "tokens" or "targets" must be in [0,
+        vocab_size). Integers that the model uses as row indices of a parameter are always checked.
       check_values: whether to raise for floating-point values that are not finite.
 
     Returns:
@@ -80,8 +81,8 @@ def shard_batch(
 
 @allocating_for("placing a batch on the devices")
 def shard_own_batch(plan: BatchPlan, batch: Any, *, vocab_size: int | None) -> Any:
-    """Does the same as `shard_batch`, without copying: `batch` comes from a `Feed`, which copies
-    the arrays, or nobody else has them."""
+    """Does the same as `shard_batch` without copying NumPy arrays, and without converting tensors
+    of torch: `batch` comes from a `Feed`, which has done both, or nobody else has its arrays."""
     return _placed(plan, batch, vocab_size, True, copy=False)
 
 
@@ -131,7 +132,8 @@ def _on_devices(arrays: list[np.ndarray], wanted: list[jax.ShapeDtypeStruct]) ->
 def missing_rows(plan: BatchPlan, batch: Any) -> int:
     """Returns how many rows this process's part of the batch lacks; 0 if none.
 
-    The number must be the same in all arrays. Reads only names and shapes.
+    All arrays must lack the same number of rows; those that already are global arrays of the plan
+    are not counted. Reads only names and shapes.
 
     Raises:
       ValueError: names or shapes differ from the plan's in another way.
@@ -154,7 +156,8 @@ def missing_rows(plan: BatchPlan, batch: Any) -> int:
 
 
 def local_rows(plan: BatchPlan) -> tuple[int, int]:
-    """Returns `(lo, hi)`: the rows of every global batch that this process must provide.
+    """Returns `(lo, hi)`: this process must provide rows `lo` to `hi` (exclusive) of every global
+    batch.
 
     Raises:
       ValueError: this process has no devices in the mesh, or its rows are not contiguous.
@@ -164,8 +167,8 @@ def local_rows(plan: BatchPlan) -> tuple[int, int]:
 
 
 def local_rows_of_mesh(mesh: Mesh | AbstractMesh, size: int) -> tuple[int, int]:
-    """Returns `(lo, hi)`: the rows that this process provides of batches of `size` rows over
-    `mesh`. Works before there is a plan."""
+    """Returns `(lo, hi)`: of a batch of `size` rows over `mesh`, this process provides rows `lo` to
+    `hi` (exclusive). Works before there is a plan."""
     return _local_rows(NamedSharding(mesh, P(DATA_AXES)), size)
 
 
@@ -222,7 +225,7 @@ def _local_rows(sharding: NamedSharding, size: int) -> tuple[int, int]:
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
-    """Raises if a floating-point array has NaN or infinite values; computes its sum.
+    """Raises if a floating-point array has NaN or infinite values; in most cases its sum decides.
 
     A sum that is not finite may have overflowed, so then the minimum and the maximum decide.
 
@@ -269,7 +272,8 @@ def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:
 
 
 def check_rows_exist(name: str, array: np.ndarray, limit: IndexLimit) -> None:
-    """Raises for integers that are used as row indices, but exceed a parameter's number of rows.
+    """Raises for integers in `array[limit.window]` outside [limit.low, limit.high): the model uses
+    them as row indices of a parameter.
 
     Raises:
       ValueError: an index is outside; names its position, its value and the parameter.

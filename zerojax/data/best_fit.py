@@ -163,8 +163,8 @@ def _numbered(row_of_text: np.ndarray, num_rows: int) -> Packing:
 
 
 def packing_of(lengths: np.ndarray, capacity: int) -> Packing:
-    """Returns the result of `best_fit_decreasing`; for many texts it is stored in the user's
-    cache."""
+    """Returns the result of `best_fit_decreasing`; for `CACHED_TEXTS` texts or more it is read from
+    or stored in the user's cache."""
     folder = user_cache()
     if folder is None or len(lengths) < CACHED_TEXTS:
         return best_fit_decreasing(lengths, capacity)
@@ -202,7 +202,8 @@ def _load(file: Path, num_texts: int) -> Packing | None:
 
 
 def _store(file: Path, packing: Packing) -> None:
-    """Writes a packing to the cache atomically."""
+    """Writes a packing to the cache atomically, and deletes all but the `KEPT_FILES` last used
+    ones; warns if the cache cannot be written."""
     try:
         make_private(file.parent)
         seal = seal_of(file.name, packing.order.data, packing.starts.data)

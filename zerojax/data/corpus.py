@@ -64,8 +64,8 @@ def existing_path(path: str | Path) -> Path:
 
 
 def other_suffixes(path: str | Path | None) -> list[str]:
-    """Returns the suffix of each file of a folder that is not read because it is not a text
-    suffix."""
+    """Returns, for each file of a folder that is not read because of its suffix, this suffix; empty
+    for a single file and for a folder saved by `datasets`."""
     if path is None or not (root := existing_path(path)).is_dir():
         return []
     if saved_files(root) is not None:  # a saved dataset lists its own files

@@ -92,8 +92,8 @@ class DatasetSource(RowSource):
         return zlib.crc32(b"".join(np.asarray(leaf).tobytes() for leaf in leaves))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the number of rows, a checksum of the first and last row, and the order of
-        rows."""
+        """Returns {"rows": their number, "checksum": of the first and last row, "seed",
+        "shuffle"}."""
         order = {"seed": self.seed, "shuffle": self.shuffle}
         return {"rows": self.num_rows, "checksum": self._checksum, **order}
 

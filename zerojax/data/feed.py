@@ -40,7 +40,7 @@ class Feed(abc.ABC):
     """Type of the data. It is part of the state, so that data of another type are detected."""
 
     regroups = False
-    """Whether a batch consists of rows of several batches of the data."""
+    """Whether the feed makes its batches from the rows of another feed's batches."""
 
     allow_other_data = False
     """Whether `restore` accepts a state of other data than the feed's; it then continues at the
@@ -172,7 +172,8 @@ class Feed(abc.ABC):
 
 
 class SourceFeed(Feed):
-    """Feed of the batches of a `RowSource`; its position is the index of the next row."""
+    """Feed of the batches of a `RowSource`; its state also holds the index of the next row, under
+    "row"."""
 
     def __init__(self, source: RowSource, start: int, rows: tuple[int, int] | None):
         super().__init__(start)
@@ -237,7 +238,8 @@ class SourceFeed(Feed):
 
 
 class FunctionFeed(Feed):
-    """Feed of a function `step -> batch`; it can move to any position immediately."""
+    """Feed of a function `step -> batch`, with steps from 0; it can move to any position
+    immediately."""
 
     kind = "function"
 
@@ -339,10 +341,10 @@ def as_feed(
     """Makes a `Feed` from a user's batches.
 
     Args:
-      batches: a `RowSource`, a function `step -> batch`, a sequence or iterable of batches (which
-        is repeated at its end), or an iterator (which ends). From a `RowSource` each of several
-        processes reads only its `rows`; other data are used unchanged (`zerojax.train` finds out
-        which rows they contain). A `Feed` is returned unchanged.
+      batches: a `RowSource`, a function `step -> batch` (steps from 0), a sequence or iterable of
+        batches (which is repeated at its end), or an iterator (which ends). From a `RowSource` each
+        of several processes reads only its `rows`; other data are used unchanged (`zerojax.train`
+        finds out which rows they contain). A `Feed` is returned itself.
       start: number of the first step; `Feed.restore` restores a saved state more exactly.
       rows: `(lo, hi)` of each global batch that this process reads from a `RowSource`; None reads
         all rows.
@@ -350,7 +352,8 @@ def as_feed(
         differ; it continues at the same number of batches.
 
     Raises:
-      TypeError: `batches` is a single batch, a path, or an object that is not data.
+      TypeError: `batches` is a single batch, a path, an object that is not data, or a `Feed`
+        although `start` or `rows` is given.
       ValueError: the sequence is empty, `start` is negative, or `rows` are outside the batch.
     """
     if isinstance(batches, Feed) and (start or rows):
@@ -404,7 +407,7 @@ def check_function(function: Callable[..., Any], option: str) -> None:
       option: name of the option that passes the function, for messages.
 
     Raises:
-      TypeError: it is a generator function, or does not take exactly one argument.
+      TypeError: it is a generator function, or cannot be called with one argument.
     """
     name = getattr(function, "__name__", type(function).__name__)
     if inspect.isgeneratorfunction(function):
@@ -428,13 +431,17 @@ def check_function(function: Callable[..., Any], option: str) -> None:
 
 
 def one_pass(batches: Any) -> tuple[Any, int | None]:
-    """Makes `batches` end after one pass, unless they are endless.
+    """Returns batches for one pass over the data, and how many there are.
+
+    An iterable of unknown length becomes an iterator, which ends. Batches of known length, endless
+    batches, a single batch, a path and a `Feed` are returned unchanged: the caller stops after the
+    number.
 
     Args:
       batches: batches in any form that `as_feed` accepts.
 
     Returns:
-      (batches, their number, which is None if unknown or endless).
+      (batches, number of batches of one pass; None if unknown, endless or 0).
     """
     if has_no_end(batches) or isinstance(batches, Mapping | str | Path | Feed):
         return batches, None
@@ -445,8 +452,8 @@ def one_pass(batches: Any) -> tuple[Any, int | None]:
 
 
 def has_no_end(batches: Any) -> bool:
-    """Returns whether batches are endless: those of a text source, and of a function of the
-    step."""
+    """Returns whether batches are endless: those of a `RowSource`, of a function of the step, and
+    None, the embedded text."""
     is_function = callable(batches) and not isinstance(batches, Iterable)
     return batches is None or isinstance(batches, RowSource) or is_function
 

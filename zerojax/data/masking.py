@@ -76,10 +76,9 @@ class MaskedSource(TokenSource):
 
         Returns:
           "tokens": int32 [rows, seq_len], some of them masked. "positions": int32 [rows,
-          num_places],
-            increasing, positions to predict. "targets": int32 [rows, num_places], original tokens
-            at these positions. "weights": float32 [rows, num_places]; 0 for surplus positions of a
-            row that has too few ordinary tokens.
+          num_places], increasing, positions to predict. "targets": int32 [rows, num_places],
+          original tokens at these positions. "weights": float32 [rows, num_places]; 0 for surplus
+          positions of a row that has too few ordinary tokens.
         """
         tokens = super().rows_at(numbers)["tokens"]
         counters = self._counters(numbers)

@@ -36,8 +36,8 @@ class _Phase:
 
     Attributes:
       first: index of the first block.
-      units: int64 [sources], share of each source in `UNITS`; if the phase is one block, number of
-        rows of each source.
+      units: int64 [sources], share of each source, as a multiple of 1 / `UNITS`; if the phase is
+        one block, number of rows of each source.
       before: int64 [sources], number of rows that each source provided before this phase.
       is_one_block: whether the phase is the single block in which a source ends.
     """
@@ -82,7 +82,7 @@ class MixtureSource(RowSource):
     seq_len: int = dataclasses.field(init=False)
     """Number of tokens of a row."""
     vocab_size: int | None = dataclasses.field(init=False, default=None)
-    """Largest vocabulary size of the sources; None if one of them is unknown."""
+    """Largest `vocab_size` of the sources; None if that of any source is unknown."""
 
     def __post_init__(self) -> None:
         if not self.sources:

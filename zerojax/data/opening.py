@@ -64,8 +64,9 @@ def as_source(
     Args:
       data: None (the embedded Shakespeare), a text file, a folder of text files, a token file, a
         folder or sequence of token files, a folder of chats (made by `prepare_chats`), an integer
-        array [n], or a source. For a mixture, several of these with weights: `{path: weight}` or a
-        sequence of `MixturePart`s.
+        array [n], or a `RowSource`, which must have the same `seq_len` and `global_batch_size` and
+        has no validation source. For a mixture, several of these with weights: `{path: weight}` or
+        a sequence of `MixturePart`s.
       tokenizer: tokenizer of text, as for `as_tokenizer`. Token files and chats name their own
         tokenizer: it replaces "bytes", the default, and must equal any other value.
       seq_len: number of input tokens per row.
@@ -81,7 +82,8 @@ def as_source(
 
     Returns:
       `(train, validation, tokenizer)`. The validation source is not shuffled, and is None without
-      validation data. The tokenizer is None if token files do not name one.
+      validation data. The tokenizer is None if the data do not name one and `tokenizer` is "bytes",
+      "bpe:..." or None.
 
     Raises:
       FileNotFoundError, ValueError, TypeError: an argument is invalid.
@@ -316,7 +318,7 @@ def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Toke
 
 def _stated_tokenizer(spec: Any) -> Tokenizer | None:
     """Returns the tokenizer that the user chose explicitly, for ids of unknown origin; None for
-    the default choice."""
+    "bytes" (the default), "bpe:..." and None."""
     return None if spec is None or spec == "bytes" or bpe_size(spec) else as_tokenizer(spec)
 
 

@@ -44,8 +44,8 @@ class PackedSource(RowSource):
     """Rows of whole texts, packed by best fit and shuffled again in every epoch.
 
     The assignment of texts to rows depends only on their lengths, so it is the same on every
-    process. With n packed rows, row r of the endless sequence is packed row
-    `permute(r mod n, n, (seed, r div n))`.
+    process. With n packed rows, row r of the endless sequence is packed row `permute(r mod n, n,
+    (seed, r div n))`. There must be at least `global_batch_size` packed rows.
     """
 
     kind: ClassVar[str] = "packed texts"
@@ -58,7 +58,8 @@ class PackedSource(RowSource):
     seed: int = 0
     shuffle: bool = True
     vocab_size: int | None = None
-    """Limit of the ids; None uses the vocabulary size that the text set states."""
+    """Every id must be below this number; None uses the vocabulary size that the text set
+    states."""
     long_texts: LongTexts = "refuse"
     """Handling of texts longer than a row: "refuse" raises an error, "split" makes rows of their
     parts, "drop" leaves them out."""

@@ -39,8 +39,7 @@ class Boundary:
 
         Returns:
           "segments": int32 [rows, seq_len], index of each token's text, from 0 in each row.
-          "weights":
-            float32 [rows, seq_len], 0 if the target begins another text, else 1.
+          "weights": float32 [rows, seq_len], 0 if the target begins another text, else 1.
         """
         begins = np.zeros(windows.shape, bool)
         if self.end_token is None:

@@ -105,8 +105,9 @@ def prefetch(feed: Feed, *, put: Callable[[Batch], Any], depth: int = 2) -> Pref
 class _Worker:
     """Thread that reads ahead, and its queue; holds no reference to its `Prefetch`.
 
-    The queues are of C, nobody polls, and the thread is woken once for half of `depth` batches:
-    with a small model a step takes as long as a few turns of the threads.
+    The queues are `SimpleQueue`s, which are written in C; neither side polls, and the thread is
+    woken once per half of `depth` batches. With a small model, a step takes only as long as a few
+    switches between threads.
     """
 
     def __init__(self, feed: Feed, put: Callable[[Batch], Any], depth: int):

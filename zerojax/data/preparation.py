@@ -44,8 +44,8 @@ class Prepared:
     num_text_bytes: int
     vocab_size: int
     left_out: tuple[str, ...] = ()
-    """Distinct suffixes of the folder's files that were not read because they are not suffixes of
-    texts."""
+    """Suffix of each of the folder's files that were not read because it is not a suffix of texts;
+    repeated for several files."""
 
 
 def prepare(
@@ -72,6 +72,8 @@ def prepare(
     Raises:
       ValueError: the fraction is invalid, the text is empty or not UTF-8, or `out` already has
         token files, or other files under the names that are written.
+      FileNotFoundError: the data or the tokenizer file do not exist.
+      ImportError: a package that the tokenizer or the files need is missing.
       OSError: the disk is full or the folder is not writable.
     """
     if not 0 <= validation_fraction < 1:
@@ -211,7 +213,7 @@ def encode_document(pieces: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.
 
 
 def tokens_of_text(path: Path | None, tokenizer: Any) -> tuple[Tokens, Tokenizer]:
-    """Encodes a text corpus in memory.
+    """Encodes a text corpus in memory; returns (its tokens, its tokenizer).
 
     Raises:
       ValueError: the text exceeds MAX_TEXT_BYTES; contains the command that prepares it.

@@ -18,8 +18,8 @@ from zerojax.data.tokens import Tokens, check_block, check_not_cut, gather_windo
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowSource(abc.ABC):
-    """Source of the rows of batches; base class of all text sources. Each row is a pure function of
-    its index."""
+    """Source of the rows of batches; base class of all sources. Each row is a pure function of its
+    index."""
 
     kind: ClassVar[str] = "tokens"
     """Type of the data, stored with a saved position."""
@@ -29,7 +29,7 @@ class RowSource(abc.ABC):
     global_batch_size: int
     """Number of rows per batch, over all processes."""
     vocab_size: int | None = None
-    """Limit of the ids, which must all be below it; None if unknown."""
+    """Every id must be below this number; None if unknown."""
 
     @property
     @abc.abstractmethod
@@ -144,7 +144,8 @@ class TokenSource(RowSource):
 
     A window is seq_len + 1 consecutive tokens. With n windows, row r of the endless sequence of
     rows is window `permute(r mod n, n, (seed, r div n))`. No window is read twice within an epoch,
-    and any process can compute any row of any batch without the earlier rows.
+    and any process can compute any row of any batch without the earlier rows. There must be at
+    least `global_batch_size` windows.
     """
 
     tokens: Tokens
@@ -155,8 +156,8 @@ class TokenSource(RowSource):
     seed: int = 0
     shuffle: bool = True
     vocab_size: int | None = None
-    """Limit of the ids, which must all be below it; None uses the vocabulary size that the token
-    files state."""
+    """Every id must be below this number; None uses the vocabulary size that the token files
+    state."""
     boundary: Boundary | None = None
     """Rule for text boundaries; batches then have segments and weights. None: each row is one
     text."""

@@ -174,7 +174,8 @@ def _regexes(part: Any) -> Iterator[str]:
 
 
 def _seen_by_the_model(content: Mapping[str, Any], left: frozenset[str], right: str) -> str | None:
-    """Follows a place after `left` and before `right` through all steps of a tokenizer.
+    """Follows a place between a character of a class in `left` and the character `right` through
+    all steps of a tokenizer.
 
     Returns:
       The character after it in the text that the model gets; None if it is another one.
@@ -261,7 +262,8 @@ def _check_added(
 
 
 def _check_pattern(pattern: Pattern, left: frozenset[str], now: str | None) -> None:
-    """Raises if a pattern can match a character of `left` and later the character `now`."""
+    """Raises _UnknownError if a pattern can match a character of `left` and later the character
+    `now`, or if `now` is not known (None)."""
     if now is None:
         raise _UnknownError
     for atoms in pattern:
@@ -410,7 +412,8 @@ class _Parser:
         return self._item()[0]
 
     def _item(self) -> tuple[frozenset[str], frozenset[str], str]:
-        """Reads a character or an escape; returns its classes, those it has all of, its name."""
+        """Reads a character or an escape; returns (classes of which it matches some character,
+        classes of which it matches all, its text)."""
         if self._at >= len(self._source):
             raise _UnknownError
         if not self._take("\\"):

@@ -59,7 +59,8 @@ class TextSet:
         own offsets.
       first: index, within the folder, of the first text of this part.
       name: name of the folder, for messages.
-      vocab_size: number above every id (guaranteed by the writer of the folder); None if unknown.
+      vocab_size: every id is below this number, as the writer of the folder guarantees; None if
+        unknown.
       tokenizer: `Tokenizer.to_dict` of the tokenizer that made the ids; None if unknown.
       checksum: checksum of the whole folder.
       template: chat template that made the texts; None if there was none.
@@ -295,8 +296,8 @@ def verify_text_set(folder: str | Path) -> None:
 
 
 def check_targets(train: TextSet, validation: TextSet | None) -> str | None:
-    """Raises if the training or validation texts have no target; returns a note if all targets are
-    to be predicted.
+    """Raises if the training or validation texts have no target to predict; returns a note for the
+    log if the mask selects all training targets, else None.
 
     Raises:
       ValueError: there is nothing to learn, or nothing to evaluate.

@@ -114,6 +114,7 @@ def as_tokenizer(spec: Any, texts: Iterable[str] | None = None) -> Tokenizer:
 
     Raises:
       ValueError: the spec is unknown, or "bpe:..." is given without text.
+      TypeError: the spec is of another type.
       FileNotFoundError: the path does not exist.
     """
     if isinstance(spec, Mapping):
@@ -176,8 +177,8 @@ def tokenizer_from_dict(value: Mapping[str, Any]) -> Tokenizer:
 
 
 def hugging_face_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Returns the content of a tokenizer's Hugging Face tokenizer.json; None for bytes, which have
-    none."""
+    """Returns the content of a tokenizer's Hugging Face tokenizer.json; None for tokenizers without
+    one, such as bytes."""
     return tokenizer.to_dict().get("json")
 
 
@@ -191,13 +192,14 @@ def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> Path:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Reads a file written by `save_tokenizer`, or a tokenizer.json of Hugging Face.
 
-    If the same folder has a tokenizer_config.json, it names the token that ends a text.
+    For a tokenizer.json of Hugging Face, the token that ends a text is the `eos_token` of a
+    tokenizer_config.json in the same folder, if there is one.
 
     Args:
       path: the file, or a folder that has a tokenizer.json.
 
     Raises:
-      FileNotFoundError: the path does not exist, and is not a known spec either.
+      FileNotFoundError: the path does not exist, or is a folder without a tokenizer.json.
       ValueError: the file is not a tokenizer.
     """
     given = user_path(path)

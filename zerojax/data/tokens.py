@@ -64,7 +64,7 @@ class Tokens:
 
     parts: tuple[TokenPart, ...]
     vocab_size: int | None = None
-    """Number above every id (guaranteed by the writer of the file); None if unknown."""
+    """Every id is below this number, as the writer of the file guarantees; None if unknown."""
     tokenizer: Mapping[str, Any] | None = None
     """`Tokenizer.to_dict` of the tokenizer that made the ids; None if unknown."""
 
@@ -89,9 +89,10 @@ class Tokens:
         return np.maximum(sizes - 1, 0) // seq_len
 
     def split(self, fraction: float) -> tuple[Tokens, Tokens | None]:
-        """Splits tokens into a head for training and a tail (`fraction` of all) for validation.
+        """Returns `(head, tail)`: tokens for training, and the last `fraction` of all for
+        validation.
 
-        Deterministic, without shared tokens or copies. Fraction 0 gives no validation tokens.
+        Deterministic, without shared tokens or copies. The tail is None if it would have no token.
 
         Raises:
           ValueError: the fraction is outside [0, 1).
@@ -117,8 +118,7 @@ class Tokens:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Text of 16 hex digits, computed from the sizes and a few ids of every part; reads at most
-        8 KB of each."""
+        """Text of 16 hex digits, computed from the sizes and at most 2048 ids of every part."""
         digest = hashlib.sha256()
         for part in self.parts:
             digest.update(f"{len(part.ids)}:".encode())
@@ -191,11 +191,12 @@ def open_tokens(paths: Sequence[Path]) -> tuple[Tokens | None, Tokens | None]:
     Returns:
       `(train, validation)`. Files whose name has a part "val", "valid" or "validation"
         (`validation.bin`, `corpus_val_000.npy`) are validation data, unless a single file is passed
-        by its name.
+        by its name. Either is None if it has no file.
 
     Raises:
       ValueError: a `.bin` has no usable sidecar, a size differs from the sidecar's count, an array
-        is not one row of integers, or files were made by different tokenizers.
+        is not one row or is truncated, or files were made by different tokenizers.
+      TypeError: an array does not contain integers.
     """
     files: list[Path] = []
     for path in paths:
@@ -294,7 +295,7 @@ def _check_array(dtype: np.dtype, shape: Sequence[int], name: str) -> None:
 
 
 def check_unused(folder: Path, names: Iterable[str]) -> None:
-    """Raises ValueError if a folder has token files, or files under names that are to be
+    """Raises ValueError if a folder has `.bin` files, or files under names that are to be
     written."""
     if not folder.is_dir():
         return
@@ -316,7 +317,8 @@ def sidecar_path(file: Path) -> Path:
 
 
 def read_sidecar(file: Path) -> dict[str, Any]:
-    """Reads and checks the sidecar (`.json` file) of a token file.
+    """Reads and checks the sidecar (`.json` file) of a token file; returns its entries except
+    nulls.
 
     Raises:
       ValueError: it is missing or not JSON, or a value has the wrong type.
@@ -375,11 +377,12 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 def check_ids(tokens: Tokens, vocab_size: int) -> None:
     """Checks before training that all ids are in [0, vocab_size): by the sidecar, else by the file.
 
-    Reads nothing if the dtype or the sidecar excludes larger ids. Files larger than SCAN_BYTES are
-    not searched here; `TokenSource` checks each window when it is read.
+    Reads no ids if the sidecar states a vocabulary size, or the dtype excludes larger ids. Files
+    larger than SCAN_BYTES are not searched here; `TokenSource` checks each window when it is read.
 
     Raises:
-      ValueError: an id is outside; names the file, the offset and the id.
+      ValueError: an id is outside (names the file, the offset and the id), or the sidecar states a
+        larger vocabulary than `vocab_size`.
     """
     if tokens.vocab_size is not None:
         check_vocab_sizes(tokens.name, tokens.vocab_size, vocab_size)

@@ -192,7 +192,8 @@ def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
 
     Raises:
       CompilerMissing: there is no compile-only client.
-      ValueError: the count does not fill whole nodes.
+      ValueError: the count is below 1 or does not fill whole nodes, or the card has no description
+        for the compiler.
       CompileError: the client rejects the card's description.
     """
     why = missing()
@@ -286,7 +287,7 @@ def compile_for_gpus(
       options: compiler options. With `devices` they must be complete, because the options of
         `jax.jit` are then not used.
       dump: folder to which the compiler writes its memory reports, which
-        `forecasting.hlo.live_buffers` reads.
+        `forecasting.hlo.live_buffers` reads; its files are deleted before a second compilation.
       sketch: whether to compile with `SKETCH_OPTIONS`.
 
     Raises:

@@ -42,7 +42,8 @@ class DeviceSizes:
 
 
 def sizes_for(device: Any) -> DeviceSizes:
-    """Returns sizes that take at most half of a device's free memory."""
+    """Returns sizes that take at most half of a device's free memory; small ones for a CPU or a
+    device that does not report its memory."""
     stats = device.memory_stats() or {}
     if device.platform == "cpu" or "bytes_limit" not in stats:
         return DeviceSizes(product=SMALL_SIZE, copied=SMALL_BYTES, gathered=SMALL_BYTES)

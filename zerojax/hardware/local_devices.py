@@ -125,7 +125,8 @@ def shares_host_memory(device: Any) -> bool:
 
 
 def measure_link(*, num_bytes: int = 2**30, repeats: int = 5, device: Any = None) -> LinkRates:
-    """Measures the time to copy an array of `num_bytes` between a device and pinned host memory.
+    """Measures the bandwidth of copies of an array of `num_bytes` between a device and pinned host
+    memory.
 
     Args:
       num_bytes: size of each array. Up to three arrays are on the device and two in host memory.

@@ -29,7 +29,8 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLink:
-    """Measured bandwidths between a device and host memory in bytes per second."""
+    """Measured bandwidths between a device and host memory in bytes per second; `both` is the sum
+    of both directions at the same time."""
 
     device_kind: str
     to_device: float
@@ -40,8 +41,8 @@ class MeasuredLink:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredDisk:
-    """Measured bandwidths of a disk in bytes per second, from passes over files of offloaded
-    state."""
+    """Measured bandwidths of a disk in bytes per second, from passes over files of offloaded state;
+    `both` is the sum of reading and writing at the same time."""
 
     disk: str
     write: float
@@ -83,8 +84,8 @@ _PARTS = {
 
 
 def keep_rates(rates: Measurement) -> Path | None:
-    """Stores a measurement in the user's cache, in place of an earlier measurement of the same
-    kind of device, or of the same disk.
+    """Stores a measurement with today's date in the user's cache, in place of an earlier
+    measurement of the same kind of device, or of the same disk.
 
     Returns:
       The path of the file; None if the cache is switched off or cannot be written.
@@ -135,7 +136,8 @@ def measured_disk(folder: str | os.PathLike[str]) -> MeasuredDisk | None:
 def disk_name(folder: str | os.PathLike[str]) -> str:
     """Returns a name for the disk that holds a folder, such as "/dev/nvme0n1p1 on /data".
 
-    If the folder does not exist, its nearest existing parent is used.
+    If the folder does not exist, its nearest existing parent is used. If the mount is not found,
+    the name is "MAJOR:MINOR" of the device.
     """
     number = os.stat(nearest_folder(folder)).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"

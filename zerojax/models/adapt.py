@@ -31,7 +31,8 @@ def as_model(model: ModelLike) -> Model:
         tree of arrays and `apply(params, ...)` computes the output.
 
     Raises:
-      TypeError: `model` has another type.
+      TypeError: `model` has another type, or is a callable that cannot be called as `model(rngs)`
+        or returns no `nnx.Module`.
     """
     if isinstance(model, (NnxModel, LinenModel, FunctionModel)):
         return model
@@ -83,7 +84,8 @@ def _check_not_torch(model: Any) -> None:
 
 
 def _check_factory(model: Any) -> None:
-    """Checks that a callable accepts one positional argument, as a model factory must.
+    """Checks that a callable accepts one positional argument, as a model factory must, and that a
+    parameter `rngs`, if it has one, receives it.
 
     Raises:
       TypeError: it does not; the message shows how to write a factory.

@@ -17,7 +17,8 @@ from zerojax.tracing.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
 
 
 class BoundFunction:
-    """Function `apply` with bound parameters; `key` is the PRNG key of this call."""
+    """Function `apply` with bound parameters; `key` is the PRNG key of this forward pass, and
+    `training` is False in evaluation."""
 
     def __init__(self, apply: Callable, params: Any, key: jax.Array, *, training: bool):
         self._apply = apply
@@ -30,7 +31,8 @@ class BoundFunction:
 
 
 class FunctionModel:
-    """Model of a pair `(init, apply)`; `init(key)` or `init(key, batch)` returns the parameters.
+    """Model of a pair `(init, apply)`; `init(key)`, or `init(key, batch)` if it has several
+    arguments, returns the parameters.
 
     It has no extras (arrays that are not parameters).
     """

@@ -229,7 +229,8 @@ class LinenModel:
         self.dim_names: Mapping[str, DimNames] = {}
 
     def parameter_names(self) -> Any:
-        """Returns the tree of the collection "params"."""
+        """Returns the tree of the collection "params" with the name of each parameter in its
+        place."""
         return trees.names_like(self._templates["params"])
 
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:

@@ -162,7 +162,8 @@ class NnxModel:
         return frozenset(n for n, path in paths if isinstance(self._templates[path], overwritten))
 
     def parameter_names(self) -> Any:
-        """Returns names in the tree of `nnx.to_pure_dict(nnx.state(model, nnx.Param))`."""
+        """Returns the tree of `nnx.to_pure_dict(nnx.state(model, nnx.Param))` with the name of each
+        parameter in its place."""
         nested: dict[Any, Any] = {}
         for name, path in self._param_paths.items():
             part = nested
@@ -294,6 +295,7 @@ class NnxModel:
         new_extras = {}
         for name, path in self._extra_paths.items():
             value = _value_of(after[path]) if path in after else extras[name]
+            # The module has folded keys; the stored keys stay the same.
             new_extras[name] = extras[name] if _is_key(value) else value
         return result, new_extras
 

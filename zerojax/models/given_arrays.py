@@ -66,7 +66,7 @@ def own_array(array: np.ndarray) -> np.ndarray:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an array of any values in memory that JAX uses on the CPU without another copy."""
+    """Returns an uninitialized array in memory that JAX uses on the CPU without another copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     first = -memory.__array_interface__["data"][0] % _ALIGNMENT
@@ -137,8 +137,8 @@ def check_arrays(batch: PyTree) -> None:
     """Checks that all values of a batch are numeric arrays.
 
     Raises:
-      TypeError: a value is text, an object, a random key, or a row written as a Python list; the
-        message shows how to make an array of it.
+      TypeError: a value is text, a date, an object, a random key, or a number inside a Python list;
+        the message states the remedy.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         kind = getattr(getattr(leaf, "dtype", None), "kind", None)

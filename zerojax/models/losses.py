@@ -121,8 +121,8 @@ def no_sums(metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def own_means(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Computes {name: mean} of the loss's metrics from their sums over all parts; NaN for weight
-    0.
+    """Computes {name: mean} of the loss's metrics from their sums over all parts; {} without
+    metrics. A mean with weight 0 is not finite.
     """
     return {name: x["sum"] / x["weight"] for name, x in sums.get("metrics", {}).items()}
 
@@ -186,7 +186,8 @@ def next_token_of_call(model: Callable[[jax.Array], jax.Array], batch: Mapping[s
 def mean_squared_error(
     predictions: jax.Array, targets: jax.Array, weights: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the squared error per element, in float32.
+    """Computes the sum of squared errors and of weights, in float32; their quotient is the mean
+    squared error.
 
     Args:
       predictions: predicted values, any shape, any float dtype.

@@ -67,7 +67,8 @@ def find_step_rules(variables: Mapping[Any, Any], extra_paths: Mapping[str, Any]
       extra_paths: {name: path} of all state that is not a parameter.
 
     Raises:
-      ValueError: the variable that a count changes does not exist, or two counts change it.
+      ValueError: the variable that a count changes does not exist, is a parameter or the count
+        itself, or two counts change it.
     """
     rules: dict[str, StepRule] = {}
     for name, path in extra_paths.items():

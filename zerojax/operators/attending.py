@@ -194,7 +194,7 @@ def attention(
 
     A query sees the keys that `causal`, `window`, `segments` and `layout` all allow. The output of
     a query that sees no key is 0. Scores and softmax are float32 in every implementation, so
-    results differ only by rounding.
+    results differ only by rounding. Only "xla" has second derivatives.
 
     Args:
       query: [batch, queries, heads, head_dim], any float dtype.
@@ -230,8 +230,9 @@ def attention(
     Raises:
       TypeError: dtypes are not floating-point, or differ; segments or positions are not integers;
         `layout` is not a layout.
-      ValueError: shapes do not match, the window is below 1, the implementation is unknown, a block
-        table has other heads or fewer tokens, or "cudnn" does not support the call or the devices.
+      ValueError: shapes do not match, the window is below 1, the softcap is not above 0, the
+        implementation is unknown, a block table has other heads or fewer tokens, or "cudnn" or
+        "mosaic_gpu" does not support the call or the devices.
 
     Example:
       >>> import jax, zerojax

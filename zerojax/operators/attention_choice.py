@@ -63,7 +63,8 @@ class Device:
 
     @property
     def capability(self) -> float:
-        """Compute capability; for an unknown device, the minimum that cuDNN needs."""
+        """Compute capability; 0 for an attached device that reports none, such as a CPU; for an
+        unknown device, the minimum that cuDNN needs."""
         here = [d for d in jax.devices() if d.device_kind == self.kind]
         if here:
             known = str(getattr(here[0], "compute_capability", ""))
@@ -134,7 +135,7 @@ def kind_of(
 ) -> str | None:
     """Describes the sizes of a call in a text, which is the key of measured times.
 
-    Returns None if the time depends on data.
+    Returns None if the call sets any of the options `given`, for which no times are measured.
 
     Args:
       query, key, visibility, given: arguments as for `choose`.
@@ -175,7 +176,8 @@ def _device_of(mesh: AbstractMesh, split: int, where: Literal["step", "plan"]) -
 
 
 def _left_to_compiler(mesh: AbstractMesh) -> dict[str, int]:
-    """Returns {axis: size} of the mesh axes over which the compiler partitions arrays."""
+    """Returns {axis: size} of the mesh axes with several devices over which the compiler partitions
+    arrays."""
     named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {name: size for name, size, kind in named if kind != AxisType.Manual and size > 1}
 
@@ -201,7 +203,8 @@ def choose(
       table: block table of the layout, if any.
 
     Raises:
-      ValueError: the call requests "cudnn" or "mosaic_gpu", which does not support its arguments.
+      ValueError: the call requests "cudnn" or "mosaic_gpu", which does not support its arguments or
+        the device.
     """
     if implementation in ("xla", "chunked"):
         return implementation, SET_BY_CALL

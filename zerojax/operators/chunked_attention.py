@@ -377,6 +377,7 @@ def _forward_pass(
     (sums, greatest, total), _ = lax.scan(step, (start, row - jnp.inf, row), _tile_arrays(cut))
     seen = total > 0
     out = sums / jnp.where(seen, total, 1)[..., None]
+    # inf, so that the backward pass gives such a query the weights exp(score - inf) = 0, not NaN.
     return out, jnp.where(seen, greatest + jnp.log(total), jnp.inf)
 
 

@@ -168,6 +168,7 @@ def _from_slots(values: jax.Array, slots: Slots, dtype: str) -> jax.Array:
 
 
 def _from_slots_forward(values: jax.Array, slots: Slots, dtype: str) -> tuple[jax.Array, Any]:
+    # The scalar carries the dtype of `values` to the backward pass.
     return _from_slots(values, slots, dtype), (slots, jnp.zeros((), values.dtype))
 
 
@@ -175,6 +176,7 @@ def _from_slots_backward(dtype: str, kept: Any, slope: jax.Array) -> tuple[jax.A
     slots, like = kept
     spread = _spread(slope.astype(like.dtype), slots)
     shape = (-1,) + (1,) * (spread.ndim - 1)
+    # Nothing reads the value in a free slot, so its gradient is 0.
     return jnp.where(slots.is_taken.reshape(shape), spread, 0), None
 
 

@@ -42,7 +42,8 @@ def mark_read(value: jax.Array, name: str, *, eight_bits: bool = False) -> jax.A
 
 
 def mark_wait(value: jax.Array) -> jax.Array:
-    """Marks a number that changes nothing, and for which other values only wait; returns it."""
+    """Marks a number that orders computations: other values wait for it, but it does not change
+    them. Returns the number."""
     return checkpoint_name(value, _WAIT)
 
 
@@ -142,7 +143,8 @@ def expert_weights_ndim(equation: Equation) -> int | None:
 
 
 def mark_expert_call(gates: jax.Array, *numbers: int) -> jax.Array:
-    """Marks `gates` as the gates of one call of `experts`, records sizes, and returns `gates`."""
+    """Marks `gates` as the gates of one call of `experts`, records their number and `numbers`, and
+    returns `gates`."""
     return checkpoint_name(gates, _EXPERT_CALL + "x".join(map(str, (gates.size, *numbers))))
 
 

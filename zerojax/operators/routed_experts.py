@@ -102,10 +102,10 @@ def experts(
     """Computes the sum of gate * expert(row) over the k choices of every token; drops no row.
 
     Rows are sorted by expert into buffers of C = ceil(slack * tokens * k / E) slots per expert (at
-    least 8), and `apply` runs once on all of them. If an expert has more rows, further rounds of
-    C / 4 slots run in a loop, so `slack` changes the time, not the result. `apply` determines the
-    precision of products. Gates are multiplied and choices are summed in float32 (float64 for
-    float64 rows). Has only first derivatives in reverse mode.
+    least 8, or tokens * k if that is less), and `apply` runs once on all of them. If an expert has
+    more rows, further rounds of C / 4 slots run in a loop, so `slack` changes the time, not the
+    result. `apply` determines the precision of products. Gates are multiplied and choices are
+    summed in float32 (float64 for float64 rows). Has only first derivatives in reverse mode.
 
     Args:
       x: [..., D], floating point; one row per token.
@@ -125,13 +125,15 @@ def experts(
         kernel for Hopper multiplies only tiles of occupied rows, and `apply` is a function
         (weights, rows [R, D], product) that returns [R, D_out], where product(rows, kernels [E, in,
         out]) multiplies each row by the kernel of its expert; without the mesh axis `expert` there
-        is a single round. "loop": the same tiles in an XLA loop, on any device.
+        is a single round. "loop": the same tiles and the same form of `apply` in an XLA loop, on
+        any device.
 
     Returns:
       [..., D_out] in the dtype of the result of `apply`.
 
     Raises:
-      TypeError, ValueError: shapes, dtypes or concrete ids are invalid.
+      TypeError, ValueError: shapes, dtypes, concrete ids, `slack` or the result of `apply` are
+        invalid, or the devices cannot compute `products`.
     """
     axis = _AXIS.get()
     devices = 1 if axis is None else lax.axis_size(axis)

@@ -203,7 +203,11 @@ _all_rows.defvjp(_all_rows_forward, _all_rows_backward)
 
 
 def batch_max(x: Any) -> jax.Array:
-    """Returns the maximum of `x` over all devices that hold different rows; it has no gradient."""
+    """Returns the element-wise maximum of `x` over all devices that hold different rows; it has no
+    gradient.
+
+    Outside of a step the result is `x`. With `deterministic: mesh` it raises a ValueError.
+    """
     x, axes = lax.stop_gradient(jnp.asarray(x)), _AXES.get()
     if axes is None:
         raise ValueError(f"batch_max {IN_TURN}")

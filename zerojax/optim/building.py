@@ -38,8 +38,8 @@ class BuiltOptimizer:
 
     Attributes:
       tx: optax transformation that computes the updates.
-      learning_rate: schedule, used for reports; None if the user's transformation does not expose
-        its schedule.
+      learning_rate: schedule, used for reports; None if `schedule_of` does not find that of the
+        user's transformation.
       reasons: one line for each default that was chosen.
     """
 

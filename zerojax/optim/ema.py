@@ -141,7 +141,8 @@ def check_weights(weights: Any) -> None:
 def around(
     init: Callable[..., Tree], update: Callable[..., tuple[Tree, Tree]], ema: Ema | None
 ) -> tuple[Callable[..., Tree], Callable[..., tuple[Tree, Tree]]]:
-    """Extends a pair (init, update) with an average of the parameters; None returns the pair."""
+    """Extends a pair (init, update) with an average of the parameters; unchanged if `ema` is
+    None."""
     if ema is None:
         return init, update
 

@@ -147,7 +147,7 @@ class Method:
         transformations.
       moments: fields of optax's state that hold moments, in the order of the update rule.
       scalars: function (learning_rate, weight_decay=, count=, gradient_scale=, skip=) that returns
-        the scalars of the update rule.
+        the scalars of the update rule; `count` includes the update, so it is 1 at the first.
       run: function that updates all parameters.
       elementwise: whether each element is updated independently, so that a shard may be updated in
         slices.
@@ -290,7 +290,8 @@ def _transformation(method: Method, options: Options) -> Any:
 
 
 def _grouped_decay(plain: Any, decay: Decay) -> optax.GradientTransformation:
-    """Builds a weight decay with a factor per parameter; the state's form is that of `plain`."""
+    """Builds a weight decay with a value for each parameter; the state's form is that of
+    `plain`."""
 
     def add(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         if params is None:

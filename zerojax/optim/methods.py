@@ -182,7 +182,7 @@ def sgd(
 
     Args:
       momentum: decay of the running sum of gradients; None keeps no sum.
-      nesterov: whether to use Nesterov momentum (Sutskever et al., ICML 2013).
+      nesterov: whether to use Nesterov momentum (Sutskever et al., ICML 2013); needs `momentum`.
       weight_decay: factor of the parameter that is added to the gradient before the momentum.
     """
     if momentum is None and nesterov:

@@ -93,7 +93,8 @@ def _dimensions(name: str, ndim: int) -> MuonDimensionNumbers:
 
 
 def matrices_by_shape(params: Tree) -> Tree:
-    """Returns the parameters that DeepSpeed's Muon treats as matrices (`set_optimizer_flags`).
+    """Returns a tree like `muon_dimensions` does, for the matrices of DeepSpeed's Muon (its
+    `set_optimizer_flags`).
 
     These are all parameters with two or more dimensions, except those with "embed" or "lm_head" in
     their names. In stacked layers, each layer's kernel is a matrix (`muon_dimensions`), and stacked

@@ -110,8 +110,8 @@ class OneBit:
     options: Options
 
     def frozen_at(self, state: Tree) -> jax.Array:
-        """Returns the number of updates in the second moment when it is frozen: int32 [], at least
-        1."""
+        """Returns the number of updates in the second moment, from the state in which it is frozen:
+        int32 [], at least 1."""
         return jnp.maximum(_adam_part(state).count, 1)
 
     def momentum(self, state: Tree) -> Arrays:

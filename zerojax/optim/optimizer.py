@@ -347,7 +347,8 @@ def map_state(
       function: function (array, value in `of_params`) that returns the new array.
       state: state in its portable form, or a tree of the same structure.
       of_params: {name of a parameter: any value}.
-      others: function applied to the arrays that belong to no parameter.
+      others: function applied to the arrays that belong to no parameter; by default "" takes their
+        place.
     """
     coding = coding_of(tx)
     init = tx.init if coding is None else coding.portable_init

@@ -48,7 +48,8 @@ class ParameterTree:
         A value above several parameters, as in a mask `{"backbone": True}`, applies to all of them.
 
         Raises:
-          ValueError: the entries of the tree do not match the parameters.
+          ValueError, KeyError: the entries of the tree do not match the parameters, or one of
+            `names` has no value.
         """
         values = dict(_values(tree, self.names))
         return {name: values[name] for name in names}

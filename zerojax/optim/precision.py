@@ -151,18 +151,21 @@ def as_precision(
     freeze_dtype: str | None = None,
     loss_scale: LossScale | None = None,
 ) -> Precision:
-    """Builds a `Precision` from its short name.
+    """Builds a `Precision` from its short name, or changes the given one.
 
     Args:
-      precision: "fp32", "bf16", "fp16" or a `Precision`.
+      precision: "fp32", "bf16", "fp16", the compute dtype, or a `Precision`, whose values are kept
+        where an argument below is None.
       reduce_dtype: dtype of reductions: "fp32", "bf16" or "fp16"; None uses the compute dtype.
       accumulate_dtype, param_dtype, moments_dtype: "fp32" or "bf16"; None uses float32.
-      freeze_dtype: dtype of frozen parameters: "fp32", "bf16" or (under fp16) "fp16"; None uses the
-        compute dtype. "nf4" or "int8" stores their kernels as codes, the rest in the default.
+      freeze_dtype: dtype of frozen parameters: "fp32", "bf16" or (under fp16) "fp16"; None uses
+        `Precision.frozen_dtype`. "nf4" or "int8" stores their kernels as codes, the rest in the
+        default.
       loss_scale: loss scale for float16; None keeps the default.
 
     Raises:
-      ValueError: a name is unknown.
+      ValueError: a name is unknown, or the dtypes do not fit together (see `Precision`).
+      TypeError: `precision` is of another type.
     """
     if isinstance(precision, str):
         compute = _dtype(precision, "precision")

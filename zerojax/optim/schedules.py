@@ -210,8 +210,8 @@ class OneCycle:
     cycle_max_lr: float
     """Learning rate at the middle of the cycle, between its two halves."""
     decay_lr_rate: float = 0.0
-    """Decay after the cycle: the rate is `cycle_min_lr` / (1 + this value * number of completed
-    intervals of `decay_step_size` updates)."""
+    """Decay after the cycle: the rate is `cycle_min_lr` / (1 + this value * updates since the cycle
+    / `decay_step_size`)."""
     cycle_first_step_size: int = 2000
     """Number of updates in the rising half."""
     cycle_second_step_size: int | None = None
@@ -221,16 +221,17 @@ class OneCycle:
     cycle_second_stair_count: int | None = None
     """Number of stair steps in the falling half; None uses that of the rising half."""
     decay_step_size: int = 0
-    """Number of updates per decay interval after the cycle; 0 does not decay."""
+    """Number of updates after the cycle in which `decay_lr_rate` and `decay_mom_rate` count once; 0
+    does not decay."""
     cycle_momentum: bool = True
     """Whether Adam's betas change too: beta1 within the limits below; beta2 is set to 0.99."""
     cycle_min_mom: float = 0.8
     """beta1 of the first update and at the middle of the cycle."""
     cycle_max_mom: float = 0.9
-    """beta1 of the second update and at the end of the cycle."""
+    """Largest beta1 of the cycle: near the second update, and at the end of the cycle."""
     decay_mom_rate: float = 0.0
-    """Growth of beta1 after the cycle: it is `cycle_max_mom` * (1 + this value * number of
-    completed intervals of `decay_step_size` updates)."""
+    """Growth of beta1 after the cycle: it is `cycle_max_mom` * (1 + this value * updates since the
+    cycle / `decay_step_size`)."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -272,7 +273,8 @@ class OneCycle:
         return jnp.where(count <= first, rising, falling)
 
     def _passed(self, count: jax.Array) -> jax.Array:
-        """Computes the number of decay intervals since the end of the cycle."""
+        """Computes the number of decay intervals since the end of the cycle, a fraction
+        included."""
         return (count - sum(self._halves)) / self.decay_step_size
 
     def rate(self, count: jax.Array) -> jax.Array:

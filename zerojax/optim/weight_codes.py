@@ -201,7 +201,8 @@ class CodedArray:
 
 
 def codes_for(kind: str, shape: Sequence[int], stack_dims: int) -> WeightCodes | None:
-    """Returns the `WeightCodes` for a parameter, or None if no dimension is divisible by 64.
+    """Returns the `WeightCodes` for a parameter, or None if no dimension after the first
+    `stack_dims` is divisible by 64.
 
     Blocks run along the smallest dimension divisible by 64; of equal sizes, the last one. The
     choice does not depend on the mesh. ZeRO splits the largest dimension, so the two dimensions are

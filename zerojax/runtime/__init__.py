@@ -1,7 +1,7 @@
 """Processes of a run: how they join, start, are watched, are preempted, shut down, and end.
 
 This package knows environment variables, signals, files and memory of the host, but no models,
-arrays or plans. Only `distributed` and `preemption` import JAX.
+arrays or plans. Only `distributed`, `preemption`, `kept_programs` and `start_clock` import JAX.
 """
 
 from __future__ import annotations

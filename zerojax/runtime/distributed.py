@@ -58,7 +58,8 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
 
     `zerojax train` and `zerojax.train` call it. A script that creates arrays or meshes earlier must
     call it first. A second call does nothing. Afterwards an uncaught exception ends this process at
-    once with its exit code; JAX alone would wait five minutes for the other processes.
+    once with its exit code; JAX alone would wait five minutes for the other processes. If not all
+    processes join within ZEROJAX_JOIN_SECONDS, this process prints an error and ends with code 1.
 
     Args:
       group: the process group. None: read it from the environment, from ZEROJAX_COORDINATOR,
@@ -263,7 +264,8 @@ def _wait_for(group: ProcessGroup, limit: float) -> None:
 
 
 def _initialize(group: ProcessGroup, *, seconds: float, **options: object) -> None:
-    """Calls `jax.distributed.initialize`, and prints a message if its runtime aborts."""
+    """Calls `jax.distributed.initialize`. If that takes longer than `seconds`, prints an error and
+    ends the process with code `FAILED`."""
 
     def give_up() -> None:
         print(

@@ -309,7 +309,8 @@ def hold(
 ) -> Hold:
     """Locks a folder for this process, until `Hold.release` or the end of the process.
 
-    Waits only for a holder on another machine, at most `EXPIRES` seconds.
+    Waits for a holder on another machine, about `EXPIRES` seconds at most, and for one on this
+    machine only while it is ending (`_DYING`).
 
     Args:
       folder: path of the folder; created if it is missing.
@@ -420,7 +421,8 @@ def _read(path: Path) -> tuple[str, int]:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Tries to lock an open file; returns True on success, None if the file system has no locks."""
+    """Locks an open file and returns True; returns False if another process holds the lock, and
+    None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

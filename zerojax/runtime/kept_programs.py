@@ -60,8 +60,8 @@ crash."""
 def keep_programs() -> str | None:
     """Turns on JAX's persistent cache for the programs that this process compiles.
 
-    Changes nothing if JAX's own settings name a folder or switch its cache off, or if ZEROJAX_CACHE
-    is "off". On CPUs with several processes it turns JAX's cache off.
+    Changes nothing if JAX's own settings name a folder or switch its cache off, if ZEROJAX_CACHE is
+    "off", or on CPUs with JAX before 0.11. On CPUs with several processes it turns JAX's cache off.
 
     Returns:
       A sentence for the log; None if nothing was changed.
@@ -211,7 +211,8 @@ def _write_seal(path: Path, digest: str) -> None:
 
 
 def _identity(found: os.stat_result) -> list[int]:
-    """Returns what changes when a file is written, replaced or renamed. No program sets a ctime."""
+    """Returns [size, mtime, ctime, inode] of a file. Writing, replacing or renaming it changes
+    them, since no program can set a ctime."""
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 

@@ -217,7 +217,8 @@ def _say_in_one_line() -> None:
 
 @contextlib.contextmanager
 def sigterm_raised() -> Iterator[None]:
-    """Makes SIGTERM raise `Interrupted` inside a `with` block, unless SIGTERM has another handler.
+    """Makes SIGTERM raise `Interrupted` inside a `with` block, except while an inner block, such as
+    a `StopRequest`, has its own handler.
 
     With several processes, or outside the main thread, it changes nothing.
     """

@@ -162,14 +162,16 @@ def local_device_ids(group: ProcessGroup, num_gpus: int) -> list[int] | None:
 
     A single process on a host uses all GPUs. If the scheduler shows each process only its own GPUs,
     or a process sees only one GPU, it uses all that it sees. Otherwise the GPUs of the host are
-    divided into equal parts, in order.
+    divided into equal parts, in order. If the number of processes on the host is not known, a
+    process uses the one GPU of its local index, or all if that is not known either.
 
     Args:
       group: the process group.
       num_gpus: number of GPUs that this process sees; 0: CPUs are used.
 
     Raises:
-      ValueError: the GPUs of the host cannot be divided into equal parts.
+      ValueError: the GPUs of the host cannot be divided into equal parts, or the local index is not
+        known or not that of a GPU.
     """
     local, num_local = group.local_process_id, group.num_local_processes
     if num_gpus == 0 or (num_local is None and num_gpus > 1 and local is None):

@@ -149,7 +149,8 @@ class StandstillNotes:
             self._start(self._remove)
 
     def remove(self, seconds: float = 1.0) -> None:
-        """Removes the note, also one of an earlier start; returns after at most `seconds`."""
+        """Removes the note, also one of an earlier start. Waits at most `seconds` for the note that
+        is being written or removed, and as long for its own removal."""
         if self._folder is None:
             return
         if self._thread is not None:

@@ -41,7 +41,8 @@ class StartClock:
     """Clock of a run's start; it counts from the moment when this process began.
 
     Attributes:
-      phases: phases in the order in which they began. The first is "imports", the last is "rest".
+      phases: phases in the order in which they began, first "imports". `stop` adds "rest", the time
+        outside of them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

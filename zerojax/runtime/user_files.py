@@ -21,7 +21,8 @@ CACHE_VARIABLE = "ZEROJAX_CACHE"
 
 @contextlib.contextmanager
 def not_for_everybody() -> Iterator[None]:
-    """Prevents that new files and folders are writable by every user of the machine.
+    """Makes files and folders that are created inside a `with` block not writable by every user of
+    the machine.
 
     The umask decides further permissions: with the usual 022 they are 0755 and 0644, with 077 no
     other user can read them. The change applies to the whole process, so also to files that other

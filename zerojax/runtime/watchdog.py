@@ -65,7 +65,7 @@ class Watchdog:
     single process does not use it, because it could not distinguish a hang from Ctrl-Z.
 
     Args:
-      config: settings with the limits.
+      config: settings with the limits; None: nothing is watched.
       folder: folder of the run, into which stacks are written; None: write to standard error only.
       process: index of this process.
       processes: number of processes.

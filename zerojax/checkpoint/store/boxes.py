@@ -11,7 +11,8 @@ Box = tuple[Shape, Shape]
 
 
 def boxes_of_run(shape: Shape, first: int, count: int) -> Iterator[Box]:
-    """Yields, in order, the boxes that cover elements `first` to `first + count` of an array.
+    """Yields, in order, the boxes that cover elements `first` to `first + count` (exclusive) of an
+    array.
 
     Elements are counted in C order. There are at most two boxes for each dimension but the last,
     plus one box.

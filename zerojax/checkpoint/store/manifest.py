@@ -85,7 +85,7 @@ class Manifest:
 
     @property
     def has_previous(self) -> bool:
-        """Whether `previous` is possible."""
+        """Whether the store still holds the previous generation (`previous`)."""
         return bool(self.slots_before)
 
     def previous(self) -> Manifest:
@@ -293,6 +293,7 @@ def make_files(folder: Path, manifest: Manifest) -> None:
     """Creates the bucket files, with all disk blocks reserved.
 
     Raises:
+      StoreError: another program's file has the name of the manifest.
       OSError: the disk has too little space; then no bucket file remains.
     """
     paths = [slot_path(folder, slot) for slot in range(manifest.num_slots)]

@@ -104,7 +104,8 @@ class BucketStore:
 
         Raises:
           ValueError: a number is too small, or `bucket_bytes` does not have `num_buckets` sizes.
-          StoreError: a store exists and `replace` is False, or the store is open elsewhere.
+          StoreError: a store exists and `replace` is False, the store is open elsewhere, or another
+            program's file has the name of the manifest.
           OSError: ENOSPC if the disk has too little space; then no files remain.
         """
         manifest = first_manifest(num_buckets, bucket_bytes, PIECE_BYTES, durable=durable)
@@ -172,7 +173,7 @@ class BucketStore:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one bucket file, without padding; if sizes differ, bytes of the largest one."""
+        """Bytes of one bucket, without padding; if sizes differ, bytes of the largest one."""
         return self._manifest.bucket_bytes
 
     @property
@@ -192,8 +193,8 @@ class BucketStore:
 
     @property
     def is_broken(self) -> bool:
-        """True if no further sweep can start: a writing sweep did not finish, or the store is
-        closed."""
+        """True if no further sweep can start: a writing sweep of a scratch store did not finish,
+        the manifest could not be written, the lock was lost, or the store is closed."""
         return self._refusal is not None
 
     @property
@@ -310,7 +311,7 @@ class BucketStore:
             )
         self._sweeping = True
         written: dict[int, int] = {}  # bucket -> checksum
-        begin = functools.cache(self._begin)
+        begin = functools.cache(self._begin)  # runs once, before the first write of the sweep
         try:
             yield from sweep_buckets(
                 order,

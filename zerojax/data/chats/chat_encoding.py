@@ -75,7 +75,7 @@ def marked_pair(pair: Pair) -> MarkedText:
 def without_frame(
     text: str, answers: Sequence[tuple[int, int]], special: tuple[str, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Shortens the positions of answers to the text that the model has to write.
+    """Returns the positions of answers, shortened to the text that the model has to write.
 
     Two parts are excluded. The first is an empty thought before an answer without reasoning, which
     belongs to the prompt. The second is white space after the token that ends the answer, which is
@@ -146,7 +146,8 @@ def _encoded(one: MarkedText, ids: np.ndarray, offsets: np.ndarray) -> EncodedCh
 
 
 def _framed(tokenizer: Any, made: EncodedChat) -> EncodedChat:
-    """Adds missing ids that begin and end a text; the first ones count as part of the question."""
+    """Adds missing ids that begin and end a text; the former count as part of the question, the
+    latter of the answer."""
     prefix = np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
     closing = _closing(tokenizer)
     if prefix.size and np.array_equal(made.ids[: len(prefix)], prefix):

@@ -74,6 +74,7 @@ class PreparedChats:
     """Result of `prepare_chats`.
 
     Attributes:
+      folder: output folder.
       num_records: number of rows that were read.
       num_texts: number of texts that were written, including those for validation.
       num_validation_texts: number of texts for validation, which are the last ones.
@@ -84,6 +85,7 @@ class PreparedChats:
       reasons: why the first of these rows were left out, with file and row number.
       way: how answers were found: by "marks" of the template, by "renderings" of the chat up to an
         answer, or in "pairs" of prompt and completion.
+      vocab_size: of the model's config.json if it states a smaller one, else of the tokenizer.
     """
 
     folder: Path
@@ -126,7 +128,8 @@ def prepare_chats(
       tokenizer: a model's folder or tokenizer.json, or any other value for `as_tokenizer`.
       template: a Jinja file, or the name of a template in the tokenizer's folder; None uses its
         default template.
-      validation_fraction: fraction of the chats, from the end, for validation.
+      validation_fraction: fraction of the texts, from the end, for validation; at least one text
+        remains for training.
       bad: "refuse" raises at the first row that cannot be trained on; "skip" leaves such rows out
         and counts them.
       answers: "all" makes one text per chat, which trains all its answers; "each" makes one text
@@ -141,6 +144,7 @@ def prepare_chats(
     Raises:
       ValueError: a row is not a chat (names file and row number), the template fails, there are no
         answers, or `out` has such files.
+      TypeError: the tokenizer has no method `encode_with_offsets`.
       FileNotFoundError: the data do not exist.
       ImportError: a package is missing; contains the command to install it.
       OSError: the disk is full or the folder is not writable.
@@ -222,7 +226,8 @@ def _tokenizer_of(spec: Any) -> Tokenizer:
 
 
 def _home_of(spec: Any) -> Path | None:
-    """Returns the folder that contains the files of tokenizer `spec`; None if it is not a path."""
+    """Returns the folder that contains the files of tokenizer `spec`; None if it is not an existing
+    path."""
     path = user_path(spec) if isinstance(spec, str | Path) else None
     if path is None or not path.exists():
         return None
@@ -419,7 +424,8 @@ class _Preparation:
         return found
 
     def _check_template(self, place: str, rendering: Rendering) -> None:
-        """Raises if no chat is rendered within the limits: then it is the template that loops."""
+        """Raises if the process ended at each of the first `_MAX_ENDED` chats: then the template,
+        not a chat, is the cause."""
         if not rendering.has_ended or self.num_ended is None:
             self.num_ended = None
             return

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MAX_WORDS = 200
+_MAX_WORDS = 200  # of an error's text, in characters
 # Keys under which datasets store a model's reasoning; templates read the first one.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -51,7 +51,8 @@ class Limits:
 
     Attributes:
       seconds: maximum processor time; the operating system kills a process that exceeds it.
-      characters: maximum number of characters of the rendered text.
+      characters: maximum number of characters of the rendered text; `prepare_chats` also refuses
+        longer chats.
       megabytes: maximum memory, in addition to the process's memory at its start.
     """
 
@@ -195,9 +196,8 @@ class ChatTemplate:
         """Renders a chat, and finds the positions of the assistant's turns in its text.
 
         If the template has no markers, a turn is located by two renderings: of the messages before
-          it
-        with the generation prompt, and of these messages with the turn. The first must be a prefix
-        of the second, and the second a prefix of the whole text.
+        it with the generation prompt, and of these messages with the turn. The first must be a
+        prefix of the second, and the second a prefix of the whole text.
 
         Args:
           messages: messages, of which at least one is an assistant's.
@@ -205,7 +205,8 @@ class ChatTemplate:
           turns: indices of the assistant's messages to find; None finds all.
 
         Returns:
-          (text, [start, end) of each of these turns, in characters).
+          (text, [start, end) of each of these turns, in characters). With markers and all turns,
+          the positions are those of all marked blocks, of which a turn may have several.
 
         Raises:
           TurnError: the position of a turn is not found; names the turn.
@@ -246,8 +247,8 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message without empty entries; its reasoning text is stored under each key that
-    known templates read.
+    """Returns a message without entries of None; its reasoning text is stored under "thinking"
+    (unless the message has this key) and "reasoning_content", which known templates read.
     """
     kept = {key: value for key, value in message.items() if value is not None}
     thought = next((kept[key] for key in REASONING if key in kept), None)
@@ -257,7 +258,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Formats the text of an error in one line, truncated."""
+    """Formats the text of an error in one line of at most 200 characters."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]}..."
     return text or type(error).__name__
@@ -265,7 +266,8 @@ def in_one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _timed(seconds: float) -> Iterator[None]:
-    """Limits this process's processor time in the context; the operating system kills it after.
+    """Limits this process's processor time in the context; the operating system kills the process
+    when the time is used up.
 
     The signal keeps its default action, so that a long C call is ended as well.
     """
@@ -304,8 +306,9 @@ def serve(requests: Iterator[str], say: Callable[[dict[str, Any]], None]) -> Non
     Args:
       requests: lines of JSON: {"source", "variables", "now", "limits"}, then lists of chats
         {"messages", "tools", "turns"}.
-      say: function that writes an answer: {"markers": bool} or {"error": text}, then for each chat
-        {"text", "answers"}, {"turn": text} or {"error": text}.
+      say: function that writes an answer: {"markers": bool}, {"error": text} or, without jinja2,
+        {"missing": text}, then for each chat {"text", "answers"}, {"turn": text} or {"error":
+        text}.
     """
     about = json.loads(next(requests))
     limits = Limits(**about["limits"])

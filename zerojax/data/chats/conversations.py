@@ -29,7 +29,7 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Roles of speakers in ShareGPT's format, as keys of this project's roles."""
+"""{speaker in ShareGPT's format: role for chat templates}."""
 _READ = (
     *("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train"),
     *REASONING,
@@ -75,7 +75,7 @@ class Chat:
 
     @property
     def num_characters(self) -> int:
-        """Approximate number of characters."""
+        """Approximate number of characters of the messages, with their keys."""
         return sum(len(str(message)) for message in self.messages)
 
     def as_request(self) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def chat_of(record: Any, columns: Sequence[str] = ()) -> Chat | Pair:
 
     Args:
       record: row of a file, in one of the published formats.
-      columns: names of all columns of the record's table, for messages; the record itself has only
-        those in `COLUMNS`.
+      columns: names of all columns of the record's table, for error messages; the record itself has
+        only those in `COLUMNS`.
 
     Raises:
       RecordError: the record is not a chat, is empty, or has no answer.

@@ -46,7 +46,8 @@ def find_template(folder: Path | None, wanted: str | Path | None) -> FoundTempla
       wanted: a file, or the name of one of the folder's templates; None requests the default one.
 
     Raises:
-      ValueError: the folder has no template of this name, or a template exceeds 1 MiB.
+      ValueError: the folder has no template of this name, a template exceeds 1 MiB or is not UTF-8,
+        or the tokenizer's settings are not a JSON object.
     """
     variables = {} if folder is None else special_variables(folder)
     path = None if wanted is None else user_path(wanted)

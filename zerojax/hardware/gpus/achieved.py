@@ -24,19 +24,20 @@ from zerojax.hardware.machine_rates import (
 )
 
 PRODUCT_SHARE = 0.757
-"""Of the published rate of 16-bit products, a product of 8192 x 8192 x 8192: 0.778 on an H100,
-0.735 on an H200."""
+"""Share of the published rate of 16-bit products that a product of 8192 x 8192 x 8192 reaches: mean
+of 0.778 on an H100 and 0.735 on an H200."""
 COPY_SHARE = 0.890
-"""Of the published bandwidth, a copy of 4 GiB in device memory: 0.896 on an H100, 0.884 on an
-H200."""
+"""Share of the published bandwidth that a copy of 4 GiB in device memory reaches: mean of 0.896 on
+an H100 and 0.884 on an H200."""
 HOST_SHARE = 0.825
-"""Of the published rate of the link to host memory, `device_put` of 1 GiB on both cards."""
+"""Share of the published rate of the link to host memory that `device_put` of 1 GiB reaches on both
+cards."""
 WIRE_SHARE = 0.8
-"""Of the published rate of links between GPUs: assumed, no two cards were measured."""
+"""Share of the published rate of links between GPUs: assumed, no two cards were measured."""
 FUSION_SHARE = 0.79
-"""Of the rate of a copy, fusions of a training step: the 704 fusions of GPT-2 on an H200 took
-11.8 ms without their launches, for bytes that a copy moves in 9.3 ms (the trace of the unrolled
-step in `gpu_h200.json`)."""
+"""Share of a copy's bandwidth that fusions of a training step reach: the 704 fusions of GPT-2 on an
+H200 took 11.8 ms without their launches, for bytes that a copy moves in 9.3 ms (the trace of the
+unrolled step in `gpu_h200.json`)."""
 LAUNCH_SECONDS = 2.2e-6
 """Seconds that each kernel takes in addition: an AdamW update of 148 arrays in 150 launches takes
 0.33 ms longer than the same bytes in one array, on an H100 and on an H200."""
@@ -66,8 +67,9 @@ class Achieved:
     source: str
 
     def attention_share(self, keys: int) -> float:
-        """Returns the share of the rate of products that attention over `keys` keys reaches,
-        between the measured lengths by the logarithm of the length."""
+        """Returns the share of the rate of products that attention over `keys` keys reaches:
+        interpolated by the logarithm of the length between measured lengths, that of the nearest
+        one outside."""
         known = sorted(self.attention)
         keys = min(max(keys, known[0]), known[-1])
         above = max(bisect.bisect_left(known, keys), 1)
@@ -81,7 +83,8 @@ def achieved_rates(gpu: Gpu) -> Achieved:
 
     Args:
       gpu: the card. Rates that were measured on this machine count first, if they are of the same
-        card; then the card's `measured` rates; then shares of the published ones.
+        card and the user did not state them (`Gpu.stated`); then the card's `measured` rates; then
+        shares of the published ones.
     """
     known, source = _with_rates_here(gpu)
     share, published = PRODUCT_SHARE, gpu.bf16_flops or gpu.fp16_flops
@@ -135,12 +138,13 @@ def _is_stated(gpu: Gpu, name: str) -> bool:
 
 
 def published_rates(gpu: Gpu) -> Achieved:
-    """Returns the published peaks of a card, with which no time is longer than on the card."""
+    """Returns the published peaks of a card; times computed with them are lower bounds."""
     return Achieved(
         card=gpu,
         fusion_bandwidth=gpu.memory_bandwidth,
         host_both=2 * gpu.host_bandwidth,
         launch_seconds=0.0,
+        # Two lengths, because `attention_share` interpolates between two of them.
         attention={1: 1.0, 2: 1.0},
         source="published peaks",
     )

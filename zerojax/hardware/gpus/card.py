@@ -224,7 +224,7 @@ def published_rate(gpu: Gpu, key: str) -> tuple[str, float] | None:
 
 
 def check_measured(gpu: Gpu, key: str, rate: float) -> None:
-    """Checks that a measured rate is not above the published one.
+    """Checks that a measured rate is at most `MEASURED[key].most` times the published one.
 
     Args:
       gpu: the card.
@@ -232,7 +232,7 @@ def check_measured(gpu: Gpu, key: str, rate: float) -> None:
       rate: measured rate, in the unit of the key.
 
     Raises:
-      CardError: the rate is above the published one, or nothing is published.
+      CardError: the rate is above this limit, or nothing is published.
     """
     published, of = published_rate(gpu, key), MEASURED[key]
     if published is None:
@@ -259,8 +259,8 @@ def grouped(notes: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notes(notes: Any) -> dict[str, str]:
-    """Splits joined keys: {"a, b": "x"} -> {"a": "x", "b": "x"}. Each name must be a key of a
-    card."""
+    """Splits joined keys: {"a, b": "x"} -> {"a": "x", "b": "x"}. Raises CardError for a name that
+    is not a key of a card."""
     if not isinstance(notes, Mapping):
         raise CardError(f"expected entries KEY, KEY: TEXT; got {notes!r:.60}")
     result = {}

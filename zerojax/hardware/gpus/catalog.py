@@ -31,8 +31,8 @@ def find_gpu(name_or_file: str, changes: Mapping[str, Any] | None = None) -> Gpu
       changes: {key of a card: value} that replaces the card's own, such as {"node_devices": 2}.
 
     Raises:
-      ValueError: there is no such card or file, or the file has a mistake; the message states its
-        line.
+      ValueError: there is no such card or file, `changes` has a mistake, or the file has one, whose
+        line the message states.
     """
     text = str(name_or_file).strip()
     named = named_gpu(text) or gpu_of_device(text)

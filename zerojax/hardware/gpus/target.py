@@ -43,7 +43,8 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeCapability:
-    """Properties that all GPUs of one compute capability share, per core unless stated otherwise.
+    """Properties that all GPUs of one compute capability share, per core unless stated otherwise;
+    memory in bytes.
 
     Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; the
     rates of the units are those in xla/backends/gpu/target_config/specs, which has none for the

@@ -175,6 +175,7 @@ def _pair(
     if ring.window is not None and not same_chunk:
         options["visibility"] = Visibility(causal=True, window=ring.window)
         at = zip((lax.axis_index(ring.axis), source), half, strict=True)
+        # Device d holds chunk d (LOW) and chunk 2 P - 1 - d (HIGH) of the sequence.
         chunks = (device + x * (2 * devices - 1 - 2 * device) for device, x in at)
         options["positions"] = tuple(index_of_chunk(chunk, size) for chunk in chunks)
     return (keys.key[half[1]], keys.value[half[1]]), options

@@ -128,12 +128,14 @@ def attend_over(
     def local(
         query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Pair], index: Any
     ) -> Any:
+        # `shard_map` passes one array of a pair as two; as one object again, it is gathered once.
         pairs: Any = {name: (x[0], x[0]) if name in is_shared else x for name, x in rows.items()}
         arrays = query, key, value
         if split.way == "ring":
             rest = {"scale": scale, "window": window, "softcap": softcap}
             return ring_attention(*arrays, axis=split.axis, **rest, **pairs)
         way = ulysses_attention if split.way == "ulysses" else allgather_attention
+        # `attend` now has whole sequences; it must not come back to this function.
         with sequences_split(None):
             own = () if index is None else (index,)
             whole = functools.partial(attend, *own, **options)

@@ -49,6 +49,7 @@ def kv_repeats(heads: int, kv_heads: int, devices: int) -> int | None:
         return None
     repeats = range(1, heads // kv_heads + 1)
     fits = (r for r in repeats if kv_heads * r % devices == 0 and heads % (kv_heads * r) == 0)
+    # The last number always fits: it repeats heads to one for each query head.
     return next(fits)
 
 
@@ -66,7 +67,8 @@ def ulysses_attention(
 
     An all-to-all exchanges tokens for heads, and a second one reverses it. If the number of
     key/value heads is not divisible by the devices, each head is repeated `kv_repeats` times before
-    it is sent. This sends no extra bytes, because each device needs one whole head.
+    it is sent. If the key/value heads divide the devices, this sends no extra bytes, because each
+    device needs one whole head.
 
     Args:
       query: [batch, tokens of this device, heads, head_dim]; heads are divisible by the devices.
@@ -110,8 +112,7 @@ def allgather_attention(
 ) -> jax.Array:
     """Computes attention of this device's queries to gathered keys and values (arXiv:2407.21783).
 
-    The gradients of keys and values are reduce-scattered. `attend` gets the tokens' indices in the
-    whole sequence as positions.
+    The gradients of keys and values are reduce-scattered.
 
     Args:
       query: [batch, tokens of this device, heads, head_dim].
@@ -120,7 +121,7 @@ def allgather_attention(
       attend: attention over whole sequences.
       order: order of the tokens on the axis.
       segments, positions: pairs of integers [batch, tokens of this device], for queries and keys.
-        Without positions, the indices in the whole sequence are compared.
+        Without positions, `attend` gets the tokens' indices in the whole sequence.
     """
     key, value = (_gather(x, axis) for x in (key, value))
     if segments is not None:

@@ -104,7 +104,8 @@ class Children:
                     os.kill(process.pid, number)
 
     def end_soon(self, since: float | None = None) -> None:
-        """Kills the remaining processes when the job's grace period has ended.
+        """Sets the end of the job's grace period, at which `next_event` kills the remaining
+        processes; a second call changes nothing.
 
         SIGTERM would not help: it requests a save, on which all processes would have to agree.
 

@@ -41,11 +41,12 @@ _NUMBERS = ("host", "num_hosts", "num_processes")
 
 
 class Token:
-    """Shared secret of one user's launchers; it is read again for each use.
+    """Shared secret of one user's launchers; a file is read again for each use.
 
-    Three sources are tried in this order: the variable ZEROJAX_LAUNCH_TOKEN, which a scheduler
-    passes to every host; a file that all hosts see, such as a mounted secret; a file in this user's
-    cache, in a home folder that the hosts share. The launcher of host 0 creates a missing file.
+    Three sources are tried in this order: the file of --token-file, which all hosts see, such as a
+    mounted secret; the variable ZEROJAX_LAUNCH_TOKEN, which a scheduler passes to every host; a
+    file in this user's cache, in a home folder that the hosts share. The launcher of host 0 creates
+    a missing file.
 
     Args:
       environment: environment variables of the launcher.

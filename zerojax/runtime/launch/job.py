@@ -189,6 +189,9 @@ def command_line(job: Job, launcher: int | None = None) -> list[str]:
       job: the job.
       launcher: process id; the started process ends when this process ends. None: the calling
         process.
+
+    Raises:
+      ValueError: the command is `python` without a script or module.
     """
     own = [f"--launcher={os.getpid() if launcher is None else launcher}"]
     first, *rest = job.command
