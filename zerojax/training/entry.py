@@ -414,7 +414,8 @@ def _loss(
     is_text: bool,
     ds_config: DsConfigArguments | None,
 ) -> tuple[tracing.Loss | None, LossKind]:
-    """Returns (loss to minimise, its kind for the record); None: the model's own loss method.
+    """Returns (loss to minimise, its kind for the record: "own", "model" or "next_token"). The loss
+    is None for the model's own loss method.
 
     For text and a model without a loss method: next-token cross-entropy of `model(tokens)`.
     """

@@ -88,7 +88,8 @@ class FineTuning:
         return user_path(self.run_dir).absolute() / RUN_FILE
 
     def is_given(self, name: str) -> bool:
-        """Returns True if an override sets the key `name`, or a key inside the section `name`."""
+        """Returns True if the last part of an override's key is `name`, or if the word `name` is in
+        an override's value that is a section, {...}."""
         for word in self.overrides:
             key, _, value = word.partition("=")
             is_section = value.lstrip().startswith("{")
@@ -369,7 +370,8 @@ def _longest_row(
     """Returns the number of tokens of the longest chat, at most the model's context.
 
     Raises:
-      ValueError: `seq_len` or a chat is longer than the model's context.
+      ValueError: `seq_len` is longer than the model's context, or a chat is and `long_texts` is
+        "refuse".
     """
     if asked.is_given("seq_len") and config.data.seq_len > context:
         raise ValueError(

@@ -157,7 +157,8 @@ def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
 def describe_run(
     plan: Plan, feed: Feed, *, seed: int, steps: int | None, loop: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns the description of a run that `check_same_run` compares between processes.
+    """Returns {name of a setting: its value as text} of a run, which `check_same_run` compares
+    between processes.
 
     Args:
       plan: plan of the run.

@@ -65,7 +65,8 @@ class RateTest:
 
     @property
     def steepest(self) -> int | None:
-        """Index at which the smoothed loss falls fastest, before its lowest value."""
+        """Index of the step before the largest fall of the smoothed loss on the way to its lowest
+        value; None if it never falls."""
         falls = [
             (after - before, index)
             for index, (before, after) in enumerate(

@@ -324,7 +324,8 @@ def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
 
 
 def with_names(plan: Plan, values: Metrics) -> Metrics:
-    """Replaces numbers of parameters in metrics by the parameters' names; drops other numbers."""
+    """Replaces the parameter indices "bad_leaf" and "largest_leaf" in metrics by names; drops an
+    index of -1."""
     named = {name: _leaf(plan, values, name) for name in ("bad_leaf", "largest_leaf")}
     rest = {name: value for name, value in values.items() if name not in named}
     return rest | {name: leaf for name, leaf in named.items() if leaf is not None}

@@ -160,6 +160,7 @@ def check_resume(
     Raises:
       ValueError: the run or a setting cannot be used.
       CheckpointError: the run has no checkpoint.
+      RuntimeError: a child process ended without a result.
     """
     check_whole_number("steps", steps, 1, MOST_STEPS)
     check_whole_number("devices", devices, 1, MAX_CPU_DEVICES)

@@ -255,8 +255,8 @@ def _draw(key: str, axis: SweepAxis, rng: np.random.Generator) -> Any:
 
 
 def describe_warmup(trials: Sequence[SweepTrial], rungs: Sequence[SweepRung]) -> str | None:
-    """Returns a sentence about trials whose warm-up lasts beyond the first rung; None without
-    such."""
+    """Returns a sentence if the longest warm-up of the trials reaches the end of the first rung,
+    else None. Warm-ups in tokens are not looked at."""
     end, longest = rungs[0].steps, 0
     for trial in trials:
         optimizer = trial.config.optimizer

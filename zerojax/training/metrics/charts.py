@@ -31,8 +31,9 @@ class Series:
     points: Points
     """(step, value) in ascending order of steps; the value is None where it was not finite."""
     style: str
-    """CSS class: "first" or "second"; "faint" for raw values drawn with their smoothed curve, and
-    "dim" for one of many curves; these two are not in the legend."""
+    """CSS class: "first" or "second"; "c0", "c1", ... for the runs of a comparison; "faint" for raw
+    values drawn with their smoothed curve, and "dim" for one of many curves; the last two are not
+    in the legend."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ def write_report(run_dir: str | Path) -> Path:
 
     Raises:
       FileNotFoundError: the folder has no metrics.
-      ValueError: the run has reported nothing yet.
+      ValueError: the run has reported nothing yet, or one of its files is invalid.
     """
     run_dir = user_path(run_dir)
     metrics = read_metrics(run_dir)
@@ -513,7 +513,8 @@ def _text(path: Path) -> str:
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, or {} if the file does not exist."""
+    """Returns the JSON object in a file, or {} if the file does not exist. Raises ValueError for
+    any other content."""
     try:
         value = bounded_json.loads(_text(path) or "{}", finite=False)
     except bounded_json.JsonError as error:

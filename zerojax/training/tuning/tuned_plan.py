@@ -297,7 +297,8 @@ def _of_sample(opt_state: Any, params: Mapping[str, Any]) -> Any:
 
 
 def sample_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Returns shard shapes of some parameters, small and large, reduced to fit the memory limit."""
+    """Returns {name: shard shape} of at most `MAX_ARRAYS` parameters, small and large, reduced to
+    fit the memory limit."""
     params = plan.abstract_state["params"]
     shapes = {name: x.sharding.shard_shape(x.shape) for name, x in params.items()}
     by_size = sorted(shapes, key=lambda name: (math.prod(shapes[name]), name))
