@@ -248,8 +248,8 @@ def make_plan(
         stage.
       freeze: one or several regular expressions on names of parameters that are not trained.
       steps: number of steps of the run, for the learning-rate schedule.
-      **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold,
-        reduce_bucket_size, allgather_bucket_size, sequence_sharding, roll, roll_remat, unroll.
+      **mesh_options: other fields of `MeshConfig` (`plan.inputs.MESH_OPTIONS`), such as rules,
+        offload, wire or unroll; not the sizes of axes.
 
     Raises:
       ValueError, TypeError: an invalid argument or combination; the message states the value, the

@@ -54,7 +54,9 @@ def has_checkpoints(body: ClosedJaxpr) -> bool:
 
 
 def with_remat(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
-    """Returns the body of the loop as a function with the remat policy `remat`."""
+    """Returns the body of the loop as a function with the remat policy `remat`: "model" keeps the
+    checkpoints inside the body, "none" removes them, another policy replaces them by one
+    checkpoint."""
     if remat == "model":
         return jaxpr_as_fun(_without_barriers(body))
 
