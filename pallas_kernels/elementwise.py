@@ -120,7 +120,8 @@ def check_arrays(
     Raises:
       TypeError: a dtype is not float32, bfloat16 or float16; a float16 array would have to be
         rounded stochastically; or the scalars belong to another rule.
-      ValueError: shapes differ, the rule has another number of arrays, or there are no rows.
+      ValueError: shapes differ, also those of scalars; the rule has another number of arrays or
+        fewer outputs; or there are no rows.
     """
     if scalars is not None and not isinstance(scalars, rule.scalars):
         raise TypeError(
