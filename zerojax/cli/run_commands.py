@@ -86,7 +86,8 @@ def add_where(commands) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Runs `zerojax eval`: prints the loss; for text also perplexity and bits per token."""
+    """Runs `zerojax eval`: prints the loss on validation data in nats, its perplexity, and bits per
+    token."""
     if args.batches is not None and args.batches < 1:
         raise ValueError(f"--batches {args.batches} is below 1; use 1 or more")
     loaded = open_run(args.run, args.overrides, args.step, args.weights, args.pretrained)
