@@ -55,9 +55,10 @@ class TensorDifference:
 
     Attributes:
       name: name in Hugging Face's format.
-      gradient: largest difference of the first gradients, relative to the largest entry.
-      update: of all steps together: norm of the difference of updates, relative to their norm.
-        Entries with almost no gradient are left out.
+      gradient: largest difference of the gradients of the first step, relative to the largest entry
+        of DeepSpeed's.
+      update: norm of the difference of the sums of all updates, relative to the norm of
+        DeepSpeed's. Entries with almost no gradient are left out.
     """
 
     name: str

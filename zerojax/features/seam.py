@@ -161,7 +161,7 @@ class Feature(Generic[S, D]):
         """Returns the feature's part of a state, {parameter: struct like the parameter's}.
 
         Args:
-          decision: of the feature.
+          decision: decision of the feature.
           trained: trained parameters, under their stored names or under the user's.
           stacks: as in `Facts`.
         """
@@ -199,7 +199,7 @@ class Feature(Generic[S, D]):
 
         Args:
           plan: the plan.
-          decision: of the feature.
+          decision: decision of the feature.
           grads: {name: summed gradient with the stored shape, padding included}.
           state: state before the step.
           scale: float32 [], by which gradients are multiplied later: it depends on the weight of

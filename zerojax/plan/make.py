@@ -681,8 +681,8 @@ def _lookups(task: _Task, seen: _Seen, frozen: Collection[str]) -> Lookups:
 def _examine_loss(
     task: _Task, seen: _Seen, placement: Placement
 ) -> tuple[TracedLoss, list[str], list[str]]:
-    """Returns (facts about the loss, reasons about parts of the batch, reasons about custom
-    derivatives)."""
+    """Checks the loss; returns (facts about it, reasons about the batch, its parts and lookups,
+    reasons about custom derivatives)."""
     trace, params, extras = seen.trace, seen.params, seen.extras
     check_weight(trace, placement)
     pieces = trace_pieces(trace, params, extras, seen.microbatch, task.model)

@@ -201,7 +201,7 @@ def _open_decoder(folder: str) -> Pretrained:
 
 
 def _is_prepared(asked: FineTuning) -> bool:
-    """Returns True if `asked.data` is a folder that `zerojax data prepare` wrote.
+    """Returns True if `asked.data` is a folder of chats that `zerojax data prepare` wrote.
 
     Raises:
       FileNotFoundError: the path does not exist.
@@ -305,9 +305,8 @@ def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> No
 
 @contextlib.contextmanager
 def _removed_after_an_error(run_dir: Path, chats: Path) -> Iterator[None]:
-    """Deletes the prepared chats after an error in a `with` block, so the command can be repeated.
-
-    Folders that existed before are not deleted.
+    """After an error in a `with` block, deletes the run folder, or only the prepared chats if the
+    run folder existed before, so that the command can be repeated.
     """
     had_run, had_chats = run_dir.exists(), chats.exists()
     try:

@@ -217,7 +217,8 @@ def _without_paths(settings: Any) -> Any:
 
 
 def _update_of(plan: Plan) -> str:
-    """Returns a digest of the traced optimizer update."""
+    """Returns a digest of the traced optimizer update; "" if it cannot be traced outside of a
+    step."""
     params = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype)
         for name, x in plan.abstract_stored["params"].items()

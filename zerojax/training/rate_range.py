@@ -84,7 +84,7 @@ class RateTest:
         return float(f"{self.rates[self.lowest] / MARGIN:.1e}")
 
     def describe(self) -> str:
-        """Returns the suggested rate with its reason, in two or three lines of text."""
+        """Returns the suggested rate with its reason, or why there is none, as text."""
         if self.lowest is None:
             return "no loss was finite; start at a lower rate (--low)"
         low, high = self.rates[0], self.rates[-1]

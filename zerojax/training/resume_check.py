@@ -155,7 +155,7 @@ def check_resume(
       steps: number of steps to compare.
       on_cpu: whether the steps run on virtual CPU devices; False uses JAX's default devices, of
         which there must be as many as either mesh has.
-      progress: called with a few words about each stage of the work.
+      progress: function called with a few words about each stage of the work.
 
     Raises:
       ValueError: the run or a setting cannot be used.

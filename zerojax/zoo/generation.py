@@ -330,7 +330,7 @@ class _Slots:
         return np.int32(active // 2 if self._waiting else 0)
 
     def collect(self, drawn: Any, lengths: Any, has_ended: Any) -> bool:
-        """Frees the rows that have ended; returns whether all prompts are done."""
+        """Keeps the tokens of ended rows and frees the rows; returns whether all are done."""
         drawn, lengths, has_ended = (np.asarray(x) for x in (drawn, lengths, has_ended))
         for row in np.flatnonzero(has_ended & (self._prompt_of != _FREE)):
             self._found[int(self._prompt_of[row])] = drawn[row, : lengths[row]].copy()
@@ -366,7 +366,7 @@ def _rounded_up(number: int, multiple: int) -> int:
 def _continue(
     model: Decoder, slots: _Slots, controls: Controls, *, cache_length: int, has_codes: bool
 ) -> Continued:
-    """Continues the prompts of `slots`."""
+    """Continues the prompts of `slots` until all have ended; returns their new tokens."""
     graphdef, state = nnx.split(model)
     options = {"graphdef": graphdef, "row_sharding": slots.sharding}
     sizes = {"size": slots.size, "cache_length": cache_length, "has_codes": has_codes}

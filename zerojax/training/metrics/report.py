@@ -243,7 +243,8 @@ def finite(points: Points) -> list[float]:
 
 
 def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
-    """Returns the data for the page's script: points of the curves, with values as text."""
+    """Returns the data for the page's script as JSON: ends of the horizontal axis, and for each
+    chart the label and points of its curves, with values as text."""
     curves = [
         [
             {
@@ -421,7 +422,8 @@ def _samples(events: Records) -> str:
 
 
 def _newest(head: Sequence[str], rows: Sequence[Sequence[str]], count: int) -> str:
-    """Returns a table of the newest of `count` records, and how many are left out."""
+    """Returns an HTML table of the newest of `count` records, and how many are left out; "" without
+    rows."""
     if not rows:
         return ""
     more = count - len(rows)

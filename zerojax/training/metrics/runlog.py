@@ -370,7 +370,8 @@ class RunLog:
     # The folder and the files
 
     def _fill_folder(self, folder: Path, texts: Mapping[str, str], *, is_new: bool) -> list[str]:
-        """Writes `texts` as files into the folder; returns lines to print on the terminal."""
+        """Writes `texts` as files into the folder, after renaming the metrics of an earlier run if
+        `is_new`; returns lines to print on the terminal."""
         _check_own(folder, texts)
         _make_folder(folder)
         earlier = set_aside(folder / FILE_NAME) if is_new else None

@@ -96,7 +96,8 @@ class KeptChoices:
         return found
 
     def keep(self, key: Mapping[str, Any], kept: Kept) -> None:
-        """Caches a decision, replacing an older one; does nothing if the same one is cached."""
+        """Caches a decision, replacing an older one, and drops the oldest above `MAX_ENTRIES`; does
+        nothing if the same decision is cached."""
         if self._folder is None or self.find(key) == kept:
             return
         entries = self._read()
