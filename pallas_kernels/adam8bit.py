@@ -103,6 +103,7 @@ def encode_moments(mu: jax.Array, nu: jax.Array) -> Moments8bit:
     """
     shape, (mu, nu) = mu.shape, (_rows(mu), _rows(nu))
     scales = scales_of(mu, nu, lambda x: jnp.max(x, axis=1, keepdims=True))
+    # As random bits, 2^15 is the fraction 1/2, with which stochastic rounding rounds to nearest.
     half = jnp.full(mu.shape, 2**15, jnp.uint32)
     codes = (
         encode_mu(mu, _four_over(scales[0]), half),

@@ -216,6 +216,7 @@ def reference_update(
     if rule.averages:
         average = moved_average(blocks[-1], stored[0].astype(jnp.float32), scalars)
         stored.append(average.astype(updated[-1].dtype))
+    # A caller may request fewer outputs than the rule has.
     outputs = [new.astype(d) for new, d in zip(values.outputs, out_dtypes, strict=False)]
     summed = tuple(range(1, 1 + row_dims)) if by_row else None
     return Updated(

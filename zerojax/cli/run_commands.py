@@ -93,6 +93,7 @@ def evaluate(args: argparse.Namespace) -> int:
     loaded = open_run(args.run, args.overrides, args.step, args.weights, args.pretrained)
     found = loaded.evaluate(num_batches=args.batches)
     loss, of_average = found["loss"], " (ema)" if args.weights == "ema" else ""
+    # math.exp overflows above 709.
     show(
         f"step {loaded.step}{of_average}: loss {loss:.4f}, "
         f"perplexity {math.exp(min(loss, 700)):.2f}, {loss / math.log(2):.3f} bits per token, "

@@ -566,6 +566,7 @@ def relative_changes(run: RunOutcome, reference: RunOutcome, before: Arrays) -> 
         start = before[name].astype(np.float64)
         expected, value = expected.astype(np.float64), run.after[name].astype(np.float64)
         change = float(np.linalg.norm(expected - start))
+        # In each step both runs round the parameters, by at most 2^-24 (6e-8) of their values.
         rounding = 2 * len(run.losses) * 6e-8 * float(np.linalg.norm(expected))
         difference = max(0.0, float(np.linalg.norm(value - expected)) - rounding)
         found[name] = difference / change if change else (1.0 if difference else 0.0)

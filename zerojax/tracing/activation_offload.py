@@ -312,6 +312,7 @@ def _run_layers(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         named = [checkpoint_name(x, LAYER_INPUT) if _waits(x) else x for x in carry]
         return _evaluate(params["jaxpr"], [*consts, *named, *items], _dissolve)
 
+    # The forward and the backward loop are separate, so there is nothing for XLA to merge.
     layer = jax.checkpoint(layer, policy=_POLICY, prevent_cse=False)
 
     def body(carry: Sequence[Any], items: Sequence[Any]) -> tuple[list[Any], list[Any]]:

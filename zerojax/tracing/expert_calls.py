@@ -143,6 +143,7 @@ class _Follow:
         """
         carried = operands[carry]
         outputs = self.outputs(body, operands, around)
+        # Outputs after the carry are stacked rows of the iterations.
         for before, after in zip(carried, outputs, strict=False):
             if before != after:
                 self.note(before, "is carried by a loop")

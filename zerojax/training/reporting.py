@@ -460,6 +460,7 @@ class Trace:
           The folder of the trace if it was written just now; else None.
         """
         if wanted and not self._is_on and step == wanted[0] - 1:
+            # Otherwise the trace would contain the end of this step.
             result.block_until_ready()
             jax.profiler.start_trace(str(folder / TRACE_FOLDER))
             self._is_on = True

@@ -516,6 +516,7 @@ def _placed_cache(cache: Cache, row_sharding: NamedSharding | None) -> Cache:
     if row_sharding is None:
         return cache
     mesh, heads = row_sharding.mesh, jax.tree.leaves(cache)[0].shape[3]
+    # heads + 1, which never divides heads, stands for an axis that the mesh lacks.
     divides = heads % mesh.shape.get(_HEADS_AXIS, heads + 1) == 0
     spec = P(None, row_sharding.spec[0], None, _HEADS_AXIS if divides else None)
     return lax.with_sharding_constraint(cache, NamedSharding(mesh, spec))

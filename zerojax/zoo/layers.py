@@ -354,6 +354,7 @@ def in_chunks(mlp: Mlp, x: jax.Array, chunk: int) -> jax.Array:
     size = -(-tokens // number)
     padded = jnp.pad(x, [(0, 0), (0, number * size - tokens), (0, 0)])
     parts = jnp.moveaxis(padded.reshape(rows, size, number, width), 2, 0)
+    # In a loop XLA cannot merge the recomputation with the forward pass; barriers are not needed.
     out = lax.map(jax.checkpoint(apply_chunk, prevent_cse=False), parts)
     return jnp.moveaxis(out, 0, 2).reshape(rows, number * size, -1)[:, :tokens]
 

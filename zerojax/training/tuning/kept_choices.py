@@ -101,6 +101,7 @@ class KeptChoices:
         if self._folder is None or self.find(key) == kept:
             return
         entries = self._read()
+        # A replaced decision moves to the end: it is the newest now.
         entries.pop(_text(key), None)
         entries[_text(key)] = dataclasses.asdict(kept) | {"digest": _digest(_text(key), kept)}
         newest = dict(list(entries.items())[-MAX_ENTRIES:])

@@ -308,6 +308,7 @@ def sample_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
     left = max(min(room(plan) // each, MAX_ELEMENTS), SMALLEST)
     found: dict[str, tuple[int, ...]] = {}
     for number, name in enumerate(chosen):
+        # The smallest come first; what they leave of their parts goes to the larger ones.
         shape, most = shapes[name], max(left // (count - number), SMALLEST)
         if math.prod(shape) > most:
             has_rows = isinstance(plan.tx, Optimizer) and plan.tx.per_layer
