@@ -277,7 +277,8 @@ def warn_of(translation: Translation) -> None:
 
 
 def log_of(file: File, given: CallerValues) -> tuple[LogConfig, Path | None]:
-    """Returns the log settings of a ds_config, and the run folder if a monitor names one."""
+    """Returns the log settings of a ds_config, and the run folder if a monitor names one. If
+    the caller passes log settings, only steps_per_print and the run folder are read."""
     every = file.optional("steps_per_print")
     if every is not None and every < 1:
         file.notes.refuse("steps_per_print", every, "must be at least 1")

@@ -151,7 +151,13 @@ def make_request(
 
 
 def run_request(request: Request, *, timeout: float) -> CheckResult:
-    """Runs the check in a child process, or in this process if the request cannot be pickled."""
+    """Runs the check in a child process, or in this process if the request cannot be pickled or the
+    child cannot read it.
+
+    Raises:
+      RuntimeError: the child takes longer than `timeout` seconds, or ends without a result.
+      ValueError, TypeError: the error of the check.
+    """
     try:
         data = dumps(request)
     except NotSendableError as error:

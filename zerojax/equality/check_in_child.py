@@ -151,6 +151,8 @@ class _Check:
     def _read(self) -> None:
         """Converts the request's model, loss and optimizer to zerojax's internal types.
 
+        The learning rate of an `OptimizerConfig` becomes constant, with a note.
+
         Raises:
           ValueError, TypeError: the model, loss or optimizer is invalid.
         """

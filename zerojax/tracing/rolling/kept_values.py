@@ -65,8 +65,8 @@ def with_remat(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
 
     if remat == "none":
         return run
-    # prevent_cse=False for the reason in `_without_barriers`.
     policy = keep_products if remat == ELEMENTWISE else REMAT_POLICIES[remat]
+    # prevent_cse=False for the reason in `_without_barriers`.
     return jax.checkpoint(run, policy=policy, prevent_cse=False)
 
 
