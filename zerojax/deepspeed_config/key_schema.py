@@ -234,7 +234,7 @@ def _check_absent(path: str, value: Any, entry: AbsentFeature, notes: KeyNotes) 
 
 
 def _check_key(path: str, value: Any, entry: Key, notes: KeyNotes) -> bool:
-    """Adds the line of a key with this value; returns True if the value is to be used."""
+    """Adds the line of a key; returns False if the value is absent or of the wrong kind."""
     if value is None or value == AUTO:
         shown = f"{'null' if value is None else AUTO}: treated as absent"
         default = "" if entry.default is None else f" (DeepSpeed's default: {entry.default})"
