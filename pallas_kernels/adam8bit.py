@@ -25,12 +25,13 @@ QUANT_BLOCKS = (512, 384, 256, 128)
 that no short block remains; else 512. Each block reads and writes 16 bytes of scales."""
 MU_LEVELS, NU_LEVELS, NU_OFFSET = 127.0, 256.0, 129.0
 NU_ZERO = -128
-"""Value of the smallest code: 2^-32 of the block's scale."""
+"""Smallest code of a second moment; its value is 2^-32 of the block's scale. New second moments
+have it."""
 MU_FLOOR, NU_FLOOR = 2.0**-112, 2.0**-94
 """Minimum scales. The values of the smallest codes are then still normal float32 numbers (2^-126 or
 more), which also hardware that flushes smaller numbers to 0 can represent."""
 NU_SMALLEST = 2.0**-126
-"""Code of a second moment that represents 0."""
+"""Value of the smallest code at the minimum scale; `decode_moments` returns 0 instead."""
 NEARLY_ALL = 1 - 2.0**-20
 """Values of at least this fraction of their block's scale get the largest code, however the
 kernel's division rounds. Otherwise the scale could shrink by one code, and moments that are stored
@@ -54,7 +55,7 @@ class Moments8bit(NamedTuple):
 
 
 class Blocks8bit(NamedTuple):
-    """Updated values of blocks in float32, before they are stored."""
+    """Parameters, codes of moments and scales of blocks in float32, before or after an update."""
 
     param: Any
     mu: Any
@@ -102,6 +103,7 @@ def encode_moments(mu: jax.Array, nu: jax.Array) -> Moments8bit:
     """
     shape, (mu, nu) = mu.shape, (_rows(mu), _rows(nu))
     scales = scales_of(mu, nu, lambda x: jnp.max(x, axis=1, keepdims=True))
+    # As random bits, 2^15 is the fraction 1/2, with which stochastic rounding rounds to nearest.
     half = jnp.full(mu.shape, 2**15, jnp.uint32)
     codes = (
         encode_mu(mu, _four_over(scales[0]), half),
@@ -265,7 +267,7 @@ def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None)
 
     Raises:
       TypeError: a dtype is not supported.
-      ValueError: shapes differ.
+      ValueError: shapes differ, or `average` is not float32.
     """
     for name, x in (("param", param), ("grad", grad)):
         if x.dtype not in FLOATS:

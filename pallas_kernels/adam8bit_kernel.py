@@ -85,7 +85,8 @@ def update_adam8bit(
       impl: requested implementation, see `choice.choose`; a `Choice` is used without a check.
 
     Raises:
-      TypeError, ValueError: the arrays do not belong to one leaf.
+      TypeError, ValueError: the arrays do not belong to one leaf, another argument is of the wrong
+        kind, or the leaf is too large for the kernel.
       KernelUnavailable: the kernel was requested and cannot run on these devices.
     """
     check_leaf(param, moments, grad, average)

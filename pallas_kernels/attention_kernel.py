@@ -36,7 +36,8 @@ HIDDEN = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Integers of tokens, int32 [rows or 1, tokens] each; None if they are not compared."""
+    """Integers of a tile's tokens, int32 [64] each, or buffers for them; None if they are not
+    compared."""
 
     position: Any = None
     segment: Any = None

@@ -102,7 +102,8 @@ def _one_side(seen: np.ndarray, *, is_of_keys: bool) -> TileTable:
 
 
 def share_visited(table: TileTable) -> float:
-    """Returns the fraction of all scores that a kernel with this table computes."""
+    """Returns the fraction of all scores that a kernel with this table computes, for as many
+    queries as keys."""
     most = table.counts.shape[1] * TILE
     return float(table.counts.mean() * TILE / most) if most else 0.0
 

@@ -24,8 +24,8 @@ KERNELS_THAT_WIN: Mapping[str, str] = {
 }
 """{kernel: reason why "auto" uses it on GPUs}. On an H200 LAMB's kernel took 0.69 of XLA's time for
 an update; the kernels of AdamW and SGD took 0.92 alone and 1.01 in a whole step
-(benchmarks/results/gpu_h200.json). One launch updated all arrays then, which is removed. At its
-start a run measures these on its own GPU."""
+(benchmarks/results/gpu_h200.json). At that time one launch updated all arrays; now there is one per
+array. When a run starts, it measures these kernels on its own GPU."""
 UNDECIDED: Mapping[str, str] = {
     "lamb": "the kernels of lamb move 5 to 8 % less than XLA's fusions",
     "muon": "the kernels of muon and their products move what XLA's fusions and products move, "
@@ -104,7 +104,8 @@ def missing() -> str | None:
 
 
 def choose_for_others(impl: Impl, *, kernel: str, option: str = "impl") -> Choice:
-    """Chooses like `choose`, but for GPUs of another machine: checks only the installed JAX.
+    """Chooses like `choose`, but for GPUs of another machine: a requested kernel needs only the
+    installed JAX. "auto" is decided for the devices of this machine.
 
     Raises:
       KernelUnavailable: "mosaic_gpu" or "interpret" is requested, and the installed JAX cannot

@@ -120,7 +120,8 @@ def check_arrays(
     Raises:
       TypeError: a dtype is not float32, bfloat16 or float16; a float16 array would have to be
         rounded stochastically; or the scalars belong to another rule.
-      ValueError: shapes differ, the rule has another number of arrays, or there are no rows.
+      ValueError: shapes differ, also those of scalars; the rule has another number of arrays or
+        fewer outputs; or there are no rows.
     """
     if scalars is not None and not isinstance(scalars, rule.scalars):
         raise TypeError(
@@ -215,6 +216,7 @@ def reference_update(
     if rule.averages:
         average = moved_average(blocks[-1], stored[0].astype(jnp.float32), scalars)
         stored.append(average.astype(updated[-1].dtype))
+    # A caller may request fewer outputs than the rule has.
     outputs = [new.astype(d) for new, d in zip(values.outputs, out_dtypes, strict=False)]
     summed = tuple(range(1, 1 + row_dims)) if by_row else None
     return Updated(

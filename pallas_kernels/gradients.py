@@ -16,7 +16,8 @@ class StatsScalars(NamedTuple):
 
 
 def gradient_stats(updated: Any, read: Any, s: StatsScalars) -> Values:
-    """Sums squares of the scaled gradient, and counts its non-finite elements; `read` is (grad,).
+    """Sums squares of the scaled gradient, and counts non-finite elements before scaling; `read` is
+    (grad,).
 
     The count is exact up to 2^24 per leaf and never 0 by rounding. Squares of finite bfloat16
     values can overflow, so an infinite sum of squares does not mean a non-finite gradient.

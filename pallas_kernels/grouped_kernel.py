@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 STEP = 64
-"""Number of elements summed over in one step: columns of rows, or rows of a matrix gradient."""
+"""Number of elements summed over in one step: columns of `rows` for a product, or rows for the
+gradient of a matrix."""
 BUFFERS = 3
 """Number of steps whose tiles are in shared memory: one is multiplied, two are being loaded."""
 
@@ -50,7 +51,7 @@ class Form:
       rows: number of rows of a tile, a multiple of 64.
       columns: number of columns of a tile of the result, a multiple of 64.
       transposed: whether rows are multiplied by the transposed matrices.
-      flops: FLOPs of a program if groups have equal sizes, for cost estimates.
+      flops: FLOPs of the call if every row belongs to a group, for cost estimates.
     """
 
     rows: int
@@ -301,8 +302,7 @@ def _parts(total: Any, result: Any) -> Iterator[int]:
 
 
 def _store_rows(source: Any, target: Any, top: Any, first: Any, last: Any) -> None:
-    """Copies rows [first, last) of a tile to the same rows of the target, which begins at row
-    `top`.
+    """Copies rows [first, last) of a tile to the target, in which the tile begins at row `top`.
 
     Copies parts whose sizes are powers of two, because copies have fixed sizes.
     """

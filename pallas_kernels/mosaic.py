@@ -144,6 +144,8 @@ def fused_update(
 ) -> Updated:
     """Computes `elementwise.reference_update` in one kernel that writes into the updated arrays.
 
+    Arrays without a whole tile are updated without a kernel.
+
     Args:
       rule: update formula.
       updated, read: arrays of one shape.

@@ -4,11 +4,11 @@ They follow optax's order of operations. A rule multiplies the gradient by `grad
 combines clipping and loss scale. If `skip` is not 0, every array is unchanged, whatever the
 gradient contains.
 
-Parameters are computed from the moments as stored, after `skip` was applied. The values equal those
-computed from the moments before, but stored moments are outputs, which XLA does not compute twice:
-the parameter's fusion reads only the new moments, and each moment is written in place. If the
-parameter's fusion read the old moments, XLA on CPUs would first copy every moment, because the
-fusions that read a moment and the fusion that writes it have no order.
+AdamW, LAMB and SGD compute parameters from the moments as stored, after `skip` was applied. The
+values equal those computed from the moments before that, but stored moments are outputs, which XLA
+does not compute twice: the parameter's fusion reads only the new moments, and each moment is
+written in place. If the parameter's fusion read the old moments, XLA on CPUs would first copy every
+moment, because the fusions that read a moment and the fusion that writes it have no order.
 """
 
 from __future__ import annotations

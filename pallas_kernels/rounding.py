@@ -45,6 +45,7 @@ def bits_at(index: Any, seed: tuple[Any, Any]) -> Bits:
         return words[number]
 
     def stream(number: int) -> Any:
+        # Two streams share a word: a draw needs only 16 bits.
         drawn = word(number // 2)
         return drawn >> _like(index, 16) if number % 2 else drawn & _like(index, 0xFFFF)
 
@@ -59,6 +60,7 @@ def round_to_bfloat16(x: Any, bits: Any) -> Any:
       bits: random bits, uint32 below 2^16.
     """
     raw = lax.bitcast_convert_type(x, jnp.uint32)
+    # A bfloat16 is the upper half of a float32; a carry out of the lower half rounds it up.
     kept = (raw + bits) & _like(raw, 0xFFFF0000)
     rounded = lax.bitcast_convert_type(kept, jnp.float32)
     return jnp.where(jnp.abs(x) < jnp.full_like(x, jnp.inf), rounded, x)

@@ -80,7 +80,7 @@ def add_bench(commands) -> None:
 
 def bench_io(args: argparse.Namespace) -> int:
     """Runs `zerojax bench io`: prints the rates for each number of threads and the best, or all as
-    JSON."""
+    JSON. Stores the best for plans, unless the file system refuses O_DIRECT."""
     from zerojax.checkpoint.store.rates import measure_rates
     from zerojax.hardware.machine_rates import MeasuredDisk, disk_name, keep_rates
 
@@ -143,8 +143,8 @@ def _disk_dict(
 
 
 def bench_link(args: argparse.Namespace) -> int:
-    """Runs `zerojax bench link`: prints the rates for each size and the stored result, or all as
-    JSON."""
+    """Runs `zerojax bench link`: prints the rates for each size, or all as JSON. Stores the best
+    for plans, unless host and device share one memory."""
     import jax
 
     from zerojax.hardware.local_devices import SIZES, measure_link, shares_host_memory
@@ -199,7 +199,7 @@ def _print_link(rates: LinkRates, device_kind: str, *, is_first: bool) -> None:
 
 def bench_device(args: argparse.Namespace) -> int:
     """Runs `zerojax bench device`: prints each rate and its share of the published one, or all as
-    JSON."""
+    JSON. Stores the rates for plans, or says why not."""
     import jax
 
     from zerojax.hardware import device_rates

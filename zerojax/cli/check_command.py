@@ -142,6 +142,8 @@ def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int
     """Checks the model of a target of `zerojax check` and prints the result.
 
     Args:
+      args: parsed arguments of the command.
+      target, name: TARGET before and after its colon; `name` may be "".
       limit: maximum seconds until the target provides a model to check.
 
     Returns:

@@ -111,6 +111,7 @@ def parts_by_name(target: str, name: str) -> Parts:
             with as_script(target):
                 found = runpy.run_path(target, run_name=Path(target).stem)
         else:
+            # The installed command, unlike `python -m`, does not search the current folder.
             sys.path.insert(0, str(Path.cwd()))
             found = vars(importlib.import_module(target))
         if name not in found:

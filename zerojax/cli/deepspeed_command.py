@@ -1,4 +1,5 @@
-"""`zerojax deepspeed` and `zerojax elastic`: explain DeepSpeed keys and elastic batches."""
+"""`zerojax deepspeed` and `zerojax elastic`: explain DeepSpeed's keys, compare with DeepSpeed, and
+choose elastic batches."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def add_elastic(commands) -> None:
 
 
 def add_deepspeed(commands) -> None:
-    """Adds the command `zerojax deepspeed` to the parser, with the two commands below it."""
+    """Adds the command `zerojax deepspeed` to the parser, with its sub-commands."""
     deepspeed = commands.add_parser(
         "deepspeed",
         help="explain how zerojax interprets a ds_config.json",

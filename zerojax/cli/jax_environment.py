@@ -34,6 +34,7 @@ def use_cpu_devices(number: int | None) -> None:
             "set cpu_devices=null to use what JAX_PLATFORMS names, or unset JAX_PLATFORMS"
         )
     keep_freed_memory()
+    # JAX reads the environment only while it is imported.
     if "jax" in sys.modules:
         jax = sys.modules["jax"]
         jax.config.update("jax_platforms", "cpu")

@@ -212,7 +212,8 @@ def _card_changes(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raises ValueError for options that cannot be combined, and for an invalid budget."""
+    """Raises ValueError for options that cannot be combined, and for an invalid budget or memory
+    fraction; sets `FRACTION_VARIABLE` to the fraction."""
     if args.memory_fraction is not None:
         if not 0 < args.memory_fraction <= 1:
             raise ValueError(

@@ -86,12 +86,14 @@ def add_where(commands) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Runs `zerojax eval`: prints the loss; for text also perplexity and bits per token."""
+    """Runs `zerojax eval`: prints the loss on validation data in nats, its perplexity, and bits per
+    token."""
     if args.batches is not None and args.batches < 1:
         raise ValueError(f"--batches {args.batches} is below 1; use 1 or more")
     loaded = open_run(args.run, args.overrides, args.step, args.weights, args.pretrained)
     found = loaded.evaluate(num_batches=args.batches)
     loss, of_average = found["loss"], " (ema)" if args.weights == "ema" else ""
+    # math.exp overflows above 709.
     show(
         f"step {loaded.step}{of_average}: loss {loss:.4f}, "
         f"perplexity {math.exp(min(loss, 700)):.2f}, {loss / math.log(2):.3f} bits per token, "

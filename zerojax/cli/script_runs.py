@@ -100,7 +100,8 @@ def spec_of_script(path: str, overrides: Sequence[str], *, command: str) -> RunS
 
     Args:
       path: path of the script, which runs as with `python SCRIPT`.
-      overrides: KEY=VALUE words, such as "zero=3", that change the mesh options of the call.
+      overrides: KEY=VALUE words, such as "zero=3", that change the mesh options of the call or its
+        num_microbatches.
       command: sub-command of zerojax that runs the script, for messages.
 
     Raises:
@@ -129,7 +130,8 @@ def call_of_script(
 
     Args:
       path: path of the script, which runs as with `python SCRIPT`.
-      overrides: KEY=VALUE words, such as "zero=3", that change the mesh options of the call.
+      overrides: KEY=VALUE words, such as "zero=3", that change the mesh options of the call or its
+        num_microbatches.
       num_devices: number of devices to plan for.
       gpu: kind of the devices.
 

@@ -95,9 +95,8 @@ def run_script(path: str, overrides: Sequence[str]) -> int:
         and cpu_devices=N.
 
     Returns:
-      Exit code: 0; 75 if a signal stopped the run with everything saved; 128 + the signal's
-        number
-      if it stopped the run with nothing saved.
+      Exit code: 0; 1 if the script raised an error; 75 if a signal stopped the run with everything
+      saved; 128 + the signal's number if it stopped the run with nothing saved.
     """
     if not user_path(path).is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

@@ -37,7 +37,8 @@ class Auto:
         self._given, self._notes = given, notes
 
     def fill(self) -> dict[str, Any]:
-        """Returns the ds_config with every "auto" replaced by Hugging Face's rules."""
+        """Returns the ds_config with "auto" replaced where Hugging Face's rules give a value. Batch
+        sizes, and keys without such a rule, keep "auto"."""
         self._precision()
         self._optimizer()
         self._scheduler()

@@ -37,7 +37,7 @@ class File:
     """Values of a ds_config, looked up by path such as "zero_optimization.stage".
 
     Args:
-      values: content of the ds_config, with every "auto" replaced.
+      values: content of the ds_config, after `Auto.fill`.
       notes: collects one line for each key.
 
     Attributes:
@@ -90,8 +90,8 @@ def read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         passes it; or a dict, which is copied.
 
     Raises:
-      ConfigError: the file does not exist, the text is neither JSON nor hjson, a key occurs twice,
-        or the size, depth or digits exceed the limits.
+      ConfigError: the file cannot be read, the text is neither JSON nor hjson, a key occurs twice,
+        a number is infinite or NaN, or the size, depth or digits exceed the limits.
     """
     if isinstance(source, Mapping):
         _check_nesting(source, "the dict")

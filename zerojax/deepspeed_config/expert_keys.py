@@ -47,7 +47,8 @@ def expert_size(file: File) -> int:
 
 def data_size(file: File, experts: int) -> int:
     """Returns `mesh.data`, which is data_parallel_size divided by the expert degree; -1 if the
-    ds_config does not set data_parallel_size."""
+    ds_config does not set data_parallel_size, or it is not divisible (which is noted as a
+    refusal)."""
     whole = file.optional("data_parallel_size")
     if not whole:
         return -1

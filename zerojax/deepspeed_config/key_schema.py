@@ -126,7 +126,7 @@ def is_enabled_inside(value: Any) -> bool:
 
 class KeyNotes:
     """Collects one line for each key of a ds_config: value, verdict and reason. A refusal is never
-    replaced."""
+    replaced. `warnings` and `reasons` are those of `Translation`."""
 
     def __init__(self) -> None:
         self._lines: dict[str, Line] = {}
@@ -160,8 +160,8 @@ def check(
 ) -> dict[str, Any]:
     """Checks a ds_config, or a section, against a table; returns {path: value} of its known keys.
 
-    Values are converted to the types of the table: 5e8 becomes an integer. null, and "auto" in a
-    nested section, count as absent, as in DeepSpeed; meaningful "auto" values were replaced before.
+    Values are converted to the types of the table: 5e8 becomes an integer. null and "auto" count as
+    absent; `auto_values` has replaced each "auto" that stands for a value.
 
     Args:
       values: content of the ds_config or of the section.
@@ -234,7 +234,7 @@ def _check_absent(path: str, value: Any, entry: AbsentFeature, notes: KeyNotes) 
 
 
 def _check_key(path: str, value: Any, entry: Key, notes: KeyNotes) -> bool:
-    """Adds the line of a key with this value; returns True if the value is to be used."""
+    """Adds the line of a key; returns False if the value is absent or of the wrong kind."""
     if value is None or value == AUTO:
         shown = f"{'null' if value is None else AUTO}: treated as absent"
         default = "" if entry.default is None else f" (DeepSpeed's default: {entry.default})"

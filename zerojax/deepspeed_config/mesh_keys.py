@@ -124,7 +124,7 @@ def _weight_codes(file: File) -> dict[str, Any]:
 
 
 def _node(file: File, num_devices: int | None) -> dict[str, Any]:
-    """Translates hpZ of ZeRO++: weights are gathered only within groups of consecutive ranks."""
+    """Translates hpZ of ZeRO++: layers gather weights only within groups of consecutive ranks."""
     key = f"{ZERO}.zero_hpz_partition_size"
     size, stage = file[key], file[f"{ZERO}.stage"]
     if size <= 1:

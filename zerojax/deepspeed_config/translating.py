@@ -39,7 +39,7 @@ from zerojax.deepspeed_config.precision_keys import precision_of
 from zerojax.deepspeed_config.translation import CallerValues, Line, Translation
 
 Source = str | Path | Mapping[str, Any]
-"""A ds_config: the path of its file, its JSON in base64, or its content as a dict."""
+"""A ds_config: the path of its file, its text or the base64 of it, or its content as a dict."""
 _TAGS = ("WARN", "IGNORE", "FAIL")
 _SHOWN = 3
 _MAX_KEY = 200
@@ -63,7 +63,8 @@ def translate(
       given: the caller's values, which replace "auto" and must not contradict the file.
 
     Raises:
-      ConfigError: a setting is not supported; the message has the key, the reason and the remedy.
+      ConfigError: the source cannot be read, or a setting is not supported; the message has the
+        key, the reason and the remedy.
     """
     translation = explain(source, num_devices=num_devices, given=given)
     refused = [line for line in translation.lines if line.verdict == "refused"]
@@ -239,7 +240,7 @@ class DsConfig:
     """A ds_config together with the caller's values, as `zerojax.train` and `initialize` use it.
 
     Attributes:
-      source: path of the file, its text, or its content.
+      source: path of the file, its text or base64, or its content.
       num_devices: number of devices of the run.
       given: values that the caller passed.
     """
@@ -263,7 +264,7 @@ class DsConfig:
           rows: number of rows of a global batch; None if the batches have no rows.
 
         Raises:
-          ConfigError: `rows` differs from train_batch_size.
+          ConfigError: a setting is not supported, or `rows` does not fit the batch sizes.
         """
         given = dataclasses.replace(self.given, global_batch_size=rows)
         return dataclasses.replace(self, given=given).translate()
@@ -276,7 +277,8 @@ def warn_of(translation: Translation) -> None:
 
 
 def log_of(file: File, given: CallerValues) -> tuple[LogConfig, Path | None]:
-    """Returns the log settings of a ds_config, and the run folder if a monitor names one."""
+    """Returns the log settings of a ds_config, and the run folder if a monitor names one. If
+    the caller passes log settings, only steps_per_print and the run folder are read."""
     every = file.optional("steps_per_print")
     if every is not None and every < 1:
         file.notes.refuse("steps_per_print", every, "must be at least 1")

@@ -115,10 +115,12 @@ class Translation:
       attention_layout: layout set by sparse_attention; None: dense attention.
       router: {key of expert_parallel: value} that the model's router must match.
       tag_validation: "WARN", "IGNORE" or "FAIL": action if processes pass different tags.
-      resolved: content of the file with every "auto" replaced.
+      resolved: content of the file with "auto" replaced where Hugging Face's rules give a value;
+        batch sizes keep "auto".
       lines: one `Line` for every key of the file.
       warnings: sentences that are always shown.
-      reasons: one sentence for each default of a setting that the file does not set.
+      reasons: sentences on settings that are not in the file: defaults, and values that replaced
+        "auto".
     """
 
     source: str
@@ -148,8 +150,9 @@ class Translation:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of the run; if it is not known, the smallest with two data shards, in
-        two nodes if the file sets the size of a node."""
+        """Number of devices of the run. If it is not known: the number for the file's
+        data_parallel_size, else the smallest with two data shards, or with two nodes if the file
+        sets the size of a node."""
         mesh = self.mesh
         if self.num_data_shards is not None:
             return self.num_data_shards * mesh.devices_per_shard

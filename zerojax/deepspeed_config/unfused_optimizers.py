@@ -125,8 +125,8 @@ def _with_moments(
 
 
 def _corrections(b1: float | Schedule, b2: float, count: jax.Array) -> tuple[Any, Any]:
-    """Returns Adam's bias corrections 1 - beta ** count for both betas; `count` includes this
-    update.
+    """Returns Adam's bias corrections 1 - beta ** (count + 1) for both betas; `count` is the number
+    of updates before this one.
 
     A constant b2 near 1 is handled without cancellation: 1 - 0.999 in float32 has an error of 1e-5.
     """

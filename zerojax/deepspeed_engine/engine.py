@@ -179,6 +179,7 @@ class Engine(EngineQueries, AbsentMethods):
           ValueError, TypeError: the batch does not match the configuration.
           StopIteration: `data_iter` has no further micro-batch.
           FloatingPointError: loss or gradients were not finite in too many steps.
+          PeerLostError: another process of the run has ended.
         """
         batch = self._take(batch, data_iter)
         runner = self._prepared(batch)
@@ -342,16 +343,17 @@ class Engine(EngineQueries, AbsentMethods):
 
     @property
     def is_open(self) -> bool:
-        """True until the engine is closed; an open engine is closed when the script ends."""
+        """True from the first call that uses the devices until the engine is closed; an open engine
+        is closed when the script ends."""
         return self._guard.is_open
 
     def close(self) -> None:
         """Reports the last steps, and closes files. May be called twice.
 
         Raises:
-          FloatingPointError: loss or gradients of one of the last steps were not finite. It is not
-            raised after an earlier such error or a device error, because then nothing more is read
-            from the devices.
+          FloatingPointError: loss or gradients were not finite in too many reports, or a step
+            overflowed at the smallest loss scale. It is not raised after an earlier such error or a
+            device error, because then nothing more is read from the devices.
         """
         self._close(is_broken=self._guard.is_broken)
 
@@ -421,7 +423,8 @@ class Engine(EngineQueries, AbsentMethods):
           True. In case of failure, for which DeepSpeed returns False, an error is raised.
 
         Raises:
-          CheckpointError: nothing was saved, for example because another process saves there.
+          CheckpointError: nothing was saved, for example because another process saves there; or
+            the checkpoint was saved, but the file `latest` was not written.
           TypeError: client_state contains other values than JSON values.
           ValueError: there is no state to save yet, or the tag is not a valid folder name.
         """

@@ -41,8 +41,8 @@ class Guard:
       folder: folder of the run, for stack traces of a hanging process; None if there is none.
 
     Attributes:
-      is_broken: True if a device error or non-finite numbers occurred since the last successful
-        step; then nothing more should be read from the devices.
+      is_broken: True if a device error or non-finite numbers occurred since the last step was
+        dispatched; then nothing more should be read from the devices.
       is_open: True while supervision is running.
       watchdog: the watchdog; active while supervision is running.
     """
@@ -204,7 +204,7 @@ class Closable(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """True until the object is closed."""
+        """True if the object has to be closed."""
         ...
 
     def close(self) -> None:

@@ -90,7 +90,8 @@ class EngineQueries:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Content of the ds_config with every "auto" replaced, under DeepSpeed's names."""
+        """Content of the ds_config under DeepSpeed's names, with "auto" replaced where Hugging
+        Face's rules give a value; batch sizes keep "auto"."""
         return copy.deepcopy(dict(self.translation.resolved))
 
     def optimizer_name(self) -> str | None:
@@ -129,7 +130,8 @@ class EngineQueries:
         return self.mesh.shape[meshes.MODEL]
 
     def steps_per_print(self) -> int | None:
-        """Returns the number of steps between printed lines; None: nothing is printed."""
+        """Returns the number of steps between printed lines; None if the ds_config does not set it:
+        then lines are printed only by the log of a run folder."""
         return self.translation.steps_per_print
 
     def fp16_enabled(self) -> bool:
@@ -190,7 +192,7 @@ class EngineQueries:
 
     def was_step_applied(self) -> bool:
         """Returns True if the last step changed the parameters, False if its numbers were not
-        finite. Blocks until the step is done."""
+        finite or there was no step. Blocks until the step is done."""
         return bool(self.metrics) and not int(self.metrics["skipped"])
 
     @property

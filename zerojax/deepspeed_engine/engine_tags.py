@@ -96,7 +96,8 @@ def save_tagged(
       make_latest: True: `find_tag` without a tag returns this checkpoint.
 
     Raises:
-      CheckpointError: nothing was saved, because of a disk error or different tags on processes.
+      CheckpointError: nothing was saved, because of a disk error or different tags on processes; or
+        the checkpoint was saved, but the file `latest` was not written.
       ValueError: the tag is not a valid folder name.
       TypeError: client_state contains other values than JSON values.
     """

@@ -77,9 +77,10 @@ def check(
     Args:
       model: model, as for `zerojax.train`.
       batch: global batch of real data (tree of arrays whose dimension 0 is the rows), or a function
-        `step -> batch`. Rows beyond a multiple of devices x 2 are left out.
+        `step -> batch`, with steps from 0. Rows beyond a multiple of devices x 2 are left out.
       loss: function `loss(model, batch)` as for `zerojax.train`; None calls the model's method.
-      optimizer: an optax transformation, an `OptimizerConfig`, or None for its defaults.
+      optimizer: an optax transformation, an `OptimizerConfig`, or None for its defaults. The
+        learning rate of an `OptimizerConfig` is constant in the check.
       freeze: regular expressions; parameters whose names match are not trained.
       devices: number of virtual devices, at least 2; a batch with too few rows uses fewer devices.
       steps: number of training steps of each run.
@@ -150,7 +151,13 @@ def make_request(
 
 
 def run_request(request: Request, *, timeout: float) -> CheckResult:
-    """Runs the check in a child process, or in this process if the request cannot be pickled."""
+    """Runs the check in a child process, or in this process if the request cannot be pickled or the
+    child cannot read it.
+
+    Raises:
+      RuntimeError: the child takes longer than `timeout` seconds, or ends without a result.
+      ValueError, TypeError: the error of the check.
+    """
     try:
         data = dumps(request)
     except NotSendableError as error:

@@ -151,6 +151,8 @@ class _Check:
     def _read(self) -> None:
         """Converts the request's model, loss and optimizer to zerojax's internal types.
 
+        The learning rate of an `OptimizerConfig` becomes constant, with a note.
+
         Raises:
           ValueError, TypeError: the model, loss or optimizer is invalid.
         """
@@ -421,7 +423,8 @@ class _Check:
         return compare(run, reference, self.given.before, noise=self.noise).agrees
 
     def _control(self, experiments: Experiments, *, possible: bool) -> None:
-        """Runs controls: compares each ZeRO stage with stage 0, and trains in evaluation mode."""
+        """Runs controls: compares each ZeRO stage with stage 0, and trains in evaluation mode if
+        that is `possible`, because the loss is not random then."""
         self._stages_agree()
         if not possible:
             self.notes.append(

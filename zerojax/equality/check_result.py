@@ -48,12 +48,13 @@ class ComparedRun:
     Attributes:
       name: name of the run, such as "4 devices, zero=3, 2 microbatches".
       against: name of the reference run.
-      agrees: whether every difference is within its tolerance.
+      agrees: whether `loss`, `norm` and `params` are within their tolerances; `state` does not
+        count.
       loss: largest difference of the loss over the steps, divided by the loss (by 1 if it is
         below 1).
       norm: largest relative difference of the gradient norm over the steps.
-      params: largest difference of a parameter's change, divided by that change (L2 norms).
-      worst: name of the parameter with the difference `params`.
+      params: difference of the change of parameter `worst`, divided by that change (L2 norms).
+      worst: name of the parameter whose difference is largest relative to its tolerance.
       state: names of other arrays of the model that differ.
       refusal: error message if the run was refused or failed; all numbers are then None.
       mode: "training", or "evaluation" for a control run without dropout and batch statistics.

@@ -54,10 +54,11 @@ class TensorDifference:
     """Differences of one tensor.
 
     Attributes:
-      name: in Hugging Face's format.
-      gradient: largest difference of the first gradients, relative to the largest entry.
-      update: of all steps together: norm of the difference of updates, relative to their norm.
-        Entries with almost no gradient are left out.
+      name: name in Hugging Face's format.
+      gradient: largest difference of the gradients of the first step, relative to the largest entry
+        of DeepSpeed's.
+      update: norm of the difference of the sums of all updates, relative to the norm of
+        DeepSpeed's. Entries with almost no gradient are left out.
     """
 
     name: str
@@ -71,11 +72,11 @@ class DeepSpeedComparison:
 
     Attributes:
       config, model: names of the files that were compared.
-      versions: of the packages.
+      versions: {package: version}.
       dtype: dtype of computation.
       processes: number of processes of DeepSpeed, and of devices of zerojax.
       losses: (DeepSpeed's, zerojax's) loss of each step.
-      tensors: in the order of the model.
+      tensors: differences of each tensor, in the order of the model.
     """
 
     config: str
@@ -148,14 +149,14 @@ def compare_with_deepspeed(
     """Trains some steps with DeepSpeed and with zerojax, and compares them. Dropout is off.
 
     Args:
-      config: ds_config.json.
+      config: path of the ds_config.json.
       model: Hugging Face folder of a decoder.
       processes: processes of DeepSpeed on this machine; zerojax uses as many devices.
       steps: number of steps.
       length: tokens per row; tokens are random.
       seed: seed of the tokens.
       python: Python that has torch, deepspeed and transformers.
-      progress: called with a few words at each stage.
+      progress: function called with a few words at each stage.
 
     Raises:
       ConfigError: the configuration is refused, or cannot run here.

@@ -165,7 +165,7 @@ class Experiments:
         return _of_break(found.breaks[0], numbers)
 
     def metrics(self, *, train: bool) -> dict[str, tuple[float, float]]:
-        """Returns the loss's extra metrics that differ between the batch and its pieces.
+        """Computes the loss's extra metrics that differ between the batch and its pieces.
 
         Returns:
           {name: (value for the whole batch, value combined from the pieces as in a step)}.

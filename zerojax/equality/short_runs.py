@@ -43,7 +43,7 @@ TOLERANCES = {"loss": 4e-6, "norm": 2e-5, "params": 2e-4}
 loss: measured by summing a batch's rows in another order over 20 steps. norm: for a sum of squares
 of all gradients. params: for a parameter's total change, in L2 norm."""
 NOISE = 8.0
-"""Maximum ratio of a difference to the measured noise."""
+"""Multiple of the measured noise that is added to a tolerance."""
 QUICK_OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -109,7 +109,6 @@ class RunOutcome:
       state: {name: [value on each device]} of the model's other arrays.
       shares: {name: maximum over the steps of the gradient's norm / norm of all gradients}; only
         for runs in plain JAX.
-        in plain JAX.
     """
 
     losses: np.ndarray
@@ -567,6 +566,7 @@ def relative_changes(run: RunOutcome, reference: RunOutcome, before: Arrays) -> 
         start = before[name].astype(np.float64)
         expected, value = expected.astype(np.float64), run.after[name].astype(np.float64)
         change = float(np.linalg.norm(expected - start))
+        # In each step both runs round the parameters, by at most 2^-24 (6e-8) of their values.
         rounding = 2 * len(run.losses) * 6e-8 * float(np.linalg.norm(expected))
         difference = max(0.0, float(np.linalg.norm(value - expected)) - rounding)
         found[name] = difference / change if change else (1.0 if difference else 0.0)

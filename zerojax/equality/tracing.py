@@ -41,7 +41,9 @@ _CHECK = str(Path(__file__).resolve().parent) + os.sep
 
 
 class Relation(enum.Enum):
-    """Relation between a value of the whole batch and the values of its pieces."""
+    """Relation between a value of the whole batch and the values of its pieces: equal to each of
+    them, to their concatenation (in any order), to their mean or to their sum. SCALED is for
+    `compare_scaled`: the value for an eighth of the cotangent is an eighth."""
 
     SAME = "same"
     ROWS = "rows"

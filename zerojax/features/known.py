@@ -50,7 +50,8 @@ def need_loop(features: Features) -> bool:
 
 
 def sizes_of_features(features: Features, rows: int, seq_len: int | None) -> StepSizes | None:
-    """Returns the rows and tokens of each step; None if no feature changes them.
+    """Returns the rows and tokens of each step; None if no feature changes them, or if a feature
+    changes a `seq_len` that is not known.
 
     Args:
       features: settings of the run.

@@ -98,7 +98,8 @@ class Feature(Generic[S, D]):
     needs_loop = False
 
     def sizes(self, config: S, rows: int, seq_len: int | None) -> StepSizes | None:
-        """Returns the rows and tokens of each step; None: all steps have the whole batch.
+        """Returns the rows and tokens of each step; None: all steps have the whole batch, or the
+        feature changes a `seq_len` that is not known.
 
         Args:
           config: settings of the feature.
@@ -160,7 +161,7 @@ class Feature(Generic[S, D]):
         """Returns the feature's part of a state, {parameter: struct like the parameter's}.
 
         Args:
-          decision: of the feature.
+          decision: decision of the feature.
           trained: trained parameters, under their stored names or under the user's.
           stacks: as in `Facts`.
         """
@@ -169,11 +170,13 @@ class Feature(Generic[S, D]):
     def begin(
         self, plan: Decisions, decision: D, params: Arrays
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Returns (part of a new state, its parameters); traced."""
+        """Returns (the feature's part of a new state, the parameters of that state), from the
+        initial parameters; traced."""
         return {}, dict(params)
 
     def begun(self, plan: Decisions, decision: D, state: TrainState) -> TrainState:
-        """Returns a new state whose parameters were placed one at a time."""
+        """Returns a new state, whose parameters were placed one at a time, with the feature's
+        changes."""
         return state
 
     def pass_options(self, decision: D) -> dict[str, Any]:
@@ -196,7 +199,7 @@ class Feature(Generic[S, D]):
 
         Args:
           plan: the plan.
-          decision: of the feature.
+          decision: decision of the feature.
           grads: {name: summed gradient with the stored shape, padding included}.
           state: state before the step.
           scale: float32 [], by which gradients are multiplied later: it depends on the weight of

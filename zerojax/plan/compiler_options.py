@@ -58,8 +58,8 @@ def choose_options(
     """Chooses the compiler options of a step.
 
     Args:
-      mesh: mesh of the devices; on devices other than NVIDIA GPUs only `deterministic` has an
-        effect.
+      mesh: mesh of the devices; an abstract mesh gets no options, and on devices other than NVIDIA
+        GPUs only `deterministic` has an effect.
       regather: whether the step gathers weights inside its loops over layers (ZeRO-3).
       on_host: whether the step keeps arrays in host memory.
       deterministic: whether the result must have the same bits on every mesh.

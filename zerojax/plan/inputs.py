@@ -107,6 +107,10 @@ def resolve_mesh(
       mesh: a mesh, or the options from which it is made.
       zero: ZeRO stage; None: the stage in the options.
       options: fields of the mesh options that replace those of `mesh`.
+
+    Raises:
+      TypeError: `mesh` is a DeepSpeed configuration.
+      ValueError: `offload.auto` is set, or the mesh cannot be made.
     """
     if isinstance(mesh, (Mesh, AbstractMesh)):
         if isinstance(mesh, Mesh):

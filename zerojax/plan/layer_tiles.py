@@ -323,7 +323,7 @@ def _gathered_again_on_use(
     tiles: Mapping[str, WeightTiles],
     leaves: Mapping[str, LeafPlacement],
 ) -> dict[str, int]:
-    """Returns the same counts for weights that are gathered on use.
+    """Returns the counts of `_gathered_again`, for weights that are gathered on use.
 
     They are counted in the traced derivative of the whole loss.
     """

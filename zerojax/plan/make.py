@@ -249,8 +249,8 @@ def make_plan(
         stage.
       freeze: one or several regular expressions on names of parameters that are not trained.
       steps: number of steps of the run, for the learning-rate schedule.
-      **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold,
-        reduce_bucket_size, allgather_bucket_size, sequence_sharding, roll, roll_remat, unroll.
+      **mesh_options: other fields of `MeshConfig` (`plan.inputs.MESH_OPTIONS`), such as rules,
+        offload, wire or unroll; not the sizes of axes.
 
     Raises:
       ValueError, TypeError: an invalid argument or combination; the message states the value, the
@@ -699,8 +699,8 @@ def _lookups(task: _Task, seen: _Seen, frozen: Collection[str]) -> Lookups:
 def _examine_loss(
     task: _Task, seen: _Seen, placement: Placement
 ) -> tuple[TracedLoss, list[str], list[str]]:
-    """Returns (facts about the loss, reasons about parts of the batch, reasons about custom
-    derivatives)."""
+    """Checks the loss; returns (facts about it, reasons about the batch, its parts and lookups,
+    reasons about custom derivatives)."""
     trace, params, extras = seen.trace, seen.params, seen.extras
     check_weight(trace, placement)
     pieces = trace_pieces(trace, params, extras, seen.microbatch, task.model)

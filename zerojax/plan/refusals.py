@@ -93,7 +93,8 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
     """Raises if the rows of a batch cannot be divided evenly over data shards and microbatches.
 
     Raises:
-      ValueError: the batch has no rows (`check_rows`), or they are not divisible.
+      ValueError: `num_microbatches` is below 1, the batch has no rows (`check_rows`), or they are
+        not divisible.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} is below 1; give at least 1")

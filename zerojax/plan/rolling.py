@@ -41,8 +41,8 @@ Pairs = tuple[tuple[str, RollRemat], ...]
 KEPT_AS_IS = ("auto", "model")
 """Values of `roll_remat` that do not require a loop."""
 MIN_TURNS = 4
-"""Smallest number of layers that are rolled: fewer layers compile fast, and a loop has its own
-cost."""
+"""Smallest number of iterations of a loop that the settings do not need: fewer layers compile fast,
+and a loop has its own cost."""
 _LENGTH = 240
 """Largest number of characters of an error in a reason."""
 
@@ -55,7 +55,8 @@ class Rolling:
       model: model with loops in place of layers; None if nothing is rolled.
       loops: loops of this model.
       found: all loops that the model could have.
-      reasons: a line for every list of layers, rolled or not.
+      reasons: a line for every list of layers that is rolled, and for every longer list (from
+        `MIN_TURNS` layers on) that is not.
     """
 
     model: RolledModel | None = None

@@ -170,7 +170,7 @@ def propose_rules(
 
 
 def propose_for(inputs: PlanInputs, mesh: Mesh | AbstractMesh) -> RuleProposal:
-    """Proposes tensor-parallel rules from the inputs of a plan, for the mesh of a run."""
+    """Proposes tensor-parallel rules from the inputs of a plan, for a mesh with model above 1."""
     mesh = _without_other_axes(mesh)
     degree = mesh.shape[MODEL]
     if degree < 2:

@@ -1,11 +1,11 @@
 """Activation offload: keeps the input of each layer in host memory until the backward pass.
 
 Layers are the iterations of loops (`jax.lax.scan`) that slice stacked parameters. The
-floating-point arrays that a loop carries into a layer move to pinned host memory in the forward
-pass, and back in the backward pass, which recomputes the rest of the layer. Checkpoints of the
-model inside a layer are removed: nested checkpoints would compute the layer three times, and the
-values that they save would stay on the device. A checkpoint inside a loop within a layer stays,
-because it limits the memory of that loop.
+floating-point arrays of two or more dimensions that a loop carries into a layer move to pinned host
+memory in the forward pass, and back in the backward pass, which recomputes the rest of the layer.
+Checkpoints of the model inside a layer are removed: nested checkpoints would compute the layer
+three times, and the values that they save would stay on the device. A checkpoint inside a loop
+within a layer stays, because it limits the memory of that loop.
 """
 
 from __future__ import annotations
@@ -312,6 +312,7 @@ def _run_layers(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         named = [checkpoint_name(x, LAYER_INPUT) if _waits(x) else x for x in carry]
         return _evaluate(params["jaxpr"], [*consts, *named, *items], _dissolve)
 
+    # The forward and the backward loop are separate, so there is nothing for XLA to merge.
     layer = jax.checkpoint(layer, policy=_POLICY, prevent_cse=False)
 
     def body(carry: Sequence[Any], items: Sequence[Any]) -> tuple[list[Any], list[Any]]:

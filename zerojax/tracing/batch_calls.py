@@ -27,11 +27,11 @@ class BatchSum:
     Attributes:
       kind: name of the function.
       num_bytes: bytes of its array as it is sent: in the dtype of a sum (at least 4 for each
-        floating-point number), or the rows of one device.
+        floating-point number), or, for `gather_batch`, the rows of one device in their own dtype.
       times: number of times that the call runs in one forward pass of a microbatch, counting
         iterations of loops.
-      passes: number of sums per run in a step: one in the forward pass, one in the backward pass if
-        its gradient is needed, and one if a checkpoint recomputes it.
+      passes: number of sums per run in a step: one in the forward pass; if its gradient is needed,
+        one in the backward pass, and one more if a checkpoint recomputes it.
       of_batch, of_model: whether the summed array depends on the batch (of_batch), and on
         parameters or extras (of_model).
     """
@@ -45,7 +45,7 @@ class BatchSum:
 
 
 def find_batch_sums(program: Jaxpr, *, trained: Sequence[bool], num_extras: int) -> list[BatchSum]:
-    """Returns all reductions over the batch in a traced loss, in order.
+    """Returns all calls of functions of the whole batch in a traced loss, in order.
 
     Args:
       program: traced loss whose inputs are parameters, extras (non-parameter state) and leaves of

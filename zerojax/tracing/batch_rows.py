@@ -377,8 +377,8 @@ def _added(first: Dependence, second: Dependence, *, commutes: bool) -> Dependen
 
 
 def _raised(kind: str, operands: Sequence[Dependence]) -> Raised | None:
-    """Returns `Raised` if an equation adds an `Other` value to an input of the program;
-    else None.
+    """Returns `Raised` if an equation adds an `Other` value to an input of the program, or to such
+    an input with earlier additions; else None.
     """
     if kind not in ("add", "add_any"):
         return None

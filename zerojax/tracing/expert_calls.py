@@ -143,6 +143,7 @@ class _Follow:
         """
         carried = operands[carry]
         outputs = self.outputs(body, operands, around)
+        # Outputs after the carry are stacked rows of the iterations.
         for before, after in zip(carried, outputs, strict=False):
             if before != after:
                 self.note(before, "is carried by a loop")
@@ -217,8 +218,8 @@ class RowsOfCall:
 
     @property
     def first_round(self) -> int:
-        """Bytes of all slots in the first round of a step, without the factor (n - 1) / n for sent
-        bytes.
+        """Bytes of all slots in the first round for one microbatch, without the factor (n - 1) / n
+        for sent bytes.
 
         Each of n devices keeps 1 / n of the slots. Rows, gates and results are sent in the forward
         pass, and their gradients in the backward pass; a recomputation sends rows and gates once
@@ -230,8 +231,8 @@ class RowsOfCall:
 
     @property
     def further_round(self) -> int:
-        """Bytes that each round after the first sends in a step; such a round is always
-        recomputed.
+        """Bytes of all slots in each round after the first for one microbatch, without the factor
+        (n - 1) / n; such a round is always recomputed.
         """
         slots = self.num_experts * slots_of_further_rounds(self.capacity)
         sent = 3 * (self.row_bytes + self.gate_bytes) + 2 * self.result_bytes

@@ -170,8 +170,8 @@ def join(several: Sequence[Dependence]) -> Dependence:
 
 
 def plain(value: Dependence) -> Dependence:
-    """Removes `input` and `scales` from a dependence, because they may differ between loop
-    iterations.
+    """Removes `scales`, and the `input` of `Fixed` and `Raised`, because they may differ between
+    loop iterations. `Raised` becomes `AFFINE` or `OTHER`.
     """
     if isinstance(value, Raised):
         return AFFINE if value.is_affine else OTHER

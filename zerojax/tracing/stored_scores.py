@@ -31,8 +31,8 @@ class StoredScores:
     """Scores of attention that a program stores.
 
     Attributes:
-      shape: of the array of scores, on one device.
-      dtype: of this array, by name.
+      shape: shape of the array of scores, on one device.
+      dtype: name of the dtype of this array.
       line: line of the user's code, as "file:line: source"; None if unknown.
     """
 
@@ -49,8 +49,8 @@ def find_stored_scores(program: Jaxpr) -> tuple[StoredScores, ...]:
     """Returns the scores that attention by plain products stores, each line and shape once.
 
     Args:
-      program: of a step or of a loss, without dead code. Scores of the backward pass are those of
-        the forward pass.
+      program: traced step or loss, without dead code. Scores of the backward pass are those of the
+        forward pass.
     """
     follow = _Scores()
     follow.outputs(program, [0] * len(program.invars))

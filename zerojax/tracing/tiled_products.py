@@ -306,6 +306,7 @@ class TiledProduct:
             following = tile(index + 1)
             return following, step(index, here, state)
 
+        # The last tile is outside of the loop: there is no next one to gather.
         last = self.count - 1
         here, state = lax.fori_loop(0, last, body, (tile(0), state))
         return step(last, here, state)

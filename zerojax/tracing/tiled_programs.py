@@ -61,8 +61,9 @@ def products_read(
     """Yields (name, equation that marks it, its only product or why there is none) of reads.
 
     Args:
-      program: without nested programs; a read whose result is not used does not count.
-      names: of the parameters that count.
+      program: traced program; its nested programs are not searched, and a read whose result is not
+        used does not count.
+      names: names of the parameters that count.
     """
     if names:
         used = {*variables(program.outvars)}.union(*(variables(e.invars) for e in program.eqns))
@@ -73,7 +74,8 @@ def products_read(
 
 
 def has_reads(equation: Equation, names: Collection[str]) -> bool:
-    """Returns whether a loop, call or checkpoint contains reads, at any depth of such equations."""
+    """Returns whether a loop, call or checkpoint contains reads of `names`, at any depth of such
+    equations; False for other equations."""
     if not names or not (is_call(equation) or equation.primitive.name == "scan"):
         return False
     return any(
@@ -90,8 +92,8 @@ def run_with_tiles(
     Args:
       closed: the program.
       inputs: its inputs; some may be `ShardedWeight`s.
-      reads: of parameters that it reads, at any depth of loops, calls and checkpoints. The value
-        that is read, or gathered for the read, is then this device's shard.
+      reads: tilings of parameters that the program reads, at any depth of loops, calls and
+        checkpoints. The value that is read, or gathered for the read, is then this device's shard.
     """
     program, reads = closed.jaxpr, reads or {}
     pairs = zip(program.invars, inputs, strict=True)
@@ -207,7 +209,7 @@ def find_reads_in_loops(
 
     Args:
       program: a loss, with a mark at every read.
-      names: of the parameters that count.
+      names: names of the parameters that count.
     """
     found: dict[str, list[WeightProduct | str]] = {}
 
@@ -229,8 +231,8 @@ def tile_reads(function: Callable[..., Any], reads: Tilings) -> Callable[..., An
 
     Args:
       function: a loss, with a mark at every read.
-      reads: of weights that a loop over layers slices and one product reads; the loss need not
-        read all of them.
+      reads: tilings of weights that a loop over layers slices and one product reads; the loss need
+        not read all of them.
 
     Raises:
       ValueError: when it is traced; a weight is read in another way.

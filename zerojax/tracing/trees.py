@@ -32,11 +32,10 @@ class Unnamed:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """Returns the name of one leaf: its path parts joined by "/".
+    """Returns the name of one leaf: its path parts joined by "/", without `Unnamed` parts.
 
     Args:
-      path: keys of a JAX tree path (`DictKey`, `GetAttrKey`, `Unnamed`, ...) or plain strings and
-        integers.
+      path: keys of a JAX tree path (`DictKey`, `GetAttrKey`, ...) or plain strings and integers.
 
     Returns:
       For example `"blocks/attention/query/kernel"`.

@@ -20,21 +20,22 @@ from zerojax.training.run_spec import RunSpec
 from zerojax.training.search_runs import PlannedCall, find_for
 
 AUTO = "auto"
-"""As `mesh_config`: search the mesh options."""
+"""Value of `mesh_config` that asks for a search of the mesh options."""
 SECONDS = 120.0
 """Duration of the search; a compilation that has begun is finished. A later start finds compiled
 plans in the forecast cache."""
 
 
 def with_found_settings(spec: RunSpec) -> RunSpec:
-    """Returns the run with the mesh options and microbatches that cost the least time and fit.
+    """Returns the run with the mesh options and number of microbatches that fit and cost the least
+    time.
 
     Collective: process 0 searches, and the others take its result. `num_microbatches`, if given, is
     kept. CPU devices and cards without a description keep the
     default options; a reason says so.
 
     Args:
-      spec: with the default mesh options.
+      spec: description of the run with the default mesh options.
 
     Raises:
       ValueError: nothing fits the devices, or the rows of a batch are divided among processes in

@@ -58,7 +58,8 @@ def base_of(
       hold all weights; the second is None if no parameter is frozen.
 
     Raises:
-      ValueError: `frozen` is "source", but the weights do not come from a folder.
+      ValueError: `frozen` is "source", but the weights do not come from a folder, or the run has
+        `offload.durable`.
     """
     names = [name for name, leaf in plan.users_placement.leaves.items() if leaf.frozen]
     if not names:
@@ -158,7 +159,8 @@ def restore_state(
       plan: plan of the run.
       step: number of a saved step; None: the newest complete step.
       at_start: True if the run is starting. Durable offload files are then used if they hold a
-        later step than the newest undamaged checkpoint.
+        later step than the newest undamaged checkpoint; the first result has their step and data
+        state, and its own `state` is None.
     """
     unread = []
     if plan.offload is not None and plan.offload.off_device:
@@ -345,6 +347,10 @@ def first_state(
       plan: plan of the run.
       seed: seed of new parameters.
       latest_step: step of the newest checkpoint that looks complete; None if there is none.
+
+    Raises:
+      AnotherPlanError: the durable offload files have a later step than the newest checkpoint, but
+        belong to another plan.
     """
     durable = resume_step(plan)
     if durable is not None and (latest_step is None or durable >= latest_step):

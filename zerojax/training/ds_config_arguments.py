@@ -107,7 +107,7 @@ class DsConfigArguments:
           rows: number of rows of the global batch; None if the batches have no rows.
 
         Raises:
-          ConfigError: `rows` differs from train_batch_size.
+          ConfigError: a setting is not supported, or `rows` does not fit the batch sizes.
         """
         says = self.config.with_rows(rows)
         deepspeed_config.warn_of(says)

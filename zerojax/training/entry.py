@@ -172,7 +172,7 @@ def train(
         function of the step.
       global_batch_size: rows of a batch of text data, or of a dataset of rows. Batches of your own
         must have so many rows.
-      seq_len: of text data.
+      seq_len: number of tokens of a row of text data; None: the model's `max_seq_len`, else 128.
       freeze: regular expressions; parameters whose names match are not trained.
       curriculum: shorter rows in early steps, see `CurriculumConfig`; evaluations have whole rows.
       batch_ramp: fewer rows in early steps, see `BatchRampConfig`; `steps` is then required.
@@ -183,7 +183,7 @@ def train(
         `checkpoints` in `run_dir`.
       run_dir: folder of metrics, plan and events. "auto": the checkpoint's folder, or
         runs/<date-time>. None: nothing is written.
-      log: how often and where metrics go.
+      log: how often metrics are reported, and where they are written.
       watch: how long the run may make no progress before it is ended.
       validation: data to evaluate on: batches as a list or an iterable, one batch, a function
         `number -> batch`, a dataset of rows, or a `TokenSource`; text has its own validation part.
@@ -193,7 +193,7 @@ def train(
         None: all rows of a dataset, 8 batches of a text or a function. A list is evaluated whole.
       callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
         run, and `train` returns. `EarlyStopping` and `KeepBest` are available.
-      seed: for initialisation, dropout and shuffling.
+      seed: seed of initialisation, dropout and shuffling.
 
     Raises:
       ValueError, TypeError: bad input, with value, limit and remedy, before device memory is
@@ -217,8 +217,8 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     """Returns the resolved description of a run from the arguments of `train`.
 
     Args:
-      arguments: of `train`, unchecked.
-      mesh: of devices that are not here, for a plan; None: a mesh of JAX's devices is made.
+      arguments: arguments of `train`, unchecked.
+      mesh: mesh of absent devices, for a plan; None: a mesh of JAX's devices is made.
 
     Raises:
       ValueError, TypeError: an argument is invalid, or arguments contradict each other.
@@ -414,7 +414,8 @@ def _loss(
     is_text: bool,
     ds_config: DsConfigArguments | None,
 ) -> tuple[tracing.Loss | None, LossKind]:
-    """Returns (loss to minimise, its kind for the record); None: the model's own loss method.
+    """Returns (loss to minimise, its kind for the record: "own", "model" or "next_token"). The loss
+    is None for the model's own loss method.
 
     For text and a model without a loss method: next-token cross-entropy of `model(tokens)`.
     """

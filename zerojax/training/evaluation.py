@@ -187,7 +187,8 @@ class EarlyStopping(_Watching):
         self._waited = 0
 
     def on_start(self, trainer: Any) -> None:
-        """Raises ValueError if the run evaluates only at its end."""
+        """Raises ValueError if the run does not measure the watched metric, or evaluates only at
+        its end although a validation metric is watched."""
         super().on_start(trainer)
         if self.metric.startswith(VALIDATION) and trainer.loop_settings.eval_every is None:
             raise ValueError(
@@ -313,6 +314,7 @@ def mean_loss(
 
     Raises:
       NoWeightError: there is no batch, or no row with a nonzero weight.
+      LeftOutError: a short batch cannot be filled, and `leave_out` is None.
       ValueError: `batches` is None.
     """
     if batches is None:
@@ -350,5 +352,6 @@ def mean_loss(
 
 
 def of_ema(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames the metrics of an evaluation of averaged weights (EMA): "loss" -> "ema_loss"."""
+    """Returns the metrics of an evaluation of averaged weights (EMA) with "ema_" before each name;
+    leaves out "weight"."""
     return {f"{EMA}_{name}": value for name, value in found.items() if name != "weight"}

@@ -88,7 +88,8 @@ class FineTuning:
         return user_path(self.run_dir).absolute() / RUN_FILE
 
     def is_given(self, name: str) -> bool:
-        """Returns True if an override sets the key `name`, or a key inside the section `name`."""
+        """Returns True if the last part of an override's key is `name`, or if the word `name` is in
+        an override's value that is a section, {...}."""
         for word in self.overrides:
             key, _, value = word.partition("=")
             is_section = value.lstrip().startswith("{")
@@ -200,7 +201,7 @@ def _open_decoder(folder: str) -> Pretrained:
 
 
 def _is_prepared(asked: FineTuning) -> bool:
-    """Returns True if `asked.data` is a folder that `zerojax data prepare` wrote.
+    """Returns True if `asked.data` is a folder of chats that `zerojax data prepare` wrote.
 
     Raises:
       FileNotFoundError: the path does not exist.
@@ -304,9 +305,8 @@ def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> No
 
 @contextlib.contextmanager
 def _removed_after_an_error(run_dir: Path, chats: Path) -> Iterator[None]:
-    """Deletes the prepared chats after an error in a `with` block, so the command can be repeated.
-
-    Folders that existed before are not deleted.
+    """After an error in a `with` block, deletes the run folder, or only the prepared chats if the
+    run folder existed before, so that the command can be repeated.
     """
     had_run, had_chats = run_dir.exists(), chats.exists()
     try:
@@ -369,7 +369,8 @@ def _longest_row(
     """Returns the number of tokens of the longest chat, at most the model's context.
 
     Raises:
-      ValueError: `seq_len` or a chat is longer than the model's context.
+      ValueError: `seq_len` is longer than the model's context, or a chat is and `long_texts` is
+        "refuse".
     """
     if asked.is_given("seq_len") and config.data.seq_len > context:
         raise ValueError(

@@ -127,7 +127,8 @@ def to_hugging_face(
     Raises:
       UnsupportedError: a ValueError: the architecture has no Hugging Face format, or `quantize`
         does not support it.
-      ValueError: the run keeps no EMA, `quantize` is unknown, or weights are not finite.
+      ValueError: the run keeps no EMA, `quantize` is unknown, weights are not finite, or `step` or
+        `pretrained` was passed with a trainer or engine.
       FileExistsError: `folder` exists and is not empty.
       CheckpointError: the step does not exist or is damaged.
       OSError: writing fails.
@@ -345,7 +346,8 @@ def _from_trainer(
 
 
 def _update_count(names: Iterable[str]) -> list[str]:
-    """Returns the name of a layer's number of updates; [] if no kernel is rounded by schedule."""
+    """Returns the name of the first array that counts a layer's updates, in a list; [] if no kernel
+    is rounded by schedule."""
     return [name for name in names if is_update_count(name)][:1]
 
 
@@ -428,7 +430,8 @@ def _write(
     step: int,
     quantize: str | None,
 ) -> Exported:
-    """Writes the folder; all processes compute the tensors together, one after the other."""
+    """Writes the folder; all processes compute the tensors together, one after the other. The
+    result names the files on process 0 only."""
     found: Sequence[Outgoing | CodedPart] = whole
     if quantize is not None:
         found = with_codes(description.row.class_name, whole, quantize)

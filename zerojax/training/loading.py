@@ -352,7 +352,8 @@ def load_run(
 
     Raises:
       FileNotFoundError: the folder has no run.
-      ValueError: the model or the loss must be passed.
+      ValueError: `model`, `loss` or `example_batch` must be passed, or the folder holds a model and
+        no run, or an older version wrote it.
       CheckpointError: the checkpoint does not exist, belongs to another model or has no EMA, or
         the frozen weights are not in the pretrained folder.
     """

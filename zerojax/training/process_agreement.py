@@ -157,7 +157,8 @@ def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
 def describe_run(
     plan: Plan, feed: Feed, *, seed: int, steps: int | None, loop: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns the description of a run that `check_same_run` compares between processes.
+    """Returns {name of a setting: its value as text} of a run, which `check_same_run` compares
+    between processes.
 
     Args:
       plan: plan of the run.
@@ -216,7 +217,8 @@ def _without_paths(settings: Any) -> Any:
 
 
 def _update_of(plan: Plan) -> str:
-    """Returns a digest of the traced optimizer update."""
+    """Returns a digest of the traced optimizer update; "" if it cannot be traced outside of a
+    step."""
     params = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype)
         for name, x in plan.abstract_stored["params"].items()

@@ -119,6 +119,7 @@ class _Devices:
         self._given = 0
         self._idle: list[tuple[int, dict[str, float]]] = []
         self._results: queue.SimpleQueue = queue.SimpleQueue()
+        # The thread has no reference to `self`, so that None ends it once `self` is deleted.
         wait = _wait_for_each, (watch, self._results, self._idle)
         threading.Thread(
             target=wait[0], args=wait[1], name="zerojax-device-idle", daemon=True

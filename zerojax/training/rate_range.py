@@ -65,7 +65,8 @@ class RateTest:
 
     @property
     def steepest(self) -> int | None:
-        """Index at which the smoothed loss falls fastest, before its lowest value."""
+        """Index of the step before the largest fall of the smoothed loss on the way to its lowest
+        value; None if it never falls."""
         falls = [
             (after - before, index)
             for index, (before, after) in enumerate(
@@ -83,7 +84,7 @@ class RateTest:
         return float(f"{self.rates[self.lowest] / MARGIN:.1e}")
 
     def describe(self) -> str:
-        """Returns the suggested rate with its reason, in two or three lines of text."""
+        """Returns the suggested rate with its reason, or why there is none, as text."""
         if self.lowest is None:
             return "no loss was finite; start at a lower rate (--low)"
         low, high = self.rates[0], self.rates[-1]

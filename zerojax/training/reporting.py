@@ -324,7 +324,8 @@ def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
 
 
 def with_names(plan: Plan, values: Metrics) -> Metrics:
-    """Replaces numbers of parameters in metrics by the parameters' names; drops other numbers."""
+    """Replaces the parameter indices "bad_leaf" and "largest_leaf" in metrics by names; drops an
+    index of -1."""
     named = {name: _leaf(plan, values, name) for name in ("bad_leaf", "largest_leaf")}
     rest = {name: value for name, value in values.items() if name not in named}
     return rest | {name: leaf for name, leaf in named.items() if leaf is not None}
@@ -459,6 +460,7 @@ class Trace:
           The folder of the trace if it was written just now; else None.
         """
         if wanted and not self._is_on and step == wanted[0] - 1:
+            # Otherwise the trace would contain the end of this step.
             result.block_until_ready()
             jax.profiler.start_trace(str(folder / TRACE_FOLDER))
             self._is_on = True

@@ -155,11 +155,12 @@ def check_resume(
       steps: number of steps to compare.
       on_cpu: whether the steps run on virtual CPU devices; False uses JAX's default devices, of
         which there must be as many as either mesh has.
-      progress: called with a few words about each stage of the work.
+      progress: function called with a few words about each stage of the work.
 
     Raises:
       ValueError: the run or a setting cannot be used.
       CheckpointError: the run has no checkpoint.
+      RuntimeError: a child process ended without a result.
     """
     check_whole_number("steps", steps, 1, MOST_STEPS)
     check_whole_number("devices", devices, 1, MAX_CPU_DEVICES)

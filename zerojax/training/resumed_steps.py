@@ -137,7 +137,8 @@ class _Observer:
         self._notes: list[str] = []
 
     def on_start(self, trainer: Any) -> None:
-        """Records the state and the batches before the first step."""
+        """Records the state and the batches before the first step; replaces the random key if
+        requested."""
         self._first, self._notes = trainer.num_steps, trainer.take_notes()
         portable = flatten_names(to_portable_state(trainer.plan, trainer.state))
         self._state = {name: _digest(leaf) for name, leaf in portable.items()}

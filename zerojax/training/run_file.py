@@ -369,9 +369,10 @@ def plan_from_config(
     and targets; for chats also weights, segments and positions.
 
     Args:
-      config: settings of the run file; if `precision` is not set, the default of GPUs is used.
+      config: settings of the run file; if `precision` is not set, the default of GPUs is used, with
+        `is_here` that of JAX's devices.
       num_devices: number of devices.
-      gpu: kind of GPU to plan for; None: not specified.
+      gpu: kind of GPU to plan for; None: not specified. Ignored with `is_here`.
       is_here: True: plan for the devices that JAX has on this machine.
 
     Raises:

@@ -81,7 +81,7 @@ class ModelReader:
           quantize: "int8" or "fp8" rounds the kernels of a decoder's layers to codes, which are for
             generation only (see `zoo.weight_only`); None rounds nothing.
           apart: whether each layer of a decoder gets arrays of its own, also for generation only.
-            Layers that pipeline stages divide stay stacked.
+            Layers that pipeline stages divide stay stacked. `quantize` implies it, at any stage.
 
         Raises:
           ValueError: the run keeps no EMA, or `quantize` does not fit the model.

@@ -101,7 +101,8 @@ class Adapters:
 
 @dataclass(frozen=True, kw_only=True)
 class RunNotes:
-    """Entries of the record that only the caller of a run knows, such as loss and text data."""
+    """What only the caller of a run knows: entries of the record, and the tokenizer and chat
+    template that are written beside it."""
 
     loss: LossKind
     data: TextData | None = None

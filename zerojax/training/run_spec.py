@@ -208,7 +208,8 @@ def absolute_parts(parts: Sequence[MixturePart]) -> tuple[MixturePart, ...]:
 
 
 def external_checkpoints(checkpoints: str | None, folder: Path | None) -> str | None:
-    """Returns the absolute path of a run's checkpoints; None if they are in the run folder."""
+    """Returns the absolute path of a run's checkpoints; None if they are in `checkpoints` of the
+    run folder, or if the run has no checkpoints or no folder."""
     if checkpoints is None or folder is None:
         return None
     path = Path(checkpoints).absolute()
@@ -216,7 +217,8 @@ def external_checkpoints(checkpoints: str | None, folder: Path | None) -> str | 
 
 
 def rows_of_process(batches: Any, mesh: Mesh | AbstractMesh) -> tuple[int, int] | None:
-    """Returns the range of rows of a text batch that this process reads; None for other batches.
+    """Returns the range (first, end) of rows of a global batch that this process reads from a
+    source; None for other batches, and for a single process.
 
     Processes that hold different stages of one pipeline read the same rows.
     """

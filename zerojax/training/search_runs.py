@@ -48,9 +48,9 @@ class PlannedCall:
     """The run that a call of `train` or `make_plan` describes, as input of a search.
 
     Attributes:
-      inputs: of the plan.
+      inputs: inputs of the plan.
       settings: the mesh options; `data` takes the devices that other axes leave.
-      mesh_options: override fields of `settings` on every mesh.
+      mesh_options: mesh options that override fields of `settings` on every mesh.
       is_deepspeed: whether a DeepSpeed configuration sets the mesh.
     """
 
@@ -63,7 +63,7 @@ class PlannedCall:
         """Returns the plan of the run on a mesh of absent devices.
 
         Args:
-          mesh: of the devices.
+          mesh: mesh of the absent devices.
           gpu: kind of the devices; None: not known, and `offload.auto` offloads nothing.
         """
         return plan_elsewhere(self.inputs, self.settings, mesh, gpu=gpu, **self.mesh_options)
@@ -83,7 +83,7 @@ class SettingsFound:
 
     Attributes:
       mesh: mesh options to pass to `zerojax.train` or `make_plan`; None if nothing fits.
-      num_microbatches: to pass with them; None if nothing fits.
+      num_microbatches: number of microbatches to pass with `mesh`; None if nothing fits.
       result: all candidates with reasons, and the forecast of the choice.
     """
 
@@ -136,7 +136,7 @@ def search(
       example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the batch.
       loss, optimizer, precision, freeze: as in `zerojax.make_plan`.
       budget: time limit in seconds; a compilation that has begun still finishes.
-      progress: called with a few words about each stage of the work.
+      progress: function called with a few words about each stage of the work.
 
     Returns:
       The choice: `zerojax.train(model, found.mesh, num_microbatches=found.num_microbatches)`.
@@ -178,9 +178,9 @@ def find_for(
 
     Args:
       call: the run.
-      gpu, devices: the card and how many.
+      gpu, devices: the card, and the number of cards.
       budget, progress: as in `search`.
-      num_microbatches: of every candidate; None: the search varies it.
+      num_microbatches: number of microbatches of every candidate; None: the search varies it.
     """
     report = progress or (lambda text: None)
     began = time.monotonic()

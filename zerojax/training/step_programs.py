@@ -1,8 +1,8 @@
-"""Compiled steps of a plan: one step, or one for each compiled size of a ladder.
+"""Compiled steps of a plan: one step, or one for each compiled size of its ladder (`plan.ladder`).
 
-Early steps of some runs have shorter or fewer rows. While a step of one size runs, the step of the
-next size is compiled in a thread. JAX caches the compiled program, so the
-first call with the next size only runs it.
+A ladder is the series of batch sizes of a run whose early steps have shorter or fewer rows. While a
+step of one size runs, the step of the next size is compiled in a thread. JAX caches the compiled
+program, so the first call with the next size only runs it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class StepPrograms:
         }
 
     def rung(self, step: int) -> int:
-        """Returns the compiled size of step `step` (from 1); 0 if all steps have one size."""
+        """Returns the rung, a key of `ladder.plans`, for which step `step` (from 1) is compiled; 0
+        if all steps have one size."""
         return 0 if self._ladder is None else self._ladder.rung_of(self._ladder.size(step))
 
     def of(self, step: int) -> StepProgram:

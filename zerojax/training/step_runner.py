@@ -156,7 +156,8 @@ class StepRunner:
             self._log.event(kind, step, text, **fields)
 
     def _check_lengths(self, step: int, batch: Any) -> None:
-        """Checks once that steps of other sizes compute what the model means."""
+        """Runs the ladder's check that shorter rows compute what the model means, until it has run
+        once."""
         check = self._first_check
         if check is not None and check(self.state, batch, self.step_plan, step):
             self._first_check = None

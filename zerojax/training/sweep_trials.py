@@ -200,7 +200,8 @@ def _values(sweep: SweepConfig, axes: Mapping[str, SweepAxis]) -> list[dict[str,
     """Returns {full key: value} of each trial.
 
     Raises:
-      ConfigError: the number of trials is missing, or too large.
+      ConfigError: `trials` is not set, although an axis is a range or the lists have more than
+        `MAX_TRIALS` combinations; or a range is for a setting that is not a number.
     """
     ranges = [key for key, axis in axes.items() if not axis.values]
     rng = np.random.default_rng(sweep.seed)
@@ -235,7 +236,8 @@ def _combination(axes: Mapping[str, SweepAxis], index: int) -> dict[str, Any]:
 
 
 def _draw(key: str, axis: SweepAxis, rng: np.random.Generator) -> Any:
-    """Draws a value: a number of four digits from a range, or an item of a list."""
+    """Draws a value: a number of four digits from a range, rounded for an integer setting, or an
+    item of a list."""
     if axis.values:
         return axis.values[int(rng.integers(len(axis.values)))]
     hint = type_of_key(RunConfig, tuple(key.split(".")))
@@ -255,8 +257,8 @@ def _draw(key: str, axis: SweepAxis, rng: np.random.Generator) -> Any:
 
 
 def describe_warmup(trials: Sequence[SweepTrial], rungs: Sequence[SweepRung]) -> str | None:
-    """Returns a sentence about trials whose warm-up lasts beyond the first rung; None without
-    such."""
+    """Returns a sentence if the longest warm-up of the trials reaches the end of the first rung,
+    else None. Warm-ups in tokens are not looked at."""
     end, longest = rungs[0].steps, 0
     for trial in trials:
         optimizer = trial.config.optimizer

@@ -208,7 +208,7 @@ class Trainer(StepRunner):
 
     @contextlib.contextmanager
     def _logging(self, steps: int | None) -> Iterator[None]:
-        """Opens the run's log for a `with` block."""
+        """Opens the run's log for a `with` block, and logs an error that ends it."""
         if self._checkpointer is not None:
             self._notes = [*self._checkpointer.take_notes(), *self._notes]
         self.open_log(steps)
@@ -334,7 +334,8 @@ class Trainer(StepRunner):
             self._log.message(line)
 
     def _evaluate_and_save_if_due(self, last: bool) -> bool:
-        """Evaluates and saves if this step is due; returns True if a callback ends the run."""
+        """Evaluates, saves and logs samples if they are due at this step, but not after the last
+        step; returns True if a callback ends the run."""
         done = False
         if last:
             return False

@@ -288,7 +288,8 @@ class Filler:
           batch: a batch from `each_batch`.
 
         Raises:
-          LeftOutError: the batch is short, and the loss mixes rows.
+          LeftOutError: the batch is short, and the loss mixes rows or (unless a dataset gave it)
+            there are several processes.
           ValueError: names or shapes differ from the plan's batch in another way.
         """
         if isinstance(batch, FilledBatch):

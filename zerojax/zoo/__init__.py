@@ -150,8 +150,8 @@ def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], De
 
 
 def tensor_parallel_rules(name: str) -> TensorParallelRules:
-    """Returns a model's Megatron-style rules: pairs (regex, mesh axis of each trailing
-    dimension)."""
+    """Returns a model's Megatron-style rules: pairs (regex, mesh axis of each trailing dimension).
+    Raises ValueError for a name other than "gpt2" and "llama"."""
     if name not in _RULES:
         raise ValueError(
             f"name={name!r} has no tensor-parallel rules; use one of {', '.join(_RULES)}"

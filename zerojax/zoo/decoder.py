@@ -326,8 +326,8 @@ class Decoder(nnx.Module):
           batch: batch for `loss`.
 
         Returns:
-          Dict with "tokens", "targets", "positions" and, if the batch has them, "weights" and
-          "segments", each [batch, seq].
+          Dict with "tokens", "targets" and "positions", with "weights" if the batch has weights or
+          segments, and with "segments" if it has them; each [batch, seq].
         """
         names = ("tokens", "targets", "weights", "segments", "positions")
         prepared = {name: batch[name] for name in names if name in batch}

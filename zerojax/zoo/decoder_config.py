@@ -276,6 +276,7 @@ def fill_sizes(config: Any) -> None:
     if config.num_kv_heads is None:
         object.__setattr__(config, "num_kv_heads", config.num_heads)
     if config.mlp_dim is None:
+        # Three matrices of 8/3 embed_dim have as many weights as two of 4 embed_dim.
         gated = -(-8 * config.embed_dim // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE
         width = gated if getattr(config, "gated", True) else 4 * config.embed_dim
         object.__setattr__(config, "mlp_dim", width)

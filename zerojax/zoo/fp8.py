@@ -168,6 +168,9 @@ def fp8_dots(
         float32 []; the maximum over devices is used. Gradients are those of the unscaled kernel
         in both cases.
       num_inputs: number of contracted dimensions.
+
+    Returns:
+      The product with each kernel, [..., *outputs] in the dtype of the kernels.
     """
     return _forward(x, kernels, histories, largest, num_inputs)[0]
 

@@ -1,7 +1,8 @@
 """Generates tokens with a key/value cache: one pass over the prompts, then token by token.
 
-All prompts share two programs: the pass over prompts, and the loop over new tokens. If there are
-more prompts than rows, rows that have ended get the next prompts (continuous batching).
+All prompts share three programs: the empty rows and cache, the pass over prompts, and the loop over
+new tokens. If there are more prompts than rows, rows that have ended get the next prompts
+(continuous batching).
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from zerojax.zoo.weight_only import (
 )
 
 PROMPT_MULTIPLE = 32
-"""Prompts are padded to a multiple of this length, so that many lengths share a program."""
+"""All prompts are padded to the length of the longest one, rounded up to a multiple of this number
+but at most max_seq_len, so that many lengths share a program."""
 _HEADS_AXIS = "model"
 """Mesh axis of the heads in `MEGATRON_RULES`."""
 CACHE_MULTIPLE = 128
-"""The cache is as long as prompt and new tokens, rounded up to a multiple of this number."""
+"""The cache is as long as the longest prompt with its new tokens, rounded up to a multiple of this
+number but at most max_seq_len."""
 
 _ROOM = 2
 """Free memory for a copy of the layers, in units of their bytes: the copy, and the cache."""
@@ -128,7 +131,8 @@ def generate(
 
 
 def _prepared(model: Decoder, quantize: str | None) -> Decoder:
-    """Returns the model with codes; else with layers apart, if one GPU has room for this copy."""
+    """Returns the model with codes if `quantize` is set; else with layers that are not stacked, if
+    that is faster and the model's only device has room for this copy; else `model` itself."""
     if quantize is not None:
         return with_codes(model, quantize)
     arrays = jax.tree.leaves(nnx.state(model.blocks))
@@ -159,7 +163,8 @@ def as_prompts(tokens: Prompts, *, max_seq_len: int) -> list[np.ndarray]:
 
     Raises:
       TypeError: `tokens` are not integers.
-      ValueError: `tokens` are neither [batch, prompt] nor rows, or a row is too long.
+      ValueError: `tokens` are neither [batch, prompt] nor rows, a row is longer than `max_seq_len`,
+        or a row of a sequence is empty.
     """
     if hasattr(tokens, "dtype"):
         whole = np.asarray(tokens)
@@ -325,7 +330,7 @@ class _Slots:
         return np.int32(active // 2 if self._waiting else 0)
 
     def collect(self, drawn: Any, lengths: Any, has_ended: Any) -> bool:
-        """Frees the rows that have ended; returns whether all prompts are done."""
+        """Keeps the tokens of ended rows and frees the rows; returns whether all are done."""
         drawn, lengths, has_ended = (np.asarray(x) for x in (drawn, lengths, has_ended))
         for row in np.flatnonzero(has_ended & (self._prompt_of != _FREE)):
             self._found[int(self._prompt_of[row])] = drawn[row, : lengths[row]].copy()
@@ -361,7 +366,7 @@ def _rounded_up(number: int, multiple: int) -> int:
 def _continue(
     model: Decoder, slots: _Slots, controls: Controls, *, cache_length: int, has_codes: bool
 ) -> Continued:
-    """Continues the prompts of `slots`."""
+    """Continues the prompts of `slots` until all have ended; returns their new tokens."""
     graphdef, state = nnx.split(model)
     options = {"graphdef": graphdef, "row_sharding": slots.sharding}
     sizes = {"size": slots.size, "cache_length": cache_length, "has_codes": has_codes}
@@ -511,6 +516,7 @@ def _placed_cache(cache: Cache, row_sharding: NamedSharding | None) -> Cache:
     if row_sharding is None:
         return cache
     mesh, heads = row_sharding.mesh, jax.tree.leaves(cache)[0].shape[3]
+    # heads + 1, which never divides heads, stands for an axis that the mesh lacks.
     divides = heads % mesh.shape.get(_HEADS_AXIS, heads + 1) == 0
     spec = P(None, row_sharding.spec[0], None, _HEADS_AXIS if divides else None)
     return lax.with_sharding_constraint(cache, NamedSharding(mesh, spec))

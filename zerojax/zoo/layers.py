@@ -55,7 +55,7 @@ class Weights(NamedTuple):
     largest: jax.Array | None = None
     """float32 []: largest magnitude, for a kernel in 8 bits (see `fp8.fp8_dots`); else None."""
     scale: jax.Array | None = None
-    """Scale of each output, for a kernel of int8 codes (see `weight_only`); else None."""
+    """Scale of each output, for a kernel of int8 or float8 codes (see `weight_only`); else None."""
     levels: jax.Array | None = None
     """float32 [2]: entry of `LEVELS` for a kernel rounded by a schedule; else None."""
 
@@ -68,7 +68,7 @@ class Projection(nnx.Module):
     floats, with `amax_history` as state (see `fp8`). With "fake_int8" or "fake_int4" the kernel is
     rounded in the product (see `operators.rounded_weights`), with `bit_schedule` to a width that
     depends on `num_updates`, the number of applied updates. With `kernel_scale` the kernel holds
-    int8 codes (see `weight_only`). If `lora` (an adapter) is set, its result is added.
+    int8 or float8 codes (see `weight_only`). If `lora` (an adapter) is set, its result is added.
     """
 
     kernel_scale: nnx.Param[jax.Array] | None = None
@@ -100,7 +100,8 @@ class Projection(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(out_shape, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [..., *in_shape] to [..., *out_shape], in the kernel's dtype."""
+        """Maps [..., *in_shape] to [..., *out_shape], in the dtype of the kernel or of
+        `kernel_scale`."""
         return self.apply(self.read(), x)
 
     def read(self) -> Weights:
@@ -140,6 +141,9 @@ def apply_together(
       projections: projections with the same `in_shape` and `matmul_dtype`.
       weights: result of each projection's `read`, all in one dtype.
       x: [..., *in_shape].
+
+    Returns:
+      The result of each projection, as if it had been called.
     """
     first = projections[0]
     kernels = [w.kernel for w in weights]
@@ -350,6 +354,7 @@ def in_chunks(mlp: Mlp, x: jax.Array, chunk: int) -> jax.Array:
     size = -(-tokens // number)
     padded = jnp.pad(x, [(0, 0), (0, number * size - tokens), (0, 0)])
     parts = jnp.moveaxis(padded.reshape(rows, size, number, width), 2, 0)
+    # In a loop XLA cannot merge the recomputation with the forward pass; barriers are not needed.
     out = lax.map(jax.checkpoint(apply_chunk, prevent_cse=False), parts)
     return jnp.moveaxis(out, 0, 2).reshape(rows, number * size, -1)[:, :tokens]
 

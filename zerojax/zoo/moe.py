@@ -411,12 +411,14 @@ def balance_losses(routing: Routing, config: MoEConfig) -> tuple[jax.Array, dict
       config: settings, of which `balance`, `balance_weight` and `z_weight` are used.
 
     Returns:
-      (loss, float32 []; metrics). "moe_balance": unweighted balance loss, the mean over layers; its
-      minimum, at equal loads, is 1, or `experts_per_token` with balance="hugging_face".
-      "moe_fullest": load of the fullest expert divided by the mean load, the maximum over layers.
-      "moe_rounds": number of rounds of `zerojax.experts`, the maximum over layers and devices.
-      "moe_dropped": dropped choices divided by the choices of all tokens without padding, the
-      maximum over layers; 0 without `capacity_factor`.
+      (loss, float32 []: weighted balance loss, which is summed over layers unless
+      balance="hugging_face", plus z-loss, summed over layers; metrics). "moe_balance": unweighted
+      balance loss, the mean over layers unless balance="hugging_face"; its value at equal loads is
+      1, or `experts_per_token` with balance="hugging_face". "moe_fullest": load of the fullest
+      expert divided by the mean load, the maximum over layers. "moe_rounds": number of rounds of
+      `zerojax.experts`, the maximum over layers and devices. "moe_dropped": dropped choices,
+      including those of padding, divided by the choices of all tokens without padding, the maximum
+      over layers; 0 without `capacity_factor`.
     """
     whole = _summed(routing)
     experts_of_token, number = config.experts_per_token, config.num_experts

@@ -496,7 +496,8 @@ class T5(nnx.Module):
     def init_cache(
         self, tokens: jax.Array, length: int, attention_mask: jax.Array | None = None
     ) -> DecoderCache:
-        """Encodes sources and returns a cache for empty targets, without dropout.
+        """Encodes sources (without dropout only after `eval()`) and returns a cache for empty
+        targets.
 
         Args:
           tokens: integers [batch, source].

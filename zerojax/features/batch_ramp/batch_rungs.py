@@ -89,7 +89,8 @@ def ramp_microbatches(
     Args:
       config: batch ramp of the run.
       number: the user's number of microbatches; None: the smallest with which the rows of a
-        microbatch divide all batch sizes, with pipeline stages the largest up to 4 per stage.
+        microbatch divide all batch sizes, with pipeline stages the largest up to 4 per stage, if
+        possible a multiple of the stages.
       mesh: mesh of the run.
       batch: global batch, as arrays or structs.
 

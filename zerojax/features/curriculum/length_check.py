@@ -43,7 +43,7 @@ class LengthCheck:
         """Compares the losses of two batches that differ only in tokens of weight 0.
 
         The two losses must be bit-equal, because a masked attention score adds exactly 0 to a sum.
-        The weight of the loss must decrease with the weights of the batch.
+        The weight of the loss must be proportional to the sum of the batch's weights.
 
         Args:
           state: train state before the step; it is not donated.
@@ -56,7 +56,8 @@ class LengthCheck:
           tokens are equal or its rows have one token.
 
         Raises:
-          ValueError: the loss of early tokens depends on later ones, or does not use the weights.
+          ValueError: the loss of early tokens depends on later ones, does not use the weights, or
+            is not finite.
         """
         cut = self._config.length(step) // 2
         if cut < 1:

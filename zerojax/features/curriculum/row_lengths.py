@@ -71,7 +71,8 @@ def without_end(weights: Any, length: int) -> Any:
 
 
 def _checked(arrays: Any, keys: Sequence[str], seq_len: int) -> Mapping[str, Any]:
-    """Returns the arrays of a batch; raises a ValueError if rows are already cut."""
+    """Returns the arrays of a batch; raises a ValueError if one of `keys` is missing or its rows do
+    not have `seq_len` tokens."""
     for name in keys:
         shape = getattr(arrays.get(name), "shape", None) if isinstance(arrays, Mapping) else None
         if shape is None:

@@ -77,8 +77,8 @@ class ParameterPieces:
 
 
 def build_fixed_norm(plan: Decisions) -> Callable[..., GradientNorm]:
-    """Builds the gradient norm for `deterministic`: `update.build_norm`, equal bits on
-    every mesh.
+    """Builds the gradient norm for `deterministic`: `update.build_norm`, with equal bits on every
+    mesh.
     """
     pieces, specs = ParameterPieces(plan), specs_of_leaves(plan.abstract_state["params"])
     kind, order = barrier_kind(plan.mesh), list(specs)

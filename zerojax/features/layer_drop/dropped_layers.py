@@ -92,8 +92,9 @@ def find_layers(closed: ClosedJaxpr, num_parameters: int) -> LayerScan:
       num_parameters: number of inputs that are parameters.
 
     Raises:
-      ValueError: there is not exactly one loop over layers, the loop starts from constants, or a
-        layer has other results than the floating-point values that go from layer to layer.
+      ValueError: there is not exactly one loop over layers, the loop is inside another operation or
+        starts from constants, or a layer uses references or has other results than the
+        floating-point values that go from layer to layer.
     """
     closed = _needed(closed)
     scan = _the_only(loops_of_trace(closed, num_parameters, ()))

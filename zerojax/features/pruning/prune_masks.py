@@ -30,7 +30,7 @@ Pruned = Mapping[str, PrunedLeaf]
 def first_masks(pruned: Pruned, placement: Placement, params: Mapping[str, jax.Array]) -> Arrays:
     """Computes the masks of a new state, {name: bool array}: True where a weight is kept.
 
-    Of the units with the smallest kept sum of magnitudes the first ones are kept.
+    Of units with equal sums of magnitudes, the first ones are kept.
 
     Args:
       pruned: decision of the run's plan.
@@ -148,7 +148,8 @@ def masked_weights(pruned: Pruned, state: TrainState) -> tuple[Arrays, Any]:
 def weights_at(
     pruned: Pruned, params: Mapping[str, jax.Array], masks: Mapping[str, jax.Array], updates: Any
 ) -> Arrays:
-    """Returns parameters, or their averages, as they are after a number of applied updates."""
+    """Returns parameters, or their averages, with pruned weights set to 0 if `updates`, the number
+    of applied updates, has reached their `start_step`."""
     result = dict(params)
     for name, mask in masks.items():
         keep = mask | (updates < pruned[name].start_step)

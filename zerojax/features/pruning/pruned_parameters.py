@@ -201,7 +201,8 @@ def _last(bias: LeafPlacement, pruned: PrunedLeaf) -> tuple[int, ...]:
 
 
 def describe_pruning(pruned: Mapping[str, PrunedLeaf], placement: Placement) -> list[str]:
-    """Returns lines for the plan: the fraction of zeros and the first step with them."""
+    """Returns lines for the plan: the numbers of pruned parameters and of kept units, and the first
+    step with zeros."""
     by_start: dict[int, list[str]] = {}
     for name, leaf in pruned.items():
         by_start.setdefault(leaf.start_step, []).append(name)

@@ -150,7 +150,13 @@ def split_layers(
     batch: Any,
     rows: int,
 ) -> SplitPasses:
-    """Returns the passes of a chunk of `rows` layers for one microbatch, from abstract arrays."""
+    """Returns the passes of a chunk of `rows` layers for one microbatch, from abstract arrays.
+
+    As in `split_passes`, `weights` is {"chunk": stacked parameters [rows, ...], "outer": parameters
+    that every layer reads, "overwritten": extras that their gradients replace}; `fixed` has the
+    numbers of the layers, int32 [rows]; `inputs` are the floating-point activations; `context` is
+    (other activations, extras, key, batch).
+    """
     stacked = {name: x for name, x in params.items() if name in pieces.stacked}
     chunk = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in stacked.items()}
     outer = {name: x for name, x in params.items() if name not in pieces.stacked}

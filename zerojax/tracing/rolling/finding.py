@@ -44,7 +44,8 @@ class Loop:
       start, period, count: the loop has layers `start` to `start + period * count - 1` in `count`
         iterations with `period` layers each.
       stacks: {name of a stack [count, ...]: names of the parameters that are its rows, in order}.
-      row_bytes: bytes of values with one row for each iteration that are not parameters.
+      row_bytes: bytes, over all iterations, of values with one row for each iteration that are not
+        parameters.
       num_other_rows: number of values with one row for each iteration that are not parameters.
       carry_bytes: bytes of the carried values.
       is_checkpointed: whether all matrix products of an iteration are in checkpoints that save no
@@ -107,8 +108,8 @@ class FoundLoops:
 
     Attributes:
       loops: loops in the order in which they are rolled.
-      left: one sentence for each list of layers that was not rolled, with the first difference
-        found.
+      left: one sentence for each list of at least `MIN_LAYERS` layers that was not rolled, with the
+        first difference found.
     """
 
     loops: tuple[Loop, ...]

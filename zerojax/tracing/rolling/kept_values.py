@@ -54,7 +54,9 @@ def has_checkpoints(body: ClosedJaxpr) -> bool:
 
 
 def with_remat(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
-    """Returns the body of the loop as a function with the remat policy `remat`."""
+    """Returns the body of the loop as a function with the remat policy `remat`: "model" keeps the
+    checkpoints inside the body, "none" removes them, another policy replaces them by one
+    checkpoint."""
     if remat == "model":
         return jaxpr_as_fun(_without_barriers(body))
 
@@ -64,6 +66,7 @@ def with_remat(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
     if remat == "none":
         return run
     policy = keep_products if remat == ELEMENTWISE else REMAT_POLICIES[remat]
+    # prevent_cse=False for the reason in `_without_barriers`.
     return jax.checkpoint(run, policy=policy, prevent_cse=False)
 
 

@@ -106,10 +106,9 @@ class DimGroups:
                 record.unify(a, b)
 
     def find(self) -> list[DimGroup]:
-        """Returns groups of parameter dimensions that can only be split over devices together, in
-        order.
+        """Returns groups of parameter dimensions that can only be split over devices together.
 
-        The order is that of the parameters.
+        They are in the order of the parameters.
         """
         of_weights: dict[int, dict[str, int]] = {}
         for name, dims in self._weights.items():

@@ -300,7 +300,7 @@ def _dynamic_update_slice(
 
 
 def _gather(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Handles lookups of rows by an index; the other dimensions of the table are not sliced."""
+    """Handles lookups by an index; a dimension of the table that they slice becomes a new one."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     table, index = operands[:2]
     variable = equation.outvars[0]

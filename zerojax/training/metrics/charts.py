@@ -31,8 +31,9 @@ class Series:
     points: Points
     """(step, value) in ascending order of steps; the value is None where it was not finite."""
     style: str
-    """CSS class: "first" or "second"; "faint" for raw values drawn with their smoothed curve, and
-    "dim" for one of many curves; these two are not in the legend."""
+    """CSS class: "first" or "second"; "c0", "c1", ... for the runs of a comparison; "faint" for raw
+    values drawn with their smoothed curve, and "dim" for one of many curves; the last two are not
+    in the legend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
         return [low]
     raw = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(raw))
+    # The tolerances keep a tick whose quotient is off by a rounding error.
     spacing = unit * next(m for m in (1, 2, 2.5, 5, 10) if m * unit >= raw * 0.999)
     first = math.ceil(low / spacing - 1e-9)
     last = math.floor(high / spacing + 1e-9)

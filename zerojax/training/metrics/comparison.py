@@ -140,7 +140,8 @@ def _loss(records: Sequence[Mapping[str, Any]]) -> str:
 def _one_of(
     key: str, choose: Callable[[Sequence[float]], float], text: Callable[[float], str]
 ) -> Callable[[Metrics], str]:
-    """Returns a function that formats one of the values that a run measured, or returns ""."""
+    """Returns a function from a run's metrics to the text of `choose(values of key)`; "" if the run
+    did not measure it."""
 
     def of(metrics: Metrics) -> str:
         values = finite(points_of(metrics.train, key))

@@ -67,7 +67,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Formats a number with four or five significant digits; None is "not finite"."""
+    """Formats a number with three or four significant digits, from 10,000 to a million as a whole
+    number. None gives "not finite"."""
     if value is None or not math.isfinite(value):
         return "not finite" if value is None else str(value)
     size = abs(value)
@@ -163,7 +164,8 @@ def format_line(
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draws a curve with `width` block characters; non-finite values leave a gap."""
+    """Draws a curve with at most `width` block characters; non-finite values leave a gap. Returns
+    "" if no value is finite."""
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
         values = [_mean(values[a:b]) for a, b in itertools.pairwise(edges)]

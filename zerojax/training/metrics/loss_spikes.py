@@ -61,7 +61,8 @@ class SpikeDetector:
         self._is_high = False
 
     def see(self, value: float) -> Spike | None:
-        """Adds a value; returns a `Spike` if the value is a spike and the value before was not."""
+        """Adds a value, unless it is not finite; returns a `Spike` if it is a spike and the value
+        before was not."""
         if self._threshold is None or not math.isfinite(value):
             return None
         if self._first is None:

@@ -60,7 +60,7 @@ def write_report(run_dir: str | Path) -> Path:
 
     Raises:
       FileNotFoundError: the folder has no metrics.
-      ValueError: the run has reported nothing yet.
+      ValueError: the run has reported nothing yet, or one of its files is invalid.
     """
     run_dir = user_path(run_dir)
     metrics = read_metrics(run_dir)
@@ -243,7 +243,8 @@ def finite(points: Points) -> list[float]:
 
 
 def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
-    """Returns the data for the page's script: points of the curves, with values as text."""
+    """Returns the data for the page's script as JSON: ends of the horizontal axis, and for each
+    chart the label and points of its curves, with values as text."""
     curves = [
         [
             {
@@ -421,7 +422,8 @@ def _samples(events: Records) -> str:
 
 
 def _newest(head: Sequence[str], rows: Sequence[Sequence[str]], count: int) -> str:
-    """Returns a table of the newest of `count` records, and how many are left out."""
+    """Returns an HTML table of the newest of `count` records, and how many are left out; "" without
+    rows."""
     if not rows:
         return ""
     more = count - len(rows)
@@ -513,7 +515,8 @@ def _text(path: Path) -> str:
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, or {} if the file does not exist."""
+    """Returns the JSON object in a file, or {} if the file does not exist. Raises ValueError for
+    any other content."""
     try:
         value = bounded_json.loads(_text(path) or "{}", finite=False)
     except bounded_json.JsonError as error:

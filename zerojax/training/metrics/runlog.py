@@ -77,7 +77,8 @@ class RunLog:
       loss_unit: unit of the mean loss (`zerojax.losses`); None if it is not known.
       flops_per_step: FLOPs of a step over all devices, forward and backward, without recomputation
         (remat); None if they are not known.
-      work: tokens and FLOPs of each step, if steps differ; replaces the two numbers above.
+      work: tokens and FLOPs of each step, if steps differ; replaces `tokens_per_step` and
+        `flops_per_step`.
       num_devices: number of devices over all processes.
       device_kind: kind of the devices; MFU is reported if its peak is published.
       precision: "bf16" or "fp32", which selects the published peak.
@@ -242,7 +243,7 @@ class RunLog:
         Args:
           step: number of batches consumed, including this step's.
           values: numbers of the report. "loss", "grad_norm", "learning_rate" and "skipped" (number
-            of non-finite steps so far) come first; other values follow by name.
+            of non-finite steps so far) are printed first; other values follow in their order here.
           spent: {activity: seconds since the last report}.
         """
         if not self.is_enabled:
@@ -369,7 +370,8 @@ class RunLog:
     # The folder and the files
 
     def _fill_folder(self, folder: Path, texts: Mapping[str, str], *, is_new: bool) -> list[str]:
-        """Writes `texts` as files into the folder; returns lines to print on the terminal."""
+        """Writes `texts` as files into the folder, after renaming the metrics of an earlier run if
+        `is_new`; returns lines to print on the terminal."""
         _check_own(folder, texts)
         _make_folder(folder)
         earlier = set_aside(folder / FILE_NAME) if is_new else None
@@ -452,8 +454,9 @@ class RunLog:
     # Numbers that are computed from the clock
 
     def _speed(self, step: int, now: float) -> dict[str, float]:
-        """Returns rates since the last report; for the first interval only its seconds, because it
-        includes compilation."""
+        """Returns {metric: value} of the rates since the last report. The first interval includes
+        compilation, so it gives only "first_interval_seconds"; the second one also gives
+        "compile_seconds"."""
         steps, seconds = step - self._last_step, now - self._last_time - self._untimed
         self._last_step, self._last_time, self._untimed = step, now, 0.0
         if self._first_interval is None:
@@ -479,7 +482,8 @@ class RunLog:
         return report
 
     def _work_of(self, after: int, until: int) -> tuple[float | None, float | None]:
-        """Returns (tokens, FLOPs) of the steps `after` + 1 to `until`; None if not known."""
+        """Returns (tokens, FLOPs) over all devices of the steps `after` + 1 to `until`; None for
+        one that is not known."""
         if self._work is not None:
             return self._work.tokens(after, until), self._work.flops(after, until)
         tokens, flops, steps = self._tokens_per_step, self._flops_per_step, until - after
@@ -547,7 +551,8 @@ def _check_own(folder: Path, names: Iterable[str]) -> None:
 
 
 def _unreported(folder: Path, start_step: int) -> list[int]:
-    """Returns the steps until `start_step` that a killed process has taken and not reported.
+    """Returns the steps until `start_step` whose reports were due, but not written before the
+    process was killed.
 
     Args:
       folder: folder of the run, before the resumed run has written its first record.

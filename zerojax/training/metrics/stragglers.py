@@ -71,8 +71,10 @@ class ProcessTimes:
 
 
 def spread(rows: Sequence[ProcessTimes]) -> dict[str, Any]:
-    """Returns the minimum, median and maximum over processes of each kind of time, in seconds per
-    step, and the slowest process."""
+    """Returns the minimum, median and maximum over processes of three times, in seconds per step:
+    "step_seconds", "own_seconds" (`late`) and "data_seconds", with "_min", "_median" and "_max"
+    appended. Also "processes" (their number) and "slowest_process" (index of the largest
+    `late`)."""
     late = [row.late for row in rows]
     waits = [row.data / max(row.steps, 1) for row in rows]
     steps = [row.seconds / max(row.steps, 1) for row in rows]
@@ -107,7 +109,8 @@ class Stragglers:
         self._named: set[int] = set()
 
     def see(self, rows: Sequence[ProcessTimes]) -> list[Finding]:
-        """Adds one report of all processes, in process order; returns what is new."""
+        """Adds one report of all processes, in process order; returns a finding for each process
+        that has now been slow, or no longer slow, at `IN_A_ROW` reports."""
         findings = []
         for process, row in enumerate(rows):
             others = [other for at, other in enumerate(rows) if at != process]

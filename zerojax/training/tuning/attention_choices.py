@@ -148,7 +148,8 @@ def _on_one_device(plan: Plan, call: Call) -> Call:
 
 
 def row_bytes(call: Call) -> int:
-    """Returns the maximum number of bytes needed to measure one row of a call in two ways."""
+    """Returns the maximum number of bytes needed to measure one row of a call with two
+    implementations."""
     tokens = [-(-n // TOKENS) * TOKENS for n in (call.queries, call.keys)]
     channels = -(-call.head_dim // CHANNELS) * CHANNELS
     arrays = ARRAYS * max(tokens) * call.heads * channels * call.itemsize

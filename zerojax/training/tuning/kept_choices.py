@@ -96,10 +96,12 @@ class KeptChoices:
         return found
 
     def keep(self, key: Mapping[str, Any], kept: Kept) -> None:
-        """Caches a decision, replacing an older one; does nothing if the same one is cached."""
+        """Caches a decision, replacing an older one, and drops the oldest above `MAX_ENTRIES`; does
+        nothing if the same decision is cached."""
         if self._folder is None or self.find(key) == kept:
             return
         entries = self._read()
+        # A replaced decision moves to the end: it is the newest now.
         entries.pop(_text(key), None)
         entries[_text(key)] = dataclasses.asdict(kept) | {"digest": _digest(_text(key), kept)}
         newest = dict(list(entries.items())[-MAX_ENTRIES:])

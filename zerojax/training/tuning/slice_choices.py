@@ -278,6 +278,7 @@ def _filled(struct: jax.ShapeDtypeStruct) -> jax.Array:
 @functools.lru_cache(maxsize=16)
 def _filler(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Callable[[], jax.Array]:
     def make() -> jax.Array:
+        # 2654435761 is 2^32 divided by the golden ratio: the products spread over all uint32.
         number = jnp.arange(math.prod(shape), dtype=jnp.uint32) * jnp.uint32(2654435761)
         return (number / jnp.float32(2**32)).astype(dtype).reshape(shape)
 

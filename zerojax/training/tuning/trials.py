@@ -79,7 +79,8 @@ def room(plan: Plan) -> int:
 
 
 def share_of(free: int) -> int:
-    """Returns how many of `free` bytes a measurement may use: a fraction, a power of two."""
+    """Returns how many of `free` bytes a measurement may use: the fraction `SHARE`, at least 1 MiB,
+    rounded down to a power of two."""
     # Rounded, so that processes with slightly different free memory build the same question.
     return 2 ** int(math.log2(max(free * SHARE, 2**20)))
 

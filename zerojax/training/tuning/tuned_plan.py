@@ -297,7 +297,8 @@ def _of_sample(opt_state: Any, params: Mapping[str, Any]) -> Any:
 
 
 def sample_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Returns shard shapes of some parameters, small and large, reduced to fit the memory limit."""
+    """Returns {name: shard shape} of at most `MAX_ARRAYS` parameters, small and large, reduced to
+    fit the memory limit."""
     params = plan.abstract_state["params"]
     shapes = {name: x.sharding.shard_shape(x.shape) for name, x in params.items()}
     by_size = sorted(shapes, key=lambda name: (math.prod(shapes[name]), name))
@@ -307,6 +308,7 @@ def sample_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
     left = max(min(room(plan) // each, MAX_ELEMENTS), SMALLEST)
     found: dict[str, tuple[int, ...]] = {}
     for number, name in enumerate(chosen):
+        # The smallest come first; what they leave of their parts goes to the larger ones.
         shape, most = shapes[name], max(left // (count - number), SMALLEST)
         if math.prod(shape) > most:
             has_rows = isinstance(plan.tx, Optimizer) and plan.tx.per_layer

@@ -96,7 +96,8 @@ class TimedSteps:
         self.failure: str | None = None
 
     def median_of(self, steps: int) -> float:
-        """Takes `steps` more steps; returns their median seconds, infinite if a step failed."""
+        """Takes `steps` more steps; returns the median seconds of all steps timed so far, infinite
+        if a step failed."""
         try:
             self._take(steps)
         except Exception as error:  # a failing variant must not end the others

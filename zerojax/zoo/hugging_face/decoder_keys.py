@@ -133,7 +133,8 @@ def patterned(layers: Sequence[LayerKind]) -> dict[str, Any]:
 
 
 def window_of(config: ConfigReading, types: Sequence[str], window: int | None) -> int | None:
-    """Returns the window of sliding layers.
+    """Returns `window`, the window of sliding layers, after checking that it is set if there are
+    such layers.
 
     Raises:
       UnsupportedError: there are sliding layers but no window.

@@ -182,7 +182,8 @@ def check_kind(folder: Path) -> None:
     Raises:
       UnsupportedError: the folder has adapters of PEFT. transformers would read their base model,
         even if the folder has weights of its own.
-      FileNotFoundError: the folder has no config.json of a model, but files of another kind.
+      FileNotFoundError: the folder has no config.json of a model, but files of another kind, or a
+        folder with a config.json.
     """
     if (folder / _ADAPTER_CONFIG).is_file():
         remedy = (

@@ -125,6 +125,7 @@ def _scalar(config: DecoderConfig) -> float:
     """Returns query_pre_attn_scalar, which is scale^-2; an int if it is a whole number."""
     scale = config.attention_scale or config.features_per_head**-0.5
     value = scale**-2
+    # The powers round: 128, for example, comes back as 127.99999999999999.
     return round(value) if abs(value - round(value)) < 1e-9 * value else value
 
 

@@ -35,7 +35,8 @@ from zerojax.zoo.hugging_face.safetensors import INDEX, SINGLE
 from zerojax.zoo.lora import add_lora
 
 ROWS_COMPARED = 256
-"""Number of rows of a table that are compared with its copy."""
+"""Minimum number of rows of a table that are compared with its copy; fewer than twice as many are,
+and all of a smaller table."""
 ADAPTERS = r"(^|/)lora/[ab]$"
 """Regular expression of adapter parameters, which a base model's files do not have."""
 
@@ -423,7 +424,8 @@ def _copies(leaves: Iterable[Leaf], row: Architecture) -> dict[str, str]:
 def _check_copy(folder: Folder, name: str, original: str) -> None:
     """Raises an UnsupportedError if a tensor differs from the tensor that it should copy.
 
-    `ROWS_COMPARED` evenly spaced rows are compared; separately trained weights differ in all rows.
+    Evenly spaced rows are compared, see `ROWS_COMPARED`; separately trained weights differ in all
+    rows.
     """
     first, second = (folder.tensors[tensor][1] for tensor in (name, original))
     same = first.shape == second.shape and first.dtype == second.dtype

@@ -326,7 +326,8 @@ def write_files(
 
 
 def _shards(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
-    """Divides the arrays into files, in order."""
+    """Divides the arrays, in order, into files of at most `shard_bytes`, unless a single array is
+    larger."""
     result: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
