@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import resource
 import secrets
 import shutil
 import socket
@@ -48,6 +49,9 @@ OF_ONE_PROCESS = (
 """Variables that are shown, but may differ between processes."""
 NCCL_FILES = ("/etc/nccl.conf", "~/.nccl.conf")
 """Files of NCCL variables for all users and for one; NCCL_CONF_FILE replaces the second."""
+SHARED_MEMORY = "/dev/shm"
+SMALL_SHARED_MEMORY = 64 << 20
+"""Size in bytes of /dev/shm that containers have by default, too small for NCCL."""
 _NCCL_FILE_BYTES = 1 << 16
 _TOPOLOGY_SECONDS = 30
 _TOKEN_BYTES = 64
@@ -66,6 +70,7 @@ def collect_facts(process: int, *, is_first_of_host: bool) -> dict[str, Any]:
     """
     from zerojax.hardware.local_devices import driver_version
 
+    driver = driver_version()
     topology, why_not = describe_topology() if is_first_of_host else (None, None)
     facts = {
         "process": process,
@@ -74,13 +79,27 @@ def collect_facts(process: int, *, is_first_of_host: bool) -> dict[str, Any]:
         "zerojax": zerojax.__version__,
         "sources": sources_digest(),
         "packages": installed_packages(),
-        "driver": driver_version(),
+        "driver": driver,
         "has_nvidia": Path("/dev/nvidiactl").exists(),
         "variables": set_variables(os.environ),
+        "shared_memory_bytes": _size_of(SHARED_MEMORY),
+        "locked_memory_bytes": locked_memory(),
         "topology": topology,
         "no_topology": why_not,
     }
     return redact(facts)
+
+
+def _size_of(folder: str) -> int | None:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).total
+    return None
+
+
+def locked_memory() -> int | None:
+    """Returns how many bytes this process may lock, as InfiniBand requires; None: no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def sources_digest() -> str:
@@ -208,6 +227,8 @@ def differences(facts: Sequence[Mapping[str, Any]], names: Names) -> list[str]:
         rest = packages[_MAX_SHOWN:]
         found.append(f"{len(rest)} more packages: {cut(', '.join(rest), 300)}")
     found += _compared("NVIDIA's driver", [one["driver"] for one in facts], names)
+    locked = [_or_unlimited(one["locked_memory_bytes"]) for one in facts]
+    found += _compared("limit of locked memory (ulimit -l)", locked, names)
     for name in _keys_that_differ(one["variables"] for one in facts):
         if name not in OF_ONE_PROCESS:
             values = [one["variables"].get(name) for one in facts]
@@ -229,7 +250,22 @@ def device_differences(facts: Sequence[Mapping[str, Any]], names: Names) -> list
             f"JAX runs on the CPU on {names.of(unused)}, although there is an NVIDIA GPU: "
             "pip install 'zerojax[cuda]', and unset JAX_PLATFORMS"
         )
+    small = [
+        one["process"]
+        for one in facts
+        if not one["is_cpu"] and (one["shared_memory_bytes"] or 0) <= SMALL_SHARED_MEMORY
+    ]
+    if small:
+        found.append(
+            f"{SHARED_MEMORY} has at most {SMALL_SHARED_MEMORY >> 20} MiB on {names.of(small)}, "
+            "with which NCCL may not start; make it larger, for example with docker's "
+            "--shm-size=1g"
+        )
     return found
+
+
+def _or_unlimited(number: int | None) -> str:
+    return "unlimited" if number is None else f"{number >> 10} KiB"
 
 
 def _compared(what: str, values: Sequence[str | None], names: Names) -> list[str]:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerojax.cli import cluster_facts
@@ -25,6 +25,7 @@ DEFAULT_TIMEOUT = 120
 """Seconds in which all processes have to come, and in which each part has to end."""
 _MIB, _GIB, _GB = 2**20, 2**30, 1e9
 _ONLY_WITH_CLUSTER = ("folder", "timeout", "size")
+DescribeDevices = Callable[[], tuple[list[dict[str, Any]], str | None]]
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 HELP = """\
@@ -78,8 +79,13 @@ def _given(args: argparse.Namespace, name: str) -> str:
     return value[0] if isinstance(value, list) else str(value)
 
 
-def show_cluster(args: argparse.Namespace) -> int:
-    """Runs `zerojax env --cluster` on one process; returns the same exit code on all."""
+def show_cluster(args: argparse.Namespace, describe_devices: DescribeDevices) -> int:
+    """Runs `zerojax env --cluster` on one process; returns the same exit code on all.
+
+    Args:
+      args: parsed arguments.
+      describe_devices: function that starts JAX's devices and describes those of this process.
+    """
     from zerojax.runtime.distributed import JOIN_SECONDS
     from zerojax.runtime.roll_call import RollCall
     from zerojax.runtime.schedulers import process_group_of
@@ -92,7 +98,7 @@ def show_cluster(args: argparse.Namespace) -> int:
     os.environ[JOIN_SECONDS] = str(seconds)
     os.environ.setdefault(_PREALLOCATE, "false")  # another program may use the GPUs
     with RollCall(group, seconds) as roll:
-        report = _Report(roll, args, seconds)
+        report = _Report(roll, args, seconds, describe_devices)
         problems = report.make(facts)
         code = roll.share(FAILED if problems else OK)
     if code not in (OK, FAILED):
@@ -108,10 +114,18 @@ class _Report:
       roll: the processes.
       args: parsed arguments.
       seconds: time limit of each part.
+      describe_devices: function that starts JAX's devices and describes those of this process.
     """
 
-    def __init__(self, roll: RollCall, args: argparse.Namespace, seconds: float) -> None:
+    def __init__(
+        self,
+        roll: RollCall,
+        args: argparse.Namespace,
+        seconds: float,
+        describe_devices: DescribeDevices,
+    ) -> None:
         self._roll, self._args, self._seconds = roll, args, seconds
+        self._describe_devices = describe_devices
         self._names = cluster_facts.Names(roll.hosts)
         self._folders: list[str] = args.folder or []
 
@@ -162,7 +176,6 @@ class _Report:
     def _compare_processes(self, facts: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
         """Shows what needs no device, then joins `jax.distributed` as a training does and shows all
         processes with their devices; returns (differences, facts of all processes)."""
-        from zerojax.cli.machine_commands import describe_devices
         from zerojax.runtime.distributed import join_processes
         from zerojax.runtime.roll_call import within
 
@@ -175,7 +188,7 @@ class _Report:
         self._roll.share(None)
         with within(self._seconds, f"process {self._roll.process}: {_NOT_JOINED}"):
             join_processes()
-            devices, failure = describe_devices(is_local=True)
+            devices, failure = self._describe_devices()
         all_devices = self._roll.gather([devices, failure], "its devices") or []
         problems = []
         for row, (own, why) in zip(rows, all_devices, strict=True):
@@ -294,6 +307,7 @@ def _format_processes(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     packages = ("jax", "jaxlib")
     heading = ("process", "host", "devices", "driver", "python", *packages, "zerojax", "sources")
+    heading = (*heading, "/dev/shm", "ulimit -l")
     cells = [
         (
             str(row["process"]),
@@ -304,10 +318,18 @@ def _format_processes(rows: Sequence[Mapping[str, Any]]) -> str:
             *(row["packages"].get(name, "-") for name in packages),
             row["zerojax"],
             row["sources"],
+            _size(row["shared_memory_bytes"], "-"),
+            _size(row["locked_memory_bytes"], "unlimited"),
         )
         for row in rows
     ]
     return _table(heading, [[printable(cell) for cell in row] for row in cells])
+
+
+def _size(number: int | None, missing: str) -> str:
+    if number is None:
+        return missing
+    return f"{number / _GIB:.1f} GiB" if number >= _GIB else f"{number / _MIB:.3g} MiB"
 
 
 def _format_topologies(rows: Sequence[Mapping[str, Any]], names: cluster_facts.Names) -> str:
@@ -348,7 +370,7 @@ def _format_folders(
     for number, first in enumerate(found[0]):
         column = [row[number] for row in found]
         free = [one["free"] for one in column if one["free"] is not None]
-        room = f", {min(free) / _GIB:.1f} GiB free" if free else ""
+        room = f", {_size(min(free), '')} free" if free else ""
         writable = sum(one["error"] is None for one in column)
         shared = sum(one["sees_0"] is True for one in column)
         lines.append(

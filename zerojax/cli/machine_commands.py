@@ -61,7 +61,7 @@ def show_environment(args: argparse.Namespace) -> int:
     """Runs `zerojax env`: prints a table, or JSON. Facts that cannot be determined are left out."""
     cluster_report.check_options(args)
     if args.cluster:
-        return cluster_report.show_cluster(args)
+        return cluster_report.show_cluster(args, lambda: describe_devices(is_local=True))
     facts = redact(collect())
     show(json.dumps(facts, indent=2) if args.json else format_table(facts))
     return 0

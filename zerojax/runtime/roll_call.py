@@ -31,6 +31,7 @@ from zerojax.runtime.shutdown import FAILED
 MAX_MESSAGE_BYTES = 4 << 20
 """Maximum size of one exchanged value."""
 _HELLO_BYTES = 1024
+_REASON_CHARACTERS = 2000
 _HELLO_SECONDS = 10.0
 """A connection that has not said within this time which process it is, is dropped."""
 _ANSWER_SECONDS = 15.0
@@ -194,8 +195,10 @@ class RollCall:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            told = {"failed": str(error)[:_HELLO_BYTES], "is_input": isinstance(error, ValueError)}
+        if isinstance(error, Exception):
+            is_ours = isinstance(error, ValueError | OSError | RuntimeError) and str(error)
+            text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+            told = {"failed": text[:_REASON_CHARACTERS], "is_input": isinstance(error, ValueError)}
             for peer in self._peers.values():
                 with contextlib.suppress(OSError):
                     peer.send(told, time.monotonic() + 1.0)
