@@ -1,4 +1,4 @@
-"""`zerojax env --cluster` in real processes: alike, different, absent, and stuck in a collective."""
+"""`zerojax env --cluster` in real processes: alike, different, absent, stuck in a collective."""
 
 import json
 import time
