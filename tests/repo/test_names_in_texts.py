@@ -170,6 +170,7 @@ OPTIONS_OF_OTHERS = {
     "--logdir": "tensorboard",
     "--my-option": "an example of a script's own",
     "--safe_serialization": "DeepSpeed's zero_to_fp32.py",
+    "--shm-size": "docker run",
     "--upgrade": "pip install",
 }
 

@@ -1,4 +1,7 @@
-"""`zerojax env`: shows versions, devices, memory and missing packages."""
+"""`zerojax env`: shows versions, devices, memory and missing packages.
+
+`cluster_report` implements `zerojax env --cluster`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import zerojax
+from zerojax.cli import cluster_report
 from zerojax.cli.arguments import add_command
 from zerojax.config.display import printable, show
 from zerojax.runtime.memory import PINNED_LIMIT, least_room
@@ -43,13 +47,21 @@ GIB = 2**30
 def add_env(commands) -> None:
     """Adds the command `zerojax env` to the parser."""
     parser = add_command(
-        commands, "env", show_environment, "show versions, devices, memory and missing packages"
+        commands,
+        "env",
+        show_environment,
+        "show versions, devices, memory and missing packages",
+        cluster_report.HELP,
     )
     parser.switch("--json", "print it as JSON")
+    cluster_report.add_options(parser)
 
 
 def show_environment(args: argparse.Namespace) -> int:
     """Runs `zerojax env`: prints a table, or JSON. Facts that cannot be determined are left out."""
+    cluster_report.check_options(args)
+    if args.cluster:
+        return cluster_report.show_cluster(args, lambda: describe_devices(is_local=True))
     facts = redact(collect())
     show(json.dumps(facts, indent=2) if args.json else format_table(facts))
     return 0
@@ -100,14 +112,18 @@ def describe_host() -> dict[str, Any]:
     }
 
 
-def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
-    """Returns JAX's devices, grouped by kind, and the error message if JAX could not start."""
+def describe_devices(*, is_local: bool = False) -> tuple[list[dict[str, Any]], str | None]:
+    """Returns JAX's devices, grouped by kind, and the error message if JAX could not start.
+
+    Args:
+      is_local: whether only the devices of this process count, not those of its whole run.
+    """
     import jax
 
     from zerojax.hardware.local_devices import has_pinned_host
 
     try:
-        devices = jax.devices()
+        devices = jax.local_devices() if is_local else jax.devices()
     except RuntimeError as error:
         return [], str(error).splitlines()[0]
     except AssertionError:  # raised by JAX 0.10 for a platform without a plugin
