@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from zerojax.runtime.distributed import join_processes
     from zerojax.step.build import build_evaluation, build_step
     from zerojax.step.initialization import init_state
+    from zerojax.step.joint import Average, JointPlan, Objective, make_joint_plan
     from zerojax.step.reshard import from_portable_state, reshard_state, to_portable_state
     from zerojax.training.entry import train
     from zerojax.training.evaluation import EarlyStopping, KeepBest
@@ -70,6 +71,7 @@ __version__ = "0.1.0"
 """Version of the package, as in CHANGELOG.md."""
 
 __all__ = [
+    "Average",
     "BatchRampConfig",
     "BitScheduleConfig",
     "CheckResult",
@@ -79,6 +81,7 @@ __all__ = [
     "EarlyStopping",
     "Engine",
     "ExpectConfig",
+    "JointPlan",
     "KeepBest",
     "LayerDropConfig",
     "LoadedRun",
@@ -86,6 +89,7 @@ __all__ = [
     "LoraConfig",
     "LossScale",
     "MeshConfig",
+    "Objective",
     "OptimizerConfig",
     "Plan",
     "Precision",
@@ -123,6 +127,7 @@ __all__ = [
     "lion",
     "load_run",
     "make_abstract_mesh",
+    "make_joint_plan",
     "make_mesh",
     "make_plan",
     "merge_lora",
@@ -213,6 +218,10 @@ _HOME_OF_NAME = {
     "train": "training.entry",
     "tune": "training.tuning",
     "with_ema": "optim",
+    "Average": "step.joint",
+    "JointPlan": "step.joint",
+    "Objective": "step.joint",
+    "make_joint_plan": "step.joint",
 }
 _PUBLIC_MODULES = {
     "checkpoint": "checkpoint",

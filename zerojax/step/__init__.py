@@ -11,22 +11,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerojax.step.build import build_evaluation, build_step
     from zerojax.step.initialization import init_state
+    from zerojax.step.joint import Average, JointPlan, Objective, make_joint_plan
     from zerojax.step.reshard import from_portable_state, reshard_state, to_portable_state
 
 __all__ = [
+    "Average",
+    "JointPlan",
+    "Objective",
     "build_evaluation",
     "build_step",
     "from_portable_state",
     "init_state",
+    "make_joint_plan",
     "reshard_state",
     "to_portable_state",
 ]
 
 _HOME_OF_NAME = {
+    "Average": "joint",
+    "JointPlan": "joint",
+    "Objective": "joint",
     "build_evaluation": "build",
     "build_step": "build",
     "from_portable_state": "reshard",
     "init_state": "initialization",
+    "make_joint_plan": "joint",
     "reshard_state": "reshard",
     "to_portable_state": "reshard",
 }
