@@ -6,7 +6,6 @@ place: what one objective has trained is what the others read in their next step
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from jax.sharding import Mesh
 
 from zerojax import models, tracing
 from zerojax.config.checks import names_keywords
+from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.placement.state import TrainState, abstract, abstract_model
 from zerojax.placement.user_shardings import under_own_mesh
@@ -35,7 +35,7 @@ _SHARED = ("params", "frozen", "extras")
 _OWN = ("step", "skipped", "rng", "opt_state", "loss_scale")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Objective:
     """A loss, the parameters that it trains, and their optimizer.
 
@@ -52,7 +52,7 @@ class Objective:
     example_batch: Any = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Average:
     """Parameters that follow the average of others, such as a teacher that follows its student.
 
@@ -74,7 +74,7 @@ class Average:
             raise ValueError(f"decay={self.decay} is not a share; use at least 0 and below 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class JointPlan:
     """Plans of several objectives whose states share their weights; made by `make_joint_plan`.
 
@@ -271,7 +271,7 @@ def _plans(
     plans: dict[str, Plan] = {}
     for name, one in objectives.items():
         own = {} if one.example_batch is None else {"example_batch": one.example_batch}
-        options = {**given, **own, "loss": one.loss, "optimizer": one.optimizer}
+        options: dict[str, Any] = {**given, **own, "loss": one.loss, "optimizer": one.optimizer}
         frozen = _others(model, one, options["example_batch"], f"objectives[{name!r}].trains")
         try:
             plan = make_plan(model, mesh, freeze=frozen, **options)
@@ -330,8 +330,8 @@ def _averaged(
         pairs = {name: average.of + name.removeprefix(average.into) for name in names}
         if not pairs:
             raise ValueError(
-                f"averages: no parameter begins with into={average.into!r}; the names are listed "
-                "by print(plan.plans[...])"
+                f"averages: no parameter begins with into={average.into!r}; the first names are "
+                f"{', '.join(list(weights)[:4])}"
             )
         for into, of in pairs.items():
             if into in trained:
