@@ -82,14 +82,7 @@ model, the batch or the number of microbatches is refused when the loss is trace
 TAIL = """
 `python -m tests.equality.fuzz` draws pairs and triples at random, trains those that are not
 refused, and compares them with one device.
-
-## Claims and tests
-
-| claim | test |
-|---|---|
-| The table is what the checks of a plan say | {test} |
 """
-TEST = "`tests/plan/test_combinations.py::test_the_page_is_computed`"
 
 
 def combination(*parts: Mapping[str, Any]) -> Combination:
@@ -141,7 +134,7 @@ def page() -> str:
         for name, found in refused.items()
     ]
     head = HEAD.format(number=len(SETTINGS), refused=number, pairs=len(pairs))
-    return head + "\n".join(rows) + "\n" + TAIL.format(test=TEST)
+    return head + "\n".join(rows) + "\n" + TAIL
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ MEMORY_PICTURE = ROOT / "docs" / "images" / "tutorial_memory.svg"
 LOSS_PICTURE = ROOT / "docs" / "images" / "tutorial_loss.svg"
 FENCE = re.compile(r"^```python\n(.*?)^```\n", flags=re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"(<!-- memory: begin -->\n).*?(<!-- memory: end -->)", flags=re.DOTALL)
-CLAIMS = "## Claims and tests"
 
 GIB = 2**30
 SETTINGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -61,7 +60,7 @@ def code_blocks(page: str) -> list[str]:
 
 def notebook(page: str) -> str:
     """Returns the page as a notebook: a cell for each block of Python and each text between."""
-    parts = FENCE.split(page.partition(CLAIMS)[0])
+    parts = FENCE.split(page)
     cells = []
     for number, part in enumerate(parts):
         is_code = number % 2 == 1

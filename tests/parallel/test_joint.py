@@ -218,7 +218,8 @@ REFUSED = table(
     """
 planned(trains="pupil") | student pupil student/first | plan.table() | planned()
 planned(trains=".", averages=(FOLLOWS,)) | teacher/first is trained | into | planned()
-planned(averages=(Average(into="taught/", of="student/", decay=0.9),)) | taught/ | student/first | planned()
+planned(averages=(Average(into="taught/", of="student/", decay=0.9),)) | taught/ | student/first
+  | planned()
 planned(averages=(Average(into="teacher/", of="pupil/", decay=0.9),)) | pupil/first | of=
   | planned(averages=(FOLLOWS,))
 planned(options={"offload": {"opt_state": "host"}}, optimizer=zerojax.adamw(1e-3))

@@ -139,7 +139,7 @@ def test_the_named_tests_exist():
 
 def test_every_line_of_a_table_of_promises_names_a_test():
     """Such a table has a last column of tests: "shown by" or "tried in"."""
-    least = {"docs/claims.md": 30, "docs/troubleshooting.md": 20, "docs/offload.md": 1}
+    least = {"docs/claims.md": 300, "docs/troubleshooting.md": 20}
     for page, text in PAGES.items():
         tables = re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE)
         promises = [table for table in tables if re.match(r".*\| (shown by|tried in) \|\n", table)]

@@ -58,6 +58,8 @@ class ComparedRun:
       state: names of other arrays of the model that differ.
       refusal: error message if the run was refused or failed; all numbers are then None.
       mode: "training", or "evaluation" for a control run without dropout and batch statistics.
+      noise: {"loss", "norm", "params": the model's own rounding noise, which was added to the
+        tolerance of this number; of "params" that of `worst`}.
     """
 
     name: str
@@ -70,6 +72,7 @@ class ComparedRun:
     state: tuple[str, ...] = ()
     refusal: str | None = None
     mode: str = "training"
+    noise: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class DisagreementError(RuntimeError):
@@ -144,7 +147,7 @@ class CheckResult:
         return "\n".join(lines)
 
     def _verdict(self) -> str:
-        limits = ", ".join(f"{name} {limit:.0e}" for name, limit in self.tolerances.items())
+        limits = ", ".join(self._limit(name) for name in self.tolerances)
         if not self.agrees:
             refused = sum(run.refusal is not None for run in self.runs)
             differing = sum(not run.agrees for run in self.runs) - refused
@@ -155,6 +158,12 @@ class CheckResult:
             return f"{word}: {what} (tolerances: {limits}; {self.seconds:.0f} s)"
         but = ", except by design" if any(r.by_design for r in self.reasons) else ""
         return f"AGREES: all runs{but} (tolerances: {limits}; {self.seconds:.0f} s)"
+
+    def _limit(self, name: str) -> str:
+        """Returns the name and tolerance of a number, with the most noise that was added to it."""
+        text = f"{name} {self.tolerances[name]:.0e}"
+        noise = max((run.noise.get(name, 0.0) for run in self.runs), default=0.0)
+        return f"{text} + noise {noise:.0e}" if noise > self.tolerances[name] / 10 else text
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the result as a JSON-serialisable dict."""

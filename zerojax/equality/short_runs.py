@@ -518,11 +518,14 @@ def compare(
     }
     worst = max(limits, key=lambda name: changes[name] / limits[name], default=None)
     params = changes[worst] if worst is not None else 0.0
+    added = {"loss": NOISE * noise.loss, "norm": NOISE * noise.norm}
     agrees = (
-        loss <= TOLERANCES["loss"] + NOISE * noise.loss
-        and norm <= TOLERANCES["norm"] + NOISE * noise.norm
+        loss <= TOLERANCES["loss"] + added["loss"]
+        and norm <= TOLERANCES["norm"] + added["norm"]
         and (worst is None or params <= limits[worst])
     )
+    if worst is not None:
+        added["params"] = limits[worst] - TOLERANCES["params"]
     return ComparedRun(
         name=name,
         against=against,
@@ -532,6 +535,7 @@ def compare(
         params=params,
         worst=worst,
         mode=mode,
+        noise={name: float(value) for name, value in added.items()},
     )
 
 
