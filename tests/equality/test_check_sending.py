@@ -255,10 +255,11 @@ def test_results_are_pickled_whole():
     result = CheckResult(
         agrees=False,
         reasons=(Reason("sum", "a sum", "a mean", "file.py:3: x"),),
-        runs=(ComparedRun("1 device", "plain", True, 0.0, 0.0, 0.0),),
+        runs=(ComparedRun("1 device", "plain", True, 0.0, 0.0, 0.0, noise={"loss": 3e-5}),),
         notes=("few rows",),
         tolerances={"loss": 4e-6},
         seconds=1.0,
     )
     assert pickle.loads(pickle.dumps(result)) == result
     assert "note: few rows" in result.table()
+    assert "loss 4e-06 + noise 3e-05" in result.table()
