@@ -147,7 +147,7 @@ def test_answers_of_the_question_are_not_asked_for(with_marks):
 
 def test_marks_that_do_not_fit_the_turns_of_a_question_are_refused():
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    with pytest.raises(TurnError, match="marks 4 answers of 2"):
+    with pytest.raises(TurnError, match="4 marks for 2 answers"):
         ChatTemplate(source).answers(CHATS["two"]["messages"], turns=[3])
 
 

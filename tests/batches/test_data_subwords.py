@@ -211,7 +211,7 @@ def test_generated_text_begins_as_texts_begin_and_does_not_show_it(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"model": {"type": "Unheard"}}, "not a tokenizer.json that this version"),
+        ({"model": {"type": "Unheard"}}, "cannot read it with this"),
         ({"kind": "hugging_face", "end": "<no>", "json": None}, "not a tokenizer"),
     ],
 )

@@ -129,7 +129,8 @@ def test_without_pyarrow_the_command_that_installs_it_is_named(tmp_path, name, m
     ("content", "why"),
     [
         ('{"a": 1}\n{"a"', "x.jsonl:2: not JSON .*; fix the line"),
-        ('[{"a": 1}]', r"x.jsonl is a single JSON list, .*: jq -c '.\[\]' x.jsonl > x.lines.jsonl"),
+        ('[{"a": 1}]', r"x.jsonl:1: a list, .*: jq -c '.\[\]' .*x.jsonl > .*x.lines.jsonl"),
+        ('[\n{"a": 1}\n]', r"x.jsonl:1: a list, .*: jq -c"),
         ('{"a": "\\ud83d"}', "x.jsonl:1: not JSON .*surrogate.*fix the line"),
         ("[" * 100 + "]" * 100, "x.jsonl:1: not JSON .is nested deeper than 64 levels"),
     ],

@@ -114,14 +114,14 @@ class MixtureSource(RowSource):
                     f"{self.seq_len}; use the same for all sources of a mixture"
                 )
         self._check_tokenizers()
+        if not set(self.at_end) <= {"repeat", "stop"}:
+            raise ValueError(f"at_end={list(self.at_end)} is not valid; use repeat or stop")
         if "repeat" not in self.at_end:
             raise ValueError(
                 "every source of the mixture stops at its end, but the run needs rows until its "
                 "last "
                 "step; let at least one source repeat (at_end: repeat)"
             )
-        if not set(self.at_end) <= {"repeat", "stop"}:
-            raise ValueError(f"at_end={list(self.at_end)} is not valid; use repeat or stop")
         _check_weights(self.weights, self.names)
         self.array_names  # noqa: B018 - raises if the sources have different types of rows
 

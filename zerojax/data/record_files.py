@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import functools
 import importlib
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,16 +63,22 @@ def read_records(
                     raise JsonError(f"the line has more than {max_bytes:,} bytes, the limit")
                 value = loads(line, max_bytes=max_bytes, finite=False)
             except JsonError as error:
+                if number == 1 and line.strip() == b"[":
+                    raise _about_a_list(file) from error
                 raise ValueError(
                     f"{file}:{number}: not JSON ({error.what}); fix the line"
                 ) from error
             if number == 1 and isinstance(value, list):
-                raise ValueError(
-                    f"{file} is a single JSON list, but every line must be an object; write one "
-                    "object per "
-                    f"line: jq -c '.[]' {file.name} > {file.stem}.lines.jsonl"
-                )
+                raise _about_a_list(file)
             yield number, value
+
+
+def _about_a_list(file: Path) -> ValueError:
+    lines = shlex.quote(str(file.with_suffix(".lines.jsonl")))
+    return ValueError(
+        f"{file}:1: a list, but every line must be an object; if the whole file is one list: "
+        f"jq -c '.[]' {shlex.quote(str(file))} > {lines}"
+    )
 
 
 def column_names(file: Path) -> list[str]:

@@ -52,8 +52,7 @@ def _backend_of(content: Mapping[str, Any]) -> Any:
             backend = tokenizers.Tokenizer.from_str(json.dumps(content))
     except ValueError as error:
         raise ValueError(
-            "not a tokenizer.json that this version of `tokenizers` can read: "
-            f"{error}; if a newer version wrote it, run `pip install --upgrade tokenizers`"
+            f"{error}; if a newer version wrote this file, run `pip install --upgrade tokenizers`"
         ) from error
     backend.no_truncation()
     backend.no_padding()

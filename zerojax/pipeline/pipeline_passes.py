@@ -397,17 +397,17 @@ def execute(
     activation_spec: Any,
     backward: bool = True,
 ) -> Results:
-    """Runs all microbatches through all stages, forward and backward.
+    """Runs this stage's part of all microbatches, forward and backward, inside a `shard_map`.
 
     Args:
       table: schedule, lowered to a table with one row per tick.
       work: functions that a stage runs for one microbatch.
-      weights, fixed: differentiated and other parameters of this stage's layers: trees of stacks
+      weights, fixed: differentiated and other values of this stage's layers: trees of stacks
         with the rows in order of the chunks.
       outer: differentiated parameters outside the layers, the same on every stage.
       rows: number of the layer in each row, -1 for padding: int32 [stages, chunks, rows of a
         chunk].
-      extras: {name: array}, the same on every stage.
+      extras: {name: array of the model that is no parameter}, the same on every stage.
       accumulate_dtype: dtype in which gradients are summed.
       activation_spec: partition spec of an activation over the axes that the compiler partitions.
       backward: False runs only the forward slots.

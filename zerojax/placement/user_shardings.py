@@ -162,8 +162,8 @@ class _Shardings:
                 yield
 
     def over_model(self, equation: Equation) -> Callable[[jax.Array], jax.Array] | None:
-        """Returns what a constraint becomes under the mesh of the current context; see
-        `zerojax.tracing.meshless.Constrain`.
+        """Returns what applies the part of a constraint over `model` in the mesh of the context;
+        None: nothing is left of it.
 
         Raises:
           ValueError: the constraint fixes devices instead of axes.

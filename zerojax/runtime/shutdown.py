@@ -222,7 +222,8 @@ def _leave_when_said(said: int) -> None:
 
 
 def _delay_aborts() -> None:
-    """Delays the end of a process that calls `abort`, so that `_leave_when_said` ends it.
+    """Delays an abort by 6 s: if JAX's runtime aborts because a process is lost, the thread of
+    `_leave_when_said` ends this process first, with its message.
 
     The handler of SIGABRT is the C function `sleep`, which gets the signal's number, 6, as its
     seconds. A Python function would need the interpreter's lock in the thread that aborts. An abort

@@ -198,8 +198,8 @@ class _Follow:
         return None if raised is None else [raised]
 
     def _inner(self, equation: Equation) -> Jaxpr | None:
-        """Returns the program inside a call, if it has the same inputs as the equation; otherwise
-        None.
+        """Returns the program inside a call, if its inputs have the shapes of the equation's;
+        otherwise, and for loops, `cond` and `shard_map`, None.
 
         The program inside a reduction, for example, takes single elements, so the result is None.
         """

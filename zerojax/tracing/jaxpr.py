@@ -171,11 +171,12 @@ def evaluate_in_pieces(
     Args:
       closed: program to evaluate.
       inputs: values of the inputs of the program.
-      is_apart: function that returns whether an equation has another implementation. The equations
-        between two such equations form one piece.
+      is_apart: function that returns whether an equation of the program itself, not of a program
+        inside it, has another implementation. The equations between two such equations form one
+        piece.
       run_apart: `(equation, values of its inputs) -> values of its outputs`, the other
         implementation.
-      run_piece: builds the function that runs a piece.
+      run_piece: builds the function that runs a piece; the default changes nothing.
 
     Returns:
       The outputs of the program.

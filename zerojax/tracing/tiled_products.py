@@ -140,7 +140,8 @@ class WeightProduct:
 
 
 def find_product(program: Jaxpr, variable: Operand) -> WeightProduct | str:
-    """Finds the product that alone reads a weight, also inside of calls.
+    """Finds the product that alone reads a weight, through casts, changes of layout, calls and
+    checkpoints.
 
     Args:
       program: program that reads the weight.

@@ -282,7 +282,8 @@ class Bert(nnx.Module):
             raise ValueError(
                 f"a batch for BERT needs 'positions' or 'weights' of the masked tokens, but has "
                 f"only {sorted(batch)}; make batches with zerojax.data.as_masked_source(source, "
-                "mask_token=...), or add weights of 1 to count every token"
+                "mask_token=...), or, if batch['tokens'] is masked already, add weights of 1 to "
+                "count every token"
             )
         x = self.hidden(batch["tokens"], batch.get("attention_mask"), batch.get("token_types"))
         if "positions" in batch:

@@ -220,9 +220,8 @@ class ChatTemplate:
             return text, [self._place(messages, tools, turn, text) for turn in turns]
         if len(turns) < len(known) and len(marked) != len(known):
             raise TurnError(
-                f"the template marks {len(marked)} answers of {len(known)}, so the answers that "
-                "have no "
-                "loss cannot be found; correct the template's generation marks"
+                f"the template has {len(marked)} marks for {len(known)} answers, so the answers "
+                "without a loss cannot be found; correct the template's generation marks"
             )
         if len(turns) == len(known):
             return text, marked

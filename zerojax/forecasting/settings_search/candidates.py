@@ -69,8 +69,8 @@ class Candidate:
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """Key by which candidates are sorted: among equally fast candidates, the candidate with the
-        smallest key is preferred."""
+        """Key by which candidates are sorted: of those within 1 % of the fastest (`SAME`), the one
+        with the smallest key is preferred."""
         remat = LIST_REMATS.index(self.remat)
         return (self.stage, self.model, self.expert, self.num_microbatches, remat, self.zero)
 
