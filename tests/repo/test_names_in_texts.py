@@ -270,8 +270,11 @@ KEYWORDS_OF_OTHERS = {
     "feed_forward_proj",  # Hugging Face, as hidden_act
     "has_aux",  # jax.value_and_grad
     "hidden_act",
+    "id2label",
     "lr",  # a line as DeepSpeed prints it
     "muon_weight_dimension_numbers",  # optax.contrib.muon
+    "pad_token_id",  # Hugging Face, as id2label and problem_type
+    "problem_type",
     "reverse",  # jax.lax.scan
     "vocabulary_size",
     "zero_optimization",

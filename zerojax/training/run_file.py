@@ -253,8 +253,8 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
     """Returns the model that a run trains: a model factory, or pretrained weights.
 
     Raises:
-      ValueError: the data have more tokens than the model's embedding has rows, or the pretrained
-        folder cannot be used.
+      ValueError: the data have more tokens than the model's embedding has rows, the model has a
+        head for a task, or the pretrained folder cannot be used.
     """
     if config.sizes_file is None:
         return build_model(config, vocab_size)
@@ -268,6 +268,12 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
         pretrained = pretrained.with_changes(**_changes(config, pretrained.config))
         sizes = pretrained.config
         model = pretrained.with_lora(config.lora) if config.lora.rank else pretrained
+    if getattr(sizes, "task", None) is not None:
+        raise ValueError(
+            f"{config.sizes_file} has a head for {sizes.task.kind}, which needs batches with "
+            "labels, but a run file trains on text; train it in Python: "
+            "zerojax.train(zerojax.from_hugging_face(FOLDER), ...)"
+        )
     if vocab_size > sizes.vocab_size:
         raise ValueError(
             f"the data have {vocab_size} different tokens, but {config.sizes_file} has rows for "

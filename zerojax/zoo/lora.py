@@ -22,6 +22,7 @@ from zerojax.tracing import trees
 from zerojax.tracing.stacking import stack_blocks
 from zerojax.zoo.layers import Dropout, Projection
 from zerojax.zoo.moe import GatedExperts, Router
+from zerojax.zoo.task_heads import TASK_HEAD
 
 A_SUFFIX, B_SUFFIX, KERNEL_SUFFIX = "/lora/a", "/lora/b", "/kernel"
 """Suffixes of the names of an adapter's parameters and of the kernel that it adapts."""
@@ -237,6 +238,11 @@ def _check_free(name: str, projection: Projection) -> None:
         raise ValueError(
             "lm_head does not support an adapter, since the chunked loss uses its kernel directly; "
             r"use targets inside the layers, such as 'blocks/.*'"
+        )
+    if name.split(trees.SEPARATOR)[0] == TASK_HEAD:
+        raise ValueError(
+            f"{name} is trained itself beside the adapters, and needs none; use targets inside the "
+            "layers, such as 'blocks/.*'"
         )
 
 

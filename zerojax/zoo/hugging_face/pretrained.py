@@ -21,7 +21,7 @@ from zerojax.config.loader import user_path
 from zerojax.models.from_nnx import NnxModel
 from zerojax.tracing.protocol import Arrays
 from zerojax.zoo.hugging_face.architectures import architecture_of, architecture_of_config
-from zerojax.zoo.hugging_face.config_reading import UnsupportedError
+from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
 from zerojax.zoo.hugging_face.folder import (
     CONFIG,
     Folder,
@@ -32,10 +32,15 @@ from zerojax.zoo.hugging_face.folder import (
 )
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf, Range
 from zerojax.zoo.hugging_face.safetensors import INDEX, SINGLE
+from zerojax.zoo.hugging_face.task_keys import class_in, class_of, new_head, read_pad_token
 from zerojax.zoo.lora import add_lora
+from zerojax.zoo.task_heads import TASK_HEAD, TaskConfig
 
 ROWS_COMPARED = 256
 """Number of rows of a table that are compared with its copy."""
+NEW_WITH_TASK = (f"^{TASK_HEAD}/", "^pooler/")
+"""Regular expressions of parameters that are new if the files have the head of another task. The
+pooler is read if the files have one."""
 ADAPTERS = r"(^|/)lora/[ab]$"
 """Regular expression of adapter parameters, which a base model's files do not have."""
 
@@ -78,7 +83,8 @@ class StoredArray:
                         f"{INDEX} lists it there; fetch both again"
                     )
                 state = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
-                is_new = not any(x in folder.tensors for x in self._names)
+                is_new = leaf.name.startswith(TASK_HEAD)
+                is_new = is_new or not any(x in folder.tensors for x in self._names)
                 raise UnsupportedError(
                     f"{folder.path}: tensor {name!r} {state}, but {leaf.name} {list(shape)} needs "
                     f"shape {list(expected)}; correct config.json or the changes to it"
@@ -177,10 +183,11 @@ class Pretrained(NnxModel):
         self.kind = "pretrained model"
         self.folder, self.row, self.config, self.lora = folder, row, config, lora
         self._new = tuple(new)
+        task, own = getattr(config, "task", None), class_in(folder.config, row.tasks)
+        if task is not None and (own is None or row.tasks[own] != task.kind):
+            self._new = (*self._new, *NEW_WITH_TASK)
         self._abstract = jax.eval_shape(lambda: self._arrays_of(self._make(jax.random.key(0))))
-        self.stored, self.left_out = _find_arrays(
-            folder, row, row.leaves(config), self._abstract[0], self._new
-        )
+        self.stored, self.left_out = _find_arrays(folder, row, config, self._abstract[0], self._new)
 
     def initial_arrays(self) -> tuple[Arrays, Arrays]:
         """Returns unread arrays, or a `ShapeDtypeStruct` for each array that `init` must create."""
@@ -204,6 +211,8 @@ class Pretrained(NnxModel):
 
     def with_changes(self, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
         """Returns the same weights in a model with other settings, see `from_hugging_face`."""
+        if changes.get("task") is not None:
+            changes["task"] = _task_of(changes["task"], self.folder.config)
         config = dataclasses.replace(self.config, **changes)
         return Pretrained(self.folder, self.row, config, new=(*self._new, *new), lora=self.lora)
 
@@ -213,7 +222,14 @@ class Pretrained(NnxModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for a plan's reasons: how training differs from training with transformers."""
+        """Sentences for a plan's reasons: new parameters, and how training differs from training
+        with transformers."""
+        names = [name for name in self._abstract[0] if name not in self.stored]
+        names = [name for name in names if not _matches(name, (ADAPTERS,))]
+        made = f"new parameters, which {self.folder.path} does not have: {', '.join(names)}"
+        return (*self._dropout_notes(), *([made] if names else []))
+
+    def _dropout_notes(self) -> tuple[str, ...]:
         rate = lambda key: self.folder.config.get(key, 0.1)  # noqa: E731
         of_attention = any(map(rate, self.row.attention_dropout))
         if not of_attention and all(rate(x) == self.config.dropout for x in self.row.dropout):
@@ -254,7 +270,8 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
         initialized as in a new model. Adapters need not be listed.
       **changes: settings of the model that override the files, such as remat="full", dropout=0.1,
         loss_chunk=1024 or max_seq_len; fields of `zoo.DecoderConfig`, or of `LlamaConfig`,
-        `GPT2Config` or `BertConfig`.
+        `GPT2Config` or `BertConfig`. With task=zoo.TaskConfig(...) the model gets the head of this
+        task, which is new unless the folder has the same kind of task.
 
     Raises:
       FileNotFoundError: the folder does not exist or has no safetensors file.
@@ -268,12 +285,12 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
         return Pretrained(opened, row, config, new=new)
     except UnsupportedError as error:
         theirs = opened.config.get("architectures")
-        if not isinstance(theirs, list) or not theirs or row.class_name in theirs:
+        if not isinstance(theirs, list) or {row.class_name, *row.tasks} & {*theirs} or not theirs:
             raise
         raise UnsupportedError(
             f"{opened.path}: config.json has architectures={theirs}, but zerojax reads "
             f"{row.model_type} as {row.class_name}; save it as that class with transformers. "
-            f"Difference: {error}"
+            f"{new_head(row.tasks)}. Difference: {error}"
         ) from None
 
 
@@ -337,6 +354,9 @@ def _settings(
     """Reads (architecture, configuration) from a config.json."""
     check_unquantized(config_json)
     row = architecture_of(config_json)
+    if (task := changes.get("task")) is not None:
+        changes = {**changes, "task": (task := _task_of(task, config_json))}
+        config_json = {**config_json, "architectures": [class_of(task.kind, row.tasks)]}
     fields = {field.name for field in dataclasses.fields(row.config_class)}
     unknown = sorted(set(changes) - fields)
     if unknown:
@@ -350,10 +370,26 @@ def _settings(
     return row, dataclasses.replace(config, **changes)
 
 
+def _task_of(task: Any, config_json: Mapping[str, Any]) -> TaskConfig:
+    """Returns a task of the user, with the id of padding of a config.json if it has none.
+
+    Raises:
+      TypeError: it is not a `TaskConfig`.
+    """
+    if not isinstance(task, TaskConfig):
+        raise TypeError(
+            f"task={quoted(task)} is a {type(task).__name__}, not a task; use "
+            "task=zerojax.zoo.TaskConfig(kind=..., labels=...)"
+        )
+    if task.pad_token is not None:
+        return task
+    return dataclasses.replace(task, pad_token=read_pad_token(ConfigReading(config_json)))
+
+
 def _find_arrays(
     folder: Folder,
     row: Architecture,
-    leaves: Sequence[Leaf],
+    config: Any,
     params: Mapping[str, Any],
     new: Sequence[str],
 ) -> tuple[dict[str, StoredArray], list[str]]:
@@ -362,10 +398,12 @@ def _find_arrays(
     Raises:
       UnsupportedError: a parameter has no tensor, or a tensor belongs to no parameter.
     """
-    places, place_of = _places(folder, row), _place_of(folder, row)
+    leaves, places, place_of = row.leaves(config), _places(folder, row), _place_of(folder, row)
     stored: dict[str, StoredArray] = {}
     for leaf in leaves:
-        if place_of(leaf.tensor_of(0)) not in folder.tensors and _matches(leaf.name, new):
+        is_absent = place_of(leaf.tensor_of(0)) not in folder.tensors
+        # The files may have the head of another task.
+        if _matches(leaf.name, new) and (is_absent or leaf.name.startswith(TASK_HEAD)):
             continue
         stored[leaf.name] = StoredArray(folder, leaf, tuple(params[leaf.name].shape), place_of)
     for name in params:
@@ -376,10 +414,13 @@ def _find_arrays(
             )
     taken = {name for array in stored.values() for name in array.tensors}
     rest = sorted(name for name, place in places.items() if place not in taken)
-    copies = {places[x]: place_of(y) for x, y in _copies(leaves, row).items() if x in places}
+    has_task = getattr(config, "task", None) is not None
+    copies = {} if has_task else _copies(leaves, row)
+    has_task = has_task or class_in(folder.config, row.tasks) is not None
+    copies = {places[x]: place_of(y) for x, y in copies.items() if x in places}
     for name, original in copies.items():
         _check_copy(folder, name, original)
-    unknown = [name for name in rest if name not in copies and not _matches(name, row.ignored)]
+    unknown = [x for x in rest if x not in copies and not row.is_ignored(x, has_task=has_task)]
     if unknown:
         raise UnsupportedError(
             f"{folder.path}: {len(unknown)} tensors belong to no parameter of the model, such as "

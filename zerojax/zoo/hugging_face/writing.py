@@ -69,7 +69,7 @@ class Description:
 
     def config_json(self, dtype: np.dtype | None = None) -> dict[str, Any]:
         """Builds config.json, with "torch_dtype" if `dtype` is not None."""
-        written = _written(self.row, self.config)
+        written = self.row.write_keys(self.config)
         # Keys that the architecture reads are written anew; other keys have no effect and are
         # copied.
         own = {*_REPLACED, *written, *self.row.keys_read(written)}
@@ -126,7 +126,7 @@ class Description:
             row=row,
             # Other keys are not checked, because the run was trained with the keys read here.
             config=row.config_class(
-                **row.read(ConfigReading(config)), **_rounding_in(values.get(_ROUNDING))
+                **row.read_fields(ConfigReading(config)), **_rounding_in(values.get(_ROUNDING))
             ),
             kept=config,
             scales=values["scales"],
@@ -181,22 +181,13 @@ def describe_model(model: Model) -> Description:
     return Description(row=row, config=config, scales=scales)
 
 
-def _written(row: Architecture, config: Any) -> dict[str, Any]:
-    """Builds config.json without keys copied from the original one."""
-    return {
-        "architectures": [row.class_name],
-        "model_type": row.model_type,
-        **row.write_config(config),
-    }
-
-
 def _check_family(row: Architecture, config: DecoderConfig) -> None:
     """Checks that the written config.json describes the same model when it is read again.
 
     Raises:
       UnsupportedError: a switch has no key in the family's config.json.
     """
-    again = row.config_class(**row.read_config(_written(row, config)))
+    again = row.config_class(**row.read_config(row.write_keys(config)))
     if config.moe.bias_rate is not None and again.moe.bias_rate is None:
         raise UnsupportedError(
             f"moe.bias_rate={config.moe.bias_rate!r} cannot be exported: {row.class_name} has no "
