@@ -417,7 +417,6 @@ def test_float64_is_read_as_float32(tmp_path):
 
 
 OTHER_FOLDERS = {
-    "adapters": (["adapter_config.json"], "PEFT", "merge_and_unload"),
     "a run": (["run.json", "config.json"], "run", "export hugging_face zerojax.load_run"),
     "checkpoints": (["writer.lock"], "checkpoints", "export hugging_face"),
     "orbax": (["_CHECKPOINT_METADATA"], "Orbax", "safetensors"),

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 
 from zerojax.config.checks import names_keywords
-from zerojax.config.sections import LoraConfig
+from zerojax.config.sections import ADAPTERS_ONLY, LoraConfig
 from zerojax.tracing import trees
 from zerojax.tracing.stacking import stack_blocks
 from zerojax.zoo.layers import Dropout, Projection
@@ -170,6 +170,16 @@ def merged_kernel(kernel: Any, a: Any, b: Any, scale: float) -> Any:
     else:
         product = left @ right
     return (kernel.astype("float32") + scale * product.reshape(kernel.shape)).astype(kernel.dtype)
+
+
+def trained_only(others: Iterable[str] = ()) -> tuple[str, ...]:
+    """Returns the value of `freeze` with which only adapters, the head of a task and the parameters
+    with the names `others` are trained."""
+    (adapters,) = ADAPTERS_ONLY
+    names = [re.escape(name) for name in sorted(others)]
+    if not names:
+        return ADAPTERS_ONLY
+    return (f"^(?!(?:{'|'.join(names)})$){adapters.removeprefix('^')}",)
 
 
 def adapted_kernels(names: Iterable[str]) -> dict[str, tuple[str, str]]:

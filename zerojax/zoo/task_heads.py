@@ -91,6 +91,14 @@ class TaskConfig:
         return len(self.labels) * (width + use_bias)
 
 
+def numbered_task(kind: TaskKind, num_labels: int) -> TaskConfig:
+    """Returns a task with the labels LABEL_0, LABEL_1, ...; classes of texts with one label are a
+    regression, as in transformers."""
+    labels = tuple(f"LABEL_{number}" for number in range(num_labels))
+    is_number = num_labels == 1 and kind == "sequence_classification"
+    return TaskConfig(kind=kind, labels=labels, problem="regression" if is_number else PROBLEMS[0])
+
+
 def build_task_head(task: TaskConfig, width: int, *, use_bias: bool, rngs: nnx.Rngs) -> Projection:
     """Builds the projection `[embed, labels]`, drawn from N(0, 0.02^2), with biases of 0."""
     shapes = (width,), (len(task.labels),)

@@ -30,6 +30,7 @@ from zerojax.zoo.hugging_face.safetensors import Tensor
 from zerojax.zoo.layers import Projection
 from zerojax.zoo.llama import LlamaConfig
 from zerojax.zoo.lora import LowRank, adapted_kernels, merged_kernel
+from zerojax.zoo.task_heads import TASK_HEAD
 
 Read = Callable[[str, int | None], np.ndarray]
 """Function (parameter name, layer or None for all layers) that returns values on the host."""
@@ -59,6 +60,7 @@ class Description:
       kept: config.json of the folder from which the model was read.
       scales: {kernel name: factor of its adapter's product}.
       source: folder from which the model was read, or None.
+      saved: names of parameters that files of adapters hold whole, such as the head of a task.
     """
 
     row: Architecture
@@ -66,6 +68,7 @@ class Description:
     kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scales: Mapping[str, float] = dataclasses.field(default_factory=dict)
     source: str | None = None
+    saved: tuple[str, ...] = ()
 
     def config_json(self, dtype: np.dtype | None = None) -> dict[str, Any]:
         """Builds config.json, with "torch_dtype" if `dtype` is not None."""
@@ -83,6 +86,7 @@ class Description:
             "config": self.config_json(),
             "scales": dict(self.scales),
             "source": self.source,
+            **({"saved": list(self.saved)} if self.saved else {}),
             **({_ROUNDING: rounding} if (rounding := self._rounding()) else {}),
         }
 
@@ -131,6 +135,7 @@ class Description:
             kept=config,
             scales=values["scales"],
             source=values["source"],
+            saved=tuple(values.get("saved", ())),
         )
 
 
@@ -177,8 +182,16 @@ def describe_model(model: Model) -> Description:
     }
     if isinstance(model, Pretrained):
         kept, source = model.folder.config, str(model.folder.path)
-        return Description(row=row, config=config, kept=kept, scales=scales, source=source)
-    return Description(row=row, config=config, scales=scales)
+        return Description(
+            row=row,
+            config=config,
+            kept=kept,
+            scales=scales,
+            source=source,
+            saved=model.saved if model.loras else (),
+        )
+    heads = [leaf.name for leaf in row.leaves(config) if leaf.name.startswith(TASK_HEAD)]
+    return Description(row=row, config=config, scales=scales, saved=tuple(heads) if scales else ())
 
 
 def _check_family(row: Architecture, config: DecoderConfig) -> None:
