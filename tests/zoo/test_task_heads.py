@@ -5,7 +5,9 @@ Expected values: tests/oracles/task_heads.py.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,14 @@ from safetensors.numpy import load_file, save_file
 
 import zerojax
 from tests.support.hugging_face_weights import probes
-from tests.support.task_cases import CASES, PAD, batch_of, tensor_of
+from tests.support.refusals import Refusal, refused
+from tests.support.task_cases import ANSWER, CASES, PAD, SEQUENCE, TOKENS, batch_of, tensor_of
+from zerojax.config import ModelConfig
+from zerojax.training.fine_tuning import FineTuning, write_run
+from zerojax.training.run_file import plan_from_config
 from zerojax.zoo import TaskConfig
-from zerojax.zoo.hugging_face import Pretrained
+from zerojax.zoo.hugging_face import Pretrained, config_from_hugging_face
+from zerojax.zoo.task_heads import task_loss
 
 ORACLE = json.loads((Path(__file__).parents[1] / "data" / "task_heads.json").read_text())["cases"]
 
@@ -180,3 +187,162 @@ def test_a_base_gets_a_new_head(base: str, tmp_path: Path) -> None:
         outputs(again.to_model(), batch), outputs(trainer.to_model(), batch), atol=1e-5
     )
     trainer.close()
+
+
+def test_a_classifier_is_loaded_and_evaluated_from_its_run(tmp_path: Path) -> None:
+    pretrained = zerojax.from_hugging_face(write(tmp_path / "in", "llama"))
+    batch = wide("llama")
+    trainer = train(pretrained, {"zero": 3}, batch, steps=2, checkpoint=tmp_path / "run")
+    evaluated = trainer.evaluate([batch])
+    assert 0 <= evaluated["accuracy"] <= 1
+    trainer.close()
+    loaded = zerojax.load_run(tmp_path / "run")
+    assert loaded.to_model().config.task == pretrained.config.task
+    assert loaded.evaluate([batch])["loss"] == pytest.approx(evaluated["loss"], rel=1e-5)
+    zerojax.to_hugging_face(tmp_path / "run", tmp_path / "out")
+    again = zerojax.from_hugging_face(tmp_path / "out").config
+    assert again == pretrained.config
+
+
+def test_adapters_leave_the_head_to_be_trained(tmp_path: Path) -> None:
+    lora = zerojax.LoraConfig(rank=2)
+    model = zerojax.add_lora(zerojax.from_hugging_face(write(tmp_path, "bert_tokens")), lora)
+    trainer = train(model, {"zero": 1}, wide("bert_tokens"), freeze=lora.freeze, steps=1)
+    heads = {name for name in trainer.state["params"] if "/lora/" not in name}
+    assert heads == {"task_head/kernel", "task_head/bias"}
+    trainer.close()
+
+
+TASKS: dict[str, Refusal] = {
+    "kind": Refusal(
+        {"kind": "pairs"},
+        "'pairs'",
+        "sequence_classification token_classification question_answering",
+        [{"kind": kind} for kind in (SEQUENCE, TOKENS, ANSWER)],
+    ),
+    "problem": Refusal(
+        {"problem": "ranking"},
+        "'ranking'",
+        "single_label_classification multi_label_classification regression",
+        [{"problem": x} for x in ("multi_label_classification", "regression")],
+    ),
+    "labels": Refusal({"labels": ("a", "a")}, "'a'", "each once", [{"labels": ("a", "b")}]),
+    "one class": Refusal(
+        {"labels": ("a",)},
+        "'a'",
+        "2 problem='regression'",
+        [{"labels": ("a", "b")}, {"labels": ("a",), "problem": "regression"}],
+    ),
+    "an answer": Refusal(
+        {"kind": ANSWER, "labels": ("a", "b", "c")}, "'c'", "2", [{"kind": ANSWER}]
+    ),
+    "problem of tokens": Refusal(
+        {"kind": TOKENS, "problem": "regression"},
+        "'regression'",
+        "problem='single_label_classification'",
+        [{"kind": TOKENS}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task(name: str) -> None:
+    TASKS[name].check(lambda fields: TaskConfig(**fields))
+
+
+KEYS: dict[str, Refusal] = {
+    "problem_type": Refusal(
+        {"problem_type": "ranking"},
+        "problem_type='ranking'",
+        "regression",
+        [{"problem_type": "regression"}, {"problem_type": None}],
+    ),
+    "id2label": Refusal(
+        {"id2label": {"1": "a", "2": "b"}}, "id2label", "0", [{"id2label": {"0": "a", "1": "b"}}]
+    ),
+    "num_labels": Refusal(
+        {"id2label": None, "num_labels": 0}, "num_labels=0", "1", [{"id2label": None}]
+    ),
+    "pad_token_id": Refusal(
+        {"pad_token_id": -1}, "pad_token_id=-1", "0 null", [{"pad_token_id": None}]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key(name: str, tmp_path: Path) -> None:
+    def take(changes: dict[str, Any]) -> None:
+        values = {**ORACLE["llama"]["config"], **changes}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        config_from_hugging_face(tmp_path)
+
+    KEYS[name].check(take)
+
+
+def test_batches_that_do_not_fit_the_task(tmp_path: Path) -> None:
+    pretrained = zerojax.from_hugging_face(write(tmp_path, "llama"))
+    batch = {name: jnp.asarray(x) for name, x in batch_of("llama").items()}
+
+    def loss(problem: str | None = None, **changes: Any) -> None:
+        merged = {name: x for name, x in {**batch, **changes}.items() if x is not None}
+        task = pretrained.config.task
+        if problem:
+            task = TaskConfig(labels=task.labels, problem=problem)
+        jax.eval_shape(lambda: task_loss(jnp.ones((3, 3)), merged, task))
+
+    missing = refused(lambda: loss(labels=None), ["'labels'", "['tokens']"], "add task=None")
+    assert "task=None" in missing
+    floats = functools.partial(loss, labels=jnp.ones(3))
+    message = refused(floats, "float32", "astype", error=TypeError)
+    loss(labels=jnp.ones(3).astype("int32"))
+    for problem in re.findall(r"'(\w+_label_classification|regression)'", message):
+        loss(problem, labels=jnp.ones((3, 3)))
+    refused(lambda: loss(labels=jnp.ones((3, 2), jnp.int32)), ["[3, 2]", "[batch] = [3]"])
+
+
+def test_what_a_task_does_not_have_is_refused_with_what_does(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", "llama")
+    model = zerojax.from_hugging_face(folder).to_model()
+    tokens = jnp.asarray(batch_of("llama")["tokens"])
+    refused(lambda: model.head(jnp.ones((1, 2, 16))), SEQUENCE, "model.classify task=None")
+    generates = lambda model: zerojax.zoo.generate(model, tokens[:1], 2)  # noqa: E731
+    refused(lambda: generates(model), SEQUENCE, "classify task=None", error=TypeError)
+    assert model.classify(tokens).shape == (3, 3)
+    tensors = tensors_of("llama") | {"lm_head.weight": np.ones((20, 16), np.float32)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    plain = zerojax.from_hugging_face(folder, task=None)
+    assert plain.left_out == ["score.weight"]
+    assert generates(plain.to_model()).shape == (1, 10)
+    message = refused(lambda: plain.to_model().classify(tokens), "no head", "TaskConfig")
+    assert "task=" in message
+    task = TaskConfig(labels=("a", "b"))
+    wrong = lambda **options: zerojax.from_hugging_face(folder, task=task, **options)  # noqa: E731
+    found = refused(wrong, ["score.weight", "[3, 16]", "[2, 16]"], "new=")
+    (name,) = re.findall(r"new=\('(.*?)',\)", found)
+    assert wrong(new=(name,)).to_model().classify(tokens).shape == (3, 2)
+    refused(
+        lambda: zerojax.from_hugging_face(folder, task="classes"),
+        "'classes'",
+        "zerojax.zoo.TaskConfig",
+        error=TypeError,
+    )
+    answer = TaskConfig(kind=ANSWER)
+    refused(lambda: zerojax.from_hugging_face(folder, task=answer), ANSWER, SEQUENCE)
+    chunked = functools.partial(zerojax.from_hugging_face, folder)
+    refused(lambda: chunked(loss_chunk=4), "loss_chunk=4", "loss_chunk=None")
+    chunked(loss_chunk=None)
+    split = lambda context: train(  # noqa: E731
+        zerojax.from_hugging_face(folder), {"context": context}, wide("llama"), steps=0
+    )
+    refused(lambda: split(2), "context=2", "context=1 task")
+    split(1).close()
+
+
+def test_a_run_file_and_finetune_name_python(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", "llama")
+    config = zerojax.RunConfig(model=ModelConfig(pretrained=str(folder)), steps=1)
+    refused(lambda: plan_from_config(config, 1), [folder, SEQUENCE], "Python zerojax.train")
+    chats = FineTuning(folder=str(folder), data=str(tmp_path), run_dir=str(tmp_path / "run"))
+    refused(
+        lambda: write_run(chats, count_devices=lambda: 1), [folder, SEQUENCE], "LlamaForCausalLM"
+    )

@@ -265,26 +265,32 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
         return build_model(config, vocab_size)
     if config.pretrained is None:
         sizes = config_from_hugging_face(config.sizes_file)
+        _check_no_task(config, sizes)
         sizes = dataclasses.replace(sizes, **_changes(config, sizes))
         model, lora = factory_of(sizes), config.lora
         model = add_lora(model, lora) if lora.rank else model
     else:
         pretrained = from_hugging_face(config.pretrained)
+        _check_no_task(config, pretrained.config)
         pretrained = pretrained.with_changes(**_changes(config, pretrained.config))
         sizes = pretrained.config
         model = pretrained.with_lora(config.lora) if config.lora.rank else pretrained
-    if getattr(sizes, "task", None) is not None:
-        raise ValueError(
-            f"{config.sizes_file} has a head for {sizes.task.kind}, which needs batches with "
-            "labels, but a run file trains on text; train it in Python: "
-            "zerojax.train(zerojax.from_hugging_face(FOLDER), ...)"
-        )
     if vocab_size > sizes.vocab_size:
         raise ValueError(
             f"the data have {vocab_size} different tokens, but {config.sizes_file} has rows for "
             f"{sizes.vocab_size}; set data.tokenizer to the folder's tokenizer.json"
         )
     return model
+
+
+def _check_no_task(config: ModelConfig, sizes: Any) -> None:
+    """Raises a ValueError if the model of a run file has a head for a task."""
+    if getattr(sizes, "task", None) is not None:
+        raise ValueError(
+            f"{config.sizes_file} has a head for {sizes.task.kind}, which needs batches with "
+            "labels, but a run file trains on text; train it in Python: "
+            "zerojax.train(zerojax.from_hugging_face(FOLDER), ...)"
+        )
 
 
 def adapters_freeze(config: ModelConfig, model: Any) -> tuple[str, ...]:
