@@ -271,8 +271,14 @@ KEYWORDS_OF_OTHERS = {
     "feed_forward_proj",  # Hugging Face, as hidden_act
     "has_aux",  # jax.value_and_grad
     "hidden_act",
+    "id2label",
+    "init_lora_weights",  # PEFT, as lora_dropout and peft_type
+    "lora_dropout",
     "lr",  # a line as DeepSpeed prints it
     "muon_weight_dimension_numbers",  # optax.contrib.muon
+    "pad_token_id",  # Hugging Face, as id2label and problem_type
+    "peft_type",
+    "problem_type",
     "reverse",  # jax.lax.scan
     "vocabulary_size",
     "zero_optimization",

@@ -26,6 +26,7 @@ from zerojax.zoo import (
     RopeScaling,
     Stages,
     T5Config,
+    TaskConfig,
     add_lora,
 )
 from zerojax.zoo.config_values import config_of, values_of
@@ -42,6 +43,7 @@ ROPE = Rope(
         factor=2.0,
     )
 )
+TASK = TaskConfig(labels=("a", "b", "c"), problem="multi_label_classification", pad_token=1)
 CONFIGS = {
     "gpt2": GPT2Config(
         **SIZES,
@@ -59,6 +61,10 @@ CONFIGS = {
         qkv_bias=np.bool_(True),
     ),
     "bert": BertConfig(**SIZES, attention_layout=BigBirdLayout(block=8)),
+    "gpt2 task": GPT2Config(**SIZES, task=TASK),
+    "llama task": LlamaConfig(**SIZES, task=TASK),
+    "decoder task": DecoderConfig(**SIZES, task=TASK),
+    "bert task": BertConfig(**SIZES, task=TaskConfig(kind="token_classification")),
     "t5": T5Config(**SIZES, head_dim=8, mlp_dim=24, num_decoder_layers=1),
     "t5 1.1": T5Config(**SIZES, head_dim=8, mlp_dim=24, gated_gelu=True, tie_embeddings=False),
 }
@@ -84,6 +90,10 @@ def factory(name: str):
 
 def batch(name: str) -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(0).integers(0, 38, (8, 32), np.int32)
+    if name == "bert task":
+        return {"tokens": tokens, "labels": tokens % 2}
+    if name.endswith("task"):
+        return {"tokens": tokens, "labels": tokens[:, :3] % 2}
     if name == "bert":
         return {"tokens": tokens, "targets": tokens, "weights": np.ones((8, 32), np.float32)}
     return {"tokens": tokens, "targets": tokens[:, :5] if name.startswith("t5") else tokens}

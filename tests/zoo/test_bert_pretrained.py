@@ -192,8 +192,8 @@ def test_files_come_out_as_they_went_in(class_name: str, tmp_path: Path) -> None
         ({"position_embedding_type": "relative_key"}, "learned positions"),
         ({"tie_word_embeddings": False}, "token table"),
         (
-            {"architectures": ["BertForQuestionAnswering"]},
-            "BertForQuestionAnswering.* not supported",
+            {"architectures": ["BertForMultipleChoice"]},
+            "BertForMultipleChoice.* not supported",
         ),
     ],
 )

@@ -341,17 +341,20 @@ def test_new_parameters_come_from_the_seed(folders, tmp_path):
     np.testing.assert_array_equal(one["final_norm/scale"], two["final_norm/scale"])
 
 
-@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification"])
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForTokenClassification"])
 def test_another_class_of_theirs_is_named(name, tmp_path):
     """Not the tensor alone that a class without this head does not have."""
     tensors = {n: x for n, x in tensors_of("llama").items() if n != "lm_head.weight"}
+    words = "has a head that is not supported"
     if name == "LlamaModel":
+        words = "reads llama as LlamaForCausalLM"
         tensors = {n.removeprefix("model."): x for n, x in tensors.items()}
     else:
-        tensors["score.weight"] = np.ones((2, 16), np.float32)
+        tensors |= {"score.weight": np.ones((2, 16), "f4"), "score.bias": np.ones(2, "f4")}
     folder = write_folder(tmp_path / name, "llama", tensors=tensors, architectures=[name])
-    with pytest.raises(UnsupportedError, match=rf"\['{name}'\].*reads llama as LlamaForCausalLM"):
+    with pytest.raises(UnsupportedError, match=rf"\['{name}'\].*{words}.*task=.*TaskConfig"):
         from_hugging_face(folder)
+    assert "1 new" in from_hugging_face(folder, task=zerojax.zoo.TaskConfig()).describe()
     if name == "LlamaModel":
         assert "1 new" in from_hugging_face(folder, new=("lm_head",)).describe()
 
@@ -414,7 +417,6 @@ def test_float64_is_read_as_float32(tmp_path):
 
 
 OTHER_FOLDERS = {
-    "adapters": (["adapter_config.json"], "PEFT", "merge_and_unload"),
     "a run": (["run.json", "config.json"], "run", "export hugging_face zerojax.load_run"),
     "checkpoints": (["writer.lock"], "checkpoints", "export hugging_face"),
     "orbax": (["_CHECKPOINT_METADATA"], "Orbax", "safetensors"),

@@ -117,9 +117,12 @@ def test_what_peft_could_not_read_is_refused(base, tmp_path):
     other = {f"blocks/extra/{x}": arrays[f"blocks/mlp/up/{x}"] for x in ("lora/a", "lora/b")}
     with pytest.raises(UnsupportedError, match=r"no tensor for blocks/extra/kernel"):
         write_adapter(tmp_path, pretrained.config, other, scales={})
-    mixed = {**scales(arrays), "blocks/mlp/up/kernel": 1.0}
-    with pytest.raises(UnsupportedError, match=r"adapters have 2 .*\(2, 1.0\), \(2, 3.0\)"):
-        write_adapter(tmp_path, pretrained.config, arrays, scales=mixed)
+    joined, parts, _ = loaded("gpt2", base["gpt2"])
+    mixed = {**scales(parts), "blocks/attention/value/kernel": 1.0}
+    with pytest.raises(
+        UnsupportedError, match=r"adapters of .*c_attn.* 2 .*\(2, 1.0\), \(2, 3.0\)"
+    ):
+        write_adapter(tmp_path, joined.config, parts, scales=mixed)
     (tmp_path / ADAPTER_CONFIG).write_text("{}")
     taken = r"adapter_config.json already exists; use another folder$"
     with pytest.raises(FileExistsError, match=taken):

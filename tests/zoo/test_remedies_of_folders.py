@@ -12,8 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.support.config_variants import ABSENT, base_of, tensors_of, varied
-from tests.support.refusals import Refusal, refused
+from tests.support.refusals import Refusal, code_in, refused
 from zerojax.config.checks import MAX_LAYERS
+from zerojax.zoo import TaskConfig
 from zerojax.zoo.hugging_face import config_from_hugging_face, from_hugging_face
 from zerojax.zoo.hugging_face.config_reading import UnsupportedError
 from zerojax.zoo.hugging_face.mxfp4 import find_coded
@@ -33,7 +34,9 @@ _KINDS: dict[str, dict[str, Any]] = {
     "longrope": _FACTORS,
 }
 _ACTIVATIONS = (*("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu", "relu", "quick_gelu"),)
-_HEADS = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
+_TASKS = ("BertForSequenceClassification", "BertForTokenClassification")
+_TASKS = (*_TASKS, "BertForQuestionAnswering")
+_HEADS = ("BertModel", "BertForMaskedLM", "BertForPreTraining", *_TASKS)
 _FREE = {"is_gated_act": ABSENT, "dense_act_fn": ABSENT}
 
 
@@ -173,6 +176,7 @@ CLASSIFIERS = {
     "BertForTokenClassification": (["classifier"], {"has_pooler": False}),
     "BertForQuestionAnswering": (["qa_outputs"], {"has_pooler": False}),
     "BertForNextSentencePrediction": (["cls.seq_relationship"], {}),
+    "BertForMultipleChoice": (["classifier"], {}),
 }
 
 
@@ -189,7 +193,14 @@ def test_the_encoder_of_a_classifier(name, tmp_path):
     write = functools.partial(_write, tmp_path)
     write(name)
     remedy = '"architectures": ["BertModel"]'
-    refused(lambda: from_hugging_face(tmp_path), name, [remedy, "has_pooler=False"])
+    if name in _TASKS:
+        assert from_hugging_face(tmp_path).left_out == []
+    else:
+        message = refused(lambda: from_hugging_face(tmp_path), name, [remedy, "has_pooler=False"])
+        kind = code_in(message, "zerojax.zoo.TaskConfig(").partition("'")[2].partition("'")[0]
+        task = TaskConfig(kind=kind, labels=("a", "b", "c"))
+        model = from_hugging_face(tmp_path, task=task).to_model()
+        assert model.classify(np.ones((2, 5), np.int32)).shape == (2, 3)
     write("BertModel")
     assert f"{heads[0]}.weight" in from_hugging_face(tmp_path, **changes).left_out
 

@@ -288,7 +288,7 @@ def test_folders_of_other_kinds(tmp_path):
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text("{}")
-    Refusal(adapters, [adapters, "PEFT"], "merge_and_unload", [good]).check(from_hugging_face)
+    Refusal(adapters, [adapters, "peft_type"], "merge_and_unload", [good]).check(from_hugging_face)
     both = write_folder(tmp_path / "both", "llama_tied")
     (both / "adapter_config.json").write_text("{}")
     refused(lambda: from_hugging_face(both), [both, "PEFT"], "move")

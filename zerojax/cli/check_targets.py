@@ -33,7 +33,7 @@ from zerojax.models.given_arrays import as_arrays
 from zerojax.models.losses import next_token_of_call
 from zerojax.placement.device_mesh import make_mesh
 from zerojax.training.auto_settings import AUTO
-from zerojax.training.run_file import plan_from_config, tokenizer_spec
+from zerojax.training.run_file import adapters_freeze, plan_from_config, tokenizer_spec
 
 ROWS = 16
 """Default number of rows of a batch of text, and the maximum for a run file."""
@@ -95,7 +95,7 @@ def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
         "model": plan.model,
         "batch": source.batch,
         "optimizer": config.optimizer,
-        "freeze": (*config.freeze, *config.model.lora.freeze),
+        "freeze": (*config.freeze, *adapters_freeze(config.model, plan.users_model)),
         "seed": config.seed,
     }
 

@@ -20,9 +20,9 @@ from zerojax.config.checks import (
 )
 from zerojax.config.loader import ConfigError, coerce_fields
 
-ADAPTERS_ONLY = (r"^(?!(?:.*/)?lora/[ab]$)",)
-"""Value of `freeze` with which only adapters are trained: a pattern that matches every parameter
-outside of adapters."""
+ADAPTERS_ONLY = (r"^(?!(?:.*/)?lora/[ab]$|task_head/)",)
+"""Value of `freeze` with which only adapters and the head of a task are trained: a pattern that
+matches every other parameter. The head has to be trained, because a new task has a new one."""
 LARGEST_SCALE = 2.0**64
 """Largest loss scale; the smallest is 1 / LARGEST_SCALE. float32 must represent the loss times the
 scale, and 1 / (loss weight times scale), both with a margin."""
@@ -43,7 +43,7 @@ class LoraConfig:
 
     rank: int = 0
     """Rank of the adapters; 8 is usual. An adapter has rank x (inputs + outputs) parameters. 0: no
-    adapters. With adapters all other parameters are frozen."""
+    adapters. With adapters all other parameters are frozen, except the head of a task."""
     alpha: float = 16.0
     """Numerator of alpha / rank, the factor of the adapter's output. The default does not depend on
     the rank, so that a learning rate can be reused with another rank."""
@@ -75,7 +75,7 @@ class LoraConfig:
     @property
     def freeze(self) -> tuple[str, ...]:
         """Value of `freeze` for a run with these adapters: a pattern that matches all other
-        parameters; () without adapters."""
+        parameters, except the head of a task; () without adapters."""
         return ADAPTERS_ONLY if self.rank else ()
 
 

@@ -90,7 +90,7 @@ def check_parts_of_rows(mesh: Mesh | AbstractMesh, model: Model, loss: Any) -> N
         raise ValueError(
             f"{asked} splits sequences, but the class of the {model.kind} defines no method "
             "before_cut(batch) of its own, which declares that the loss supports parts of rows; "
-            "use context=1, or a reference decoder (zerojax.zoo.Llama, GPT2)"
+            "use context=1, or a reference decoder without a task (zerojax.zoo.Llama, GPT2)"
         )
     if loss is not None:
         raise ValueError(
@@ -101,12 +101,14 @@ def check_parts_of_rows(mesh: Mesh | AbstractMesh, model: Model, loss: Any) -> N
 
 def _says_so(model: Model) -> bool:
     """Returns whether the model's class itself defines `before_cut`, or is a zerojax class that
-    defines it.
+    defines it; False if the model replaced it by None, as decoders for a task do.
 
     A subclass of a user's class may mix tokens where its parent does not, so it must define the
     method itself.
     """
     target = getattr(model, "template", None) or model.source
+    if getattr(target, "before_cut", None) is None:
+        return False
     for one in type(target).__mro__:
         if "before_cut" in vars(one):
             return True

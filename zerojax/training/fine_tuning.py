@@ -189,13 +189,18 @@ def _open_decoder(folder: str) -> Pretrained:
     """Opens the folder of a pretrained decoder without reading its weights.
 
     Raises:
-      ValueError: the model is not a decoder.
+      ValueError: the model is not a decoder, or has a head for a task.
     """
     pretrained = from_hugging_face(folder)
     if not isinstance(pretrained.config, DecoderConfig | LlamaConfig | GPT2Config):
         raise ValueError(
             f"{folder} has a model of type {pretrained.row.model_type}, which is not a decoder; "
             "use the folder of a decoder, such as llama or qwen3, to fine-tune on chats"
+        )
+    if pretrained.config.task is not None:
+        raise ValueError(
+            f"{folder} has a head for {pretrained.config.task.kind}, which continues no text; "
+            f"use the folder of a {pretrained.row.class_name} to fine-tune on chats"
         )
     return pretrained
 

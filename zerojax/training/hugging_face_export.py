@@ -182,7 +182,8 @@ def to_peft(
     params = model_parts(trained.plan, trained.state, weights=weights)
     params = {**params["params"], **params["frozen"]}
     read = _reader(params, NamedSharding(trained.plan.mesh, P()))
-    adapters = {name: read(name, None) for name in adapter_names(params)}
+    wanted = {*adapter_names(params), *description.saved}
+    adapters = {name: read(name, None) for name in params if name in wanted}
     return _write_adapters(out, description, adapters)
 
 
@@ -216,10 +217,11 @@ def export_adapters(
     description = _description_in(folders)
     names = _arrays_of_model(saved, weights)
     unread = open_arrays(saved.folder, metadata)
+    wanted = {*adapter_names(names), *description.saved}
     adapters = {
         name: read_whole(saved, full, unread[full], as_abstract(metadata.arrays[full]).shape)
         for name, full in names.items()
-        if name in adapter_names(names)
+        if name in wanted
     }
     return _write_adapters(out, description, adapters)
 
@@ -237,8 +239,14 @@ def _write_adapters(
     with failing_together():
         if jax.process_index() == 0:
             with new_folder(out, total, remedy=None) as draft:
-                sizes, scales = description.config, description.scales
-                write_adapter(draft, sizes, adapters, scales=scales, base=description.source)
+                write_adapter(
+                    draft,
+                    description.config,
+                    adapters,
+                    scales=description.scales,
+                    saved=description.saved,
+                    base=description.source,
+                )
     return out
 
 

@@ -53,6 +53,8 @@ from zerojax.zoo.hugging_face import (
     factory_of,
     from_hugging_face,
 )
+from zerojax.zoo.hugging_face.folder import has_adapters
+from zerojax.zoo.hugging_face.peft_settings import base_folder, read_settings
 
 RESUME_HINT = "run the same command again to resume"
 
@@ -240,12 +242,15 @@ def _pretrained_reasons(config: RunConfig, model: Any) -> list[str]:
 
 
 def tokenizer_spec(config: RunConfig) -> str:
-    """Returns `data.tokenizer`, or if that is the default, a pretrained folder with a tokenizer."""
+    """Returns `data.tokenizer`, or if that is the default, a pretrained folder with a tokenizer;
+    for adapters without one, the folder of their base model."""
     folder = config.model.sizes_file
     if folder is None or config.data.tokenizer != DataConfig.tokenizer:
         return config.data.tokenizer
     path = user_path(folder)
     path = path.parent if path.is_file() else path
+    if not (path / TOKENIZER_FILE).is_file() and has_adapters(path):
+        path = base_folder(read_settings(path), None)
     return str(path) if (path / TOKENIZER_FILE).is_file() else config.data.tokenizer
 
 
@@ -253,18 +258,20 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
     """Returns the model that a run trains: a model factory, or pretrained weights.
 
     Raises:
-      ValueError: the data have more tokens than the model's embedding has rows, or the pretrained
-        folder cannot be used.
+      ValueError: the data have more tokens than the model's embedding has rows, the model has a
+        head for a task, or the pretrained folder cannot be used.
     """
     if config.sizes_file is None:
         return build_model(config, vocab_size)
     if config.pretrained is None:
         sizes = config_from_hugging_face(config.sizes_file)
+        _check_no_task(config, sizes)
         sizes = dataclasses.replace(sizes, **_changes(config, sizes))
         model, lora = factory_of(sizes), config.lora
         model = add_lora(model, lora) if lora.rank else model
     else:
         pretrained = from_hugging_face(config.pretrained)
+        _check_no_task(config, pretrained.config)
         pretrained = pretrained.with_changes(**_changes(config, pretrained.config))
         sizes = pretrained.config
         model = pretrained.with_lora(config.lora) if config.lora.rank else pretrained
@@ -274,6 +281,26 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
             f"{sizes.vocab_size}; set data.tokenizer to the folder's tokenizer.json"
         )
     return model
+
+
+def _check_no_task(config: ModelConfig, sizes: Any) -> None:
+    """Raises a ValueError if the model of a run file has a head for a task."""
+    if getattr(sizes, "task", None) is not None:
+        raise ValueError(
+            f"{config.sizes_file} has a head for {sizes.task.kind}, which needs batches with "
+            "labels, but a run file trains on text; train it in Python: "
+            "zerojax.train(zerojax.from_hugging_face(FOLDER), ...)"
+        )
+
+
+def adapters_freeze(config: ModelConfig, model: Any) -> tuple[str, ...]:
+    """Returns patterns of the parameters that a run with adapters freezes; () without adapters.
+
+    Args:
+      config: model section of the run.
+      model: the run's model, whose adapters may come from a PEFT folder.
+    """
+    return model.freeze if isinstance(model, Pretrained) else config.lora.freeze
 
 
 def _changes(config: ModelConfig, sizes: Any) -> dict[str, Any]:
@@ -328,13 +355,14 @@ def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | N
       platform: JAX platform of the devices; None if the devices are not on this machine.
     """
     precision, why_precision = _precision(config, platform)
+    model = _model_of(config.model, vocab_size)
     return PlanInputs(
-        model=_model_of(config.model, vocab_size),
+        model=model,
         example_batch=batch,
         optimizer=config.optimizer,
         precision=precision,
         num_microbatches=config.num_microbatches,
-        freeze=(*config.freeze, *config.model.lora.freeze),
+        freeze=(*config.freeze, *adapters_freeze(config.model, model)),
         steps=config.steps,
         features=Features.found_in(config),
         reasons=tuple(why_precision),

@@ -19,6 +19,7 @@ from zerojax.zoo.moe import MoE, Routing, balance_losses
 from zerojax.zoo.rope import Rope, RopeScaling
 from zerojax.zoo.stages import Stages
 from zerojax.zoo.t5 import T5, T5Config
+from zerojax.zoo.task_heads import TaskConfig
 
 __all__ = [
     "GPT2",
@@ -41,6 +42,7 @@ __all__ = [
     "Routing",
     "Stages",
     "T5Config",
+    "TaskConfig",
     "add_lora",
     "as_decoder_config",
     "balance_losses",

@@ -1,4 +1,4 @@
-"""BERT: bidirectional encoder, post-layer norms, masked-token head."""
+"""BERT: bidirectional encoder, post-layer norms, a head for masked tokens or for a task."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from zerojax.zoo.layers import (
     expand_rank,
 )
 from zerojax.zoo.self_attention import Attention
+from zerojax.zoo.task_heads import TaskConfig, build_task_head, task_loss
 
 INIT_STDDEV = 0.02
 
@@ -50,6 +51,9 @@ class BertConfig:
       has_pooler: whether to add a dense layer on the first token, for classification. The model's
         loss does not use it; `freeze=("pooler/",)` prevents weight decay from shrinking a trained
         one.
+      task: classes of texts or of tokens, or answers in a text; its head replaces the one for
+        masked tokens. Classes of texts use the pooler, other tasks have none, as in transformers.
+        None for no task.
       remat, matmul_dtype, bit_schedule, attention, attention_layout: fields as in `DecoderConfig`.
     """
 
@@ -70,6 +74,7 @@ class BertConfig:
     bit_schedule: BitScheduleConfig = dataclasses.field(default_factory=BitScheduleConfig)
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
+    task: TaskConfig | None = None
 
     # `check_decoder_sizes` reads these fields, which are fixed for BERT.
     num_kv_heads: ClassVar[int] = 1
@@ -81,6 +86,9 @@ class BertConfig:
     def __post_init__(self) -> None:
         if self.mlp_dim is None:
             object.__setattr__(self, "mlp_dim", 4 * self.embed_dim)
+        if self.task is not None:
+            object.__setattr__(self, "has_mlm_head", False)
+            object.__setattr__(self, "has_pooler", self.task.kind == "sequence_classification")
         check_decoder_sizes(self)
         if isinstance(self.num_types, bool) or self.num_types < 1:
             raise ValueError(f"num_types={self.num_types!r} must be at least 1; BERT has 2")
@@ -93,6 +101,8 @@ class BertConfig:
         layer = 4 * dense + 2 * width * mlp + mlp + width + 2 * norm
         tables = (self.vocab_size + self.max_seq_len + self.num_types) * width + norm
         head = dense + norm + self.vocab_size if self.has_mlm_head else 0
+        if self.task is not None:
+            head = self.task.num_parameters(width, use_bias=True)
         return self.num_layers * layer + tables + head + (dense if self.has_pooler else 0)
 
 
@@ -170,13 +180,18 @@ class MaskedTokenHead(nnx.Module):
 
 
 class Bert(nnx.Module):
-    """BERT. `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`."""
+    """BERT. `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`.
+
+    With `config.task`, the logits are those of the task, and the loss takes labels.
+    """
 
     tensor_parallel_rules: ClassVar[TensorParallelRules] = (
         *MEGATRON_RULES,
         (r"mlm_head/bias$", ("model",)),
     )
-    loss_unit: ClassVar[str] = NATS_PER_TOKEN
+    loss_unit: str | None = NATS_PER_TOKEN
+    """Unit of the mean loss; None for tasks."""
+    task_head: Projection | None = None
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -194,6 +209,13 @@ class Bert(nnx.Module):
         )
         self.mlm_head = MaskedTokenHead(config, rngs=rngs) if config.has_mlm_head else None
         self.pooler = _build_pooler(config, rngs) if config.has_pooler else None
+        if config.task is not None:
+            has_dropout = config.task.kind != "question_answering"
+            self.task_dropout = Dropout(config.dropout if has_dropout else 0.0, rngs=rngs)
+            self.task_head = build_task_head(
+                config.task, config.embed_dim, use_bias=True, rngs=rngs
+            )
+            self.loss_unit = None
 
     def embed(self, tokens: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
         """Embeds tokens, integers [batch, seq], as [batch, seq, embed].
@@ -238,12 +260,38 @@ class Bert(nnx.Module):
         attention_mask: jax.Array | None = None,
         token_types: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes logits [batch, seq, vocab] of the token at each position; see `hidden`.
+        """Computes logits [batch, seq, vocab] of the token at each position; see `hidden`. With a
+        task, `classify`.
 
         Raises:
-          ValueError: the model has no head for masked tokens.
+          ValueError: the model has no head for masked tokens and no task.
         """
+        if self.task_head is not None:
+            return self.classify(tokens, attention_mask, token_types)
         return self.head(self.hidden(tokens, attention_mask, token_types))
+
+    def classify(
+        self,
+        tokens: jax.Array,
+        attention_mask: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the logits of the model's task; arguments as in `hidden`.
+
+        Returns:
+          Logits [batch, labels] of a text; [batch, seq, labels] of tokens; [batch, seq, 2] of the
+          first and the last token of an answer. Values at padding positions are undefined.
+
+        Raises:
+          ValueError: the model has no head for a task.
+        """
+        if self.task_head is None:
+            raise ValueError(
+                "this BERT has no head for a task; build it with task=zerojax.zoo.TaskConfig(...)"
+            )
+        x = self.hidden(tokens, attention_mask, token_types)
+        x = x if self.pooler is None else self.pool(x)
+        return self.task_head(self.task_dropout(x))
 
     def head(self, x: jax.Array) -> jax.Array:
         """Maps [batch, positions, embed] to logits [batch, positions, vocab].
@@ -254,19 +302,22 @@ class Bert(nnx.Module):
         if self.mlm_head is None:
             raise ValueError(
                 "this BERT has no head for masked tokens (has_mlm_head=False), so it computes "
-                "neither logits nor a loss; use model.hidden or model.embed_texts, or pass loss="
+                "neither their logits nor a loss of them; use model.hidden or model.embed_texts, "
+                "or pass loss="
             )
         return self.mlm_head(x, self.token_embedding)
 
-    def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-        """Computes the cross-entropy of the masked tokens in float32, as (sum, weight).
+    def loss(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Computes the cross-entropy of the masked tokens in float32, as (sum, weight), or the loss
+        of the task.
 
         Args:
           batch: dict with "tokens" [batch, seq], some of them masked, and "targets", the original
             tokens. With "positions", integers [batch, n], logits are computed only at these
             positions, and targets are [batch, n]; otherwise targets are [batch, seq]. Optional
             "weights", in the shape of the targets, are 0 for positions to ignore. Optional
-            "attention_mask" and "token_types" are arguments of `hidden`.
+            "attention_mask" and "token_types" are arguments of `hidden`. With a task, the labels of
+            `task_heads.task_loss` instead of targets, positions and weights of tokens.
 
         Raises:
           ValueError: the batch has neither positions nor weights, like batches for next-token
@@ -278,6 +329,9 @@ class Bert(nnx.Module):
                 "each row holds several texts (batch['segments'], from chats or packed text), but "
                 "BERT cannot separate them; make batches with zerojax.data.as_masked_source"
             )
+        if self.config.task is not None:
+            inputs = (batch.get(name) for name in ("attention_mask", "token_types"))
+            return task_loss(self.classify(batch["tokens"], *inputs), batch, self.config.task)
         if "positions" not in batch and "weights" not in batch:
             raise ValueError(
                 f"a batch for BERT needs 'positions' or 'weights' of the masked tokens, but has "

@@ -20,6 +20,7 @@ from zerojax.zoo.decoder_config import DecoderConfig
 from zerojax.zoo.layers import Dropout, Embedding, Mlp, Norm, Projection, constrain, in_chunks
 from zerojax.zoo.moe import EXPERT_PARAMETERS, MoE, Routing, balance_losses
 from zerojax.zoo.self_attention import Attention, KVCache, positions_after
+from zerojax.zoo.task_heads import build_task_head, last_tokens, task_loss
 
 INIT_STDDEV = 0.02
 RESIDUAL_DIMS = ("batch", "sequence", "embed")
@@ -188,12 +189,16 @@ class Decoder(nnx.Module):
     """Decoder-only language model: `head(blocks(embed(tokens)))`.
 
     `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`. The configuration selects the
-    architecture; `Llama` and `GPT2` are subclasses with configurations of their own.
+    architecture; `Llama` and `GPT2` are subclasses with configurations of their own. With
+    `config.task` the model classifies texts instead: `model(tokens)` are the logits of the classes,
+    and the loss takes labels.
     """
 
     tensor_parallel_rules: ClassVar[TensorParallelRules] = MEGATRON_RULES
     expert_parameters: ClassVar[tuple[str, ...]] = EXPERT_PARAMETERS
-    loss_unit: ClassVar[str] = NATS_PER_TOKEN
+    loss_unit: str | None = NATS_PER_TOKEN
+    """Unit of the mean loss; None for tasks."""
+    task_head: Projection | None = None
 
     config: Any
     """A `DecoderConfig`, or a configuration with `as_decoder` and the same field names for
@@ -227,7 +232,14 @@ class Decoder(nnx.Module):
             lambda layer_rngs: build_block(config, layer_rngs), config.num_layers, rngs=rngs
         )
         self.final_norm: Callable[[jax.Array], jax.Array] = Norm((width,), config.norm)
-        self.lm_head = build_lm_head(config, stddev=INIT_STDDEV, rngs=rngs)
+        if config.task is None:
+            self.lm_head = build_lm_head(config, stddev=INIT_STDDEV, rngs=rngs)
+            return
+        self.lm_head = None
+        self.task_head = build_task_head(config.task, width, use_bias=False, rngs=rngs)
+        self.loss_unit = None
+        # A text is classified by one token, so that rows cannot be split over devices.
+        setattr(self, "before_cut", None)  # noqa: B010 - replaces a method
 
     def look_up(self, tokens: jax.Array, position: jax.Array | int) -> jax.Array:
         """Embeds tokens [batch, new] as [batch, new, embed], without dropout.
@@ -264,7 +276,16 @@ class Decoder(nnx.Module):
         return constrain(self.embed_dropout(self.look_up(tokens, positions)), RESIDUAL_DIMS)
 
     def head(self, x: jax.Array) -> jax.Array:
-        """Maps [batch, seq, embed] to logits [batch, seq, vocab], in the output weights' dtype."""
+        """Maps [batch, seq, embed] to logits [batch, seq, vocab], in the output weights' dtype.
+
+        Raises:
+          ValueError: the model has a head for a task instead.
+        """
+        if self.task_head is not None:
+            raise ValueError(
+                f"this model has a head for {self.config.task.kind}, not for tokens; use "
+                "model.classify(tokens), or build it with task=None"
+            )
         x = self.final_norm(x)
         logits = self.token_embedding.attend(x) if self.lm_head is None else self.lm_head(x)
         if self.logit_scale == 1.0 and self.logit_softcap is None:
@@ -312,8 +333,39 @@ class Decoder(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Computes logits [batch, seq, vocab] of the next token at each position."""
+        """Computes logits [batch, seq, vocab] of the next token at each position; with a task,
+        `classify`."""
+        if self.task_head is not None:
+            return self.classify(tokens)
         return self.head(self.hidden(tokens))
+
+    def classify(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
+        """Computes the logits of a text's classes from the last token that is not padding.
+
+        Args:
+          tokens: integers [batch, seq].
+          attention_mask: [batch, seq], 0 for padding, to which no token then attends; needed for
+            padding at the beginning of rows. Positions count it, as in transformers.
+
+        Returns:
+          Logits [batch, labels].
+
+        Raises:
+          ValueError: the model has no head for a task.
+        """
+        if self.task_head is None:
+            raise ValueError(
+                "this model has no head for a task; build it with task=zerojax.zoo.TaskConfig(...)"
+            )
+        if attention_mask is None:
+            x = self.hidden(tokens)
+        else:
+            index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            segments = jnp.where(attention_mask != 0, 0, -1).astype(jnp.int32)
+            x = self.hidden(tokens, segments, jnp.broadcast_to(index, tokens.shape))
+        at = last_tokens(tokens, self.config.task, attention_mask)
+        last = jnp.take_along_axis(x, at[:, None, None], axis=1)
+        return self.task_head(self.final_norm(last))[:, 0]
 
     @staticmethod
     def before_cut(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,13 +404,18 @@ class Decoder(nnx.Module):
             seq]. Optional "segments", integers [batch, seq], index of each token's text: texts do
             not attend to each other, and padding (a negative segment) and tokens whose target
             belongs to another text are ignored. Optional "positions", integers [batch, seq],
-            position of each token in its text, by default derived from the segments.
+            position of each token in its text, by default derived from the segments. With a task:
+            "tokens", optional "attention_mask", and the labels of `task_heads.task_loss`.
 
         Returns:
           (sum, weight), float32. In training mode, a model with experts returns metrics as a third
           element (see `moe.balance_losses`), and the sum includes the balance loss times the
-          weight; in evaluation mode it does not.
+          weight; in evaluation mode it does not. The loss of a task includes no balance loss, as in
+          transformers.
         """
+        if self.task_head is not None:
+            logits = self.classify(batch["tokens"], batch.get("attention_mask"))
+            return task_loss(logits, batch, self.config.task)
         targets, weights = batch["targets"], batch.get("weights")
         segments, positions = batch.get("segments"), batch.get("positions")
         if segments is not None and current_split() is None:  # if split, `before_cut` has done it

@@ -19,6 +19,7 @@ from zerojax.zoo.bit_widths import check_bit_schedule
 from zerojax.zoo.fp8 import check_matmul_dtype
 from zerojax.zoo.layers import ACTIVATIONS, NormConfig
 from zerojax.zoo.rope import Rope
+from zerojax.zoo.task_heads import TaskConfig
 
 MLP_MULTIPLE = 128  # the default width of a gated MLP is rounded up to tiles of a matrix unit
 NORM_PLACES = ("pre", "post", "pre_post", "parallel")
@@ -113,6 +114,7 @@ class DecoderConfig:
         `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
         use its leading part (see `zerojax.attention`).
+      task: classes of texts, whose head replaces the output weights; None for a language model.
     """
 
     vocab_size: int
@@ -154,6 +156,7 @@ class DecoderConfig:
     bit_schedule: BitScheduleConfig = dataclasses.field(default_factory=BitScheduleConfig)
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
+    task: TaskConfig | None = None
 
     def __post_init__(self) -> None:
         fill_sizes(self)
@@ -162,6 +165,7 @@ class DecoderConfig:
             object.__setattr__(self, name, None if value is None else tuple(value))
         check_decoder_sizes(self)
         check_experts(self)
+        check_decoder_task(self)
         self._check_switches()
         self._check_kinds()
 
@@ -200,7 +204,10 @@ class DecoderConfig:
         layer += {"pre_post": 4, "parallel": 1}.get(self.norm_places, 2) * norm * width
         normed = {"head": 2 * head_dim, "all": heads + kv_heads, "none": 0}
         layer += norm * normed[self.query_key_norm] + self.attention_sinks * self.num_heads
-        tables = (1 if self.tie_embeddings else 2) * self.vocab_size * width
+        is_single = self.tie_embeddings or self.task is not None
+        tables = (1 if is_single else 2) * self.vocab_size * width
+        if self.task is not None:
+            tables += self.task.num_parameters(width, use_bias=False)
         tables += self.learned_positions * self.max_seq_len * width
         return self.num_layers * layer + tables + norm * width
 
@@ -393,6 +400,27 @@ def check_decoder_sizes(config: Any) -> None:
             f"mlp_chunk={config.mlp_chunk} with matmul_dtype={config.matmul_dtype!r}: 8-bit "
             "products are scaled with the maximum over all tokens of a step; use mlp_chunk=None or "
             "matmul_dtype=None"
+        )
+
+
+def check_decoder_task(config: Any) -> None:
+    """Raises a ValueError for a task that decoders do not have, or options that it does not use.
+
+    Args:
+      config: a `DecoderConfig`, a `LlamaConfig` or a `GPT2Config`.
+    """
+    task = config.task
+    if task is None:
+        return
+    if task.kind != "sequence_classification":
+        raise ValueError(
+            f"task kind={task.kind!r} is not supported for decoders; use "
+            "kind='sequence_classification', or a BERT"
+        )
+    if config.loss_chunk is not None:
+        raise ValueError(
+            f"loss_chunk={config.loss_chunk!r} divides the logits of tokens, which a model with a "
+            "task does not compute; use loss_chunk=None"
         )
 
 

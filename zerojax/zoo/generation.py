@@ -156,6 +156,11 @@ def check_decoder(model: Any) -> None:
             f"{type(model).__name__} cannot continue texts; use a "
             f"Decoder, a GPT2 or a Llama{of_t5 * isinstance(model, T5)}"
         )
+    if model.task_head is not None:
+        raise TypeError(
+            f"a {type(model).__name__} for {model.config.task.kind} cannot continue texts; use "
+            "model.classify(tokens), or a model with task=None"
+        )
 
 
 def as_prompts(tokens: Prompts, *, max_seq_len: int) -> list[np.ndarray]:

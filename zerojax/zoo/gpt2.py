@@ -16,9 +16,11 @@ from zerojax.zoo.decoder_config import (
     DecoderConfig,
     LayerKind,
     check_decoder_sizes,
+    check_decoder_task,
     shared_fields,
 )
 from zerojax.zoo.layers import NormConfig
+from zerojax.zoo.task_heads import TaskConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,8 @@ class GPT2Config:
         probabilities are not dropped, because fused attention never stores them.
       tie_embeddings: whether the output weights are the token table.
       norm_eps: number added to the variance.
-      remat, loss_chunk, mlp_chunk, matmul_dtype, bit_schedule, attention, attention_layout: fields
-        as in `DecoderConfig`.
+      remat, loss_chunk, mlp_chunk, matmul_dtype, bit_schedule, attention, attention_layout, task:
+        fields as in `DecoderConfig`.
       attention_window: number of tokens that each token attends to, including itself (Mistral's
         `sliding_window`); None for all earlier tokens.
     """
@@ -57,11 +59,13 @@ class GPT2Config:
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
     attention_window: int | None = None
+    task: TaskConfig | None = None
 
     def __post_init__(self) -> None:
         if self.mlp_dim is None:
             object.__setattr__(self, "mlp_dim", 4 * self.embed_dim)
         check_decoder_sizes(self)
+        check_decoder_task(self)
 
     @property
     def num_kv_heads(self) -> int:

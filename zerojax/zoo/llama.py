@@ -17,12 +17,14 @@ from zerojax.zoo.decoder_config import (
     DecoderConfig,
     LayerKind,
     check_decoder_sizes,
+    check_decoder_task,
     check_experts,
     fill_sizes,
     shared_fields,
 )
 from zerojax.zoo.layers import NormConfig
 from zerojax.zoo.rope import Rope, RopeScaling
+from zerojax.zoo.task_heads import TaskConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +46,8 @@ class LlamaConfig:
         "dynamic" uses the cache's length, so that all keys are rotated with one base (in
         transformers the base changes while the text grows).
       norm_eps: number added to the mean square.
-      remat, loss_chunk, mlp_chunk, matmul_dtype, bit_schedule, attention, attention_layout: fields
-        as in `DecoderConfig`.
+      remat, loss_chunk, mlp_chunk, matmul_dtype, bit_schedule, attention, attention_layout, task:
+        fields as in `DecoderConfig`.
       moe: settings of experts that replace the MLP (arXiv:2401.04088); their default width
         `expert_dim` is `mlp_dim`.
       attention_window: number of tokens that each token attends to, including itself (Mistral's
@@ -74,11 +76,13 @@ class LlamaConfig:
     attention_layout: BlockLayout | None = None
     attention_window: int | None = None
     moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
+    task: TaskConfig | None = None
 
     def __post_init__(self) -> None:
         fill_sizes(self)
         check_decoder_sizes(self)
         check_experts(self)
+        check_decoder_task(self)
         if self.features_per_head % 2 or self.features_per_head < 1:
             origin = (
                 f"embed_dim={self.embed_dim} / num_heads={self.num_heads} ="

@@ -17,11 +17,12 @@ from flax import nnx
 from jax import lax
 
 from zerojax.config.checks import names_keywords
-from zerojax.config.sections import LoraConfig
+from zerojax.config.sections import ADAPTERS_ONLY, LoraConfig
 from zerojax.tracing import trees
 from zerojax.tracing.stacking import stack_blocks
 from zerojax.zoo.layers import Dropout, Projection
 from zerojax.zoo.moe import GatedExperts, Router
+from zerojax.zoo.task_heads import TASK_HEAD
 
 A_SUFFIX, B_SUFFIX, KERNEL_SUFFIX = "/lora/a", "/lora/b", "/kernel"
 """Suffixes of the names of an adapter's parameters and of the kernel that it adapts."""
@@ -171,6 +172,16 @@ def merged_kernel(kernel: Any, a: Any, b: Any, scale: float) -> Any:
     return (kernel.astype("float32") + scale * product.reshape(kernel.shape)).astype(kernel.dtype)
 
 
+def trained_only(others: Iterable[str] = ()) -> tuple[str, ...]:
+    """Returns the value of `freeze` with which only adapters, the head of a task and the parameters
+    with the names `others` are trained."""
+    (adapters,) = ADAPTERS_ONLY
+    names = [re.escape(name) for name in sorted(others)]
+    if not names:
+        return ADAPTERS_ONLY
+    return (f"^(?!(?:{'|'.join(names)})$){adapters.removeprefix('^')}",)
+
+
 def adapted_kernels(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Returns {kernel name: (name of A, name of B)} of the adapters among parameter names."""
     bases = [name.removesuffix(A_SUFFIX) for name in names if name.endswith(A_SUFFIX)]
@@ -237,6 +248,11 @@ def _check_free(name: str, projection: Projection) -> None:
         raise ValueError(
             "lm_head does not support an adapter, since the chunked loss uses its kernel directly; "
             r"use targets inside the layers, such as 'blocks/.*'"
+        )
+    if name.split(trees.SEPARATOR)[0] == TASK_HEAD:
+        raise ValueError(
+            f"{name} is trained itself beside the adapters, and needs none; use targets inside the "
+            "layers, such as 'blocks/.*'"
         )
 
 

@@ -1,4 +1,5 @@
-"""BERT in transformers' format: kernels [out, in], with a masked-token head, a pooler, or both."""
+"""BERT in transformers' format: kernels [out, in], with a masked-token head, a pooler, or both, or
+with a head for a task."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 from zerojax.zoo.bert import Bert, BertConfig
 from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
+from zerojax.zoo.hugging_face.task_keys import SUFFIXES, new_head
+from zerojax.zoo.task_heads import TaskKind
 
 _PREFIX = "bert."
 # {class of transformers: (has a head for masked tokens, has a pooler)}.
@@ -16,12 +19,18 @@ _HEADS: Mapping[str, tuple[bool, bool]] = {
     "BertForMaskedLM": (True, False),
     "BertForPreTraining": (True, True),
 }
+_TASKS: Mapping[str, TaskKind] = {f"Bert{end}": kind for kind, end in SUFFIXES.items()}
+_TASK_HEADS: Mapping[TaskKind, str] = {
+    "sequence_classification": "classifier",
+    "token_classification": "classifier",
+    "question_answering": "qa_outputs",
+}
 _EXACT_GELU = {"gelu": True, "gelu_new": False, "gelu_pytorch_tanh": False}
 
 
 def leaves(config: BertConfig) -> list[Leaf]:
-    """Lists a model's parameters and tensors; without an MLM head, names lack "bert."."""
-    prefix = _PREFIX if config.has_mlm_head else ""
+    """Lists a model's parameters and tensors; without a head, names lack "bert."."""
+    prefix = _PREFIX if config.has_mlm_head or config.task is not None else ""
     layer, block = prefix + "encoder.layer.{layer}.", "blocks/"
     embeddings = f"{prefix}embeddings."
     entries = [
@@ -52,6 +61,8 @@ def leaves(config: BertConfig) -> list[Leaf]:
     ]
     if config.has_pooler:
         entries += _dense("pooler", f"{prefix}pooler.dense", "embed", "pooled")
+    if config.task is not None:
+        entries += _dense("task_head", _TASK_HEADS[config.task.kind], "embed", "labels")
     if config.has_mlm_head:
         head = "cls.predictions."
         entries += [
@@ -112,11 +123,13 @@ def _heads(architectures: Any) -> tuple[bool, bool]:
     for name in architectures:
         if name in _HEADS:
             return _HEADS[name]
+        if name in _TASKS:
+            return False, _TASKS[name] == "sequence_classification"
     raise UnsupportedError(
         f"config.json: architectures={architectures!r} has a head that is not supported; use one "
-        f"of {', '.join(_HEADS)}. To read only the encoder, write "
+        f"of {', '.join((*_HEADS, *_TASKS))}. To read only the encoder, write "
         '"architectures": ["BertModel"] into a copy of config.json, and pass has_pooler=False to '
-        "from_hugging_face if the files have no pooler"
+        f"from_hugging_face if the files have no pooler. {new_head(_TASKS)}"
     )
 
 
@@ -164,9 +177,10 @@ BERT_ROW = Architecture(
         "pooler_type",
     ),
     prefix=_PREFIX,
+    tasks=_TASKS,
     # Files may contain the indices 0, 1, ..., copies of tied arrays, the pooler, and heads that the
     # class in "architectures" lacks: many files of BertForMaskedLM still have the head for sentence
-    # pairs, and the encoder of a classifier is read without its head.
+    # pairs, and a "BertModel" with the files of a classifier is read without its head.
     ignored=(
         r"embeddings\.position_ids$",
         r"^(cls|classifier|qa_outputs)\.",

@@ -34,6 +34,10 @@ _EXPERTS = ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
 _EXPERTS_OF_MIXTRAL = ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
 
 
+TASK_LEAF = Leaf("task_head/kernel", "score.weight", "labels embed -> embed labels")
+"""Head for classes of texts, which has no bias in decoders."""
+
+
 def leaves(config: DecoderConfig) -> list[Leaf]:
     """Lists a model's parameters and their tensors; no two parameters share a tensor.
 
@@ -82,7 +86,9 @@ def _leaves(
     else:
         entries += _joined_mlp() if joined else _mlp(config)
     entries += _norm(config, "final_norm", "model.norm", "embed")
-    if not config.tie_embeddings:
+    if config.task is not None:
+        entries.append(TASK_LEAF)
+    elif not config.tie_embeddings:
         entries.append(Leaf("lm_head/kernel", "lm_head.weight", "vocab embed -> embed vocab"))
     return entries
 

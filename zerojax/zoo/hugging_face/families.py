@@ -42,6 +42,7 @@ def row(
     *,
     leaves: Callable[[DecoderConfig], Sequence[Leaf]] = decoder_leaves.leaves,
     no_effect: tuple[str, ...] = (),
+    classifier: str | None = "",
 ) -> Architecture:
     """Builds the `Architecture` of a decoder family.
 
@@ -50,7 +51,11 @@ def row(
       read: function from config.json to the fields of `DecoderConfig` except "family".
       write: function from a configuration to keys of config.json, without those common to all
         models.
+      classifier: class of transformers that classifies texts; None if there is none, "" for
+        `class_name` with another end.
     """
+    if classifier == "":
+        classifier = class_name.replace("ForCausalLM", "ForSequenceClassification")
     return Architecture(
         model_type=model_type,
         class_name=class_name,
@@ -62,6 +67,7 @@ def row(
         no_effect=no_effect,
         prefix="model.",
         ignored=(r"\.rotary_emb\.inv_freq$",),
+        tasks={} if classifier is None else {classifier: "sequence_classification"},
     )
 
 
@@ -357,7 +363,7 @@ ROWS: Mapping[str, Architecture] = {
             _write_smollm3,
             no_effect=("max_window_layers", "pretraining_tp"),
         ),
-        row("granite", "GraniteForCausalLM", _read_granite, _write_granite),
+        row("granite", "GraniteForCausalLM", _read_granite, _write_granite, classifier=None),
     )
 }
 """{model_type: architecture}."""

@@ -27,6 +27,7 @@ from zerojax.zoo.hugging_face.safetensors import (
 )
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -148,11 +149,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 NOT_A_RUN = (
-    "has a Hugging Face model or adapters of PEFT, not a run of zerojax; read a model with "
+    "has a Hugging Face model or adapters of PEFT, not a run of zerojax; read either with "
     "zerojax.from_hugging_face(FOLDER), or in a run file with model.pretrained"
 )
 """Rest of a message whose subject is a folder that was given as a run."""
-_ADAPTER_CONFIG = "adapter_config.json"
 _EXPORT = "`zerojax checkpoint export RUN FOLDER --format hugging_face`"
 _OTHER_KINDS = {
     "run.json": (
@@ -185,15 +185,19 @@ def check_kind(folder: Path) -> None:
       FileNotFoundError: the folder has no config.json of a model, but files of another kind, or a
         folder with a config.json.
     """
-    if (folder / _ADAPTER_CONFIG).is_file():
-        remedy = (
-            "merge them into their base model with the package peft: "
-            f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
-            ".save_pretrained(OTHER), and pass OTHER"
-        )
-        if (folder / CONFIG).is_file():
-            remedy += f"; or move {_ADAPTER_CONFIG} to another folder to read the weights without"
-        raise UnsupportedError(f"{folder} has adapters of PEFT ({_ADAPTER_CONFIG}); {remedy}")
+    if (folder / ADAPTER_CONFIG).is_file():
+        remedy = "pass the folder of their base model here"
+        if has_adapters(folder):
+            remedy = (
+                "read them with their base model: zerojax.from_hugging_face("
+                f"{str(folder)!r}, base=FOLDER); or {remedy}"
+            )
+        elif (folder / CONFIG).is_file():
+            remedy = (
+                f"move {ADAPTER_CONFIG} to another folder to read the weights without them, or "
+                "both files of the adapters, to read those"
+            )
+        raise UnsupportedError(f"{folder} has adapters of PEFT ({ADAPTER_CONFIG}); {remedy}")
     if is_model_folder(folder):
         return
     for patterns, (kind, remedy) in _OTHER_KINDS.items():
@@ -206,9 +210,15 @@ def check_kind(folder: Path) -> None:
         raise FileNotFoundError(f"{folder} has no {CONFIG}; pass its folder {inner.parent}")
 
 
+def has_adapters(folder: Path) -> bool:
+    """Returns whether a folder has adapters of PEFT, and no weights of a whole model."""
+    weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
+    return (folder / ADAPTER_CONFIG).is_file() and not weights
+
+
 def is_model_folder(folder: Path) -> bool:
     """Returns whether a folder has a Hugging Face model, or adapters of PEFT for one."""
-    if (folder / _ADAPTER_CONFIG).is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         return True
     return (folder / CONFIG).is_file() and "model_type" in read_json(folder / CONFIG)
 

@@ -183,7 +183,14 @@ ROWS: Mapping[str, Architecture] = {
     for entry in (
         row("gemma", "GemmaForCausalLM", _read_gemma, _write_gemma),
         row("gemma2", "Gemma2ForCausalLM", _read_gemma2, _write_gemma2),
-        row("gemma3_text", "Gemma3ForCausalLM", _read_gemma3, _write_gemma3),
+        row(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            _read_gemma3,
+            _write_gemma3,
+            # Gemma3ForSequenceClassification has images, too.
+            classifier="Gemma3TextForSequenceClassification",
+        ),
     )
 }
 """{model_type: architecture}."""

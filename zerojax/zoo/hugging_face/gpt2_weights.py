@@ -6,6 +6,7 @@ from typing import Any
 
 from zerojax.zoo.gpt2 import GPT2, GPT2Config
 from zerojax.zoo.hugging_face.config_reading import ConfigReading
+from zerojax.zoo.hugging_face.decoder_leaves import TASK_LEAF
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
 
 
@@ -37,7 +38,9 @@ def leaves(config: GPT2Config) -> list[Leaf]:
         Leaf("final_norm/scale", "transformer.ln_f.weight", "embed"),
         Leaf("final_norm/bias", "transformer.ln_f.bias", "embed"),
     ]
-    if not config.tie_embeddings:
+    if config.task is not None:
+        entries.append(TASK_LEAF)
+    elif not config.tie_embeddings:
         entries.append(Leaf("lm_head/kernel", "lm_head.weight", "vocab embed -> embed vocab"))
     return entries
 
@@ -103,6 +106,7 @@ GPT2_ROW = Architecture(
         "summary_use_proj",
     ),
     prefix="transformer.",
+    tasks={"GPT2ForSequenceClassification": "sequence_classification"},
     # Causal masks, which early versions saved with the weights.
     ignored=(r"\.attn\.(masked_)?bias$",),
 )

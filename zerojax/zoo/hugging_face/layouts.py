@@ -26,6 +26,13 @@ from flax import nnx
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.zoo.hugging_face.config_reading import ConfigReading, check_common
+from zerojax.zoo.hugging_face.task_keys import (
+    HEADS,
+    check_head,
+    read_task,
+    write_task,
+)
+from zerojax.zoo.task_heads import TaskKind
 
 Range = tuple[int, int]
 """Range (start, stop), excluding stop."""
@@ -253,6 +260,8 @@ class Architecture:
       copies: {optional tensor: tensor that it must equal}, such as a token table under the name of
         the output weights; a copy with other values is refused.
       renamed: pairs (regular expression, replacement), applied to the names in a file first.
+      tasks: {class of transformers with a head for a task: kind of the task}; the field "task" of
+        the configuration is read and written for all architectures alike.
     """
 
     model_type: str
@@ -269,6 +278,36 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
+    tasks: Mapping[str, TaskKind] = dataclasses.field(default_factory=dict)
+
+    def read_fields(self, reading: ConfigReading) -> dict[str, Any]:
+        """Reads the keyword arguments of `config_class`, with the task if there is one.
+
+        Raises:
+          UnsupportedError: a value is not supported.
+        """
+        fields = self.read(reading)
+        task = read_task(reading, self.tasks)
+        return fields if task is None else {**fields, "task": task}
+
+    def write_keys(self, config: Any) -> dict[str, Any]:
+        """Builds config.json for a configuration, without keys copied from another one.
+
+        Raises:
+          UnsupportedError: transformers has no class of the model for its task.
+        """
+        return {
+            "architectures": [self.class_name],
+            "model_type": self.model_type,
+            **self.write_config(config),
+            **write_task(getattr(config, "task", None), self.tasks),
+        }
+
+    def is_ignored(self, tensor: str, *, has_task: bool) -> bool:
+        """Returns whether a tensor of the files may be left out: see `ignored`. If the files or the
+        model have a task, other heads may be left out, too."""
+        heads = HEADS if has_task else ()
+        return any(re.search(pattern, tensor) for pattern in (*self.ignored, *heads))
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Converts a config.json to keyword arguments of `config_class`.
@@ -277,12 +316,13 @@ class Architecture:
           UnsupportedError: a value is not supported or a key is unknown.
         """
         reading = ConfigReading(config)
-        fields = self.read(reading)
+        fields = self.read_fields(reading)
+        check_head(reading, (self.class_name,), self.tasks)
         check_common(reading, (*self.no_effect, *self.dropout, *self.attention_dropout))
         return fields
 
     def keys_read(self, config: Mapping[str, Any]) -> frozenset[str]:
         """Returns the keys of a config.json that determine what the model computes."""
         reading = ConfigReading(config)
-        self.read(reading)
+        self.read_fields(reading)
         return frozenset(reading.asked)

@@ -271,7 +271,14 @@ ROWS: Mapping[str, Architecture] = {
             leaves=decoder_leaves.mixtral_leaves,
             no_effect=(_WHEN_ON,),
         ),
-        row("olmoe", "OlmoeForCausalLM", _read_olmoe, _write_olmoe, no_effect=(_WHEN_ON,)),
+        row(
+            "olmoe",
+            "OlmoeForCausalLM",
+            _read_olmoe,
+            _write_olmoe,
+            no_effect=(_WHEN_ON,),
+            classifier=None,
+        ),
         row(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",

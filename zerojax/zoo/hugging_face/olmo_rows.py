@@ -176,8 +176,8 @@ ROWS: Mapping[str, Architecture] = {
         row("olmo", "OlmoForCausalLM", _read_olmo, _write_olmo, no_effect=("rms_norm_eps",)),
         row("olmo2", "Olmo2ForCausalLM", _read_olmo2, _write_olmo2),
         row("olmo3", "Olmo3ForCausalLM", _read_olmo3, _write_olmo3),
-        row("cohere", "CohereForCausalLM", _read_cohere, _write_cohere),
-        row("cohere2", "Cohere2ForCausalLM", _read_cohere2, _write_cohere2),
+        row("cohere", "CohereForCausalLM", _read_cohere, _write_cohere, classifier=None),
+        row("cohere2", "Cohere2ForCausalLM", _read_cohere2, _write_cohere2, classifier=None),
     )
 }
 """{model_type: architecture}."""

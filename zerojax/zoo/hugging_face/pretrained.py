@@ -19,24 +19,33 @@ from zerojax.config.checks import unknown_keyword
 from zerojax.config.display import quoted
 from zerojax.config.loader import user_path
 from zerojax.models.from_nnx import NnxModel
-from zerojax.tracing.protocol import Arrays
+from zerojax.tracing.protocol import Arrays, LazyArray
 from zerojax.zoo.hugging_face.architectures import architecture_of, architecture_of_config
-from zerojax.zoo.hugging_face.config_reading import UnsupportedError
+from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
 from zerojax.zoo.hugging_face.folder import (
+    ADAPTER_CONFIG,
     CONFIG,
     Folder,
     check_kind,
     check_unquantized,
+    has_adapters,
     open_folder,
     read_json,
 )
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf, Range
+from zerojax.zoo.hugging_face.peft_reading import ReadAdapters, read_adapters, rows_of_head
+from zerojax.zoo.hugging_face.peft_settings import TASK_TYPES, base_folder, read_settings
 from zerojax.zoo.hugging_face.safetensors import INDEX, SINGLE
-from zerojax.zoo.lora import add_lora
+from zerojax.zoo.hugging_face.task_keys import class_in, class_of, new_head, read_pad_token
+from zerojax.zoo.lora import add_lora, trained_only
+from zerojax.zoo.task_heads import TASK_HEAD, TaskConfig, numbered_task
 
 ROWS_COMPARED = 256
 """Minimum number of rows of a table that are compared with its copy; fewer than twice as many are,
 and all of a smaller table."""
+NEW_WITH_TASK = (f"^{TASK_HEAD}/", "^pooler/")
+"""Regular expressions of parameters that are new if the files have the head of another task. The
+pooler is read if the files have one."""
 ADAPTERS = r"(^|/)lora/[ab]$"
 """Regular expression of adapter parameters, which a base model's files do not have."""
 
@@ -79,7 +88,8 @@ class StoredArray:
                         f"{INDEX} lists it there; fetch both again"
                     )
                 state = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
-                is_new = not any(x in folder.tensors for x in self._names)
+                is_new = leaf.name.startswith(TASK_HEAD)
+                is_new = is_new or not any(x in folder.tensors for x in self._names)
                 raise UnsupportedError(
                     f"{folder.path}: tensor {name!r} {state}, but {leaf.name} {list(shape)} needs "
                     f"shape {list(expected)}; correct config.json or the changes to it"
@@ -155,8 +165,9 @@ class Pretrained(NnxModel):
       folder: opened folder; `folder.bytes_read` counts the bytes read.
       row: architecture of the model.
       config: configuration of the model.
-      lora: settings of its adapters, or None.
+      loras: settings of groups of adapters with equal rank and scale; () without adapters.
       stored: {name: `StoredArray`} of the parameters in the files.
+      tuned: {name: array} of the adapters and other parameters that are read from a PEFT folder.
       left_out: names of tensors that this model does not use, such as those of another head.
     """
 
@@ -167,26 +178,56 @@ class Pretrained(NnxModel):
         config: Any,
         *,
         new: Sequence[str] = (),
-        lora: LoraConfig | None = None,
+        loras: Sequence[LoraConfig] = (),
+        adapters: ReadAdapters | None = None,
     ) -> None:
-        """Finds the parameters in the files; for the arguments see `from_hugging_face`."""
+        """Finds the parameters in the files.
 
-        def factory(rngs: nnx.Rngs) -> nnx.Module:
-            return row.build(config, rngs)
-
-        super().__init__(factory if lora is None else add_lora(factory, lora))
+        Args:
+          folder: the opened folder.
+          row: architecture of the model.
+          config: configuration of the model.
+          new: see `from_hugging_face`.
+          loras: settings of new adapters.
+          adapters: adapters that were read from a PEFT folder; None for none.
+        """
+        self.loras = tuple(loras) if adapters is None else adapters.loras
+        factory: Callable[[nnx.Rngs], nnx.Module] = lambda rngs: row.build(config, rngs)  # noqa: E731
+        for lora in self.loras:
+            factory = add_lora(factory, lora)
+        super().__init__(factory)
         self.kind = "pretrained model"
-        self.folder, self.row, self.config, self.lora = folder, row, config, lora
+        self.folder, self.row, self.config, self._adapters = folder, row, config, adapters
         self._new = tuple(new)
+        task, own = getattr(config, "task", None), class_in(folder.config, row.tasks)
+        if task is not None and (own is None or row.tasks[own] != task.kind):
+            self._new = (*self._new, *NEW_WITH_TASK)
         self._abstract = jax.eval_shape(lambda: self._arrays_of(self._make(jax.random.key(0))))
-        self.stored, self.left_out = _find_arrays(
-            folder, row, row.leaves(config), self._abstract[0], self._new
+        saved = () if adapters is None else adapters.saved
+        beside = tuple(f"^{re.escape(name)}$" for name in saved)
+        stored, self.left_out = _find_arrays(
+            folder, row, config, self._abstract[0], (*self._new, *beside)
         )
+        self.stored = {name: array for name, array in stored.items() if name not in saved}
+        self.tuned: dict[str, LazyArray] = {}
+        if adapters is not None:
+            place_of, shapes = _place_of(adapters.whole, row), self._abstract[0]
+            leaves = {leaf.name: leaf for leaf in row.leaves(config)}
+            self.tuned = {
+                **adapters.arrays,
+                **{
+                    name: StoredArray(
+                        adapters.whole, leaves[name], tuple(shapes[name].shape), place_of
+                    )
+                    for name in saved
+                },
+            }
 
     def initial_arrays(self) -> tuple[Arrays, Arrays]:
         """Returns unread arrays, or a `ShapeDtypeStruct` for each array that `init` must create."""
         params, extras = self._abstract
-        return {name: self.stored.get(name, leaf) for name, leaf in params.items()}, dict(extras)
+        known: Arrays = {**self.stored, **self.tuned}
+        return {name: known.get(name, leaf) for name, leaf in params.items()}, dict(extras)
 
     def to_model(self) -> nnx.Module:
         """Loads the model with its weights as arrays, for embedding texts or generation.
@@ -195,26 +236,68 @@ class Pretrained(NnxModel):
         that are not in the files are initialized with seed 0.
         """
         params, extras = self._abstract
-        if extras or len(self.stored) < len(params):
+        known: dict[str, LazyArray] = {**self.stored, **self.tuned}
+        if extras or len(known) < len(params):
             params, extras = self._arrays_of(self._make(jax.random.key(0)))
         whole = {
             name: jnp.asarray(array.read([(0, size) for size in array.shape]))
-            for name, array in self.stored.items()
+            for name, array in known.items()
         }
         return self.to_source({**params, **whole}, extras)
 
     def with_changes(self, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
         """Returns the same weights in a model with other settings, see `from_hugging_face`."""
+        if changes.get("task") is not None:
+            changes["task"] = _task_of(changes["task"], self.folder.config)
         config = dataclasses.replace(self.config, **changes)
-        return Pretrained(self.folder, self.row, config, new=(*self._new, *new), lora=self.lora)
+        options: dict[str, Any] = {"loras": self.loras, "adapters": self._adapters}
+        return Pretrained(self.folder, self.row, config, new=(*self._new, *new), **options)
 
     def with_lora(self, lora: LoraConfig) -> Pretrained:
-        """Returns the same weights with new adapters."""
-        return Pretrained(self.folder, self.row, self.config, new=self._new, lora=lora)
+        """Returns the same weights with new adapters.
+
+        Raises:
+          ValueError: the model has adapters.
+        """
+        if self.loras:
+            where = f" of {self._adapters.settings.path}" if self._adapters else ""
+            raise ValueError(
+                f"the model has the adapters{where} already; train them on without new ones (in a "
+                "run file lora.rank=0), or merge them first: "
+                "zerojax.merge_lora(pretrained.to_model())"
+            )
+        return Pretrained(self.folder, self.row, self.config, new=self._new, loras=(lora,))
+
+    @property
+    def freeze(self) -> tuple[str, ...]:
+        """Value of `freeze` of a run that trains adapters, the head of a task, and parameters that
+        are new or that a PEFT folder holds; () without adapters, which trains all parameters."""
+        if not self.loras:
+            return ()
+        return trained_only(name for name in self.saved if not name.startswith(TASK_HEAD))
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of the parameters that a PEFT folder has to hold whole: those of the head of a
+        task, those that were read from such a folder, and new ones."""
+        names = (x for x in self._abstract[0] if not _matches(x, (ADAPTERS,)))
+        return tuple(x for x in names if x not in self.stored or x.startswith(TASK_HEAD))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for a plan's reasons: how training differs from training with transformers."""
+        """Sentences for a plan's reasons: new parameters, and how training differs from training
+        with transformers."""
+        known = {*self.stored, *self.tuned}
+        names = [x for x in self.saved if x not in known]
+        made = f"new parameters, which {self.folder.path} does not have: {', '.join(names)}"
+        return (*self._dropout_notes(), *([made] if names else []))
+
+    @property
+    def adapter_folder(self) -> Path | None:
+        """PEFT folder that the adapters were read from; None if there is none."""
+        return None if self._adapters is None else self._adapters.settings.path
+
+    def _dropout_notes(self) -> tuple[str, ...]:
         rate = lambda key: self.folder.config.get(key, 0.1)  # noqa: E731
         of_attention = any(map(rate, self.row.attention_dropout))
         if not of_attention and all(rate(x) == self.config.dropout for x in self.row.dropout):
@@ -229,8 +312,10 @@ class Pretrained(NnxModel):
 
     def describe(self) -> str:
         """Describes in one line the parameters read, their files, and the tensors not used."""
-        count = len(self._abstract[0])
-        made = "" if len(self.stored) == count else f", {count - len(self.stored)} new ones"
+        count = len(self._abstract[0]) - len(self.stored) - len(self.tuned)
+        made = f", {count} new ones" if count else ""
+        if self.tuned:
+            made = f", {len(self.tuned)} from the adapters in {self.adapter_folder}{made}"
         left = f"; not used: {', '.join(self.left_out)}" if self.left_out else ""
         files = len({file for file, _ in self.folder.tensors.values()})
         index = self.folder.path / INDEX
@@ -242,8 +327,17 @@ class Pretrained(NnxModel):
         )
 
 
-def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
+def from_hugging_face(
+    folder: str | Path,
+    *,
+    base: str | Path | None = None,
+    new: Sequence[str] = (),
+    **changes: Any,
+) -> Pretrained:
     """Returns a model with weights from a Hugging Face folder: config.json and safetensors files.
+
+    A folder of LoRA adapters of PEFT is read with its base model; train the result with
+    `freeze=model.freeze`, so that the base model is frozen.
 
     Each process reads only the slices of its own devices, one tensor at a time, directly into the
     plan's shards. `zoo.hugging_face.ARCHITECTURES` lists the supported model types: Llama, Mistral,
@@ -251,31 +345,70 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
 
     Args:
       folder: a folder written by `save_pretrained` or `hf download`.
+      base: folder of the base model, for a folder of adapters; None: the folder that
+        adapter_config.json names.
       new: regular expressions for names of parameters that are not in the files; they are
         initialized as in a new model. Adapters need not be listed.
       **changes: settings of the model that override the files, such as remat="full", dropout=0.1,
         loss_chunk=1024 or max_seq_len; fields of `zoo.DecoderConfig`, or of `LlamaConfig`,
-        `GPT2Config` or `BertConfig`.
+        `GPT2Config` or `BertConfig`. With task=zoo.TaskConfig(...) the model gets the head of this
+        task, which is new unless the folder has the same kind of task.
 
     Raises:
-      FileNotFoundError: the folder does not exist or has no safetensors file.
-      UnsupportedError: config.json has an unsupported setting, or a tensor is missing, unknown or
-        has another shape; a subclass of ValueError.
-      ValueError: a file is damaged, or a change is not a setting of the model.
+      FileNotFoundError: the folder or that of the base model does not exist or has no safetensors
+        file.
+      UnsupportedError: config.json or adapter_config.json has an unsupported setting, or a tensor
+        is missing, unknown or has another shape; a subclass of ValueError.
+      ValueError: a file is damaged, a change is not a setting of the model, or `base` is given for
+        a folder without adapters.
     """
+    path = user_path(folder)
+    if has_adapters(path):
+        return _with_adapters(path.absolute(), base, new, changes)
+    if base is not None:
+        raise ValueError(
+            f"base={str(base)!r} is only for folders of adapters, but {folder} has no "
+            f"{ADAPTER_CONFIG}; leave base out, or pass the folder of the adapters"
+        )
     opened = open_folder(folder)
     row, config = _settings(opened.config, changes)
     try:
         return Pretrained(opened, row, config, new=new)
     except UnsupportedError as error:
         theirs = opened.config.get("architectures")
-        if not isinstance(theirs, list) or not theirs or row.class_name in theirs:
+        if not isinstance(theirs, list) or {row.class_name, *row.tasks} & {*theirs} or not theirs:
             raise
         raise UnsupportedError(
             f"{opened.path}: config.json has architectures={theirs}, but zerojax reads "
             f"{row.model_type} as {row.class_name}; save it as that class with transformers. "
-            f"Difference: {error}"
+            f"{new_head(row.tasks)}. Difference: {error}"
         ) from None
+
+
+def _with_adapters(
+    path: Path, base: str | Path | None, new: Sequence[str], changes: dict[str, Any]
+) -> Pretrained:
+    """Returns the base model of a PEFT folder with its adapters.
+
+    If the folder has the head of a task and the base model has none, the model gets this task, with
+    numbered labels.
+    """
+    settings = read_settings(path)
+    opened = open_folder(base_folder(settings, base))
+    kind, row = TASK_TYPES.get(settings.task_type or ""), architecture_of(opened.config)
+    own = class_in(opened.config, row.tasks)
+    if "task" not in changes and kind is not None and (own is None or row.tasks[own] != kind):
+        count = rows_of_head(settings)
+        if count is None:
+            raise UnsupportedError(
+                f"{path}: task_type={settings.task_type!r}, but neither the adapters nor the base "
+                "model have a head for it; to begin with a new one, pass "
+                f"task=zerojax.zoo.TaskConfig(kind={kind!r}, labels=...)"
+            )
+        changes = {**changes, "task": numbered_task(kind, count)}
+    row, config = _settings(opened.config, changes)
+    adapters = read_adapters(settings, opened, row, config)
+    return Pretrained(opened, row, config, new=new, adapters=adapters)
 
 
 def config_from_hugging_face(path: str | Path, **changes: Any) -> Any:
@@ -338,6 +471,9 @@ def _settings(
     """Reads (architecture, configuration) from a config.json."""
     check_unquantized(config_json)
     row = architecture_of(config_json)
+    if (task := changes.get("task")) is not None:
+        changes = {**changes, "task": (task := _task_of(task, config_json))}
+        config_json = {**config_json, "architectures": [class_of(task.kind, row.tasks)]}
     fields = {field.name for field in dataclasses.fields(row.config_class)}
     unknown = sorted(set(changes) - fields)
     if unknown:
@@ -351,10 +487,26 @@ def _settings(
     return row, dataclasses.replace(config, **changes)
 
 
+def _task_of(task: Any, config_json: Mapping[str, Any]) -> TaskConfig:
+    """Returns a task of the user, with the id of padding of a config.json if it has none.
+
+    Raises:
+      TypeError: it is not a `TaskConfig`.
+    """
+    if not isinstance(task, TaskConfig):
+        raise TypeError(
+            f"task={quoted(task)} is a {type(task).__name__}, not a task; use "
+            "task=zerojax.zoo.TaskConfig(kind=..., labels=...)"
+        )
+    if task.pad_token is not None:
+        return task
+    return dataclasses.replace(task, pad_token=read_pad_token(ConfigReading(config_json)))
+
+
 def _find_arrays(
     folder: Folder,
     row: Architecture,
-    leaves: Sequence[Leaf],
+    config: Any,
     params: Mapping[str, Any],
     new: Sequence[str],
 ) -> tuple[dict[str, StoredArray], list[str]]:
@@ -363,10 +515,12 @@ def _find_arrays(
     Raises:
       UnsupportedError: a parameter has no tensor, or a tensor belongs to no parameter.
     """
-    places, place_of = _places(folder, row), _place_of(folder, row)
+    leaves, places, place_of = row.leaves(config), _places(folder, row), _place_of(folder, row)
     stored: dict[str, StoredArray] = {}
     for leaf in leaves:
-        if place_of(leaf.tensor_of(0)) not in folder.tensors and _matches(leaf.name, new):
+        is_absent = place_of(leaf.tensor_of(0)) not in folder.tensors
+        # The files may have the head of another task.
+        if _matches(leaf.name, new) and (is_absent or leaf.name.startswith(TASK_HEAD)):
             continue
         stored[leaf.name] = StoredArray(folder, leaf, tuple(params[leaf.name].shape), place_of)
     for name in params:
@@ -377,10 +531,13 @@ def _find_arrays(
             )
     taken = {name for array in stored.values() for name in array.tensors}
     rest = sorted(name for name, place in places.items() if place not in taken)
-    copies = {places[x]: place_of(y) for x, y in _copies(leaves, row).items() if x in places}
+    has_task = getattr(config, "task", None) is not None
+    copies = {} if has_task else _copies(leaves, row)
+    has_task = has_task or class_in(folder.config, row.tasks) is not None
+    copies = {places[x]: place_of(y) for x, y in copies.items() if x in places}
     for name, original in copies.items():
         _check_copy(folder, name, original)
-    unknown = [name for name in rest if name not in copies and not _matches(name, row.ignored)]
+    unknown = [x for x in rest if x not in copies and not row.is_ignored(x, has_task=has_task)]
     if unknown:
         raise UnsupportedError(
             f"{folder.path}: {len(unknown)} tensors belong to no parameter of the model, such as "

@@ -30,6 +30,7 @@ from zerojax.zoo.hugging_face.safetensors import Tensor
 from zerojax.zoo.layers import Projection
 from zerojax.zoo.llama import LlamaConfig
 from zerojax.zoo.lora import LowRank, adapted_kernels, merged_kernel
+from zerojax.zoo.task_heads import TASK_HEAD
 
 Read = Callable[[str, int | None], np.ndarray]
 """Function (parameter name, layer or None for all layers) that returns values on the host."""
@@ -59,6 +60,7 @@ class Description:
       kept: config.json of the folder from which the model was read.
       scales: {kernel name: factor of its adapter's product}.
       source: folder from which the model was read, or None.
+      saved: names of parameters that files of adapters hold whole, such as the head of a task.
     """
 
     row: Architecture
@@ -66,10 +68,11 @@ class Description:
     kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scales: Mapping[str, float] = dataclasses.field(default_factory=dict)
     source: str | None = None
+    saved: tuple[str, ...] = ()
 
     def config_json(self, dtype: np.dtype | None = None) -> dict[str, Any]:
         """Builds config.json, with "torch_dtype" if `dtype` is not None."""
-        written = _written(self.row, self.config)
+        written = self.row.write_keys(self.config)
         # Keys that the architecture reads are written anew; other keys have no effect and are
         # copied.
         own = {*_REPLACED, *written, *self.row.keys_read(written)}
@@ -83,6 +86,7 @@ class Description:
             "config": self.config_json(),
             "scales": dict(self.scales),
             "source": self.source,
+            **({"saved": list(self.saved)} if self.saved else {}),
             **({_ROUNDING: rounding} if (rounding := self._rounding()) else {}),
         }
 
@@ -126,11 +130,12 @@ class Description:
             row=row,
             # Other keys are not checked, because the run was trained with the keys read here.
             config=row.config_class(
-                **row.read(ConfigReading(config)), **_rounding_in(values.get(_ROUNDING))
+                **row.read_fields(ConfigReading(config)), **_rounding_in(values.get(_ROUNDING))
             ),
             kept=config,
             scales=values["scales"],
             source=values["source"],
+            saved=tuple(values.get("saved", ())),
         )
 
 
@@ -177,17 +182,16 @@ def describe_model(model: Model) -> Description:
     }
     if isinstance(model, Pretrained):
         kept, source = model.folder.config, str(model.folder.path)
-        return Description(row=row, config=config, kept=kept, scales=scales, source=source)
-    return Description(row=row, config=config, scales=scales)
-
-
-def _written(row: Architecture, config: Any) -> dict[str, Any]:
-    """Builds config.json without keys copied from the original one."""
-    return {
-        "architectures": [row.class_name],
-        "model_type": row.model_type,
-        **row.write_config(config),
-    }
+        return Description(
+            row=row,
+            config=config,
+            kept=kept,
+            scales=scales,
+            source=source,
+            saved=model.saved if model.loras else (),
+        )
+    heads = [leaf.name for leaf in row.leaves(config) if leaf.name.startswith(TASK_HEAD)]
+    return Description(row=row, config=config, scales=scales, saved=tuple(heads) if scales else ())
 
 
 def _check_family(row: Architecture, config: DecoderConfig) -> None:
@@ -196,7 +200,7 @@ def _check_family(row: Architecture, config: DecoderConfig) -> None:
     Raises:
       UnsupportedError: a switch has no key in the family's config.json.
     """
-    again = row.config_class(**row.read_config(_written(row, config)))
+    again = row.config_class(**row.read_config(row.write_keys(config)))
     if config.moe.bias_rate is not None and again.moe.bias_rate is None:
         raise UnsupportedError(
             f"moe.bias_rate={config.moe.bias_rate!r} cannot be exported: {row.class_name} has no "
