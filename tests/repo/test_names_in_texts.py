@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import flax
+import flax.nnx
 import jax
 import numpy
 import optax
