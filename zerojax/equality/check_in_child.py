@@ -51,6 +51,7 @@ from zerojax.models.adapt import as_loss, as_model, evaluation_mode
 from zerojax.operators.marks import gathers_batch, takes_over_batch
 from zerojax.optim.step_sizes import StepSizes
 from zerojax.tracing.reads import line_of_read
+from zerojax.tracing.source_lines import is_of_zerojax
 
 MICROBATCHES = 2
 
@@ -280,7 +281,7 @@ class _Check:
             seen.setdefault(alike, []).append((configuration, error))
         for (first, error), *others in seen.values():
             names = "; ".join(configuration.name for configuration, _ in others)
-            deliberate = isinstance(error, ValueError | TypeError) and _is_ours(error)
+            deliberate = isinstance(error, ValueError | TypeError) and is_of_zerojax(error)
             self.reasons.append(
                 Reason(
                     "refused" if deliberate else "failed",
@@ -533,14 +534,5 @@ def _not_finite(reference: RunOutcome) -> Reason:
 
 def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    ours = isinstance(error, ValueError | TypeError) and _is_ours(error)
+    ours = isinstance(error, ValueError | TypeError) and is_of_zerojax(error)
     return text[:600] if ours else f"{type(error).__name__}: {text[:600]}"
-
-
-def _is_ours(error: Exception) -> bool:
-    """Returns whether zerojax itself raised an error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-    return name.split(".")[0] == "zerojax"

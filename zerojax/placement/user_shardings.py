@@ -24,7 +24,7 @@ from zerojax.placement.device_mesh import AXES, MODEL
 from zerojax.tracing.annotated_model import AnnotatedModel
 from zerojax.tracing.meshless import CONSTRAINTS
 from zerojax.tracing.protocol import Model
-from zerojax.tracing.source_lines import line_of_equation
+from zerojax.tracing.source_lines import is_of_zerojax, line_of_equation
 
 Found = TypeVar("Found")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -181,9 +181,9 @@ class _Shardings:
             self.lines.setdefault(line, sharding.spec)
         mesh = jax.sharding.get_abstract_mesh()
         named = any(MODEL in _names(entry) for entry in sharding.spec)
-        whole = MODEL in (self._users or sharding.mesh).axis_names and (
-            self._users is not None or sharding.mesh is not self._mesh
-        )
+        # Under a mesh with this axis, a spec that does not name it makes the array whole over it.
+        theirs = self._users or (None if sharding.mesh == self._mesh else sharding.mesh)
+        whole = theirs is not None and MODEL in theirs.axis_names
         if mesh.empty or mesh.shape.get(MODEL, 1) == 1 or not (named or whole):
             return None
         kept = P(*(MODEL if MODEL in _names(entry) else None for entry in sharding.spec))
@@ -204,8 +204,8 @@ def _names(entry: Any) -> tuple[Any, ...]:
 
 
 def is_about_meshes(error: Exception) -> bool:
-    """Returns whether an error is JAX's about a mesh or a sharding."""
-    return any(word in str(error) for word in _ABOUT_MESHES)
+    """Returns whether an error is JAX's, or a library's, about a mesh or a sharding."""
+    return not is_of_zerojax(error) and any(word in str(error) for word in _ABOUT_MESHES)
 
 
 def _is_constraint(equation: Equation) -> bool:

@@ -24,6 +24,7 @@ from zerojax.placement import device_mesh as meshes
 from zerojax.placement.table import Placement
 from zerojax.placement.user_shardings import is_about_meshes
 from zerojax.tracing import trees
+from zerojax.tracing.source_lines import is_of_zerojax
 
 Tree = Any
 
@@ -315,20 +316,14 @@ def errors_with_users_lines(batch: Tree) -> Iterator[None]:
         ) from error
     except Exception as error:
         frame = _frame_of_user(error)
-        if is_about_meshes(error) and not _is_ours(error):
+        if is_about_meshes(error):
             raise ValueError(
                 f"{frame.filename}:{frame.lineno} gives an array a sharding that cannot be "
                 f"followed: {error}; leave it out: zerojax splits rows, weights and state itself"
             ) from error
-        if not _is_ours(error):
+        if not is_of_zerojax(error):
             error.add_note(f"The loss was called as loss(model, batch) with {_described(batch)}.")
         raise
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Returns whether zerojax itself raised an error, whose message then states the remedy."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{os.sep}zerojax{os.sep}" in frames[-1].filename
 
 
 def _described(batch: Tree) -> str:

@@ -92,3 +92,9 @@ def _short(filename: str) -> str:
         return str(Path(filename).relative_to(Path.cwd()))
     except ValueError:
         return filename
+
+
+def is_of_zerojax(error: BaseException) -> bool:
+    """Returns whether zerojax itself raised an error, whose message then states the remedy."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(_OURS)
