@@ -24,6 +24,7 @@ from zerojax.schedules import Costs, Schedule
 from zerojax.schedules.drawing import draw_svg
 from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth_long, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_number, format_seconds
+from zerojax.training.metrics.heatmaps import layers_panel
 from zerojax.training.metrics.metric_files import SAMPLE, Metrics, read_metrics
 from zerojax.training.metrics.stragglers import ACTIVITIES
 
@@ -80,6 +81,7 @@ def write_report(run_dir: str | Path) -> Path:
         plan_line,
         make_charts(metrics),
         {
+            "Norms by layer": layers_panel(metrics.layers),
             "Samples": redact(_samples(metrics.events)),
             "Events": redact(_events([e for e in metrics.events if e["event"] != SAMPLE])),
             "Time by activity": _times(metrics),

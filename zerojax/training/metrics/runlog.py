@@ -259,6 +259,12 @@ class RunLog:
         self._send(step, tagged)
         self._display.update(step, report, self._seconds_left(step, now))
 
+    def write_layers(self, step: int, norms: Mapping[str, float]) -> None:
+        """Reports norms by layer, {"gradient_norm/LAYER": norm}, beside a report of a step."""
+        if self.is_enabled:
+            self._record("layers", step, norms)
+            self._send(step, norms)
+
     def write_eval(self, step: int, values: Mapping[str, Any]) -> None:
         """Reports an evaluation of the model after `step` batches."""
         if not self.is_enabled:
