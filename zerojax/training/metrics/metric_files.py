@@ -475,6 +475,19 @@ class EventWriter:
         summary = b"".join(_bytes(1, _tag(tag) + _float(2, value)) for tag, value in values.items())
         self._write(_integer(2, step) + _bytes(5, summary))
 
+    def image(self, step: int, tag: str, png: bytes, size: tuple[int, int, int]) -> None:
+        """Writes an image, and flushes.
+
+        Args:
+          step: number of the step.
+          tag: name of the image.
+          png: content of a PNG file.
+          size: height, width, and number of channels.
+        """
+        numbers = b"".join(_integer(field, value) for field, value in enumerate(size, 1))
+        value = _tag(tag) + _bytes(4, numbers + _bytes(4, png))
+        self._write(_integer(2, step) + _bytes(5, _bytes(1, value)))
+
     def close(self) -> None:
         self._file.close()
 

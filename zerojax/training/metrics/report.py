@@ -25,6 +25,7 @@ from zerojax.schedules.drawing import draw_svg
 from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth_long, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_number, format_seconds
 from zerojax.training.metrics.heatmaps import layers_panel
+from zerojax.training.metrics.images import IMAGE, images_panel
 from zerojax.training.metrics.metric_files import SAMPLE, Metrics, read_metrics
 from zerojax.training.metrics.stragglers import ACTIVITIES
 
@@ -82,8 +83,11 @@ def write_report(run_dir: str | Path) -> Path:
         make_charts(metrics),
         {
             "Norms by layer": layers_panel(metrics.layers),
+            "Images": images_panel(run_dir, metrics.events),
             "Samples": redact(_samples(metrics.events)),
-            "Events": redact(_events([e for e in metrics.events if e["event"] != SAMPLE])),
+            "Events": redact(
+                _events([e for e in metrics.events if e["event"] not in (SAMPLE, IMAGE)])
+            ),
             "Time by activity": _times(metrics),
             "Plan": _schedule(run_dir / "plan.json") + text,
             "Configuration": _settings(redact(object_in(run_dir / "config.json"))),
