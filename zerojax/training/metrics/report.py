@@ -75,7 +75,8 @@ def write_report(run_dir: str | Path) -> Path:
     plan_line, _, plan_rest = plan.partition("\n")
     last = metrics.train[-1]["step"]
     ended, lost, left_out = ending(metrics), metrics.unreadable_lines, metrics.left_out
-    text = f"<pre>{as_html(plan_rest.strip())}</pre>" if plan_rest.strip() else ""
+    plan_rest = _without_repetitions(plan_line, plan_rest)
+    text = f"<pre>{as_html(plan_rest)}</pre>" if plan_rest else ""
     return write_page(
         run_dir / FILE_NAME,
         run_dir.resolve().name,
@@ -439,6 +440,17 @@ def _newest(head: Sequence[str], rows: Sequence[Sequence[str]], count: int) -> s
 
 def _where(event: Mapping[str, Any]) -> str:
     return str(event.get("leaf") or event.get("host") or "")
+
+
+def _without_repetitions(line: str, rest: str) -> str:
+    """Returns the text of plan.txt after its first line, without repetitions.
+
+    The file has the first line again above the table, and lists most reasons below it, too.
+    """
+    lines = rest.splitlines()
+    below = {one.strip() for one in lines if one.startswith("  ")}
+    kept = [one for one in lines if one != line and one.removeprefix("- ") not in below]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
 
 
 def _settings(config: Mapping[str, Any]) -> str:
