@@ -23,6 +23,7 @@ from zerojax.step.initialization import init_state
 from zerojax.training.checkpointing import model_of
 from zerojax.training.metrics import read_metrics, write_report
 from zerojax.training.metrics.heatmaps import layers_panel
+from zerojax.training.metrics.metric_files import MetricsFile
 
 WIDTH, DEPTH = 12, 3
 TOLERANCE = 2e-6
@@ -216,6 +217,21 @@ def test_reports_of_a_run_have_the_norms_of_each_layer(tmp_path):
     page = write_report(tmp_path).read_text()
     assert "Norms by layer" in page
     assert page.count("blocks/2</span>") == 3
+
+
+def test_a_resumed_run_replaces_the_norms_of_repeated_steps(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for kind, step, norm in [
+        ("start", 0, 0.0),
+        ("layers", 1, 1.0),
+        ("layers", 3, 2.0),
+        ("start", 2, 0.0),
+        ("layers", 3, 3.0),
+    ]:
+        file.write({"kind": kind, "step": step, "gradient_norm/first": norm})
+    file.close()
+    found = [(one["step"], one["gradient_norm/first"]) for one in read_metrics(tmp_path).layers]
+    assert found == [(1, 1.0), (3, 3.0)]
 
 
 def test_a_layer_is_named_up_to_its_number():

@@ -92,7 +92,9 @@ def build_changes(plan: Decisions) -> Callable[[Arrays, Arrays], jax.Array]:
     """Builds the traced `(parameters, new parameters) -> sums of squares`, float32 [2, sums]: of
     their differences, and of the new parameters.
 
-    One collective sums all of them.
+    One collective sums all of them. XLA copies the old weights, because it would otherwise write
+    the new ones in their place before both are read (+14 % of peak memory at zero=0 for 1.3 billion
+    parameters on 8 H100, +3 % at zero=3; 2026-11-30, compiled, not run).
     """
     stored = plan.abstract_state["params"]
     specs, axes, num_rows = (

@@ -102,8 +102,8 @@ def _draw_map(title: str, unit: str, *, steps: Sequence[int], rows: Mapping[str,
     return f"""<figure{small}><figcaption><b>{title}</b> <i>{unit}</i></figcaption>
 <div class="map"><div class="names">{names}</div>
 <svg viewBox="0 0 {columns} {len(cells)}" preserveAspectRatio="none" role="img"
- aria-label="{title} by layer and step">{drawn}<path class="bad" d="{lost}"/></svg></div>
-<div class="ends"><span>step {steps[0]:,}</span><span>{steps[-1]:,}</span></div>
+ aria-label="{title} by layer and step">{drawn}<path class="bad" d="{lost}"/></svg>
+<div class="ends"><span>step {steps[0]:,}</span><span>{steps[-1]:,}</span></div></div>
 <div class="scale">{_text(low)} {swatches} {_text(high)}, log scale{red}</div></figure>
 """
 
