@@ -58,6 +58,7 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
     "batch_ramp": {"features": {"batch_ramp": BatchRampConfig(start=8, increment=8, ramp_rows=64)}},
     "layer_drop": {"features": {"layer_drop": LayerDropConfig(theta=0.5)}},
     "pruning": {"features": {"pruning": PruningConfig(groups=(GROUP,))}},
+    "log.per_layer": {"layer_norms": True},
     "precision: fp16": {"precision": "fp16"},
     "lion": {"tx": optim.lion(1e-3)},
     "lamb": {"tx": optim.lamb(1e-3)},
@@ -91,7 +92,8 @@ def combination(*parts: Mapping[str, Any]) -> Combination:
         key: {name: value for part in parts for name, value in part.get(key, {}).items()}
         for key in ("mesh", "offload", "wire", "features")
     }
-    single = {key: part[key] for part in parts for key in ("precision", "tx") if key in part}
+    of_run = ("precision", "tx", "layer_norms")
+    single = {key: part[key] for part in parts for key in of_run if key in part}
     settings = MeshConfig(**nested["mesh"], offload=nested["offload"], wire=nested["wire"])
     return Combination(
         settings=settings,
@@ -99,6 +101,7 @@ def combination(*parts: Mapping[str, Any]) -> Combination:
         precision=as_precision(single.get("precision", "bf16")),
         tx=single.get("tx", optim.adamw(1e-3)),
         features=Features.of(**nested["features"]),
+        layer_norms="layer_norms" in single,
     )
 
 

@@ -28,12 +28,13 @@ def test_each_setting_of_the_page_is_possible_alone(name):
     check_combination(combination(SETTINGS[name]))
 
 
-CHANGE_NO_STEP = {*(f"zero={n}" for n in range(4)), "precision: fp16", "lion"} | {
+CHANGE_NO_STEP = {*(f"zero={n}" for n in range(4)), "precision: fp16", "lion", "log.per_layer"} | {
     "lamb",
     "muon",
     "adam8bit",
 }
-"""Settings that a feature works with without having said so: stages, dtypes, update rules."""
+"""Settings that a feature works with without having said so: stages, dtypes, update rules, and
+reports."""
 
 
 @pytest.mark.parametrize("name", sorted({*SETTINGS} - CHANGE_NO_STEP))
@@ -65,6 +66,7 @@ def plan_together(*names):
         precision=found.precision,
         features=found.features,
         steps=20,
+        layer_norms=found.layer_norms,
     )
     return with_rungs(plan_of(inputs, found.settings))
 

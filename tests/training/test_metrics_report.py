@@ -330,7 +330,7 @@ def test_several_runs_are_compared_on_one_page(tmp_path):
     assert found["last training loss"][1] == "3.0000"
     assert found["steps"] == ["100", "100"]
     assert "seed" not in found, "settings that are the same are left out"
-    assert page.count('class="curve c1"') == page.count('class="curve c0"') >= 4
+    assert page.count('class="curve c1') == page.count('class="curve c0"') >= 4
 
 
 @pytest.mark.parametrize(
@@ -345,3 +345,28 @@ def test_runs_that_cannot_be_compared_are_refused(names, words, tmp_path):
 
 def test_the_loss_of_a_reference_model_has_its_unit():
     assert loss_unit(as_loss(None, as_model(reference_model("gpt2")))) == NATS_PER_TOKEN
+
+
+def test_a_reason_is_on_the_page_once(tmp_path):
+    make_run(tmp_path)
+    first, reason, more = "8 parameters, zero=1", "zero=1: the default", "seeds: 0 and 1"
+    text = f"{first}\n\n- {more}\n- {reason}\n\n{first}\n\nsum  3 KiB\n\nwhy\n  {reason}\n"
+    (tmp_path / "plan.txt").write_text(text)
+    page = write_report(tmp_path).read_text()
+    assert [page.count(each) for each in (first, reason, more, "sum  3 KiB")] == [1, 1, 1, 1]
+
+
+def test_a_curve_that_hides_another_is_dashed_and_said():
+    def page(second):
+        series = [
+            Series(label=label, points=[*enumerate(values, 1)], style=style)
+            for label, values, style in (("a", [1, 2, 3], "first"), ("b", second, "second"))
+        ]
+        return draw(Chart(title="t", unit="", series=series), (1, 3))
+
+    hidden = page([1, 2.001, 3])
+    assert 'class="curve second over"' in hidden
+    assert "(on the line of a)" in hidden
+    for others in ([1, 2.1, 3], [None, None, 3]):
+        assert "over" not in page(others).replace("overflow", "")
+        assert "on the line" not in page(others)

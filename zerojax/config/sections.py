@@ -366,6 +366,10 @@ class LogConfig:
     spike: float | None = 8.0
     """Threshold of loss spikes: a loss is reported as a spike if it is this many robust standard
     deviations above the median of the last 100 steps. null: no detection."""
+    per_layer: bool = False
+    """Whether each report has the norms of gradients, updates and parameters of every layer, in
+    metrics.jsonl, TensorBoard and the report of the run. The step then has one more all-reduce, and
+    keeps a copy of the old weights until they are compared with the new ones."""
     straggler: float | None = 0.2
     """Threshold of stragglers: a process is reported as a straggler if at three successive reports
     the others waited for it for more than this fraction of a step. null: no detection."""

@@ -175,6 +175,7 @@ class Translation:
             tx=with_rate(tx, as_schedule(0.0)) if isinstance(tx, OptimizerConfig) else tx,
             features=self.features,
             attention_layout=self.attention_layout,
+            layer_norms=self.log.per_layer,
         )
         return tuple(str(error) for error in find_conflicts(combination))
 

@@ -47,6 +47,7 @@ class Combination:
       features: settings of the features of the run.
       attention_layout: layout that all calls of `zerojax.attention` use; None: not known, and
         checked when the loss is traced.
+      layer_norms: as in `PlanInputs`.
     """
 
     settings: MeshConfig
@@ -55,6 +56,7 @@ class Combination:
     tx: optax.GradientTransformation
     features: Features
     attention_layout: BlockLayout | None = None
+    layer_norms: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

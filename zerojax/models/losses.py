@@ -45,6 +45,7 @@ BUILT_IN_METRICS = frozenset(
         "grad_norm",
         "kind",
         "largest_leaf",
+        "layer_sums",
         "largest_share",
         "learning_rate",
         "loss",

@@ -40,6 +40,8 @@ class GradientNorm(NamedTuple):
       largest_leaf: int32 []; number (in `leaf_names`) of the parameter whose gradient has the
         largest norm.
       largest_share: float32 []; share of this gradient in the sum of squares of all gradients.
+      sums: float32 [number of `layer_norms.layer_rows`]; sum of squares of each of these gradients.
+        None unless they were asked for.
     """
 
     norm: jax.Array
@@ -47,6 +49,7 @@ class GradientNorm(NamedTuple):
     read_finite: jax.Array
     largest_leaf: jax.Array
     largest_share: jax.Array
+    sums: jax.Array | None = None
 
 
 class ThisStep(NamedTuple):
@@ -70,7 +73,10 @@ class ThisStep(NamedTuple):
 
 
 def build_norm(
-    plan: Decisions, *, unsummed: frozenset[str] = frozenset()
+    plan: Decisions,
+    *,
+    unsummed: frozenset[str] = frozenset(),
+    rows: Mapping[str, int] | None = None,
 ) -> Callable[..., GradientNorm]:
     """Builds the traced `(gradients, scale, squares) -> GradientNorm` of gradients times `scale`.
 
@@ -87,6 +93,8 @@ def build_norm(
         one entry from each data shard. Their sum of squares is taken as the mean over devices of
         the squares of devices x gradient. It is never below the sum of squares of the summed
         gradient.
+      rows: {stack: number of its rows} of the stacks whose rows have sums of their own; the result
+        then has `sums`, one for each row and each other parameter, in the order of the state.
     """
     specs = specs_of_leaves(plan.abstract_stored["params"])
     axes = axes_of_leaves(plan.mesh, plan.abstract_stored["params"])
@@ -95,24 +103,24 @@ def build_norm(
         specs[name], axes[name] = P(PASS_AXES), shared_axes(plan.mesh, P(PASS_AXES))
     over = tuple(name for name in plan.mesh.axis_names if any(name in a for a in axes.values()))
     choice = plan.program.kernels["statistics"]
-    order, rows_of = list(specs), _named_rows(plan)
-    first_axes = {name: shared_axes(plan.mesh, P(*specs[name][:1])) for name in rows_of}
+    order, named = list(specs), _named_rows(plan)
+    num_rows = {name: len(names) for name, names in named.items()} if rows is None else dict(rows)
+    first_axes = {name: shared_axes(plan.mesh, P(*specs[name][:1])) for name in num_rows}
     first_axes |= dict.fromkeys(first_axes.keys() & unsummed, ())
 
     def local(grads: Arrays, scale: jax.Array, known: Arrays) -> GradientNorm:
         grads = {name: grad[0] if name in unsummed else grad for name, grad in grads.items()}
-        split = [name for name in grads if name in rows_of]
-        read = sums_of_squares({n: g for n, g in grads.items() if n not in rows_of}, scale, choice)
+        split = [name for name in grads if name in num_rows]
+        read = sums_of_squares({n: g for n, g in grads.items() if n not in num_rows}, scale, choice)
         for name in split:
-            number = len(rows_of[name])
-            read[name] = _squares_of_rows(grads[name], scale, first_axes[name], number)
+            read[name] = squares_of_rows(grads[name], scale, first_axes[name], num_rows[name])
         squares = {}
         for name in grads:
             copies = math.prod(plan.mesh.shape[axis] for axis in set(over) - set(axes[name]))
             squares[name] = read[name] / copies
             if name in unsummed:
                 squares[name] = squares[name] * devices
-        joined, places, total = _summed(squares, over)
+        joined, places, total = summed(squares, over)
         read_finite = jnp.isfinite(total)
         more = {name: square * scale * scale for name, square in known.items()}
         for number, (name, square) in enumerate(more.items()):
@@ -120,7 +128,15 @@ def build_norm(
             total = total + square
         joined = _joined([joined, *more.values()])
         each = joined[np.concatenate([places[name] for name in order])]
-        return describe_squares(each, total, read_finite)
+        if rows is None:
+            return describe_squares(each, total, read_finite)
+        # Rows that only this list of sums has are one parameter in the description.
+        by_name = [joined[places[name]] for name in order]
+        merged = [
+            sums if name in named or sums.size == 1 else jnp.sum(sums, keepdims=True)
+            for name, sums in zip(order, by_name, strict=True)
+        ]
+        return describe_squares(_joined(merged), total, read_finite)._replace(sums=each)
 
     def norm(grads: Arrays, scale: jax.Array, squares: Arrays | None = None) -> GradientNorm:
         squares = squares or {}
@@ -134,7 +150,7 @@ def build_norm(
     return norm
 
 
-def _summed(
+def summed(
     squares: Arrays, over: tuple[str, ...]
 ) -> tuple[jax.Array, dict[str, np.ndarray], jax.Array]:
     """Sums squares over mesh axes.
@@ -167,7 +183,7 @@ def _joined(squares: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([square.reshape(-1) for square in squares])
 
 
-def _squares_of_rows(
+def squares_of_rows(
     grad: jax.Array, scale: jax.Array, split_over: tuple[str, ...], num_rows: int
 ) -> jax.Array:
     """Returns the sum of squares of each row of a stack's gradient: float32 [num_rows].

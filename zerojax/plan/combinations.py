@@ -28,7 +28,7 @@ from zerojax.placement.frozen_codes import check_codes
 from zerojax.plan.context_split import check_context, check_layout
 from zerojax.plan.gradient_wire import check_gradient_wire
 from zerojax.plan.layer_tiles import check_tiles
-from zerojax.plan.refusals import check_elementwise, check_equal_bits
+from zerojax.plan.refusals import check_elementwise, check_equal_bits, check_layer_norms
 from zerojax.plan.secondary_shards import check_secondary
 from zerojax.plan.table_lookups import check_lookup
 from zerojax.plan.weight_wire import check_weight_wire
@@ -63,6 +63,7 @@ _CHECKS: tuple[Callable[[Combination], object], ...] = (
     lambda c: check_tiles(c.settings, c.mesh),
     lambda c: check_equal_bits(c.settings, c.mesh, c.precision),
     lambda c: check_unroll(c.settings),
+    lambda c: c.layer_norms and check_layer_norms(c.settings, c.tx),
 )
 
 

@@ -61,6 +61,7 @@ class PlanInputs:
         as inputs, if it can, so that runs that differ only in these run the same program.
       step_sizes: rows and tokens of the run's steps, if `example_batch` is a step of one compiled
         size only; None: they follow from the batch and the features.
+      layer_norms: whether the step computes the norms of each layer (`passes.layer_norms`).
       axis_rules: table of Flax's `logical_axis_rules` context in which the inputs were made.
       users_mesh: mesh that the user had set (`jax.set_mesh`) when the inputs were made; None: none.
       reasons: sentences about the defaults that were chosen before planning; they become part of
@@ -83,6 +84,7 @@ class PlanInputs:
     features: Features = dataclasses.field(default_factory=Features)
     step_sizes: StepSizes | None = None
     numbers_are_inputs: bool = False
+    layer_norms: bool = False
     axis_rules: AxisRules | None = dataclasses.field(default_factory=rules_in_context)
     users_mesh: AbstractMesh | None = dataclasses.field(default_factory=users_mesh)
     reasons: tuple[str, ...] = ()

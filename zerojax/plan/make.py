@@ -535,6 +535,7 @@ def _resolve(
         precision=precision,
         tx=optimizer.tx,
         features=inputs.features,
+        layer_norms=inputs.layer_norms,
     )
     check_combination(combination)
     check_lazy_reads(precision, reads_lazily=internal.reads_lazily)

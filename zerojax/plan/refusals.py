@@ -19,6 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.config.batch_division import BatchDivision
+from zerojax.config.mesh import DEVICE
+from zerojax.optim import one_bit_of
 from zerojax.optim.precision import Precision
 from zerojax.placement import device_mesh as meshes
 from zerojax.placement.table import Placement
@@ -210,6 +212,30 @@ def check_elementwise(settings: MeshConfig, tx: Any) -> None:
         "a shard, and shards "
         "differ between meshes; use zerojax.adamw, lion or sgd"
     )
+
+
+def check_layer_norms(settings: MeshConfig, tx: Any) -> None:
+    """Raises if the step cannot compute norms of layers (`log.per_layer`), because it does not have
+    all gradients, or all weights before and after the update.
+
+    Raises:
+      ValueError: the message states the other setting.
+    """
+    offload = settings.offload
+    others = {
+        f"deterministic={settings.deterministic}": settings.deterministic is not None
+        and "its sums of squares are in an order of their own",
+        f"offload.params={offload.params}": offload.params != DEVICE
+        and "weights are not in device memory",
+        f"offload.opt_state={offload.opt_state}": offload.opt_state != DEVICE
+        and "float32 weights are not in device memory",
+        "1-bit Adam": one_bit_of(tx) is not None and "its gradients are not summed over devices",
+    }
+    for other, why in others.items():
+        if why:
+            raise ValueError(
+                f"log.per_layer=True with {other} is not supported: {why}; leave one of them out"
+            )
 
 
 def check_trained(placement: Placement) -> None:

@@ -41,7 +41,8 @@ from zerojax.offload.sliced_update import build_offload_update
 from zerojax.offload.streaming_update import build_updating_gradients
 from zerojax.operators.attention_choice import attention_measured
 from zerojax.optim import loss_scale, one_bit_of
-from zerojax.passes.update import ThisStep, build_norm, build_update
+from zerojax.passes.layer_norms import build_changes, layer_stacks
+from zerojax.passes.update import GradientNorm, ThisStep, build_norm, build_update
 from zerojax.pipeline import pipeline_passes
 from zerojax.placement.kept_parts import copies_key
 from zerojax.placement.state import KEPT_PARTS, TrainState, feature_parts, step_key
@@ -87,6 +88,9 @@ def build_step(plan: Plan) -> Any:
       - "num_skipped": int32, number of skipped steps of the run so far.
       - with a loss scale: "loss_scale" (float32, the scale of this step) and "at_floor" (bool: this
         step overflowed although the scale could not be lower).
+      - with `PlanInputs.layer_norms`, which `log.per_layer` sets: "layer_sums", float32 [3, sums]:
+        sums of squares, from which `zerojax.passes.layer_norms.norms_of_layers` computes the norms
+        of each layer.
       - the loss's own metrics under their names: float32, the mean over the global batch; NaN where
         the weight is 0.
 
@@ -95,7 +99,8 @@ def build_step(plan: Plan) -> Any:
     """
     require_plan(plan, "build_step")
     _keep_memory(plan)
-    norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan)
+    rows = layer_stacks(plan) if plan.inputs.layer_norms else None
+    norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan, rows=rows)
     step = _jitted_step(plan, _build_gradients(plan), norm, _build_update(plan))
     if one_bit_of(plan.tx) is None:
         return step
@@ -125,6 +130,7 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
     on_disk = plan.offload is not None and bool(plan.offload.on_disk)
     in_backward = _updates_in_backward(plan)
     paged = _reads_pages(plan)
+    changes = build_changes(plan) if plan.inputs.layer_norms else None
 
     measured = {kind: choice.implementation for kind, choice in plan.program.kernels.items()}
 
@@ -162,17 +168,10 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         if plan.offload is not None:
             new_state |= {"masters": updated["masters"], "disk": state["disk"]}
         new_state = _with_optional_parts(plan, new_state, state, updated)
-        metrics = {
-            "loss": loss,
-            "weight": sums["weight"],
-            "grad_norm": grad_norm,
-            "bad_leaf": read.bad_leaf,
-            "largest_leaf": read.largest_leaf,
-            "largest_share": read.largest_share,
-            "skipped": skipped,
-            "num_skipped": new_state["skipped"],
-        }
-        metrics |= own_means(sums)
+        metrics = _metrics_of(loss, sums, read, skipped, new_state["skipped"])
+        if changes is not None:
+            rest = changes(state["params"], new_state["params"])
+            metrics["layer_sums"] = jnp.concatenate([read.sums[None], rest])
         if scaling is not None:
             new_state["loss_scale"], at_floor = loss_scale.update(
                 scaling, state["loss_scale"], finite
@@ -199,6 +198,23 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
     return LiveStateOnly(
         plan.mesh, StepWithNumbers(plan, jitted) if takes_numbers(plan) else jitted
     )
+
+
+def _metrics_of(
+    loss: jax.Array, sums: Metrics, read: GradientNorm, skipped: jax.Array, num_skipped: jax.Array
+) -> Metrics:
+    """Returns the metrics that each step has, and those of the loss."""
+    metrics = {
+        "loss": loss,
+        "weight": sums["weight"],
+        "grad_norm": read.norm,
+        "bad_leaf": read.bad_leaf,
+        "largest_leaf": read.largest_leaf,
+        "largest_share": read.largest_share,
+        "skipped": skipped,
+        "num_skipped": num_skipped,
+    }
+    return metrics | own_means(sums)
 
 
 def _with_optional_parts(

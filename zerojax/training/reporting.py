@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.hardware import compile_client
 from zerojax.optim import Schedule
+from zerojax.passes.layer_norms import layer_rows, norms_of_layers
 from zerojax.passes.update import leaf_names
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
@@ -27,7 +28,7 @@ from zerojax.training.process_times import LoopClock
 
 Metrics = dict[str, Any]
 """Metrics of a report. All are numbers, except "bad_leaf" and "largest_leaf", which are names of
-parameters."""
+parameters. With `log.per_layer` it has the norms of each layer, as in "gradient_norm/blocks/3"."""
 
 MAX_STEPS_UNDER_WAY = 16
 """Maximum number of steps that are dispatched and not finished. It is enough to hide the host's
@@ -77,6 +78,7 @@ class Reports:
         self._held: tuple[int, Mapping[str, Any]] | None = None
         self._rate: tuple[Any, Callable[..., jax.Array] | None] | None = None
         self._host_schedule: Schedule | None = None
+        self._layer_rows: tuple[Plan, list[str]] | None = None
         self._reported: int | None = None
         self._under_way: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._unseen: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
@@ -245,6 +247,7 @@ class Reports:
         self._held, self._reported = None, step
         with self._clock.during(STEP):
             values = _read(step, metrics)
+        layers = self._norms_of_layers(plan, metrics)
         self._finished(step)
         while log is not None and self._unseen and self._unseen[0][0] <= step:
             self._look(plan, log)
@@ -257,10 +260,27 @@ class Reports:
             numbers = {name: values[name] for name in shown if name in values}
             spent, times = self._clock.take()
             log.write(step, {**numbers, "skipped": self._skipped}, spent)
+            if layers:
+                log.write_layers(step, layers)
             if jax.process_count() > 1:
                 self._write_processes(self._clock.gather(plan.mesh, step, times), log)
         self._check_finite(plan, values, self._skipped - before, log, params or {})
-        return values
+        return values | layers
+
+    def _norms_of_layers(self, plan: Plan, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Returns {"gradient_norm/LAYER", "update_norm/LAYER", "parameter_norm/LAYER": norm} of a
+        step's metrics; {} if the run does not record them.
+        """
+        if "layer_sums" not in metrics:
+            return {}
+        if self._layer_rows is None or self._layer_rows[0] is not plan:
+            self._layer_rows = plan, layer_rows(plan)
+        found = norms_of_layers(self._layer_rows[1], np.asarray(metrics["layer_sums"]))
+        return {
+            f"{kind}_norm/{layer}": norm
+            for kind, norms in found.items()
+            for layer, norm in norms.items()
+        }
 
     def nothing_trained(self, plan: Plan, steps: int, log: RunLog | None) -> None:
         """Raises if all steps of a run were skipped, unless its loss scale is dynamic.
@@ -320,7 +340,8 @@ def _needs_no_device(schedule: Schedule) -> bool:
 def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
     for array in metrics.values():
         array.copy_to_host_async()
-    return {"step": step} | {name: float(np.asarray(array)) for name, array in metrics.items()}
+    numbers = {name: array for name, array in metrics.items() if not array.ndim}
+    return {"step": step} | {name: float(np.asarray(array)) for name, array in numbers.items()}
 
 
 def with_names(plan: Plan, values: Metrics) -> Metrics:

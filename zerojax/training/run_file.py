@@ -365,6 +365,7 @@ def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | N
         freeze=(*config.freeze, *adapters_freeze(config.model, model)),
         steps=config.steps,
         features=Features.found_in(config),
+        layer_norms=config.log.per_layer,
         reasons=tuple(why_precision),
     )
 

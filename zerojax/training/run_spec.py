@@ -113,13 +113,16 @@ def plan_run(spec: RunSpec, mesh: Any = None) -> Plan:
 def plan_untuned(spec: RunSpec, mesh: Any = None) -> Plan:
     """Returns the plan of a run before anything is measured; arguments as of `plan_run`."""
     mesh = with_disk_folder(spec.mesh if mesh is None else mesh, spec.offload_folder)
+    inputs = spec.inputs
+    if spec.log is not None and spec.log.per_layer:
+        inputs = dataclasses.replace(inputs, layer_norms=True)
     if isinstance(mesh, Mesh) or not as_mesh_config(mesh).offload.auto:
-        return plan_of(spec.inputs, mesh, **spec.mesh_options)
+        return plan_of(inputs, mesh, **spec.mesh_options)
     settings = as_mesh_config(mesh)
 
     def make(offload: OffloadConfig) -> Plan:
         changed = dataclasses.replace(settings, offload=offload)
-        return plan_of(spec.inputs, changed, **spec.mesh_options)
+        return plan_of(inputs, changed, **spec.mesh_options)
 
     is_quiet = spec.log is not None and spec.log.console == "quiet"
     return plan_choosing_offload(

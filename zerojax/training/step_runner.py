@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -285,6 +286,31 @@ class StepRunner:
         """Writes a line to the run's log; does nothing outside of the training loop."""
         if self._log is not None:
             self._log.message(text)
+
+    def log_image(self, name: str, image: Any, *, step: int | None = None) -> Path | None:
+        """Writes an image into the run's TensorBoard file and, as PNG, into its folder and report.
+
+        Call it in a callback, in every process or in process 0 alone; only process 0 writes.
+
+        Args:
+          name: name of the image, such as "samples"; later steps have the same name.
+          image: array on the host or on the devices, [height, width] or [height, width, channels]
+            with 1, 3 or 4 channels; uint8, or floats, which are clipped to [0, 1].
+          step: number of the step; None: number of batches consumed, `num_steps`.
+
+        Returns:
+          Path of the PNG file; None if the run has no folder, or in another process.
+
+        Raises:
+          RuntimeError: the run has no open log, because it is not training.
+          ValueError: the name, the shape or the dtype is invalid.
+        """
+        if self._log is None:
+            raise RuntimeError(
+                f"log_image({name!r}) needs the log of a run that is training; call it in a "
+                "callback, for example in on_evaluation(trainer, metrics)"
+            )
+        return self._log.write_image(self.num_steps if step is None else step, name, image)
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -17,6 +17,9 @@ FEW_POINTS = 12
 
 SMOOTHED_FROM = 40
 """Minimum number of points of a curve that is smoothed."""
+LINE_WIDTH = 8
+"""Width of a curve, in units of the box; curves that are nearer to each other coincide."""
+
 UNLISTED = ("faint", "dim")
 """Styles of curves that are not in the legend."""
 
@@ -143,14 +146,19 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
     )
     lost_steps = sorted({step for s in shown for step, value in s.points if value is None})
     lost = "".join(f"M{x(step):.1f} 0v{BOX // 25}" for step in lost_steps)
+    listed = [series for series in shown if series.style not in UNLISTED]
+    same = {
+        series.label: next((one.label for one in listed[:i] if _coincide(one, series, y)), None)
+        for i, series in enumerate(listed)
+    }
+    dashed = {label for label, other in same.items() if other is not None}
     curves = "".join(
-        f'<path class="curve {series.style}" d="{_path(series.points, x, y)}"/>'
+        f'<path class="curve {series.style}{" over" * (series.label in dashed)}"'
+        f' d="{_path(series.points, x, y)}"/>'
         f'<path class="dots {series.style}" d="{_dots(series.points, x, y)}"/>'
         for series in shown
     )
-    legend = "".join(
-        _legend_entry(chart, series) for series in shown if series.style not in UNLISTED
-    )
+    legend = "".join(_legend_entry(chart, series, same[series.label]) for series in listed)
     notes = [chart.unit, "log scale" if log else "", "red: not finite" if lost else ""]
     return f"""<figure class="chart{" wide" if chart.wide else ""}">
 <figcaption><b>{as_html(chart.title)}</b> <i>{as_html(", ".join(filter(None, notes)))}</i>
@@ -163,6 +171,16 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
 <div class="axis">{as_html(chart.axis)}</div></div>
 </figure>
 """
+
+
+def _coincide(one: Series, other: Series, y: Callable[[float], float]) -> bool:
+    """Returns whether two curves cannot be told apart, so that the later one hides the other."""
+    first = {step: value for step, value in one.points if value is not None}
+    second = {step: value for step, value in other.points if value is not None}
+    common = first.keys() & second.keys()
+    if len(common) < 2 or 2 * len(common) < min(len(first), len(second)):
+        return False
+    return all(abs(y(first[step]) - y(second[step])) < LINE_WIDTH for step in common)
 
 
 def _value_axis(chart: Chart, shown: Sequence[Series]) -> tuple[float, float, bool]:
@@ -207,10 +225,12 @@ def _dots(points: Points, x: Callable[[float], float], y: Callable[[float], floa
     )
 
 
-def _legend_entry(chart: Chart, series: Series) -> str:
+def _legend_entry(chart: Chart, series: Series, same: str | None) -> str:
+    """Returns the entry of a curve; `same` is the label of the curve that it lies on."""
     last = next(value for _, value in reversed(series.points) if value is not None)
     label = as_html(series.label)
+    note = "" if same is None else f" (on the line of {as_html(same)})"
     return (
         f'<span class="entry {series.style}"><span class="swatch"></span>{label} '
-        f'<output data-series="{label}">{as_html(chart.text(last))}</output></span>'
+        f'<output data-series="{label}">{as_html(chart.text(last))}</output>{note}</span>'
     )

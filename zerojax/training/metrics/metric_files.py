@@ -9,6 +9,7 @@ tensorflow/core/util/event.proto and tensorflow/core/framework/summary.proto.
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 import json
@@ -32,7 +33,7 @@ FILE_NAME = "metrics.jsonl"
 OVERTAKEN = ("train", "eval")
 SAMPLE = "sample"
 """Name of the events that hold a text of the current weights."""
-KINDS = ("start", "train", "eval", "event", "processes", "end")
+KINDS = ("start", "train", "eval", "event", "processes", "layers", "end")
 TEXTS = (
     *("event", "text", "leaf", "host", "error", "device_kind", "loss_unit", "memory_source"),
     *("prompt", "sample"),
@@ -45,9 +46,10 @@ read, and only lines that begin as `MetricsFile` writes them are records."""
 MAX_LINE = 4 << 20
 """Maximum bytes of a line; a longer one is not read."""
 _MAX_INTEGER = 10**100
-_REPORTS = ("train", "processes")
+_REPORTS = ("train", "processes", "layers")
 _OWN_LINE = re.compile(
-    rb'\n(\{"kind": "(start|train|eval|event|processes|end)", "step": (\d{1,18}),[^\n]*+(?<=}))'
+    rb'\n(\{"kind": "(start|train|eval|event|processes|layers|end)", '
+    rb'"step": (\d{1,18}),[^\n]*+(?<=}))'
 )
 """A line as `MetricsFile` writes it, with the end of the line before it."""
 _NAMES = {kind.encode(): kind for kind in KINDS}
@@ -76,6 +78,9 @@ class Metrics:
     """One record per start that ended regularly: seconds by activity after the last report."""
     unreadable_lines: int
     """Number of incomplete lines, which killed processes left."""
+    layers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """One record per report with `log.per_layer`: norms by layer, as in
+    "gradient_norm/blocks/3"."""
     left_out: int = 0
     """Number of records that were not read, because the file is large."""
 
@@ -181,7 +186,7 @@ def read_metrics(run_dir: str | Path) -> Metrics:
                 kept[other].drop(step if kind == other else step + 1)
         elif kind == "start":
             # Records of later steps before this line belong to an abandoned attempt.
-            for other in ("event", "processes"):
+            for other in ("event", "processes", "layers"):
                 kept[other].drop(step + 1)
         kept[kind].add(step, number, line)
     found = {kind: one.finish(path) for kind, one in kept.items()}
@@ -192,6 +197,7 @@ def read_metrics(run_dir: str | Path) -> Metrics:
         events=found["event"],
         processes=found["processes"],
         ends=found["end"],
+        layers=found["layers"],
         unreadable_lines=unreadable + sum(one.unreadable for one in kept.values()),
         left_out=sum(one.left_out for one in kept.values()),
     )
@@ -468,6 +474,19 @@ class EventWriter:
         """Writes one number for each tag, such as {"train/loss": 3.2}, and flushes."""
         summary = b"".join(_bytes(1, _tag(tag) + _float(2, value)) for tag, value in values.items())
         self._write(_integer(2, step) + _bytes(5, summary))
+
+    def image(self, step: int, tag: str, png: bytes, size: tuple[int, int, int]) -> None:
+        """Writes an image, and flushes.
+
+        Args:
+          step: number of the step.
+          tag: name of the image.
+          png: content of a PNG file.
+          size: height, width, and number of channels.
+        """
+        numbers = b"".join(_integer(field, value) for field, value in enumerate(size, 1))
+        value = _tag(tag) + _bytes(4, numbers + _bytes(4, png))
+        self._write(_integer(2, step) + _bytes(5, _bytes(1, value)))
 
     def close(self) -> None:
         self._file.close()

@@ -24,6 +24,8 @@ from zerojax.schedules import Costs, Schedule
 from zerojax.schedules.drawing import draw_svg
 from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth_long, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_number, format_seconds
+from zerojax.training.metrics.heatmaps import layers_panel
+from zerojax.training.metrics.images import IMAGE, images_panel
 from zerojax.training.metrics.metric_files import SAMPLE, Metrics, read_metrics
 from zerojax.training.metrics.stragglers import ACTIVITIES
 
@@ -73,15 +75,20 @@ def write_report(run_dir: str | Path) -> Path:
     plan_line, _, plan_rest = plan.partition("\n")
     last = metrics.train[-1]["step"]
     ended, lost, left_out = ending(metrics), metrics.unreadable_lines, metrics.left_out
-    text = f"<pre>{as_html(plan_rest.strip())}</pre>" if plan_rest.strip() else ""
+    plan_rest = _without_repetitions(plan_line, plan_rest)
+    text = f"<pre>{as_html(plan_rest)}</pre>" if plan_rest else ""
     return write_page(
         run_dir / FILE_NAME,
         run_dir.resolve().name,
         plan_line,
         make_charts(metrics),
         {
+            "Norms by layer": layers_panel(metrics.layers),
+            "Images": images_panel(run_dir, metrics.events),
             "Samples": redact(_samples(metrics.events)),
-            "Events": redact(_events([e for e in metrics.events if e["event"] != SAMPLE])),
+            "Events": redact(
+                _events([e for e in metrics.events if e["event"] not in (SAMPLE, IMAGE)])
+            ),
             "Time by activity": _times(metrics),
             "Plan": _schedule(run_dir / "plan.json") + text,
             "Configuration": _settings(redact(object_in(run_dir / "config.json"))),
@@ -433,6 +440,17 @@ def _newest(head: Sequence[str], rows: Sequence[Sequence[str]], count: int) -> s
 
 def _where(event: Mapping[str, Any]) -> str:
     return str(event.get("leaf") or event.get("host") or "")
+
+
+def _without_repetitions(line: str, rest: str) -> str:
+    """Returns the text of plan.txt after its first line, without repetitions.
+
+    The file has the first line again above the table, and lists most reasons below it, too.
+    """
+    lines = rest.splitlines()
+    below = {one.strip() for one in lines if one.startswith("  ")}
+    kept = [one for one in lines if one != line and one.removeprefix("- ") not in below]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
 
 
 def _settings(config: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from zerojax.hardware.gpus import gpu_of_device
 from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import open_appending, open_to_everybody, replace_text
 from zerojax.training.metrics import console
+from zerojax.training.metrics.images import IMAGE, as_pixels, encode_png, image_file
 from zerojax.training.metrics.loss_spikes import SpikeDetector
 from zerojax.training.metrics.metric_files import (
     FILE_NAME,
@@ -126,6 +127,7 @@ class RunLog:
         self._untimed = 0.0
         self._last_memory, self._memory_until = dict[str, Any](), -math.inf
         self._kept: dict[str, str] = {}
+        self._clipped: set[str] = set()
         self._identity: tuple[int, int] | None = None
 
     def start(
@@ -259,6 +261,46 @@ class RunLog:
         self._send(step, tagged)
         self._display.update(step, report, self._seconds_left(step, now))
 
+    def write_layers(self, step: int, norms: Mapping[str, float]) -> None:
+        """Reports norms by layer, {"gradient_norm/LAYER": norm}, beside a report of a step."""
+        if self.is_enabled:
+            self._record("layers", step, norms)
+            self._send(step, norms)
+
+    def write_image(self, step: int, name: str, image: Any) -> Path | None:
+        """Writes an image into `images` of the run folder, and into the TensorBoard file.
+
+        Args:
+          step: number of the step.
+          name: name of the image, its tag in TensorBoard.
+          image: [height, width] or [height, width, 1, 3 or 4]; uint8, or floats in [0, 1].
+
+        Returns:
+          The PNG file; None if this process writes no files, or could not write this one.
+
+        Raises:
+          ValueError: the name, the shape or the dtype is invalid.
+        """
+        file, (pixels, note) = image_file(name, step), as_pixels(name, image)
+        if not self.is_enabled or self.run_dir is None:
+            return None
+        if note is not None and name not in self._clipped:
+            self._clipped.add(name)
+            self._display.message(f"warning: step {step}: {note}")
+        png, path = encode_png(pixels), self.run_dir / file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png)
+        except OSError as error:
+            self._display.message(f"warning: cannot write {path} ({error.strerror})")
+            return None
+        height, width, channels = pixels.shape
+        self._to_tensorboard(
+            lambda events: events.image(step, name, png, (height, width, channels))
+        )
+        self.event(IMAGE, step, f"image {name!r} in {file}", say=False, image=name)
+        return path
+
     def write_eval(self, step: int, values: Mapping[str, Any]) -> None:
         """Reports an evaluation of the model after `step` batches."""
         if not self.is_enabled:
@@ -285,7 +327,7 @@ class RunLog:
 
         Args:
           kind: "loss_spike", "not_finite", "not_reported", "slow_process", "fast_again", "epoch",
-            "sequence_length", "sample", "failed" or "interrupted".
+            "sequence_length", "sample", "image", "failed" or "interrupted".
           step: number of the step.
           text: the line to print.
           say: True: print the line.
@@ -415,14 +457,17 @@ class RunLog:
             self._file = None
 
     def _send(self, step: int, tagged: Mapping[str, float]) -> None:
+        self._to_tensorboard(lambda events: events.scalars(step, tagged))
+        if self._wandb is not None:
+            self._wandb.log(dict(tagged), step=step)
+
+    def _to_tensorboard(self, write: Callable[[EventWriter], object]) -> None:
         try:
             if self._events is not None:
-                self._events.scalars(step, tagged)
+                write(self._events)
         except OSError as error:
             self._give_up(self._events, "the TensorBoard file", error)
             self._events = None
-        if self._wandb is not None:
-            self._wandb.log(dict(tagged), step=step)
 
     def _give_up(self, writer: MetricsFile | EventWriter | None, what: str, error: OSError) -> None:
         """Stops writing a file after an error such as a full disk, and warns once.
