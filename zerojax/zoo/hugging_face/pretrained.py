@@ -378,6 +378,7 @@ def _find_arrays(
     taken = {name for array in stored.values() for name in array.tensors}
     rest = sorted(name for name, place in places.items() if place not in taken)
     copies = {places[x]: place_of(y) for x, y in _copies(leaves, row).items() if x in places}
+    copies = {name: original for name, original in copies.items() if original in folder.tensors}
     for name, original in copies.items():
         _check_copy(folder, name, original)
     unknown = [name for name in rest if name not in copies and not _matches(name, row.ignored)]
