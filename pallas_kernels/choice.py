@@ -103,16 +103,23 @@ def missing() -> str | None:
     return f"the kernels need jax >= {needed} (so Python >= 3.12) and this is jax {jax.__version__}"
 
 
-def choose_for_others(impl: Impl, *, kernel: str, option: str = "impl") -> Choice:
-    """Chooses like `choose`, but for GPUs of another machine: a requested kernel needs only the
-    installed JAX. "auto" is decided for the devices of this machine.
+def choose_for_others(
+    impl: Impl, *, kernel: str, device: Any | None, option: str = "impl"
+) -> Choice:
+    """Chooses like `choose`, but for devices of another machine: a requested kernel needs only the
+    installed JAX.
+
+    Args:
+      impl, kernel, option: arguments of `choose`.
+      device: one of the devices, with `platform`, `device_kind` and `compute_capability` (None:
+        not known); None: its kind is not known. For what is not known "auto" is the reference.
 
     Raises:
       KernelUnavailable: "mosaic_gpu" or "interpret" is requested, and the installed JAX cannot
         build kernels.
     """
     if impl != "mosaic_gpu":
-        return choose(impl, kernel=kernel, option=option)
+        return choose(impl, kernel=kernel, devices=[device], option=option)
     _refuse(f"{option}={impl!r}", kernel, missing())
     return Choice("mosaic_gpu", "asked for, on devices that this machine does not have")
 
@@ -129,9 +136,14 @@ def _why_not_these(devices: Sequence[Any]) -> str | None:
     if not devices:
         return "there is no device: devices is empty"
     device = devices[0]
+    if device is None:
+        return "the kind of the devices is not known"
     if device.platform not in ("cuda", "gpu"):
         return f"the kernels need an NVIDIA GPU and the devices are of platform {device.platform!r}"
-    capability = str(getattr(device, "compute_capability", ""))
+    capability = getattr(device, "compute_capability", "")
+    if capability is None:
+        return f"the compute capability of {device.device_kind} is not known"
+    capability = str(capability)
     if not re.fullmatch(r"\d+(\.\d+)?", capability):
         return f"the kernels need an NVIDIA GPU and this is a {device.device_kind}"
     if float(capability) < MIN_COMPUTE_CAPABILITY:

@@ -309,7 +309,7 @@ def _store_rows(source: Any, target: Any, top: Any, first: Any, last: Any) -> No
     from jax.experimental import pallas as pl
 
     plgpu = _plgpu()
-    size, row = source.shape[0], first
+    size, row = 1 << (source.shape[0].bit_length() - 1), first  # largest power of two of the rows
     while size:
 
         @pl.when(lax.rem(lax.div(last - first, jnp.int32(size)), jnp.int32(2)) == 1)

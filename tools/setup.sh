@@ -94,6 +94,10 @@ pip_install() {
 
 install() {
   if is_installed; then return; fi
+  if [ -L "${venv%/}" ]; then
+    say "$venv is a symbolic link, whose target would be replaced; remove the link, or name another folder: VENV=.venv-own make ..."
+    exit 1
+  fi
   if ! is_usable; then
     [ ! -f "$stamp" ] || say "$venv was made with other versions of packages, or elsewhere: it is made anew"
     log=$(mktemp)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from zerojax.cli import main
 from zerojax.data import Tokens, as_source, open_tokens, read_text, verify_tokens
 from zerojax.data import preparation as writing
 from zerojax.data.preparation import prepare
@@ -76,7 +77,7 @@ def test_prepare_and_open_give_the_same_tokens_as_encoding_in_memory(tmp_path: P
     verify_tokens(tmp_path / "out" / "validation.bin")
 
 
-def test_what_is_no_text_is_left_out_and_counted(tmp_path: Path):
+def test_what_is_no_text_is_left_out_and_counted(tmp_path: Path, capsys):
     folder = tmp_path / "texts"
     folder.mkdir()
     for name, content in {
@@ -90,6 +91,8 @@ def test_what_is_no_text_is_left_out_and_counted(tmp_path: Path):
     made = prepare(folder, tmp_path / "out")
     assert (made.num_documents, made.num_train_tokens) == (1, 3)
     assert sorted(made.left_out) == ["", ".csv"]
+    assert main(["data", "prepare", str(folder), str(tmp_path / "again")]) == 0
+    assert ": 2 (.csv, without an ending)" in capsys.readouterr().out
 
 
 def test_opening_reads_nothing_of_the_file(tmp_path: Path):

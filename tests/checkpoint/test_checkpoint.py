@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import equal_trees
-from zerojax.checkpoint import Checkpointer, CheckpointError, Retention, metadata
+from zerojax.checkpoint import Checkpointer, CheckpointError, Retention, agreement, metadata
 from zerojax.checkpoint.errors import DiskFullError, is_disk_full, reason
 from zerojax.checkpoint.metadata import check_same_arrays
 
@@ -529,3 +529,11 @@ def test_reason_finds_the_true_cause() -> None:
     assert len(reason(ValueError("x" * 9999))) < 300
     assert reason(CheckpointError("x " * 500 + "use y")).endswith("use y")
     assert not is_disk_full(outer)
+
+
+@pytest.mark.parametrize("number", [-1, 7, 2**31, 2**48])
+def test_processes_agree_on_large_numbers_of_steps(number, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    sent = lambda x: np.asarray(jnp.asarray(x))  # noqa: E731  (as a collective, in JAX's dtypes)
+    monkeypatch.setattr(agreement.multihost_utils, "broadcast_one_to_all", sent)
+    assert agreement.from_process_0(number) == number

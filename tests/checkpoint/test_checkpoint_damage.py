@@ -300,6 +300,15 @@ def test_a_checkpoint_of_the_first_format_restores_unchecked(run: Path) -> None:
     assert_is_step(restore_with_warning(run, "is missing; step 2"), 2)
 
 
+def test_only_files_that_were_compared_are_counted(run: Path) -> None:
+    whole = Checkpointer(run).verify(3)
+    short = largest(run / "3")
+    size = short.stat().st_size
+    os.truncate(short, size - 1)
+    found = Checkpointer(run).verify(3)
+    assert (found.num_files, found.num_bytes) == (whole.num_files - 1, whole.num_bytes - size)
+
+
 def test_fingerprints_can_be_switched_off(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, fingerprints=False) as checkpointer:
         checkpointer.save(1, state_of(1), **ABOUT)

@@ -260,6 +260,17 @@ def test_the_rate_and_the_profile_of_a_script_are_those_of_its_call(tmp_path, mo
     assert not (tmp_path / "runs").exists(), "nothing of the script's own run is written"
 
 
+def test_the_profile_of_a_script_leaves_its_files_of_offload_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    offload = {"opt_state": "nvme", "folder": "disk", "min_elements": 1}
+    path = write(tmp_path, CONFIGURED, {"zero": 1, "offload": offload})
+    mine = tmp_path / "disk" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    assert main(["profile", path, "--steps", "2", "--no-save"]) == 0
+    assert list(mine.parent.iterdir()) == [mine]
+
+
 WHY_NOT = {
     "lr-test": (TRAIN, [], "optimizer=zerojax.OptimizerConfig(...)"),
     "sweep": (CONFIGURED, [], "CONFIG.yaml"),

@@ -14,6 +14,7 @@ from tests.support.hugging_face_folders import write_folder
 from tests.support.process_groups import run_group
 from tests.support.recorded_deepspeed import CONFIG
 from zerojax.cli import main
+from zerojax.equality import deepspeed_compare
 from zerojax.equality.deepspeed_compare import (
     DeepSpeedComparison,
     TensorDifference,
@@ -90,3 +91,15 @@ def test_a_python_without_deepspeed_is_named_with_the_remedy(tmp_path, capsys) -
         compare_with_deepspeed(config, model, processes=8, python=sys.executable)
     assert main(["deepspeed", "compare", str(config), "--model", str(model), "--steps", "0"]) == 2
     assert "--steps" in capsys.readouterr().err
+
+
+def test_a_run_without_an_end_is_ended_with_a_remedy(tmp_path, monkeypatch) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({**CONFIG, "train_batch_size": 16}))
+    model = write_folder(tmp_path / "gpt2", "gpt2")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(deepspeed_compare, "_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match="within 0 seconds in process 0; compare fewer steps"):
+        compare_with_deepspeed(config, model, processes=8, python=str(python))

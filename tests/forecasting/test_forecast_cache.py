@@ -149,6 +149,17 @@ def test_one_entry_above_the_bound_is_kept(folder, monkeypatch):
     assert forecast_cache.load(KEY) == VALUE
 
 
+def test_files_that_another_process_may_be_writing_are_kept(folder, monkeypatch):
+    forecast_cache.store(KEY, VALUE)
+    written, abandoned = (folder / f".{digit * 16}.partial" for digit in "ab")
+    for path in (written, abandoned):
+        path.write_text("{")
+    os.utime(abandoned, (100, 100))
+    monkeypatch.setattr(forecast_cache, "MAX_BYTES", 1)
+    forecast_cache.store(KEY, VALUE)
+    assert (written.exists(), abandoned.exists()) == (True, False)
+
+
 def test_writers_beside_each_other_never_show_a_torn_entry(folder):
     seen = []
 

@@ -302,7 +302,11 @@ def test_weights_and_gradients_are_what_the_stage_says(name, remat, zero, option
         # Of scattered ones also those of one microbatch that are not in the accumulator yet.
         formula += whole / 8 if zero >= 2 else 0
     if zero < 2:
-        assert 0.85 * formula < gradients < 1.03 * formula
+        least = 0.85 * formula
+        if plan.program.unroll and options.get("microbatches", 1) > 1:
+            # The float32 accumulators; each layer's gradients are added as soon as they exist.
+            least = 0.99 * 4 * plan.placement.num_parameters()
+        assert least < gradients < 1.03 * formula
     else:
         # Sharded, and of at most one layer before the sum over devices, and its sum.
         assert 0.6 * formula < gradients < formula + 1.2 * layer

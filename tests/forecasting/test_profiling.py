@@ -20,8 +20,8 @@ from tests.support.small_models import (
     regression_loss,
 )
 from zerojax.cli import main
-from zerojax.cli.profile_command import measured
-from zerojax.config import MeshConfig, OffloadConfig, RunConfig
+from zerojax.cli.profile_command import measured_run
+from zerojax.config import MeshConfig, OffloadConfig, OptimizerConfig
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.profiling import (
     ParameterFlops,
@@ -33,7 +33,9 @@ from zerojax.forecasting.profiling import (
     with_programs,
 )
 from zerojax.forecasting.profiling.parameter_flops import NO_PARAMETER
+from zerojax.plan.inputs import PlanInputs
 from zerojax.tracing.flops import count_program_flops
+from zerojax.training.run_spec import RunSpec
 
 ROWS, SEQ, WIDTH, LAYERS = 16, 16, 32, 2
 TOKENS = ROWS * SEQ
@@ -254,15 +256,39 @@ WORDS = [
 ]
 
 
+def settings_measured(folder, **optimizer):
+    offload = OffloadConfig(opt_state="nvme", durable=True, folder=folder)
+    rows = np.zeros((8, 3), np.int32)
+    inputs = PlanInputs(model=None, example_batch=rows, optimizer=OptimizerConfig(**optimizer))
+    return RunSpec(inputs=inputs, mesh=MeshConfig(offload=offload))
+
+
 @pytest.mark.parametrize("folder", [None, "disk"])
 def test_a_profile_leaves_the_files_of_the_run_alone(tmp_path, folder):
-    offload = OffloadConfig(opt_state="nvme", durable=True, folder=folder)
-    config = RunConfig(mesh=MeshConfig(offload=offload))
-    short = measured(config, 2, tmp_path / "profile-2", save=False)
+    short = measured_run(settings_measured(folder), 2, tmp_path / "profile-2", save=False, every=1)
     found = short.mesh.offload
     assert found.folder == (None if folder is None else "disk/profile-2")
     assert (found.opt_state, found.durable) == ("nvme", False)
-    assert short.run_dir == str(tmp_path / "profile-2")
+    assert short.folder == short.offload_folder == tmp_path / "profile-2"
+
+
+def test_a_profile_warms_up_in_its_own_steps(tmp_path):
+    for given, steps in (({"warmup_steps": 9}, 2), ({"warmup_tokens": 900}, None)):
+        run = settings_measured(None, **given)
+        found = measured_run(run, 2, tmp_path, save=False, every=1).inputs.optimizer
+        assert (found.warmup_steps, found.warmup_tokens) == (steps, None)
+
+
+@pytest.mark.parametrize("state", ["device", "nvme"])
+def test_the_profile_of_a_start_leaves_the_users_folder_alone(tmp_path, monkeypatch, capsys, state):
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "disk" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    words = [f"mesh.offload.opt_state={state}", "mesh.offload.folder=disk", "zero=1"]
+    assert main(["profile", *WORDS, *words, "run_dir=run", "--start"]) == 0
+    assert list((tmp_path / "disk").iterdir()) == [mine]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import zerojax
 from pallas_kernels import choice, optimizers
 from pallas_kernels.update import update
+from zerojax.optim import choose_update
+from zerojax.placement.device_mesh import make_abstract_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,24 @@ def test_auto_says_why(monkeypatch):
     here = choice.choose("auto", kernel="adam8bit", devices=CPU)
     assert here.implementation == "xla"
     assert "platform 'cpu'" in here.reason
+
+
+@pytest.mark.parametrize(
+    ("gpu", "implementation", "why"),
+    [
+        ("h200", "mosaic_gpu", "16 bytes"),
+        ("gh200", "xla", "the compute capability of gh200 is not known"),
+        (None, "xla", "the kind of the devices is not known"),
+    ],
+)
+def test_auto_on_a_mesh_without_devices_is_decided_for_its_gpu(
+    monkeypatch, gpu, implementation, why
+):
+    monkeypatch.setattr(choice, "missing", lambda: None)
+    mesh = make_abstract_mesh({}, 8, gpu=gpu)
+    found = choose_update(zerojax.adam8bit(1e-3), mesh)["update"]
+    assert found.implementation == implementation
+    assert why in found.reason
 
 
 @pytest.mark.parametrize(

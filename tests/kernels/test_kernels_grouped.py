@@ -14,6 +14,7 @@ import pytest
 
 import zerojax
 from pallas_kernels import grouped as kernels
+from pallas_kernels import grouped_kernel
 from pallas_kernels.choice import KernelUnavailable, missing
 from pallas_kernels.grouped import (
     Segments,
@@ -62,6 +63,17 @@ def assert_close(found, expected, dtype):
 def quick(names, *chosen):
     marks = {True: [], False: [pytest.mark.thorough]}
     return [pytest.param(name, marks=marks[name in chosen]) for name in names]
+
+
+@pytest.mark.thorough
+def test_tiles_whose_rows_are_no_power_of_two_are_stored_whole(capfd):
+    rows = drawn(0, 192, 64, dtype="float32")
+    matrices = drawn(1, 2, 64, 64, dtype="float32")
+    segments = segments_of(jnp.asarray((95, 97)))
+    visits = kernels.visits_of(segments, 2, 192, 192)
+    form = grouped_kernel.Form(192, 64)
+    found = grouped_kernel.row_products(form, rows, matrices, visits, interpret=True)
+    assert_close(found, reference_product(rows, matrices, segments), "float32")
 
 
 @pytest.mark.thorough

@@ -141,6 +141,18 @@ def test_kinds_may_be_computed_by_different_implementations():
     assert [call.implementation for call in calls[:2]] == ["xla", "chunked"]
 
 
+def test_a_measured_call_does_not_keep_the_reason_of_another():
+    query = jnp.zeros((1, 8, 2, 4))
+    with calls_of_attention() as calls:
+        attention(query, query, query)
+        with attention_measured({calls[0].kind: calls[0].implementation}):
+            attention(query, query, query)
+        with attention_measured({calls[0].kind: "chunked"}):
+            attention(query, query, query)
+    assert calls[1] == calls[0]
+    assert (calls[2].implementation, calls[2].why) == ("chunked", "auto: measured on these devices")
+
+
 def test_each_kind_is_a_call_of_its_own():
     with calls_of_attention() as calls:
         jax.eval_shape(of_layer(jnp.int32(0)), *drawn()[:3])

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractDevice, AxisType, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.hardware.gpus import find_gpu
@@ -13,6 +13,7 @@ from zerojax.placement import device_mesh as meshes
 from zerojax.placement.device_mesh import (
     AXES,
     describe_mesh,
+    has_nvidia_gpus,
     make_abstract_mesh,
     make_mesh,
     normalise_mesh,
@@ -79,6 +80,25 @@ def test_sizes_tell_the_number_of_devices_and_a_name_the_gpu():
     assert mesh == make_abstract_mesh({"data": -1, "model": 2}, 8, gpu=find_gpu("h100"))
     with pytest.raises(ValueError, match=r"make_abstract_mesh\(config, 8\)"):
         make_abstract_mesh({"model": 2})
+
+
+@pytest.mark.parametrize(
+    ("device", "is_nvidia"),
+    [
+        (None, False),
+        (("NVIDIA H200", "gpu"), True),
+        (("h100", "gpu"), True),
+        (("AMD Instinct MI300X", "gpu"), False),
+        (("cpu", "cpu"), False),
+    ],
+)
+def test_only_gpus_of_nvidia_are_nvidias(device, is_nvidia):
+    mesh = make_abstract_mesh({}, 8)
+    if device is not None:
+        kind, platform = device
+        made = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+        mesh = mesh.update(abstract_device=made)
+    assert has_nvidia_gpus(mesh) == is_nvidia
 
 
 def test_every_list_of_axes_is_read_from_the_table():

@@ -183,6 +183,19 @@ class TestStopRequest:
         with pytest.raises(Interrupted, match="while no step was running"):
             send()
 
+    def test_a_signal_outside_of_the_steps_reaches_the_handler_of_the_caller(self):
+        received = []
+        before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        try:
+            with sigterm_raised():
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert received == [signal.SIGTERM]
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            with sigterm_raised():
+                os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
 
 class TestLimit:
     def test_it_follows_the_longest_step_up_to_ten_minutes(self):

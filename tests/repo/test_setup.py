@@ -111,6 +111,19 @@ def test_an_environment_of_other_pins_is_made_anew(project):
     assert "making .venv" in result.stderr
 
 
+@pytest.mark.parametrize("name", [".venv", ".venv/"])
+def test_the_environment_behind_a_link_is_left_alone(name, project):
+    add_python(project, "3.13")
+    of_another = project.parent / "of_another"
+    of_another.mkdir()
+    (project / ".venv").symlink_to(of_another)
+    result = run(project, name)
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
+    assert "symbolic link" in line
+    assert list(of_another.iterdir()) == []
+
+
 def test_a_package_that_cannot_be_had_is_named(project):
     add_python(project, "3.13", pip=NO_PACKAGE)
     result = run(project)

@@ -15,7 +15,7 @@ from zerojax.checkpoint.inspection import saved_steps
 from zerojax.checkpoint.store.direct_io import StoreError
 from zerojax.checkpoint.store.store import BucketStore
 from zerojax.cli import profile_command
-from zerojax.config import LogConfig, MeshConfig, OffloadConfig, RunConfig
+from zerojax.config import LogConfig, OffloadConfig
 from zerojax.data.preparation import prepare
 from zerojax.deepspeed_engine import engine_tags
 from zerojax.offload.disk import SIDE_FILES
@@ -127,14 +127,12 @@ def test_the_folder_of_offloaded_state_in_a_profile(tmp_path):
     """The profile's own state lies in a folder of its own, which it removes."""
     mine = fill(tmp_path / "scratch", "x", "profile/x")
     offload = OffloadConfig(opt_state="nvme", folder=str(tmp_path / "scratch"))
-    config = RunConfig(mesh=MeshConfig(offload=offload), run_dir=str(tmp_path / "run"))
-    folder = profile_command.free_folder(None, config)
+    run_dir = str(tmp_path / "run")
+    folder = profile_command.free_folder(None, run_dir, offload)
     assert folder == tmp_path / "run" / "profile-2"
-    made = profile_command.measured(config, 2, folder, save=False)
-    assert made.mesh.offload.folder is not None
-    assert not Path(made.mesh.offload.folder).exists()
+    assert not Path(profile_command.disk_folder(offload, folder)).exists()
     out = str(tmp_path / "profile")
-    refused(lambda: profile_command.free_folder(out, config), out, "new")
+    refused(lambda: profile_command.free_folder(out, run_dir, offload), out, "new")
     check_there(mine)
 
 

@@ -14,6 +14,7 @@ from zerojax.cli import main
 from zerojax.forecasting.hlo.communication import find_groups
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.forecasting.step_meetings import first_needs
+from zerojax.runtime import standstill
 from zerojax.runtime.hang_map import describe_hang
 from zerojax.runtime.standstill import FOLDER, Meeting, Note, StandstillNotes, read_notes
 
@@ -127,6 +128,22 @@ def test_a_note_is_written_once_and_removed_with_its_folder(tmp_path: Path):
     notes.forget()
     notes.wait(60)
     assert not (tmp_path / FOLDER).exists()
+
+
+def test_the_limit_of_a_removal_holds_for_both_of_its_waits(tmp_path, monkeypatch):
+    now, waits = [0.0], []
+
+    def join(thread: Any, seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += min(seconds, 0.75)
+
+    notes = StandstillNotes(tmp_path, 1, 2)
+    notes.note("key", "waiting for data", 30.0)
+    notes.wait(60)
+    monkeypatch.setattr(standstill, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(standstill.threading.Thread, "join", join)
+    notes.remove(1.0)
+    assert waits == [1.0, 0.25]
 
 
 def test_files_that_are_no_notes_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

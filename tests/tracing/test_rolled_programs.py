@@ -54,10 +54,9 @@ def test_unrolled_layers_have_collectives_of_their_own() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("zero", [2, 3])
 def test_instructions_do_not_depend_on_depth(zero: int) -> None:
-    few, many = (
-        count_instructions(lowered(ROLLED, number, zero).compile()) for number in (MANY, 2 * MANY)
-    )
-    # Few layers have fewer instructions: XLA computes sums of more than 32 numbers as trees.
+    few, many = (count_instructions(lowered(ROLLED, number, zero).compile()) for number in (16, 24))
+    # At ZeRO 2, 16 to 24 layers have 2689; 12 layers 2696, since XLA arranges an array otherwise;
+    # 32 layers 2697, since it computes sums of so many numbers as trees.
     assert 0 < few == many
 
 

@@ -65,6 +65,10 @@ def softly_largest(model, batch):
     return jnp.mean(errors), {"soft": lax.reduce(errors, -jnp.inf, jnp.logaddexp, (0,))}
 
 
+def of_the_whole_batch(model, batch):
+    return jnp.mean(errors_of(model, batch)) * zerojax.batch_mean(jnp.mean(batch["y"]))
+
+
 def quotient(model, batch):
     weights = (batch["y"][:, 0] > 0).astype(jnp.float32)
     return jnp.sum(errors_of(model, batch) * weights) / (1 + weights.sum())
@@ -125,6 +129,18 @@ def test_a_loss_that_mixes_rows_refuses_it_before_the_first_step(loss, part):
     with pytest.raises(ValueError, match=f"batch 1, has 5 rows, not 16.*{part}"):
         train([rows(ROWS), rows(5)], loss, callbacks=[lambda *_: steps.append(1)])
     assert not steps
+
+
+@pytest.mark.parametrize(
+    ("validation", "remedy"),
+    [
+        (lambda: [rows(ROWS), rows(5)], "drop the batch, or give it all rows"),
+        (lambda: Rows(2 * ROWS + 5), "pass eval_batches=2 to leave out the last 5 rows"),
+    ],
+)
+def test_a_loss_over_the_whole_batch_is_not_advised_to_return_weights(validation, remedy):
+    with pytest.raises(ValueError, match=f"batch_sum, batch_mean or gather_batch.*; {remedy}$"):
+        train(validation(), of_the_whole_batch)
 
 
 def test_where_the_length_is_not_known_it_is_left_out_and_said(capsys):

@@ -265,6 +265,16 @@ def test_a_plan_says_why_a_kernel_was_not_taken() -> None:
         assert reasons.count(f"{title} by xla: {why}") == 1
 
 
+def test_a_plan_gives_no_reason_for_an_attention_that_a_measurement_replaced() -> None:
+    plan = plan_for()
+    (planned,) = {call.describe(): call for call in plan.traced.attention_calls}.values()
+    for choice in (planned.implementation, "chunked"):
+        answers = {planned.kind: Answer(choice=choice, reason="faster here")}
+        reasons = tuned_plan.with_answers(plan, answers).reasons
+        assert f"{planned.kind} by {choice}: faster here" in reasons
+        assert (planned.describe() in reasons) == (choice == planned.implementation)
+
+
 def test_the_sample_has_small_and_large_arrays_within_the_room(monkeypatch):
     plan = plan_for()
     whole = {n: x.sharding.shard_shape(x.shape) for n, x in plan.abstract_state["params"].items()}

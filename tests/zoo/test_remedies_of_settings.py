@@ -343,6 +343,13 @@ def test_tensors_that_do_not_fit(tmp_path):
     refused(lambda: from_hugging_face(own), value, ['"tie_word_embeddings": false', "remove"])
     write_folder(tmp_path / "own", "llama_tied", tensors=tied, tie_word_embeddings=False)
     from_hugging_face(own)
+    table = "model.embed_tokens.weight"
+    zeros = np.zeros_like(tied.pop(table))  # without the table, the head is of no parameter
+    own = write_folder(tmp_path / "headed", "llama_tied", tensors=tied)
+    read = functools.partial(from_hugging_face, new=("token_embedding",))
+    refused(lambda: read(own), [head], "save")
+    write_folder(own, "llama_tied", tensors={**tied, table: zeros})
+    read(own)
     from_hugging_face(write_folder(own, "llama_tied", tensors=tensors))
     whole = {**tensors, first: tensors[first].astype(np.int8)}
     folder = write_folder(tmp_path / "integers", "llama_tied", tensors=whole)

@@ -174,11 +174,14 @@ def same_everywhere(value: str, *, what: str) -> None:
 
 
 def from_process_0(number: int) -> int:
-    """Returns, on every process, the `number` (of the range of int32) that process 0 passed to this
+    """Returns, on every process, the `number` (of the range of int64) that process 0 passed to this
     function."""
     if jax.process_count() == 1:
         return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    # As bytes: JAX has 64-bit integers only with `jax_enable_x64`.
+    sent = np.frombuffer(np.int64(number).tobytes(), np.uint8)
+    received = np.asarray(multihost_utils.broadcast_one_to_all(sent), np.uint8)
+    return int(np.frombuffer(received.tobytes(), np.int64)[0])
 
 
 def computed_by_process_0(compute: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import jax
@@ -42,8 +42,7 @@ class Verification:
       folder: folder of the step.
       num_leaves: number of arrays with a fingerprint, all of which were compared if they can be
         read.
-      num_files: number of files with a checksum, all of which were compared if they have the right
-        size.
+      num_files: number of files that were compared: those with a checksum and the right size.
       num_bytes: size in bytes of these files.
       has_fingerprints: False if the step has no fingerprints, so that only files were compared.
       damages: all problems found, those of files first.
@@ -83,7 +82,7 @@ def verify_step(
         metadata = at_another_place(read_metadata(folder), pretrained)
     except DamagedError as error:
         what = str(error).partition(f"{FILE_NAME} ")[2]
-        return _verification(step, folder, None, [Damage(file=FILE_NAME, what=what)], 0)
+        return _verification(step, folder, None, [Damage(file=FILE_NAME, what=what)], ())
     try:
         found = list(files.wrong_sizes(folder, metadata.files))
         same_size = metadata.checksums.keys() - {damage.file for damage in found}
@@ -94,21 +93,25 @@ def verify_step(
             f"{folder} cannot be read now: {reason(error)}; fix the cause and try again"
         ) from error
     of_leaves = list(_wrong_leaves(folder, metadata)) if metadata.fingerprints else []
-    return _verification(step, folder, metadata, [*found, *of_leaves], len(metadata.fingerprints))
+    return _verification(step, folder, metadata, [*found, *of_leaves], sums)
 
 
 def _verification(
-    step: int, folder: Path, metadata: Metadata | None, damages: list[Damage], num_leaves: int
+    step: int,
+    folder: Path,
+    metadata: Metadata | None,
+    damages: list[Damage],
+    compared: Collection[str],
 ) -> Verification:
     sizes = {} if metadata is None else metadata.files
-    checked = {} if metadata is None else metadata.checksums
+    num_leaves = 0 if metadata is None else len(metadata.fingerprints)
     return Verification(
         step=step,
         folder=folder,
         num_leaves=num_leaves,
-        num_files=len(checked),
-        num_bytes=sum(sizes[name] for name in checked),
-        has_fingerprints=metadata is not None and bool(metadata.fingerprints),
+        num_files=len(compared),
+        num_bytes=sum(sizes[name] for name in compared),
+        has_fingerprints=num_leaves > 0,
         damages=tuple(damages),
     )
 

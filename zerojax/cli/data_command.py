@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         f"{made.num_text_bytes:,} bytes ({ratio:.2f} bytes a token)"
     )
     if made.left_out:
-        kinds = ", ".join(sorted(set(made.left_out) - {""})) or "without an ending"
+        kinds = ", ".join(sorted({suffix or "without an ending" for suffix in made.left_out}))
         show(f"files not read, because of their suffixes: {len(made.left_out):,} ({kinds})")
     _show_next(made)
     return 0

@@ -35,6 +35,7 @@ from zerojax.runtime.user_files import replace_text
 if TYPE_CHECKING:
     from zerojax.forecasting.profiling import StepProfile
     from zerojax.training.run_spec import RunSpec
+    from zerojax.training.trainer import Trainer
 
 
 NEVER = 1_000_000_000
@@ -87,14 +88,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--out {args.out}: --start writes no files; leave out --out or --start")
     if not args.start:
         _check_one_program(config.mesh.offload)
-    save = not (args.no_save or args.start)
-    config = measured(config, args.steps, free_folder(args.out, config), save=save)
+    folder = free_folder(args.out, config.run_dir, config.mesh.offload)
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
     allow_pinned_memory(config.mesh.offload)
     if args.start:
-        return profile_start(config, as_json=args.json)
-    return profile(config, args.steps, as_json=args.json)
+        return profile_start(config, folder, as_json=args.json)
+    return profile(config, folder, args.steps, save=not args.no_save, as_json=args.json)
 
 
 def _check_one_program(offload: OffloadConfig) -> None:
@@ -115,38 +115,58 @@ def _of_script(path: str | None, overrides: list[str], args: argparse.Namespace)
             f"{path} is a script: measure it by `python -X importtime {path}`, or leave out --start"
         )
     from zerojax.cli.script_runs import spec_of_script
-    from zerojax.training.run_lifecycle import fit, open_run
-    from zerojax.training.run_spec import plan_run
 
     assert path is not None
     spec = spec_of_script(path, overrides, command="profile")
-    if isinstance(spec.mesh, MeshConfig):
-        _check_one_program(spec.mesh.offload)
+    offload = _offload_of(spec)
+    _check_one_program(offload)
     run_dir = "runs/default" if spec.folder is None else str(spec.folder)
-    folder = free_folder(args.out, RunConfig(run_dir=run_dir))
-    spec = measured_run(spec, args.steps, folder, save=not args.no_save)
-    show(f"running {spec.steps} steps, the last {args.steps} of them traced ...", file=sys.stderr)
-    trainer = fit(open_run(spec, plan_run(spec)))
-    trainer.close()
-    return _page_of(trainer, folder, args.steps, as_json=args.json)
+    folder = free_folder(args.out, run_dir, offload)
+    return _profile(spec, folder, args.steps, save=not args.no_save, as_json=args.json)
 
 
-def measured_run(spec: RunSpec, steps: int, folder: Path, *, save: bool) -> RunSpec:
-    """Returns a shorter run to measure, as `measured` does for a run file."""
-    total, optimizer = 3 * steps, spec.inputs.optimizer
-    if isinstance(optimizer, OptimizerConfig) and optimizer.warmup_steps is not None:
-        warmup = min(optimizer.warmup_steps, total)
-        optimizer = dataclasses.replace(optimizer, warmup_steps=warmup)
+def _offload_of(spec: RunSpec) -> OffloadConfig:
+    return spec.mesh.offload if isinstance(spec.mesh, MeshConfig) else OffloadConfig()
+
+
+def measured_run(spec: RunSpec, steps: int, folder: Path, *, save: bool, **log: Any) -> RunSpec:
+    """Returns a shorter run to measure, which changes no file of the run itself.
+
+    Args:
+      spec: the run.
+      steps: number of steps of the shorter run.
+      folder: its new folder.
+      save: whether it saves its state at the end.
+      **log: settings of its log.
+    """
+    optimizer, mesh = spec.inputs.optimizer, spec.mesh
+    if isinstance(optimizer, OptimizerConfig):
+        warmup = optimizer.warmup_steps
+        optimizer = dataclasses.replace(
+            optimizer,
+            warmup_steps=None if warmup is None else min(warmup, steps),
+            warmup_tokens=None,
+        )
+    if isinstance(mesh, MeshConfig):
+        offload = dataclasses.replace(
+            mesh.offload,
+            folder=mesh.offload.folder and disk_folder(mesh.offload, folder),
+            # An update in the backward pass needs the second generation of the files.
+            durable=mesh.offload.durable and mesh.offload.update_in_backward,
+        )
+        mesh = dataclasses.replace(mesh, offload=offload)
     features = spec.inputs.features.replaced(*(kind() for kind in FEATURES if kind.regroups))
+    log = {"console": "quiet", "tensorboard": False, "wandb": None, "profile": (), **log}
     return dataclasses.replace(
         spec,
         inputs=dataclasses.replace(
-            spec.inputs, steps=total, optimizer=optimizer, features=features
+            spec.inputs, steps=steps, optimizer=optimizer, features=features
         ),
+        mesh=mesh,
         validation=None,
         loop=dataclasses.replace(
             spec.loop,
-            log_every=steps,
+            log_every=log["every"],
             eval_every=None,
             save_every=NEVER,
             save_on_exit=save,
@@ -154,7 +174,7 @@ def measured_run(spec: RunSpec, steps: int, folder: Path, *, save: bool) -> RunS
         ),
         folder=folder,
         offload_folder=folder,
-        log=dataclasses.replace(spec.log or LogConfig(), **_log_of(steps)),
+        log=dataclasses.replace(spec.log or LogConfig(), **log),
         checkpoint=dataclasses.replace(
             spec.checkpoint or CheckpointConfig(),
             path=str(folder / "checkpoints"),
@@ -164,28 +184,27 @@ def measured_run(spec: RunSpec, steps: int, folder: Path, *, save: bool) -> RunS
     )
 
 
-def _log_of(steps: int) -> dict[str, Any]:
-    return {
-        "every": steps,
-        "profile": (2 * steps + 1, 3 * steps),
-        "console": "quiet",
-        "tensorboard": False,
-        "wandb": None,
-    }
+def disk_folder(offload: OffloadConfig, folder: Path) -> str:
+    """Returns the folder for state on the disk of a measured run: a new one in
+    `mesh.offload.folder`, or in the folder of the measured run."""
+    return str(folder / "offload" if offload.folder is None else Path(offload.folder) / folder.name)
 
 
-def free_folder(out: str | None, config: RunConfig) -> Path:
+def free_folder(out: str | None, run_dir: str, offload: OffloadConfig) -> Path:
     """Returns a folder for the measured run that does not exist yet, so that nothing is resumed.
+
+    Args:
+      out: the requested folder; None: a folder in `run_dir`.
+      run_dir: folder of the run.
+      offload: settings of the run.
 
     Raises:
       ValueError: the requested folder exists.
     """
-    scratch = config.mesh.offload.folder
 
     def is_taken(path: Path) -> bool:
         # State on the disk gets a folder of the same name, which is deleted afterwards.
-        others = [] if scratch is None else [user_path(scratch) / path.name]
-        return any(map(os.path.lexists, [path, *others]))
+        return any(map(os.path.lexists, [path, disk_folder(offload, path)]))
 
     if out is not None:
         if is_taken(user_path(out)):
@@ -193,7 +212,7 @@ def free_folder(out: str | None, config: RunConfig) -> Path:
                 f"--out {out} exists already, there or in mesh.offload.folder; name a new folder"
             )
         return user_path(out)
-    first = Path(config.run_dir) / "profile"
+    first = Path(run_dir) / "profile"
     return next(
         path
         for number in range(1, NEVER)
@@ -201,56 +220,43 @@ def free_folder(out: str | None, config: RunConfig) -> Path:
     )
 
 
-def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunConfig:
-    """Returns the settings of a shorter run to measure: `steps` warm-up steps, as many measured
-    steps and as many traced steps."""
-    total = 3 * steps
-    warmup = config.optimizer.warmup_steps
-    offload = config.mesh.offload
-    if offload.on_disk:  # other state files on the same disk, so that the run's own are unchanged
-        own = None if offload.folder is None else str(Path(offload.folder) / folder.name)
-        offload = dataclasses.replace(offload, folder=own, durable=False)
-    full_batches: dict[str, Any] = {x.keyword: x() for x in FEATURES if x.regroups}
-    return dataclasses.replace(
-        config,
-        mesh=dataclasses.replace(config.mesh, offload=offload),
-        steps=total,
-        run_dir=str(folder),
-        eval_every=None,
-        **full_batches,
-        data=dataclasses.replace(config.data, validation_fraction=0.0),
-        optimizer=dataclasses.replace(
-            config.optimizer,
-            warmup_steps=None if warmup is None else min(warmup, total),
-            warmup_tokens=None,
-        ),
-        checkpoint=dataclasses.replace(
-            config.checkpoint, path=None, every=NEVER, save_on_exit=save
-        ),
-        log=dataclasses.replace(config.log, **_log_of(steps)),
-    )
-
-
-def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
-    """Trains with `config`, traces the last third of the steps, and prints the profile page."""
+def profile(config: RunConfig, folder: Path, steps: int, *, save: bool, as_json: bool) -> int:
+    """Trains a run of `config` in `folder`, and prints the profile page."""
     from zerojax.runtime.distributed import join_processes
-    from zerojax.training.run_file import run_from_config
-    from zerojax.training.run_spec import OFFLOAD_FOLDER
+    from zerojax.training.run_file import spec_on_devices
 
     if config.cpu_devices is not None:
         run_one_program_at_a_time()
     join_processes()
-    show(f"running {config.steps} steps, the last {steps} of them traced ...", file=sys.stderr)
-    trainer = run_from_config(config)
-    trainer.close()
-    folder = Path(config.run_dir)
-    offload = config.mesh.offload
-    if offload.on_disk:
-        shutil.rmtree(offload.folder or folder / OFFLOAD_FOLDER, ignore_errors=True)
+    return _profile(spec_on_devices(config), folder, steps, save=save, as_json=as_json)
+
+
+def _profile(spec: RunSpec, folder: Path, steps: int, *, save: bool, as_json: bool) -> int:
+    """Trains `steps` warm-up steps, as many measured steps and as many traced steps, and prints the
+    profile page."""
+    total, disk = 3 * steps, disk_folder(_offload_of(spec), folder)
+    traced = (2 * steps + 1, total)
+    spec = measured_run(spec, total, folder, save=save, every=steps, profile=traced)
+    show(f"running {total} steps, the last {steps} of them traced ...", file=sys.stderr)
+    trainer = _train(spec)
+    shutil.rmtree(disk, ignore_errors=True)
     return _page_of(trainer, folder, steps, as_json=as_json)
 
 
-def _page_of(trainer: Any, folder: Path, steps: int, *, as_json: bool) -> int:
+def _train(spec: RunSpec) -> Trainer:
+    from zerojax.training.run_file import make_folder
+    from zerojax.training.run_lifecycle import fit, open_run
+    from zerojax.training.run_spec import plan_run
+
+    plan = plan_run(spec)
+    assert spec.folder is not None
+    make_folder(spec.folder)
+    trainer = fit(open_run(spec, plan))
+    trainer.close()
+    return trainer
+
+
+def _page_of(trainer: Trainer, folder: Path, steps: int, *, as_json: bool) -> int:
     import jax
 
     from zerojax.forecasting.profiling import draw, profile_dict
@@ -265,23 +271,28 @@ def _page_of(trainer: Any, folder: Path, steps: int, *, as_json: bool) -> int:
     return 0
 
 
-def profile_start(config: RunConfig, *, as_json: bool) -> int:
-    """Trains one step with `config`, and prints the seconds spent in each phase of the start."""
+def profile_start(config: RunConfig, folder: Path, *, as_json: bool) -> int:
+    """Trains one step with `config`, and prints the seconds spent in each phase of the start.
+
+    Args:
+      config: settings of the run.
+      folder: a folder that does not exist; with `offload.folder`, state on the disk gets a folder
+        of this name in it.
+      as_json: True: print JSON.
+    """
     import jax
 
     from zerojax.runtime.distributed import join_processes
     from zerojax.runtime.start_clock import measure_start
-    from zerojax.training.run_file import run_from_config
+    from zerojax.training.run_file import spec_on_devices
 
-    log = dataclasses.replace(config.log, profile=(), every=1)
-    with tempfile.TemporaryDirectory(prefix="zerojax-start-") as folder, measure_start() as clock:
-        config = dataclasses.replace(config, steps=1, log=log, run_dir=folder)
+    with tempfile.TemporaryDirectory(prefix="zerojax-start-") as parent, measure_start() as clock:
+        folder = Path(parent) / folder.name
         if config.cpu_devices is not None:
             run_one_program_at_a_time()
         join_processes()
-        run_from_config(config).close()
-        if config.mesh.offload.folder is not None:
-            shutil.rmtree(config.mesh.offload.folder, ignore_errors=True)
+        _train(measured_run(spec_on_devices(config), 1, folder, save=False, every=1))
+        shutil.rmtree(disk_folder(config.mesh.offload, folder), ignore_errors=True)
     phases = clock.stop()
     if jax.process_index() != 0:
         return 0
@@ -297,7 +308,7 @@ def profile_start(config: RunConfig, *, as_json: bool) -> int:
     return 0
 
 
-def measure(trainer: Any, folder: Path, steps: int) -> StepProfile:
+def measure(trainer: Trainer, folder: Path, steps: int) -> StepProfile:
     """Builds the profile of a finished run from the run's files and its compiled step."""
     from zerojax.forecasting import profiling
     from zerojax.forecasting.hlo.program import read_program

@@ -6,6 +6,7 @@ exports in Hugging Face's format, so that both sides have the same names and sha
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib.metadata
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -303,20 +305,28 @@ def _run_deepspeed(
                         command, env={**os.environ, **common, **own}, stdout=output, stderr=output
                     )
                 )
-        codes = [process.wait(_SECONDS) for process in started]
+        end = time.monotonic() + _SECONDS
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in started:
+                process.wait(max(0.0, end - time.monotonic()))
+        codes = [process.poll() for process in started]
     finally:
         for process in started:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
+                process.wait()
     _check_codes(codes, outputs, python)
     losses = json.loads((space / "losses.json").read_text(encoding="utf-8"))
     last = dict(np.load(space / f"parameters-{len(losses)}.npz"))
     return losses, dict(np.load(space / "gradients.npz")), last
 
 
-def _check_codes(codes: Sequence[int], outputs: Sequence[Path], python: str) -> None:
-    """Raises RuntimeError with the last lines of a process that failed."""
+def _check_codes(codes: Sequence[int | None], outputs: Sequence[Path], python: str) -> None:
+    """Raises RuntimeError with the last lines of a process that failed (its code is not 0), or else
+    of a process that did not end (None)."""
     failed = next((rank for rank, code in enumerate(codes) if code), None)
+    if failed is None and None in codes:
+        failed = codes.index(None)
     if failed is None:
         return
     text = outputs[failed].read_text(encoding="utf-8", errors="replace")
@@ -326,6 +336,11 @@ def _check_codes(codes: Sequence[int], outputs: Sequence[Path], python: str) -> 
             "transformers"
         )
     last = "\n".join(text.strip().splitlines()[-15:])
+    if codes[failed] is None:
+        raise RuntimeError(
+            f"DeepSpeed did not end within {_SECONDS:g} seconds in process {failed}; compare fewer "
+            f"steps or a smaller model; its last lines:\n{last}"
+        )
     raise RuntimeError(f"DeepSpeed ended with code {codes[failed]} in process {failed}:\n{last}")
 
 

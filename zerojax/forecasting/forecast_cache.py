@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ _OWN = re.compile(r"[0-9a-f]{64}\.json|\.[0-9a-f]{16}\.partial")
 MAX_BYTES = 256 << 20
 """Largest size of all entries in bytes; above it the least recently used entries are deleted. An
 entry takes about 10 to 100 kB."""
+
+ABANDONED_SECONDS = 3600
+"""Seconds without a change after which no process writes an incomplete file any more."""
 
 
 def cache_folder() -> Path | None:
@@ -125,8 +129,8 @@ def _digest(value: Any) -> str:
 
 def _shrink(folder: Path, keep: Path) -> None:
     """Deletes the least recently used of the entries and incomplete files in `folder` until all of
-    them take at most `MAX_BYTES`. Keeps the file `keep`, and files that another program put
-    there."""
+    them take at most `MAX_BYTES`. Keeps the file `keep`, incomplete files that a process may still
+    be writing, and files that another program put there."""
     found = []
     for path in folder.iterdir():
         if _OWN.fullmatch(path.name):
@@ -135,10 +139,11 @@ def _shrink(folder: Path, keep: Path) -> None:
                 if stat.S_ISREG(found_file.st_mode):
                     found.append((found_file.st_mtime_ns, found_file.st_size, path))
     total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found, key=lambda entry: entry[:2]):
+    abandoned = time.time_ns() - ABANDONED_SECONDS * 10**9
+    for changed, size, path in sorted(found, key=lambda entry: entry[:2]):
         if total <= MAX_BYTES:
             return
-        if path != keep:
+        if path != keep and (path.suffix != ".partial" or changed < abandoned):
             path.unlink(missing_ok=True)
             total -= size
 

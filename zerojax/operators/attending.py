@@ -334,8 +334,11 @@ def _call(
     """Chooses the implementation of a call, and returns the record of the call."""
     chosen, why = choose(implementation, device, query, key, visibility, features, table)
     kind = kind_of(query, key, visibility, features) if implementation == "auto" else None
+    measured = measured_choice(kind)
+    if measured is not None and measured != chosen:
+        chosen, why = measured, "auto: measured on these devices"
     call = Call(
-        *(measured_choice(kind) or chosen, why, query.shape[1], key.shape[1]),
+        *(chosen, why, query.shape[1], key.shape[1]),
         layout=table,
         heads=query.shape[2],
         kv_heads=key.shape[2],

@@ -6,12 +6,13 @@ Any `optax.GradientTransformation` can be used as well.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from pallas_kernels.choice import Choice, Impl, choose, choose_for_others
 from pallas_kernels.gradients import GRADIENT_STATS
@@ -19,6 +20,7 @@ from zerojax.config import OptimizerConfig
 from zerojax.config.checks import names_keywords
 from zerojax.config.display import quoted
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.hardware.gpus import gpu_of_device, named_gpu
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.ema import Ema, WithEma
 from zerojax.optim.groups import decay_mask
@@ -199,13 +201,28 @@ def choose_update(
         if isinstance(mesh, Mesh):
             devices = list(mesh.devices.flat)
             return choose(impl, kernel=kernel, devices=devices, option=option)
-        return choose_for_others(impl, kernel=kernel, option=option)
+        device = _described(mesh.abstract_device)
+        return choose_for_others(impl, kernel=kernel, device=device, option=option)
 
     statistics = of(kernels, GRADIENT_STATS.name, "kernels")
     if not isinstance(tx, Optimizer):
         return {"update": Choice("xla", "an optax transformation"), "statistics": statistics}
     asked = (kernels, tx.kernel, "kernels") if tx.impl == "auto" else (tx.impl, tx.kernel, "impl")
     return {"update": of(*asked), "statistics": statistics}
+
+
+def _described(device: AbstractDevice | None) -> Any | None:
+    """Returns what the choice of a kernel reads of a device; None if its kind is not known."""
+    if device is None:
+        return None
+    kind = str(device.device_kind)
+    card = gpu_of_device(kind) or named_gpu(kind)
+    target = None if card is None else card.target
+    return types.SimpleNamespace(
+        platform=device.platform,
+        device_kind=kind,
+        compute_capability=None if target is None else target.capability.rstrip("af"),
+    )
 
 
 def _configured(config: OptimizerConfig, schedule: Schedule) -> Optimizer:

@@ -221,10 +221,10 @@ def _as_sizes(config: MeshConfig | Mapping[str, Any] | None) -> MeshConfig:
 
 def has_nvidia_gpus(mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether the mesh's devices are NVIDIA GPUs, or are planned to be."""
-    if isinstance(mesh, AbstractMesh):
-        device = mesh.abstract_device
-        return device is not None and device.platform in ("gpu", "cuda")
-    return mesh.devices.flat[0].platform in ("gpu", "cuda")
+    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    if device is None or device.platform not in ("gpu", "cuda"):
+        return False
+    return "AMD" not in str(device.device_kind).upper()  # JAX calls their platform "gpu", too
 
 
 def normalise_mesh(mesh: Mesh) -> Mesh:

@@ -38,6 +38,9 @@ from zerojax.tracing.row_dependence import (
 )
 from zerojax.tracing.trace import ModelTrace
 
+OVER_BATCH = "what zerojax.batch_sum, batch_mean or gather_batch gives it"
+"""What `part_with_mixed_rows` returns if the loss reads the rows of all devices; there, rows with a
+weight of 0 count, too."""
 _FORMS = (
     "a scalar, or a pair of scalars (sum, weight); metrics to log follow as a dict, as in "
     'return loss, {"accuracy": accuracy}'
@@ -381,7 +384,7 @@ def part_with_mixed_rows(
     over_batch: list[tuple[BatchCall, Dependence]] = []
     found = _follow_piece(trace, params, extras, batch, over_batch)
     if over_batch:
-        return "what zerojax.batch_sum, batch_mean or gather_batch gives it"
+        return OVER_BATCH
     parts = split_result(
         jax.tree.unflatten(jax.tree.structure(trace.result), found[: _size(trace)])
     )

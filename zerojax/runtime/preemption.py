@@ -220,9 +220,12 @@ def sigterm_raised() -> Iterator[None]:
     """Makes SIGTERM raise `Interrupted` inside a `with` block, except while an inner block, such as
     a `StopRequest`, has its own handler.
 
-    With several processes, or outside the main thread, it changes nothing.
+    With several processes, outside the main thread, or if the caller has a handler or ignores
+    SIGTERM, it changes nothing.
     """
-    if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if jax.process_count() > 1 or not is_main or not is_default:
         yield
         return
 

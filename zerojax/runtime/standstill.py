@@ -149,16 +149,15 @@ class StandstillNotes:
             self._start(self._remove)
 
     def remove(self, seconds: float = 1.0) -> None:
-        """Removes the note, also one of an earlier start. Waits at most `seconds` for the note that
-        is being written or removed, and as long for its own removal."""
+        """Removes the note, also one of an earlier start. Waits at most `seconds`, first for the
+        note that is being written or removed."""
         if self._folder is None:
             return
-        if self._thread is not None:
-            self._thread.join(seconds)
+        end = time.monotonic() + seconds
+        self.wait(seconds)
         self._noted = None
         self._start(self._remove)
-        assert self._thread is not None
-        self._thread.join(seconds)
+        self.wait(max(0.0, end - time.monotonic()))
 
     def wait(self, seconds: float) -> None:
         """Waits until the note is written, for at most `seconds`."""

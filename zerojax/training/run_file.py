@@ -78,12 +78,18 @@ def run_from_config(config: RunConfig, *, resume_hint: str = RESUME_HINT) -> Tra
             'with zerojax.config.load(zerojax.RunConfig, "FILE.yaml")'
         )
     join_processes()
-    mesh, config = config.mesh, config.on_devices(jax.device_count())
-    check_devices(config)
-    spec = spec_from_config(config, _why_other_mesh(mesh, config.mesh), resume_hint)
+    spec = spec_on_devices(config, resume_hint)
     plan = plan_run(spec)
     make_folder(Path(config.run_dir))
     return fit(open_run(spec, plan))
+
+
+def spec_on_devices(config: RunConfig, resume_hint: str = RESUME_HINT) -> RunSpec:
+    """Returns the resolved description of a run on the devices of this machine, as
+    `spec_from_config`, after `check_devices`."""
+    mesh, config = config.mesh, config.on_devices(jax.device_count())
+    check_devices(config)
+    return spec_from_config(config, _why_other_mesh(mesh, config.mesh), resume_hint)
 
 
 def spec_from_config(

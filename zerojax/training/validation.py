@@ -31,7 +31,7 @@ from zerojax.models.given_arrays import as_arrays, own_arrays
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.placement.device_mesh import COMPILER_AXES
 from zerojax.placement.state import abstract_model, as_read, slice_batch
-from zerojax.plan.loss_checks import part_with_mixed_rows
+from zerojax.plan.loss_checks import OVER_BATCH, part_with_mixed_rows
 from zerojax.plan.make import Plan
 from zerojax.tracing import trace_model
 
@@ -221,7 +221,8 @@ def _check_rows(plan: Plan, source: DatasetSource, eval_batches: int | None) -> 
         remedy = "pass a dataset with at least that many rows"
     raise LeftOutError(
         f"validation has {rows:,} rows, and the last batch {_is_short(size, size - rows % size)}: "
-        f"{why}; {remedy}, or return pairs (sum, weight) from the loss"
+        f"{why}; {remedy}"
+        + ("" if OVER_BATCH in why else ", or return pairs (sum, weight) from the loss")
     )
 
 
@@ -237,7 +238,9 @@ def _why_refused(plan: Plan, *, of_dataset: bool = False) -> str | None:
             "batch up with rows that the loss gives a weight of 0"
         )
     why = why_not_filled(plan)
-    return why and (
+    if why is None or OVER_BATCH in why:
+        return why and f"{why}; drop the batch, or give it all rows"
+    return (
         f"{why}; drop the batch, give it all rows, or return pairs (sum, weight) in which rows can "
         "have a weight of 0"
     )

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MAX_WORDS = 200  # of an error's text, in characters
+_MAX_CHARACTERS = 200  # of an error's text
 # Keys under which datasets store a model's reasoning; templates read the first one.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -259,7 +259,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def in_one_line(error: BaseException) -> str:
     """Formats the text of an error in one line of at most 200 characters."""
     text = " ".join(str(error).split())
-    text = text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]}..."
+    text = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
     return text or type(error).__name__
 
 

@@ -177,6 +177,9 @@ def with_answers(plan: Plan, answers: Mapping[str, Answer]) -> Plan:
         mesh=plan.mesh,
     )
     before = describe(plan.program.kernels)
+    for call in plan.traced.attention_calls:
+        if call.kind in answers and answers[call.kind].choice != call.implementation:
+            before.append(call.describe())
     rest = [reason for reason in plan.reasons if reason not in before]
     said = describe(kernels)
     for what, one in chosen.items():  # also reasons why a kernel was not chosen

@@ -535,6 +535,7 @@ def _find_arrays(
     copies = {} if has_task else _copies(leaves, row)
     has_task = has_task or class_in(folder.config, row.tasks) is not None
     copies = {places[x]: place_of(y) for x, y in copies.items() if x in places}
+    copies = {name: original for name, original in copies.items() if original in folder.tensors}
     for name, original in copies.items():
         _check_copy(folder, name, original)
     unknown = [x for x in rest if x not in copies and not row.is_ignored(x, has_task=has_task)]
