@@ -242,7 +242,8 @@ def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
 
 def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
     """Returns whether `entry` has the mesh axes and ZeRO stage of a compiled plan that fits, and at
-    least as many microbatches and as much remat. `unroll` is not compared."""
+    least as many microbatches and as much remat. `unroll` is not compared, since it follows from
+    the other settings (`list_candidates`)."""
     mine, theirs = entry.candidate, other.entry.candidate
     return (
         other.trial.status == FITS
