@@ -19,7 +19,7 @@ from zerojax.config.display import printable
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.hardware.gpus import gpu_of_device
 from zerojax.runtime.redaction import redact
-from zerojax.runtime.user_files import open_appending, open_to_everybody, replace_text
+from zerojax.runtime.user_files import open_appending, open_to_everybody, replace_text, replacing
 from zerojax.training.metrics import console
 from zerojax.training.metrics.images import IMAGE, as_pixels, encode_png, image_file
 from zerojax.training.metrics.loss_spikes import SpikeDetector
@@ -290,7 +290,8 @@ class RunLog:
         png, path = encode_png(pixels), self.run_dir / file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png)
+            with replacing(path) as stream:
+                stream.write(png)
         except OSError as error:
             self._display.message(f"warning: cannot write {path} ({error.strerror})")
             return None
