@@ -200,6 +200,8 @@ def test_a_table_in_the_options_names_what_is_split():
     plan = planned(model, **given, logical_axis_rules={"mlp": ["tensor", "model"]})
     assert plan.placement.leaves["kernel"].axes == (None, "model")
     assert "mlp (1" in "\n".join(plan.reasons)
+    moved = plan.remake(zerojax.make_mesh({"data": 4, "model": 2}))
+    assert moved.settings.rules == plan.settings.rules
     without = planned(model, **given)
     assert without.settings.rules is None
     assert "logical_axis_rules={embed: model}" in "\n".join(without.reasons)

@@ -38,7 +38,7 @@ def with_named_dims(
     table = settings.logical_axis_rules
     named: Mapping[str, DimNames] = getattr(model, "dim_names", {})
     if table is not None:
-        _check_table(settings, named)
+        _check_named(table, named)
     elif settings.rules is not None or models.bound_attribute(model, "tensor_parallel_rules"):
         return settings, []
     rows = dict(reversed(table or axis_rules or ()))  # the first row of a name counts, as in Flax
@@ -47,6 +47,11 @@ def with_named_dims(
     order = list(axes_of)
     splits = {name: _split(names, axes_of, order) for name, names in named.items()}
     rules = tuple((f"^{re.escape(n)}$", axes) for n, axes in splits.items() if MODEL in axes)
+    if table is not None and settings.rules not in (None, rules):  # equal on another mesh
+        raise ValueError(
+            f"logical_axis_rules={dict(table)} and rules cannot be combined; give rules alone, or "
+            "leave rules out"
+        )
     why = _describe(settings, named, splits, axes_of) if named else []
     return (dataclasses.replace(settings, rules=rules) if rules else settings), why
 
@@ -75,15 +80,10 @@ def under_axis_rules(loss: Loss, table: AxisRules | None, *, splits: bool) -> Lo
     return under
 
 
-def _check_table(settings: MeshConfig, named: Mapping[str, DimNames]) -> None:
-    if settings.rules is not None:
-        raise ValueError(
-            f"logical_axis_rules={dict(settings.logical_axis_rules or ())} and rules cannot be "
-            "combined; give rules alone, or leave rules out"
-        )
+def _check_named(table: AxisRules, named: Mapping[str, DimNames]) -> None:
     if not named:
         raise ValueError(
-            f"logical_axis_rules={dict(settings.logical_axis_rules or ())}, but the model gives no "
+            f"logical_axis_rules={dict(table)}, but the model gives no "
             "name to a dimension of its parameters (nnx.with_partitioning, "
             "nn.with_logical_partitioning); use rules, which have patterns of parameter names, or "
             "leave logical_axis_rules out"
