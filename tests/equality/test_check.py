@@ -99,6 +99,15 @@ def test_rows_that_are_compared_in_groups_agree(monkeypatch):
     assert result.agrees, result.table()
 
 
+def test_shardings_in_the_code_need_no_mesh(monkeypatch):
+    def loss(model, batch):
+        errors = cases.errors(model, batch)
+        return jnp.mean(jax.lax.with_sharding_constraint(errors, jax.P("data")))
+
+    result = found_here(cases.PAIR, loss, monkeypatch, only=[LAST])
+    assert result.agrees, result.table()
+
+
 def test_own_metrics_that_are_no_means_are_found():
     def loss(model, batch):
         errors = cases.errors(model, batch)

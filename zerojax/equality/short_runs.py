@@ -31,7 +31,8 @@ from zerojax.plan.make import Plan, make_plan
 from zerojax.step.build import build_step
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import to_portable_state
-from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.annotated_model import annotated_as
+from zerojax.tracing.protocol import Loss, Model, on_batch
 
 Arrays = dict[str, Any]
 Prepared = tuple[Plan, Callable[..., Any]]
@@ -208,7 +209,7 @@ class PlainRun:
 
     def __init__(self, given: CheckInputs, plan: Plan, *, train: bool = True):
         """Takes names and initial values from a plan for one device."""
-        self.given, self.model = given, given.model
+        self.given, self.model = given, annotated_as(plan.model, given.model)
         state = init_state(plan, given.seed)
         portable = to_portable_state(plan, state)
         self.params = _on_host(portable["params"])
@@ -251,7 +252,7 @@ class PlainRun:
             {name: jnp.asarray(value) for name, value in whole.items()},
             {name: jnp.asarray(value) for name, value in extras.items()},
             key,
-            lambda bound: self.given.loss(bound, batch),
+            on_batch(self.given.loss, batch),
             train=train,
         )
         return split_loss(result), after
@@ -261,7 +262,7 @@ class PlainRun:
         if not hasattr(self, "_sums"):
 
             def sums(params: Arrays, extras: Arrays, key: Any, batch: Any, train: bool) -> Any:
-                loss = lambda bound: as_sums(self.given.loss(bound, batch))  # noqa: E731
+                loss = on_batch(lambda bound, batch: as_sums(self.given.loss(bound, batch)), batch)
                 return self.model.run(params, extras, key, loss, train=train)[0]
 
             self._sums = jax.jit(sums, static_argnums=4, compiler_options=quick_options())

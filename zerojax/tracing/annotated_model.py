@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 from zerojax.tracing.meshless import Constrain, Context, without_mesh
 from zerojax.tracing.protocol import Arrays, Loss, Model, OnRead
 from zerojax.tracing.reads import MarkRead
-from zerojax.tracing.rolling.rolled_model import evaluate_reads
+from zerojax.tracing.rolling.rolled_model import RolledModel, evaluate_reads
 
 
 class AnnotatedModel:
@@ -38,6 +38,11 @@ class AnnotatedModel:
         if name in ("inner", "_under", "_constrain"):  # before `__init__`, in copy.copy
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+    def around(self, model: Model) -> Model:
+        """Wraps another model in the same way."""
+        wrapped: Any = AnnotatedModel(model, self._under, self._constrain)
+        return wrapped
 
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
         given = key, batch
@@ -84,6 +89,20 @@ class AnnotatedModel:
         with self._under():
             program, shape = jax.make_jaxpr(function, return_shape=True)(*structs)
         return without_mesh(program, self._under, self._constrain), shape
+
+
+def annotated_as(planned: Model, model: Model) -> Model:
+    """Returns a model that can run where no mesh is set.
+
+    Args:
+      planned: model of a plan; its layers may be rolled.
+      model: the user's model of that plan, or a variant of it.
+
+    Returns:
+      `model`, wrapped as in the plan if its code gives arrays shardings.
+    """
+    inner = planned.inner if isinstance(planned, RolledModel) else planned
+    return inner.around(model) if isinstance(inner, AnnotatedModel) else model
 
 
 def _struct(value: Any) -> jax.ShapeDtypeStruct:
