@@ -318,7 +318,7 @@ class PlacementRules:
       stacks: {stacked parameter of rolled layers: the user's names of its rows}. Patterns match the
         names of rows, and axes of a tensor-parallel rule are those of a row. All rows of a stack
         have the same rule.
-      virtual_shards: number of shards for which dimensions are chosen and padded, a multiple of the
+      fixed_pieces: number of shards for which dimensions are chosen and padded, a multiple of the
         number of devices; None: the actual number of shards.
     """
 
@@ -327,7 +327,7 @@ class PlacementRules:
     freeze: Sequence[str] = ()
     freeze_codes: str | None = None
     persistence_threshold: int = 100_000
-    virtual_shards: int | None = None
+    fixed_pieces: int | None = None
     expert_dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
     lookups: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
     stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)

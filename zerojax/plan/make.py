@@ -27,6 +27,11 @@ from zerojax.config.display import as_details
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import NVME
+from zerojax.features.deterministic.equal_bits import (
+    describe_equal_bits,
+    microbatches_of_equal_bits,
+)
+from zerojax.features.deterministic.fixed_options import fixed_options
 from zerojax.features.known import choose_microbatches as microbatches_of_features
 from zerojax.features.known import describe_features, need_loop, plan_features, with_parts
 from zerojax.features.one_bit.sign_plan import describe_one_bit, with_errors
@@ -94,7 +99,6 @@ from zerojax.plan.plan_page import plan_dict, plan_line, plan_table
 from zerojax.plan.reasons import (
     describe_batch,
     describe_choices,
-    describe_deterministic,
     describe_frozen,
     describe_model,
     describe_offload,
@@ -111,7 +115,6 @@ from zerojax.plan.refusals import (
     check_trained,
     check_wire,
     errors_with_users_lines,
-    microbatches_of_equal_bits,
 )
 from zerojax.plan.rolling import (
     Rolling,
@@ -395,7 +398,7 @@ def _decide(
             *inputs.reasons,
             *describe_choices(settings, mesh, task.precision, placement),
             *why_defaults,
-            *describe_deterministic(settings, task.num_microbatches),
+            *describe_equal_bits(settings, task.num_microbatches),
             *why_microbatches,
             *why_context,
             *task.optimizer.reasons,
@@ -545,7 +548,7 @@ def _resolve(
     loss = under_axis_rules(loss, table, splits=mesh.shape[meshes.MODEL] > 1)
     number = microbatches_of_equal_bits(settings, mesh, inputs.num_microbatches)
     why_ramp: list[str] = []
-    if settings.deterministic is None:
+    if settings.fixed_pieces is None:
         number, why_ramp = microbatches_of_features(inputs.features, number, mesh, batch)
     number, why_number = choose_microbatches(number, mesh, batch)
     check_batch(batch, mesh, number)
@@ -755,11 +758,13 @@ def _choose_program(
         task.mesh,
         regather,
         settings.offload.on_host,
-        deterministic=settings.deterministic is not None,
         unrolled=task.num_microbatches > 1
         and bool(unrolled(placement, straight_pieces(seen.trace.jaxpr.jaxpr))),
         tiled=bool(tiles.cut),
     )
+    if settings.fixed_pieces is not None:
+        fixed, unused = fixed_options(task.mesh)
+        options, dropped = fixed | options, dropped | unused
     kernels = optim.choose_update(tx, task.mesh, settings.kernels)
     choices = ProgramChoices(
         options=options, dropped=dropped, kernels=kernels, regather=regather, unroll=unroll

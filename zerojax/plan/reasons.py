@@ -85,22 +85,6 @@ def describe_choices(
     return lines
 
 
-def describe_deterministic(settings: MeshConfig, num_microbatches: int) -> list[str]:
-    """Describes the effect of the setting `deterministic`; returns [] if it is not set."""
-    if settings.deterministic is None:
-        return []
-    count = settings.virtual_shards
-    lines = [
-        f"deterministic='mesh': the same bits on any number of devices that divides {count}, each "
-        f"of which computes {num_microbatches} of {count} virtual shards in sequence"
-    ]
-    if settings.zero >= 2:
-        lines.append("gradients of each virtual shard are exchanged separately")
-    elif num_microbatches > 1:
-        lines.append("gradients are sent as float32 sums, once per step")
-    return lines
-
-
 def describe_model(
     model: Model,
     params: Mapping[str, Any],
