@@ -61,13 +61,13 @@ from zerojax.plan.counts import (
     state_bytes,
     tokens_per_step,
 )
-from zerojax.plan.eight_bits import describe_eight_bits, eight_bit_share, wire_bytes_saved
+from zerojax.plan.fp8_costs import describe_eight_bits, eight_bit_share, wire_bytes_saved
 from zerojax.plan.make import Plan, require_plan
+from zerojax.plan.muon_matrices import matrix_bytes
 from zerojax.plan.offload_costs import hiding
 from zerojax.plan.open_choices import describe_open_choices
 from zerojax.plan.reasons import WIDE_PRODUCTS
 from zerojax.plan.rung_plans import with_rungs
-from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level, wire_bytes
 from zerojax.step.build import build_step
 from zerojax.step.offload_variants import streamed_from_host

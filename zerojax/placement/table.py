@@ -36,7 +36,7 @@ from zerojax.placement.leaf_placement import (
 from zerojax.placement.state_layout import PipelineLayout
 from zerojax.tracing import trees
 from zerojax.tracing.reads import line_of_read
-from zerojax.tracing.row_lookups import Asked
+from zerojax.tracing.row_lookups import RowReads
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def place_parameters(
             codes=codes,
             zero_axes=zero_axes,
             expert_dim=expert_dim,
-            asked=rules.lookups.get(name),
+            row_reads=rules.lookups.get(name),
             layer_rows=rows,
             reasons=tuple(reasons),
         )
@@ -358,7 +358,7 @@ def place_model(
     layout: PipelineLayout | None,
     stacks: Mapping[str, tuple[str, ...]] | None = None,
     expert_dims: Mapping[str, int] | None = None,
-    lookups: Mapping[str, Asked] | None = None,
+    lookups: Mapping[str, RowReads] | None = None,
 ) -> Placement:
     """Makes the placement table of a model's parameters.
 

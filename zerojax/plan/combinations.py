@@ -30,7 +30,7 @@ from zerojax.plan.context_split import check_context, check_layout
 from zerojax.plan.gradient_wire import check_gradient_wire
 from zerojax.plan.layer_tiles import check_tiles
 from zerojax.plan.refusals import check_layer_norms
-from zerojax.plan.secondary_shards import check_secondary
+from zerojax.plan.secondary_wire import check_secondary
 from zerojax.plan.table_lookups import check_lookup
 from zerojax.plan.weight_wire import check_weight_wire
 from zerojax.tracing.activation_offload import check_no_stages

@@ -23,7 +23,7 @@ from zerojax.placement.expert_axis import describe_experts
 from zerojax.placement.state import dtype_in_loss
 from zerojax.placement.state_layout import OffloadLayout
 from zerojax.placement.table import Placement, straight_pieces, unrolled
-from zerojax.plan.eight_bits import describe_eight_bits
+from zerojax.plan.fp8_costs import describe_eight_bits
 from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace

@@ -45,8 +45,8 @@ from zerojax.optim import loss_scale, one_bit_of
 from zerojax.passes.layer_norms import build_changes, layer_stacks
 from zerojax.passes.update import GradientNorm, ThisStep, build_norm, build_update
 from zerojax.pipeline import pipeline_passes
-from zerojax.placement.kept_parts import copies_key
-from zerojax.placement.state import KEPT_PARTS, TrainState, feature_parts, step_key
+from zerojax.placement.optional_parts import copies_key
+from zerojax.placement.state import OPTIONAL_PARTS, TrainState, feature_parts, step_key
 from zerojax.placement.user_shardings import on_mesh_of_plan, under_own_mesh
 from zerojax.plan.make import Plan, require_plan
 from zerojax.runtime.memory import keep_freed_memory
@@ -223,7 +223,7 @@ def _with_optional_parts(
     plan: Plan, new_state: Any, state: TrainState, updated: dict[str, Any]
 ) -> TrainState:
     """Adds the parts that only some runs have to the state after a step."""
-    kept = {part: updated.get(part, state[part]) for part in KEPT_PARTS if part in state}
+    kept = {part: updated.get(part, state[part]) for part in OPTIONAL_PARTS if part in state}
     new_state |= {**kept, **feature_parts(state)}
     for feature, decision in active(plan):
         changed = feature.updated(plan, decision, new_state)

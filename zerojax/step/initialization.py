@@ -28,7 +28,7 @@ from zerojax.offload.pages import row_struct
 from zerojax.offload.sliced_state import cut_new_param, cut_new_state
 from zerojax.optim import EmaState, coding_of, loss_scale
 from zerojax.optim.weight_codes import CodedArray
-from zerojax.placement.kept_parts import no_gradients
+from zerojax.placement.optional_parts import no_gradients
 from zerojax.placement.state import (
     COPIES,
     DELAYED,
