@@ -42,7 +42,7 @@ from zerojax.data.subwords import HuggingFaceTokenizer
 from zerojax.data.text_set import TextSet, check_targets, open_text_set, verify_text_set
 from zerojax.data.tokenizer import as_tokenizer, load_tokenizer
 from zerojax.data.tokens import check_unused
-from zerojax.features.curriculum.rungs import LengthLadder
+from zerojax.features.curriculum.length_ladder import LengthLadder
 
 X = {"x": np.ones((2, 3))}
 

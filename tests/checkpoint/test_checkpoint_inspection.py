@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import pytest
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, files, folders, metadata
+from zerojax.checkpoint.deletion import STALE_SECONDS, removals
 from zerojax.checkpoint.errors import DamagedError, MachineError
 from zerojax.checkpoint.inspection import find_checkpoints, leftovers, saved_steps
-from zerojax.checkpoint.pruning import STALE_SECONDS, removals
 from zerojax.cli import main
 
 ABOUT = {"data_state": {}, "config": {}, "plan": {}}

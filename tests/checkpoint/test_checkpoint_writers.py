@@ -17,8 +17,8 @@ from tests.cli.test_cli_runs import TINY
 from tests.runtime.test_folder_lock import FOREIGN, holder
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.checkpoint import saving as saving_module
+from zerojax.checkpoint.deletion import alone_in
 from zerojax.checkpoint.errors import FolderInUseError
-from zerojax.checkpoint.pruning import alone_in
 from zerojax.cli import main
 from zerojax.deepspeed_engine.engine_tags import hold_tags
 from zerojax.runtime.folder_lock import NAME, hold

@@ -29,7 +29,7 @@ from tests.checkpoint.test_remedies_of_files import (
     two_steps,
 )
 from tests.support.refusals import Refusal, refused
-from zerojax.checkpoint import Checkpointer, files, folders, metadata, pruning, retention
+from zerojax.checkpoint import Checkpointer, deletion, files, folders, metadata, retention
 from zerojax.checkpoint.arrays import _NOT_STORED as NOT_STORED
 from zerojax.checkpoint.arrays import check_storable
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, MachineError
@@ -121,10 +121,10 @@ def test_what_cannot_be_read_now(saved):
         with failing(files, "wrong_checksums", busy):
             refused(lambda: checkpointer.verify(2), [saved / "2"], "again", error=MachineError)
         assert checkpointer.verify(2).is_good
-    with failing(pruning, "hold", PermissionError(errno.EACCES, "no")):
-        lock = lambda: pruning.alone_in(saved).__enter__()  # noqa: E731
+    with failing(deletion, "hold", PermissionError(errno.EACCES, "no")):
+        lock = lambda: deletion.alone_in(saved).__enter__()  # noqa: E731
         refused(lock, [saved], "again", error=MachineError)
-    with pruning.alone_in(saved):
+    with deletion.alone_in(saved):
         pass
 
 

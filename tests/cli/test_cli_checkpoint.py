@@ -20,8 +20,8 @@ from tests.offload.test_offload_disk_checkpoints import save as save_with_pieces
 from tests.support.offload_disk_runs import close, offload, plan_of, train
 from tests.support.refusals import check_words, refused
 from zerojax.checkpoint import Checkpointer, CheckpointError
+from zerojax.checkpoint.deletion import STALE_SECONDS, removals
 from zerojax.checkpoint.inspection import open_arrays, saved_steps
-from zerojax.checkpoint.pruning import STALE_SECONDS, removals
 from zerojax.cli import main
 
 CONFIG = {"model": {"width": 8}, "optimizer": {"lr": 0.1}}

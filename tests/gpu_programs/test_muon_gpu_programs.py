@@ -8,7 +8,7 @@ import pytest
 from tests.support.gpu_programs import LAYERS, WIDTH, Case, compile_case, wire_unit, wire_units
 from zerojax.forecasting.hlo.costs import Matmuls
 from zerojax.optim.matrices import newton_schulz_flops
-from zerojax.plan.whole_matrices import classes_of_plan, matrix_bytes
+from zerojax.plan.muon_matrices import classes_of_plan, matrix_bytes
 from zerojax.plan.wire import wire_bytes
 
 pytestmark = pytest.mark.gpu_programs

@@ -22,7 +22,7 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for, regression_batch, train_for
 from tests.zoo.test_moe import llama
 from zerojax.optim import muon_dimensions
-from zerojax.plan.whole_matrices import classes_of_plan
+from zerojax.plan.muon_matrices import classes_of_plan
 from zerojax.zoo.lora import add_lora
 
 STEPS = 4

@@ -19,7 +19,7 @@ from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.costs import Matmuls
 from zerojax.optim import muon_dimensions
 from zerojax.optim.matrices import newton_schulz_flops
-from zerojax.plan.whole_matrices import classes_of_plan, matrix_bytes
+from zerojax.plan.muon_matrices import classes_of_plan, matrix_bytes
 from zerojax.plan.wire import wire_bytes
 from zerojax.step.build import build_step
 from zerojax.step.reshard import to_portable_state

@@ -24,7 +24,7 @@ from zerojax.placement.leaf_placement import Access
 from zerojax.step.build import build_evaluation, build_step, pass_config
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import reshard_state, to_portable_state
-from zerojax.tracing.row_lookups import Asked
+from zerojax.tracing.row_lookups import RowReads
 from zerojax.transport.owned_tables import OwnedTable
 from zerojax.zoo.llama import Llama, LlamaConfig
 
@@ -98,8 +98,8 @@ def owners(**options):
 
 def is_looked_up(plan, name=TABLE):
     leaf = plan.placement.leaves[name]
-    assert (leaf.access is Access.LOOK_UP) == (leaf.asked is not None)
-    return leaf.asked is not None
+    assert (leaf.access is Access.LOOK_UP) == (leaf.row_reads is not None)
+    return leaf.row_reads is not None
 
 
 @functools.cache
@@ -191,7 +191,7 @@ WAYS = {
     "twice": ("twice", {}),
     "frozen": ("embed", {"freeze": "embed"}),
 }
-ASKED = {"in a checkpoint": Asked(rows=64, again=64), "twice": Asked(rows=2 * 64)}
+ASKED = {"in a checkpoint": RowReads(rows=64, again=64), "twice": RowReads(rows=2 * 64)}
 
 
 @pytest.mark.thorough
@@ -201,7 +201,7 @@ def test_ways_to_read_a_table(name):
     frozen = {key: value for key, value in options.items() if key == "freeze"}
     one = train_for(reader(way=way), devices=1, steps=STEPS, batch=batch_of("Zipf"), **frozen)
     many = train_for(reader(way=way), batch=batch_of("Zipf"), **owners(**options))
-    asked = many.plan.placement.leaves[TABLE].asked
+    asked = many.plan.placement.leaves[TABLE].row_reads
     assert asked == ASKED.get(name, asked)
     assert_same_run(many, one)
 
@@ -402,7 +402,7 @@ def test_each_device_has_columns_and_the_plan_says_what_it_sends():
     plan = plan_for(reader(), batch=batch_of("uniform"), lookup="owners", zero=1)
     leaf = plan.placement.leaves[TABLE]
     assert leaf.stored_spec == P(None, "data")
-    assert leaf.asked == Asked(rows=64)
+    assert leaf.row_reads == RowReads(rows=64)
     # 7 of 8 parts of 64 rows of 64 bytes, there and back, for a gather and a scatter of the table.
     assert (
         f"lookup=owners: {TABLE} is never gathered, and only rows of it and "
@@ -466,7 +466,7 @@ def test_deepspeeds_key():
 def says(words, model=None, *, batch=None, **options):
     given = {"zero": 3, "persistence_threshold": 1, **options}
     plan = plan_for(model or reader(), batch=batch or batch_of("uniform"), lookup="owners", **given)
-    assert not any(leaf.asked for leaf in plan.placement.leaves.values())
+    assert not any(leaf.row_reads for leaf in plan.placement.leaves.values())
     (line,) = [reason for reason in plan.reasons if reason.startswith("lookup=owners")]
     assert words in line
     assert "\n" not in line

@@ -14,7 +14,7 @@ from tests.support.trajectories import advance, optimizer, plan_for, regression_
 from tests.tracing import test_rolled_training
 from zerojax.forecasting import hlo
 from zerojax.optim.wire_codes import BLOCKS
-from zerojax.placement.kept_parts import copies_key
+from zerojax.placement.optional_parts import copies_key
 from zerojax.plan.counts import GATHERED, STORED, role_bytes, state_bytes
 from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.plan.wire import leaf_transfers, wire_bytes

@@ -17,7 +17,7 @@ from zerojax.forecasting.hlo import find_collectives, find_overlap, read_program
 from zerojax.forecasting.roofline import estimate
 from zerojax.forecasting.settings_search.candidates import bounds_of
 from zerojax.placement.device_mesh import make_abstract_mesh
-from zerojax.plan.eight_bits import eight_bit_share, kept_inputs, wire_bytes_saved
+from zerojax.plan.fp8_costs import eight_bit_share, kept_inputs, wire_bytes_saved
 from zerojax.plan.make import make_plan
 from zerojax.plan.offload_costs import TierRates, hiding
 from zerojax.tracing.flops import count_program_flops

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.refusals import refused
-from zerojax.checkpoint import pruning
+from zerojax.checkpoint import deletion
 from zerojax.checkpoint.files import new_folder
 from zerojax.checkpoint.folders import list_steps, make_partial, partial_folder
 from zerojax.checkpoint.inspection import saved_steps
@@ -50,9 +50,9 @@ def test_folders_of_a_user_beside_checkpoints(tmp_path, monkeypatch):
         (run / name).mkdir(parents=True)
     assert list_steps(run) == (3,)
     assert [one.step for one in saved_steps(run)] == [3]
-    assert pruning.removals(run, keep=1, now=1e12) == []
-    monkeypatch.setattr(pruning, "saved_steps", lambda path: [])
-    found = pruning.removals(run, damaged=True, now=1e12)
+    assert deletion.removals(run, keep=1, now=1e12) == []
+    monkeypatch.setattr(deletion, "saved_steps", lambda path: [])
+    found = deletion.removals(run, damaged=True, now=1e12)
     assert sorted(one.folder.name for one in found) == ["5.partial-1", "7.partial-1"]
     make_partial(partial_folder(run, 8, 1, 1))
     check_there(mine)

@@ -15,7 +15,7 @@ import pytest
 import zerojax
 from tests.support.small_models import Line, regression_loss
 from zerojax.checkpoint import CheckpointError
-from zerojax.checkpoint.pruning import removals
+from zerojax.checkpoint.deletion import removals
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.training.evaluation import EarlyStopping, KeepBest
 from zerojax.training.metrics import read_metrics

@@ -344,8 +344,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
+    from zerojax.checkpoint.deletion import alone_in, removals, remove
     from zerojax.checkpoint.inspection import find_checkpoints, saved_steps
-    from zerojax.checkpoint.pruning import alone_in, removals, remove
     from zerojax.tracing.trees import format_bytes
 
     path, _ = find_checkpoints(args.run)

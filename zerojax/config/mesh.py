@@ -440,6 +440,12 @@ class MeshConfig:
     the run is planned, if there is one."""
 
     @property
+    def fixed_pieces(self) -> int | None:
+        """Number of pieces into which every mesh divides the batch, to sum them in one order; None:
+        the order of sums depends on the mesh."""
+        return None if self.deterministic is None else self.virtual_shards
+
+    @property
     def devices_per_shard(self) -> int:
         """Number of devices that share the rows of one data shard."""
         return self.context * self.stage * self.model

@@ -180,36 +180,36 @@ def _settings(matmul_dtype: str | None, schedule: BitScheduleConfig | None) -> s
     return f"{dtype} and bit_schedule={dataclasses.asdict(schedule)}"
 
 
-def check_rounding(model: tracing.Model, says: Rounding | None) -> None:
+def check_rounding(model: tracing.Model, rounding: Rounding | None) -> None:
     """Raises if the rounding described in a ds_config does not match the model's.
 
     Args:
       model: the model of the run.
-      says: the description, from `rounding_of`.
+      rounding: the description, from `rounding_of`.
 
     Raises:
       ConfigError: the model rounds to other widths or other kernels, or does not round.
     """
-    if says is None:
+    if rounding is None:
         return
     key = (SECTION, "weight_quantization")
     config = models.bound_attribute(model, "config")
     own = getattr(config, "matmul_dtype", None), getattr(config, "bit_schedule", None)
-    if own != (says.matmul_dtype, says.schedule):
+    needed = rounding.matmul_dtype, rounding.schedule
+    if own != needed:
         raise ConfigError(
-            f"needs a model with {_settings(says.matmul_dtype, says.schedule)}; this one has "
-            f"{_settings(*own)}: build a reference model (zerojax.zoo) with these settings, or "
-            "remove the section",
+            f"needs a model with {_settings(*needed)}; this one has {_settings(*own)}: build a "
+            "reference model (zerojax.zoo) with these settings, or remove the section",
             key,
         )
     names = jax.tree.leaves(model.parameter_names())
-    matched = {n for n in names if any(re.search(pattern, n) for pattern in says.patterns)}
+    matched = {n for n in names if any(re.search(pattern, n) for pattern in rounding.patterns)}
     rounded = {name for name in names if _LAYERS.search(name)}
     kernels = {name for name in matched if name.endswith(("kernel", "embedding"))}
     if wrong := sorted(kernels ^ rounded):
         verb = "do not match" if wrong[0] in rounded else "match"
         raise ConfigError(
-            f"modules {list(says.patterns)} {verb} {wrong[0]}, but the model rounds the kernels of "
-            "all layers and no other; use modules ['blocks/']",
+            f"modules {list(rounding.patterns)} {verb} {wrong[0]}, but the model rounds the "
+            "kernels of all layers and no other; use modules ['blocks/']",
             key,
         )

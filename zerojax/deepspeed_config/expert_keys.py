@@ -101,18 +101,18 @@ def router_of(file: File) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def check_router(model: tracing.Model, says: Mapping[str, Any]) -> None:
+def check_router(model: tracing.Model, router: Mapping[str, Any]) -> None:
     """Raises if the router described in a ds_config does not match the model's router.
 
     Args:
       model: the model of the run.
-      says: the description, from `router_of`.
+      router: the description, from `router_of`.
 
     Raises:
       ConfigError: the model's router differs, or the model has no `MoEConfig`.
     """
     own = getattr(models.bound_attribute(model, "config"), "moe", None)
-    for name, value in says.items():
+    for name, value in router.items():
         key = (SECTION, name)
         if not isinstance(own, MoEConfig):
             raise ConfigError(

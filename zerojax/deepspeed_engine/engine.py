@@ -300,7 +300,7 @@ class Engine(EngineQueries, AbsentMethods):
 
     def _spec_of(self, batch: Any) -> RunSpec:
         """Returns the description of the run for global batches of the shapes of `batch`."""
-        says = self.translation
+        translation = self.translation
         return RunSpec(
             inputs=self._run.inputs(batch),
             mesh=self._mesh_settings,
@@ -308,10 +308,10 @@ class Engine(EngineQueries, AbsentMethods):
             loop=LoopSettings(callbacks=(self._print_report,)),
             folder=self._run_dir,
             offload_folder=self._run_dir,
-            log=None if self._run_dir is None else says.log,
+            log=None if self._run_dir is None else translation.log,
             watch=self._watch,
-            settings_of=lambda plan: dict(says.resolved),
-            reasons=tuple(says.reasons),
+            settings_of=lambda plan: dict(translation.resolved),
+            reasons=tuple(translation.reasons),
         )
 
     @property

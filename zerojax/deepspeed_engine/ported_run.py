@@ -73,18 +73,18 @@ class PortedRun:
             hidden_size=models.width_of(model),
         )
         config = deepspeed_config.DsConfig(source, num_devices, values)
-        says = config.translate()
-        check_router(model, says.router)
-        check_rounding(model, says.rounding)
+        translation = config.translate()
+        check_router(model, translation.router)
+        check_rounding(model, translation.rounding)
         run_dir = given["run_dir"]
         return cls(
             model=model,
             config=config,
-            translation=says,
-            loss=with_layout(model, given["loss"], says.attention_layout),
+            translation=translation,
+            loss=with_layout(model, given["loss"], translation.attention_layout),
             freeze=as_patterns("freeze", given["freeze"]),
-            steps=says.total_steps if given["steps"] is None else given["steps"],
-            folder=says.run_dir if run_dir is None else user_path(run_dir),
+            steps=translation.total_steps if given["steps"] is None else given["steps"],
+            folder=translation.run_dir if run_dir is None else user_path(run_dir),
         )
 
     def with_rows(self, rows: int | None) -> PortedRun:
@@ -97,17 +97,17 @@ class PortedRun:
         Args:
           batch: a global batch, as `ShapeDtypeStruct`s.
         """
-        says = self.translation
+        translation = self.translation
         return PlanInputs(
             model=self.model,
             example_batch=batch,
             loss=self.loss,
-            optimizer=says.optimizer,
-            precision=says.precision,
-            num_microbatches=says.num_microbatches,
+            optimizer=translation.optimizer,
+            precision=translation.precision,
+            num_microbatches=translation.num_microbatches,
             freeze=self.freeze,
             steps=self.steps,
-            features=says.features,
+            features=translation.features,
         )
 
 

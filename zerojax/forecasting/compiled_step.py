@@ -49,7 +49,6 @@ from zerojax.forecasting.transfers import attention_wire_bytes, find_traffic, of
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.hardware.gpus.achieved import published_rates
-from zerojax.optim.one_bit import one_bit_of
 from zerojax.placement import device_mesh as meshes
 from zerojax.plan.counts import (
     LAYER_UPDATE,
@@ -62,13 +61,13 @@ from zerojax.plan.counts import (
     state_bytes,
     tokens_per_step,
 )
-from zerojax.plan.eight_bits import describe_eight_bits, eight_bit_share, wire_bytes_saved
+from zerojax.plan.fp8_costs import describe_eight_bits, eight_bit_share, wire_bytes_saved
 from zerojax.plan.make import Plan, require_plan
+from zerojax.plan.muon_matrices import matrix_bytes
 from zerojax.plan.offload_costs import hiding
 from zerojax.plan.open_choices import describe_open_choices
 from zerojax.plan.reasons import WIDE_PRODUCTS
 from zerojax.plan.rung_plans import with_rungs
-from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level, wire_bytes
 from zerojax.step.build import build_step
 from zerojax.step.offload_variants import streamed_from_host
@@ -158,7 +157,7 @@ def forecast_attached(plan: Plan, step: Any, gpu: Gpu) -> Forecast:
       gpu: card of the devices.
     """
     arguments = (plan.abstract_state, plan.abstract_batch)
-    work = _work_of(plan, step, step.trace(*arguments).jaxpr)
+    work = _work_of(plan, step.trace(*arguments).jaxpr, wire_bytes(plan))
     compiled = step.lower(*arguments).compile()
     program = compile_client.CompiledProgram(
         text=compiled.as_text(), memory=compile_client.memory_of(compiled)
@@ -270,10 +269,13 @@ def _make_forecast(
         "fast": fast,
         "say": progress or (lambda _: None),
     }
-    first = _of_program(step, plan, gpu, with_contents=with_contents, **options)
+    first = _of_program(
+        step, plan, gpu, sent=wire_bytes(plan), with_contents=with_contents, **options
+    )
     if not isinstance(step, TwoPrograms):
         return first
-    later = _of_program(step.compressed, plan, gpu, with_contents=False, **options)
+    sent = compressed_bytes(plan.placement, plan.precision)
+    later = _of_program(step.compressed, plan, gpu, sent=sent, with_contents=False, **options)
     return first._replace(forecast=_of_both(first.forecast, later.forecast))
 
 
@@ -282,6 +284,7 @@ def _of_program(
     plan: Plan,
     gpu: Gpu,
     *,
+    sent: int,
     counted: Plan,
     devices: Sequence[Any] | None,
     why_formula: str | None,
@@ -293,6 +296,7 @@ def _of_program(
 
     Args:
       step: the step of `counted`, or its program after the warm-up of a 1-bit optimizer.
+      sent: bytes that ZeRO sends in the program, by formula.
       say: called with a few words at each stage of the work; see `_make_forecast` for the others.
     """
     facts: Facts | None = None
@@ -315,7 +319,7 @@ def _of_program(
             seconds = time.perf_counter() - began
             forecast_cache.store(key, facts)
     made_by = compile_client.compiler_version(fast=fast)
-    work = _work_of(plan, step, traced.jaxpr)
+    work = _work_of(plan, traced.jaxpr, sent)
     made = _assemble(plan, gpu, work, facts, why_formula, seconds, made_by)
     if facts is None or not with_contents:
         return ForecastStep(made, counted, None, facts)
@@ -333,19 +337,13 @@ def _of_program(
     return ForecastStep(made, counted, contents, facts)
 
 
-def _work_of(plan: Plan, step: Any, jaxpr: Any) -> _Work:
+def _work_of(plan: Plan, jaxpr: Any, sent: int) -> _Work:
     return _Work(
         flops=count_program_flops(jaxpr) / plan.mesh.size,
         eight_bits=eight_bit_share(jaxpr),
         attention_bytes=attention_wire_bytes(jaxpr, plan.mesh.shape),
-        zero_bytes=_bytes_by_formula(plan, step),
+        zero_bytes=sent,
     )
-
-
-def _bytes_by_formula(plan: Plan, step: Any) -> int:
-    """Returns the bytes that ZeRO sends per step and device by formula."""
-    is_compressed = one_bit_of(plan.tx) is not None and not isinstance(step, TwoPrograms)
-    return compressed_bytes(plan.placement, plan.precision) if is_compressed else wire_bytes(plan)
 
 
 def _of_both(warm_up: Forecast, compressed: Forecast) -> Forecast:

@@ -24,8 +24,8 @@ from zerojax.placement.device_mesh import CONTEXT, EXPERT, MANUAL_AXES, STAGE
 from zerojax.plan.counts import role_tiers
 from zerojax.plan.expert_costs import exchange_bytes
 from zerojax.plan.make import Plan
+from zerojax.plan.muon_matrices import matrix_bytes
 from zerojax.plan.offload_costs import all_file_bytes, buffer_bytes, hiding, moved_bytes
-from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import wire_unit
 from zerojax.tracing.flops import without_waste
 

@@ -24,7 +24,6 @@ from zerojax.passes.parameters import (
     tile_collectives,
     values_to_read,
 )
-from zerojax.passes.virtual_shards import build_virtual_forward, build_virtual_gradients
 
 __all__ = [
     "PassConfig",
@@ -32,8 +31,6 @@ __all__ = [
     "build_gradients",
     "build_reads",
     "build_rewriting",
-    "build_virtual_forward",
-    "build_virtual_gradients",
     "for_evaluation",
     "map_forward",
     "map_gradients",

@@ -271,7 +271,7 @@ def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Ar
         check_expert_calls(calls, experts, f"expert={config.mesh.shape[EXPERT]}")
 
     rows = find_row_lookups(trace.program.jaxpr, sorted(params))
-    by_row = rows.asked.keys() - rows.elsewhere.keys() - trace.barriers.keys()
+    by_row = rows.row_reads.keys() - rows.elsewhere.keys() - trace.barriers.keys()
 
     def place(leaf: LeafPlacement) -> LeafPlacement:
         if leaf.access.looks_up and leaf.name in by_row:

@@ -55,7 +55,7 @@ class PassConfig:
       before_cut: function that prepares a batch so that its sequences can be split; None if they
         are not split.
       offload: layout of state outside device memory; None if there is none.
-      virtual_shards: number of pieces into which the batch is divided on any number of devices, for
+      fixed_pieces: number of pieces into which the batch is divided on any number of devices, for
         equal bits; None: the batch is divided by devices only.
       metrics: names of the metrics that the loss returns, sorted.
       tiles: {name: tiles} of the layer weights that are gathered tile by tile
@@ -78,7 +78,7 @@ class PassConfig:
     context: ContextSplit | None = None
     before_cut: Callable[[Arrays], Arrays] | None = None
     offload: OffloadLayout | None = None
-    virtual_shards: int | None = None
+    fixed_pieces: int | None = None
     metrics: tuple[str, ...] = ()
     counted: frozenset[str] = frozenset()
     exact_leaves: frozenset[str] = frozenset()
@@ -94,7 +94,7 @@ class PassConfig:
         over devices comes first. Below stage 2, a device's gradients are summed before they are
         exchanged.
         """
-        if self.virtual_shards is None:
+        if self.fixed_pieces is None:
             return None
         early = self.placement.zero >= 2
         return TreeOrder.HIGHEST_FIRST if early else TreeOrder.LOWEST_FIRST
@@ -261,7 +261,7 @@ def over_batch(config: PassConfig, local: Callable[..., Any]) -> Callable[..., A
     Inside `local`, `zerojax.batch_sum` sums over devices and `zerojax.experts` has only the
     device's own experts.
     """
-    axes = PASS_AXES if config.virtual_shards is None else None
+    axes = PASS_AXES if config.fixed_pieces is None else None
     axis = EXPERT if config.mesh.shape[EXPERT] > 1 else None
 
     @functools.wraps(local)

@@ -48,7 +48,7 @@ def leaf_collectives(
         which each node holds a copy (`wire.secondary`), True gives the collectives inside a node,
         and False those between nodes.
     """
-    fixed = config.virtual_shards is not None
+    fixed = config.fixed_pieces is not None
     leaves = config.placement.leaves
     one_level = collectives.inside_nodes if in_model else collectives.between_nodes
     table = {
@@ -93,7 +93,7 @@ def gradient_dtype(config: PassConfig, leaf: LeafPlacement) -> Any:
     dtype is at least as wide as the compute dtype, even if gradients are sent in a narrower dtype.
     """
     reduce = config.precision.reduce_dtype
-    if leaf.gradient_in_full or config.virtual_shards is not None:
+    if leaf.gradient_in_full or config.fixed_pieces is not None:
         reduce = jnp.float32
     if leaf.access.reads_shard:
         return jnp.promote_types(config.precision.compute_dtype, reduce)

@@ -217,7 +217,7 @@ def _named_rows(plan: Decisions) -> dict[str, tuple[str, ...]]:
     """Returns {stack: user's names of its layers}, for stacks whose layers are reported
     separately.
     """
-    if not plan.stacks or plan.settings.deterministic is not None:
+    if not plan.stacks or plan.settings.fixed_pieces is not None:
         return {}
     if plan.program.kernels["statistics"].implementation != "xla":
         return {}

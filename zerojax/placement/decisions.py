@@ -25,7 +25,7 @@ from zerojax.optim import Schedule
 from zerojax.optim.precision import Precision
 from zerojax.placement.device_mesh import DATA_AXES, num_data_shards
 from zerojax.placement.layer_stacks import Stacks, row_placement
-from zerojax.placement.state import KEPT_PARTS, TrainState
+from zerojax.placement.state import OPTIONAL_PARTS, TrainState
 from zerojax.placement.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.placement.table import Placement
 from zerojax.tracing import trees
@@ -193,9 +193,11 @@ class Decisions:
     def fingerprint(self) -> str:
         """Hash of the names, shapes and dtypes of the state, the same on every mesh.
 
-        `KEPT_PARTS` of the state are left out. `reshard` requires equal fingerprints.
+        `OPTIONAL_PARTS` of the state are left out. `reshard` requires equal fingerprints.
         """
-        state = {name: x for name, x in self.abstract_portable.items() if name not in KEPT_PARTS}
+        state = {
+            name: x for name, x in self.abstract_portable.items() if name not in OPTIONAL_PARTS
+        }
         leaves = trees.flatten_names(state)
         rows = [[name, list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()]
         return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]

@@ -23,7 +23,7 @@ from zerojax.placement.device_mesh import (
     STAGE,
     state_axes,
 )
-from zerojax.tracing.row_lookups import Asked
+from zerojax.tracing.row_lookups import RowReads
 
 Shape = tuple[int, ...]
 
@@ -122,8 +122,8 @@ class LeafPlacement:
         such dimension or experts are not split.
       padded_size: stored number of elements along zero_dim, a multiple of the number of shards.
       access: how forward and backward read the parameter.
-      asked: rows looked up per microbatch, for a lookup table that is sharded along its columns;
-        None for other parameters.
+      row_reads: rows looked up per microbatch, for a lookup table that is sharded along its
+        columns; None for other parameters.
       eight_bits: whether the parameter is gathered as 8-bit floats, because the model uses it only
         as 8-bit floats.
       node_shards: number of neighbouring shards in one node. Once per step each node fetches a part
@@ -165,7 +165,7 @@ class LeafPlacement:
     codes: WeightCodes | None = None
     zero_axes: tuple[str, ...] = (DATA,)
     expert_dim: int | None = None
-    asked: Asked | None = None
+    row_reads: RowReads | None = None
     layer_rows: tuple[int, ...] | None = None
     is_row_of_stages: bool = False
     reasons: tuple[str, ...] = ()
@@ -318,7 +318,7 @@ class PlacementRules:
       stacks: {stacked parameter of rolled layers: the user's names of its rows}. Patterns match the
         names of rows, and axes of a tensor-parallel rule are those of a row. All rows of a stack
         have the same rule.
-      virtual_shards: number of shards for which dimensions are chosen and padded, a multiple of the
+      fixed_pieces: number of shards for which dimensions are chosen and padded, a multiple of the
         number of devices; None: the actual number of shards.
     """
 
@@ -327,9 +327,9 @@ class PlacementRules:
     freeze: Sequence[str] = ()
     freeze_codes: str | None = None
     persistence_threshold: int = 100_000
-    virtual_shards: int | None = None
+    fixed_pieces: int | None = None
     expert_dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    lookups: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
+    lookups: Mapping[str, RowReads] = dataclasses.field(default_factory=dict)
     stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 

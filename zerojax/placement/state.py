@@ -43,7 +43,7 @@ DELAYED = "delayed"
 names of a checkpoint."""
 MESH_PARTS = (ONE_BIT, COPIES)
 """Parts that depend on the mesh, so that they begin anew on another one."""
-KEPT_PARTS = (*MESH_PARTS, DELAYED)
+OPTIONAL_PARTS = (*MESH_PARTS, DELAYED)
 """Parts that only some states have, and that are no parameters, moments or user's arrays."""
 
 

@@ -36,7 +36,7 @@ from zerojax.placement.leaf_placement import (
 from zerojax.placement.state_layout import PipelineLayout
 from zerojax.tracing import trees
 from zerojax.tracing.reads import line_of_read
-from zerojax.tracing.row_lookups import Asked
+from zerojax.tracing.row_lookups import RowReads
 
 
 @dataclass(frozen=True)
@@ -183,10 +183,10 @@ def place_parameters(
             _check_experts(name, axes, len(shape) + expert_dim)
             zero_axes = tuple(axis for axis in zero_axes if axis != EXPERT)
         zero_axes = (*zero_axes, STAGE) if layer_rows and rows is None else zero_axes
-        shards = rules.virtual_shards or math.prod(axis_sizes[axis] for axis in zero_axes)
+        shards = rules.fixed_pieces or math.prod(axis_sizes[axis] for axis in zero_axes)
         if shards > 1 and rules.zero > 0 and name not in (always_frozen or {}):
             over = f"{' x '.join(zero_axes)} {shards}"
-            over = f"{shards} virtual shards" if rules.virtual_shards else over
+            over = f"{shards} virtual shards" if rules.fixed_pieces else over
             taken = axes if expert_dim is None else _with_experts(axes, expert_dim)
             # A lookup table is split by columns, so that all devices do the same work.
             first = stack_dims if name not in rules.lookups else 1
@@ -213,7 +213,7 @@ def place_parameters(
             codes=codes,
             zero_axes=zero_axes,
             expert_dim=expert_dim,
-            asked=rules.lookups.get(name),
+            row_reads=rules.lookups.get(name),
             layer_rows=rows,
             reasons=tuple(reasons),
         )
@@ -358,7 +358,7 @@ def place_model(
     layout: PipelineLayout | None,
     stacks: Mapping[str, tuple[str, ...]] | None = None,
     expert_dims: Mapping[str, int] | None = None,
-    lookups: Mapping[str, Asked] | None = None,
+    lookups: Mapping[str, RowReads] | None = None,
 ) -> Placement:
     """Makes the placement table of a model's parameters.
 
@@ -390,8 +390,7 @@ def place_model(
     if why := _why_not_in_branches(settings):
         barriers |= {name: why for name in trace.in_branches if name not in barriers}
     read_shapes |= {name: frozenset([params[name].shape[1:]]) for name in early}
-    virtual_shards = settings.virtual_shards if settings.deterministic else None
-    if virtual_shards is not None:
+    if settings.fixed_pieces is not None:
         again = "is read more than once, but its gradient needs a fixed order of sums"
         repeated = dict.fromkeys(_read_repeatedly(params, trace), again)
         barriers = repeated | barriers
@@ -411,7 +410,7 @@ def place_model(
             freeze=freeze,
             freeze_codes=freeze_codes,
             persistence_threshold=settings.persistence_threshold,
-            virtual_shards=virtual_shards,
+            fixed_pieces=settings.fixed_pieces,
             stacks=stacks or {},
             expert_dims=expert_dims or {},
             lookups=lookups or {},

@@ -51,7 +51,7 @@ def check_batch_sums(
             )
     if any(one.kind == "gather_batch" for one in sums):
         _check_gathers(mesh, num_microbatches)
-    if sums and settings.deterministic is not None:
+    if sums and settings.fixed_pieces is not None:
         raise ValueError(f"zerojax.{sums[0].kind} {IN_TURN}")
 
 

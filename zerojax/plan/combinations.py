@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from zerojax import optim
+from zerojax.features.deterministic.equal_bits import check_elementwise, check_equal_bits
 from zerojax.features.known import KNOWN, works_with
 from zerojax.features.one_bit.sign_plan import check_one_bit
 from zerojax.features.other_settings import check_others
@@ -28,8 +29,8 @@ from zerojax.placement.frozen_codes import check_codes
 from zerojax.plan.context_split import check_context, check_layout
 from zerojax.plan.gradient_wire import check_gradient_wire
 from zerojax.plan.layer_tiles import check_tiles
-from zerojax.plan.refusals import check_elementwise, check_equal_bits, check_layer_norms
-from zerojax.plan.secondary_shards import check_secondary
+from zerojax.plan.refusals import check_layer_norms
+from zerojax.plan.secondary_wire import check_secondary
 from zerojax.plan.table_lookups import check_lookup
 from zerojax.plan.weight_wire import check_weight_wire
 from zerojax.tracing.activation_offload import check_no_stages

@@ -3,6 +3,8 @@ measures their effects on GPU programs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.hardware import compile_client
@@ -30,14 +32,6 @@ their rows, such as the values that a loop over layers stacks for the backward p
 124 million parameters on an H100 this saves 10.5 of 117.3 GB of memory traffic; the peak grows by
 0.2 %."""
 
-FIXED_ROUNDING_OPTIONS = {"xla_allow_excess_precision": False}
-"""Compiler options that keep every cast as written. By default XLA removes a cast to bfloat16 that
-is cast back at once, and which casts it removes depends on collectives between them, and so on the
-mesh."""
-
-FIXED_KERNELS_OPTIONS = {"xla_gpu_deterministic_ops": True}
-"""Compiler options without kernels that sum in undefined order and without autotuned kernels."""
-
 NO_KERNELS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
 """Compiler options with which NCCL alone computes small all-reduces. The compile-only client treats
 all nodes as one node, and XLA's own kernel for an array of a few numbers over 64 devices ends the
@@ -51,18 +45,15 @@ def choose_options(
     regather: bool,
     on_host: bool = False,
     *,
-    deterministic: bool = False,
     unrolled: bool = False,
     tiled: bool = False,
 ) -> tuple[dict, dict[str, str]]:
     """Chooses the compiler options of a step.
 
     Args:
-      mesh: mesh of the devices; an abstract mesh gets no options, and on devices other than NVIDIA
-        GPUs only `deterministic` has an effect.
+      mesh: mesh of the devices; an abstract mesh and devices other than NVIDIA GPUs get no options.
       regather: whether the step gathers weights inside its loops over layers (ZeRO-3).
       on_host: whether the step keeps arrays in host memory.
-      deterministic: whether the result must have the same bits on every mesh.
       unrolled: whether the gathered weights are read outside of loops over layers, in a loop over
         microbatches. `PREFETCH_OPTIONS` are then left out, because they would pipeline that loop:
         the compiler would gather all weights of the next microbatch beside the weights of the
@@ -76,13 +67,9 @@ def choose_options(
     Returns:
       ({option: value}, {option: reason why this compiler does not use it}).
     """
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh) or not compile_client.is_cuda(mesh):
         return {}, {}
-    options = dict(FIXED_ROUNDING_OPTIONS) if deterministic else {}
-    if not compile_client.is_cuda(mesh):
-        return compile_client.keep_known_options(mesh, options)
-    options |= FIXED_KERNELS_OPTIONS if deterministic and are_here(mesh) else {}
-    options |= UNFILLED_OPTIONS
+    options: dict[str, Any] = dict(UNFILLED_OPTIONS)
     options |= compile_client.HOST_OPTIONS if on_host else {}
     if regather:
         options |= {} if unrolled or tiled else PREFETCH_OPTIONS
@@ -100,7 +87,4 @@ def choose_options(
     elif regather and unrolled:
         why = "layers outside of loops would all be gathered for the next microbatch, too"
         dropped |= dict.fromkeys(PREFETCH_OPTIONS, why)
-    if deterministic and not are_here(mesh):
-        why = "the compile-only client cannot disable autotuning; on GPUs the option is set"
-        dropped |= dict.fromkeys(FIXED_KERNELS_OPTIONS, why)
     return known, dropped

@@ -350,7 +350,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
             tiles = plan.tiles.cut.get(leaf.name)
             if tiles is not None:  # one at work, the next one, and the gradient of one
                 tiled, read = max(tiled, 3 * read // tiles.count), 0
-            on_use[leaf.name] = read if leaf.asked is None else 0
+            on_use[leaf.name] = read if leaf.row_reads is None else 0
             as_they_lie = as_stored and leaf.node_shards is None
             size = compute if leaf.frozen else max(compute, reduce)
             weights += 0 if as_they_lie else part * size

@@ -18,7 +18,7 @@ from zerojax.placement.decisions import Decisions
 from zerojax.placement.device_mesh import describe_mesh
 from zerojax.placement.layer_stacks import find_row, users_names
 from zerojax.placement.leaf_placement import LeafPlacement
-from zerojax.plan.whole_matrices import exchanges_of_parameter
+from zerojax.plan.muon_matrices import exchanges_of_parameter
 from zerojax.plan.wire import LeafTransfer, leaf_transfers
 from zerojax.tracing import trees
 
@@ -136,8 +136,8 @@ def _access(plan: Decisions, leaf: LeafPlacement) -> str:
     shape = leaf.device_shape(plan.placement.axis_sizes)
     whole = _array(shape[leaf.stack_dims :] if slices else shape, dtype)
     coded = "" if leaf.codes is None else f", decoded from {leaf.codes.kind}"
-    if leaf.asked is not None:
-        return f"{leaf.access.value}, {leaf.asked.rows} rows as {_array(shape[1:], dtype)}"
+    if leaf.row_reads is not None:
+        return f"{leaf.access.value}, {leaf.row_reads.rows} rows as {_array(shape[1:], dtype)}"
     return f"{leaf.access.value}, as {whole}{slices}{coded}"
 
 

@@ -27,6 +27,11 @@ from zerojax.config.display import as_details
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import NVME
+from zerojax.features.deterministic.equal_bits import (
+    describe_equal_bits,
+    microbatches_of_equal_bits,
+)
+from zerojax.features.deterministic.fixed_options import fixed_options
 from zerojax.features.known import choose_microbatches as microbatches_of_features
 from zerojax.features.known import describe_features, need_loop, plan_features, with_parts
 from zerojax.features.one_bit.sign_plan import describe_one_bit, with_errors
@@ -50,8 +55,8 @@ from zerojax.placement.decisions import Decisions, ProgramChoices, TracedLoss
 from zerojax.placement.device_mesh import COMPILER_AXES, DATA_AXES, EXPERT, STAGE
 from zerojax.placement.expert_axis import plan_experts
 from zerojax.placement.frozen_codes import check_lazy_reads, describe_codes
-from zerojax.placement.kept_parts import with_copies, with_delayed
 from zerojax.placement.layer_stacks import Stacks, row_layout, row_placement, row_structs
+from zerojax.placement.optional_parts import with_copies, with_delayed
 from zerojax.placement.state import (
     TrainState,
     abstract,
@@ -70,8 +75,8 @@ from zerojax.plan.combinations import Combination, check_combination
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.context_split import check_parts_of_rows, plan_context
 from zerojax.plan.counts import describe_constants
-from zerojax.plan.eight_bits import describe_wire
 from zerojax.plan.explain import explain_parameter
+from zerojax.plan.fp8_costs import describe_wire
 from zerojax.plan.gradient_wire import (
     describe_gradient_wire,
     with_gradient_wire,
@@ -88,13 +93,13 @@ from zerojax.plan.loss_checks import (
     describe_pieces,
     trace_pieces,
 )
+from zerojax.plan.muon_matrices import describe_matrices, describe_taken, with_matrices
 from zerojax.plan.named_dims import under_axis_rules, with_named_dims
 from zerojax.plan.optimizer_shapes import fit_padding
 from zerojax.plan.plan_page import plan_dict, plan_line, plan_table
 from zerojax.plan.reasons import (
     describe_batch,
     describe_choices,
-    describe_deterministic,
     describe_frozen,
     describe_model,
     describe_offload,
@@ -111,22 +116,20 @@ from zerojax.plan.refusals import (
     check_trained,
     check_wire,
     errors_with_users_lines,
-    microbatches_of_equal_bits,
 )
 from zerojax.plan.rolling import (
     Rolling,
-    Wishes,
+    RollingOptions,
     check_remat,
     check_same_result,
     choose_rolling,
     fit_stacks,
     stack_structs,
 )
-from zerojax.plan.secondary_shards import describe_secondary, with_secondary
+from zerojax.plan.secondary_wire import describe_secondary, with_secondary
 from zerojax.plan.sizes_of_steps import sizes_of_steps
 from zerojax.plan.table_lookups import Lookups, check_update_of_tables, plan_lookups
 from zerojax.plan.weight_wire import describe_weight_wire, with_weight_wire
-from zerojax.plan.whole_matrices import describe_matrices, describe_taken, with_matrices
 from zerojax.runtime.distributed import check_joined
 from zerojax.tracing.activation_offload import describe_layer_inputs
 from zerojax.tracing.loops import find_stacks
@@ -320,7 +323,7 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
     optimizer = task.optimizer.on_tree_of(task.model)
     task = dataclasses.replace(task, settings=settings, optimizer=optimizer)
     reasons = [*reasons[:-1], [*reasons[-1], *why_split, *why_followed]]
-    wishes = Wishes(
+    options = RollingOptions(
         settings=settings,
         mesh=mesh,
         freeze=inputs.freeze,
@@ -329,14 +332,14 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
     )
     has_lists = bool(find_lists(sorted(seen.params)))
     rolling = (
-        choose_rolling(task.model, seen.trace, seen.params, wishes) if has_lists else Rolling()
+        choose_rolling(task.model, seen.trace, seen.params, options) if has_lists else Rolling()
     )
     check_remat(settings, rolling)
     if rolling.model is None:
         try:
             return _decide(task, seen, rolling, inputs, reasons)
         except ValueError as error:
-            if wishes.needs_loop and rolling.reasons:
+            if options.needs_loop and rolling.reasons:
                 raise ValueError(f"{error}. In this model {'; '.join(rolling.reasons)}") from error
             raise
     try:
@@ -347,7 +350,7 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
             return _decide(task, seen, rolling.given_up(error), inputs, reasons)
         except Exception as unrolled:
             # Both fail: where the settings need a loop, report why there is none.
-            raise (error if wishes.needs_loop else unrolled) from None
+            raise (error if options.needs_loop else unrolled) from None
 
 
 # Long: the order in which a plan is decided, one line a decision, and its fields.
@@ -395,7 +398,7 @@ def _decide(
             *inputs.reasons,
             *describe_choices(settings, mesh, task.precision, placement),
             *why_defaults,
-            *describe_deterministic(settings, task.num_microbatches),
+            *describe_equal_bits(settings, task.num_microbatches),
             *why_microbatches,
             *why_context,
             *task.optimizer.reasons,
@@ -545,7 +548,7 @@ def _resolve(
     loss = under_axis_rules(loss, table, splits=mesh.shape[meshes.MODEL] > 1)
     number = microbatches_of_equal_bits(settings, mesh, inputs.num_microbatches)
     why_ramp: list[str] = []
-    if settings.deterministic is None:
+    if settings.fixed_pieces is None:
         number, why_ramp = microbatches_of_features(inputs.features, number, mesh, batch)
     number, why_number = choose_microbatches(number, mesh, batch)
     check_batch(batch, mesh, number)
@@ -675,7 +678,7 @@ def _place(
         layout=layout,
         stacks=stacks,
         expert_dims=experts,
-        lookups=_lookups(task, seen, frozen).asked,
+        lookups=_lookups(task, seen, frozen).row_reads,
     )
     check_trained(placement)
     placement = with_secondary(placement, task.settings, task.mesh)
@@ -755,11 +758,13 @@ def _choose_program(
         task.mesh,
         regather,
         settings.offload.on_host,
-        deterministic=settings.deterministic is not None,
         unrolled=task.num_microbatches > 1
         and bool(unrolled(placement, straight_pieces(seen.trace.jaxpr.jaxpr))),
         tiled=bool(tiles.cut),
     )
+    if settings.fixed_pieces is not None:
+        fixed, unused = fixed_options(task.mesh)
+        options, dropped = fixed | options, dropped | unused
     kernels = optim.choose_update(tx, task.mesh, settings.kernels)
     choices = ProgramChoices(
         options=options, dropped=dropped, kernels=kernels, regather=regather, unroll=unroll

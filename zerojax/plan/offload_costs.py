@@ -34,7 +34,7 @@ from zerojax.plan.counts import (
     role_tiers,
     tokens_per_step,
 )
-from zerojax.plan.eight_bits import eight_bit_share
+from zerojax.plan.fp8_costs import eight_bit_share
 from zerojax.runtime.memory import nearest_folder
 
 UPDATE, WEIGHTS = "update of the state", "weights"

@@ -59,9 +59,8 @@ def plan_line(plan: Decisions) -> str:
 
 
 def _deterministic_words(plan: Decisions) -> str:
-    if plan.settings.deterministic is None:
-        return ""
-    return f", deterministic over meshes: {plan.settings.virtual_shards} virtual shards"
+    pieces = plan.settings.fixed_pieces
+    return "" if pieces is None else f", deterministic over meshes: {pieces} virtual shards"
 
 
 def plan_table(plan: Decisions) -> str:
@@ -153,7 +152,7 @@ def plan_dict(plan: Decisions) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "kernels": {what: one.implementation for what, one in plan.program.kernels.items()},
         "deterministic": plan.settings.deterministic,
-        "virtual_shards": plan.settings.virtual_shards if plan.settings.deterministic else None,
+        "virtual_shards": plan.settings.fixed_pieces,
         "global_batch_size": plan.global_batch_size,
         "num_parameters": placement.num_parameters(),
         "num_frozen_parameters": placement.num_parameters(frozen=True),

@@ -23,7 +23,7 @@ from zerojax.placement.expert_axis import describe_experts
 from zerojax.placement.state import dtype_in_loss
 from zerojax.placement.state_layout import OffloadLayout
 from zerojax.placement.table import Placement, straight_pieces, unrolled
-from zerojax.plan.eight_bits import describe_eight_bits
+from zerojax.plan.fp8_costs import describe_eight_bits
 from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
@@ -82,22 +82,6 @@ def describe_choices(
             f"{found} stored differently (for example padded or not sharded): "
             "the section `exceptions` of plan.table() says why"
         )
-    return lines
-
-
-def describe_deterministic(settings: MeshConfig, num_microbatches: int) -> list[str]:
-    """Describes the effect of the setting `deterministic`; returns [] if it is not set."""
-    if settings.deterministic is None:
-        return []
-    count = settings.virtual_shards
-    lines = [
-        f"deterministic='mesh': the same bits on any number of devices that divides {count}, each "
-        f"of which computes {num_microbatches} of {count} virtual shards in sequence"
-    ]
-    if settings.zero >= 2:
-        lines.append("gradients of each virtual shard are exchanged separately")
-    elif num_microbatches > 1:
-        lines.append("gradients are sent as float32 sums, once per step")
     return lines
 
 

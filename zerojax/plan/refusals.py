@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -21,7 +20,6 @@ from zerojax.config import MeshConfig
 from zerojax.config.batch_division import BatchDivision
 from zerojax.config.mesh import DEVICE
 from zerojax.optim import one_bit_of
-from zerojax.optim.precision import Precision
 from zerojax.placement import device_mesh as meshes
 from zerojax.placement.table import Placement
 from zerojax.placement.user_shardings import is_about_meshes
@@ -107,65 +105,6 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
         raise ValueError(f"global batch size {rows} {why}")
 
 
-def check_equal_bits(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision) -> None:
-    """Raises if deterministic='mesh' cannot give the same bits on every mesh.
-
-    Raises:
-      ValueError: axes, offload or precision with which results would depend on the mesh.
-    """
-    if settings.deterministic is None:
-        return
-    asked, count = "deterministic='mesh'", settings.virtual_shards
-    for axis in [name for name in meshes.AXES if name != meshes.DATA]:
-        if mesh.shape[axis] > 1:
-            raise ValueError(
-                f"{asked} with {axis}={mesh.shape[axis]}: sums over `{axis}` depend on its size; "
-                f"use {axis}=1, or leave deterministic out"
-            )
-    shards = mesh.shape[meshes.DATA]
-    if count % shards:
-        fewer = max(n for n in range(1, shards) if count % n == 0)
-        remedy = f"use {fewer} devices (data={fewer})"
-        if shards == _near_power(shards):
-            remedy = f"use virtual_shards={shards}, or {fewer} devices (data={fewer})"
-        raise ValueError(
-            f"{asked} with data={shards}: virtual_shards={count} is not divisible by {shards} "
-            f"devices; {remedy}"
-        )
-    if not settings.offload.is_off:
-        raise ValueError(
-            f"{asked} together with offload: the order in which slices of state are updated "
-            "differs with the mesh; leave offload or deterministic out"
-        )
-    if precision.accumulate_dtype != jnp.float32:
-        raise ValueError(
-            f"{asked} accumulates in float32, but accumulate_dtype is "
-            f"{jnp.dtype(precision.accumulate_dtype).name}; use accumulate_dtype='fp32'"
-        )
-
-
-def microbatches_of_equal_bits(
-    settings: MeshConfig, mesh: Mesh | AbstractMesh, num_microbatches: int | None
-) -> int | None:
-    """Returns the number of microbatches: the user's, or with deterministic='mesh' the number that
-    follows from virtual_shards.
-
-    Raises:
-      ValueError: the user's number contradicts virtual_shards.
-    """
-    if settings.deterministic is None:
-        return num_microbatches
-    count, shards = settings.virtual_shards, mesh.shape[meshes.DATA]
-    needed = count // shards
-    if num_microbatches not in (None, needed):
-        raise ValueError(
-            f"num_microbatches={num_microbatches} contradicts deterministic='mesh', which computes "
-            f"virtual_shards={count} pieces on {shards} data shards, {needed} on each; leave "
-            f"num_microbatches out, or use virtual_shards={_near_power(num_microbatches * shards)}"
-        )
-    return needed
-
-
 def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
     """Raises if `wire.weights=fp8` is set but no weight could be sent so.
 
@@ -191,27 +130,6 @@ def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
             f"{asked} needs weights that are gathered on use (in each layer), but "
             f"zero={settings.zero} gathers none on use; use zero=3, or wire.weights=compute"
         )
-
-
-def _near_power(number: int) -> int:
-    return 1 << (max(number, 1) - 1).bit_length()
-
-
-def check_elementwise(settings: MeshConfig, tx: Any) -> None:
-    """Raises if `deterministic` is set and the optimizer's update is not elementwise.
-
-    Raises:
-      ValueError: the message states the optimizers whose update is elementwise.
-    """
-    if settings.deterministic is None or getattr(tx, "begin", None) is not None:
-        return
-    kernel = getattr(tx, "kernel", None)
-    what = f"the optimizer {kernel}" if kernel else "a plain optax transformation"
-    raise ValueError(
-        f"deterministic='mesh' needs an elementwise update, but {what} may combine elements of "
-        "a shard, and shards "
-        "differ between meshes; use zerojax.adamw, lion or sgd"
-    )
 
 
 def check_layer_norms(settings: MeshConfig, tx: Any) -> None:

@@ -77,7 +77,7 @@ class Rolling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class RollingOptions:
     """Settings per parameter, which must be equal for all rows of a stacked parameter.
 
     Attributes:
@@ -104,7 +104,7 @@ def choose_rolling(
     model: tracing.Model,
     trace: tracing.ModelTrace,
     params: Structs,
-    wishes: Wishes,
+    options: RollingOptions,
 ) -> Rolling:
     """Chooses the loops that replace a model's layers.
 
@@ -112,12 +112,12 @@ def choose_rolling(
       model: model as the user wrote it.
       trace: trace of its loss on one microbatch.
       params: {name: struct} of all parameters.
-      wishes: settings of parameters by name.
+      options: settings of parameters by name.
     """
-    if wishes.settings.roll == "off":
+    if options.settings.roll == "off":
         return Rolling()
     try:
-        return _choose(model, trace, params, wishes)
+        return _choose(model, trace, params, options)
     except Exception as error:  # on any error the model stays unrolled
         return Rolling(reasons=(f"layers: not rolled: {describe_error(error)}",))
 
@@ -126,16 +126,16 @@ def _choose(
     model: tracing.Model,
     trace: tracing.ModelTrace,
     params: Structs,
-    wishes: Wishes,
+    options: RollingOptions,
 ) -> Rolling:
-    rows_of = _Rows(model, params, wishes)
+    rows_of = _Rows(model, params, options)
     found = find_loops(trace, params, rows_of.kind_of)
     rolled: list[Loop] = []
     reasons: list[str] = []
     for loop in found.loops:
-        why = _why_not_worth(loop, wishes) or rows_of.why_state_differs(loop)
+        why = _why_not_worth(loop, options) or rows_of.why_state_differs(loop)
         if why is None:
-            remat, said = _choose_remat(loop, wishes, params)
+            remat, said = _choose_remat(loop, options, params)
             rolled.append(dataclasses.replace(loop, remat=remat))
             reasons.append(f"layers: {loop.describe()}{said}")
         elif loop.layers.num_layers >= MIN_TURNS:
@@ -148,7 +148,7 @@ def _choose(
     reasons += [f"layers: not rolled: {sentence}" for sentence in found.left]
     if not rolled:
         return Rolling(found=found.loops, reasons=tuple(reasons))
-    if why := _why_never(model, wishes):
+    if why := _why_never(model, options):
         titles = ", ".join(loop.title for loop in rolled)
         return Rolling(found=found.loops, reasons=(f"layers: {titles} not rolled: {why}",))
     return Rolling(
@@ -175,7 +175,7 @@ def _remat_of(setting: RollRemat | Pairs, loop: Loop) -> tuple[str | None, str]:
     return next(iter(exact), None) or next(matching, (None, "auto"))
 
 
-def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str]:
+def _choose_remat(loop: Loop, options: RollingOptions, params: Structs) -> tuple[str, str]:
     """Chooses which values the backward pass recomputes in each iteration of a loop over layers.
 
     Without recomputation a loop stores elementwise results of every iteration, which separate
@@ -185,12 +185,12 @@ def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str
     Returns:
       (name of the policy, text that continues a reason of the plan).
     """
-    pattern, remat = _remat_of(wishes.settings.roll_remat, loop)
+    pattern, remat = _remat_of(options.settings.roll_remat, loop)
     if pattern is not None:
         return remat, f"; roll_remat={{{pattern}: {remat}}}"
     if remat != "auto":
         return remat, "" if remat == "model" else f"; roll_remat={remat}"
-    if has_checkpoints(loop.body) or wishes.needs_loop:
+    if has_checkpoints(loop.body) or options.needs_loop:
         return "model", ""
     kept, fewer = (kept_bytes(loop.body, x) * loop.count for x in ("none", ELEMENTWISE))
     rows = [params[name] for names in loop.stacks.values() for name in names]
@@ -205,37 +205,37 @@ def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str
     )
 
 
-def _why_never(model: tracing.Model, wishes: Wishes) -> str | None:
+def _why_never(model: tracing.Model, options: RollingOptions) -> str | None:
     """Returns the reason why no layers of a model may be rolled into a loop; None if they may."""
     if model.overwritten:
         return f"{min(model.overwritten)} is overwritten with its gradient in each layer"
-    if isinstance(wishes.tx, Optimizer) and wishes.tx.with_stacks is None:
+    if isinstance(options.tx, Optimizer) and options.tx.with_stacks is None:
         return (
-            f"{wishes.tx.kernel} encodes the state of whole arrays, which stacking would change "
+            f"{options.tx.kernel} encodes the state of whole arrays, which stacking would change "
             "in a "
             "checkpoint; zerojax.adamw, lion, lamb and sgd do not have this limit"
         )
-    offload = wishes.settings.offload
+    offload = options.settings.offload
     if offload.on_disk and offload.params == DEVICE:
         return "offload.opt_state uses nvme, whose files store each layer's parameter separately"
     return None
 
 
-def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
+def _why_not_worth(loop: Loop, options: RollingOptions) -> str | None:
     """Returns the reason why a loop would cost more than it saves; None if it would not.
 
     If layers have no checkpoint, and their weights are not gathered or streamed layer by layer, a
     loop only stacks the values for the backward pass: 188 MiB, compared with 146 MiB for 24
     separate layers.
     """
-    settings = wishes.settings
+    settings = options.settings
     _, remat = _remat_of(settings.roll_remat, loop)
-    fewest = 2 if wishes.needs_loop or remat not in KEPT_AS_IS else MIN_TURNS
+    fewest = 2 if options.needs_loop or remat not in KEPT_AS_IS else MIN_TURNS
     if loop.count < fewest:
         return f"{loop.count} iterations, fewer than {fewest}"
     by_layer = (
         settings.zero == 3
-        or wishes.needs_loop
+        or options.needs_loop
         or (loop.is_checkpointed if remat in KEPT_AS_IS else remat != "none")
     )
     if not by_layer:
@@ -292,17 +292,19 @@ class _Rows:
     """Settings per parameter that decide whether a parameter can be a row of a stacked
     parameter."""
 
-    def __init__(self, model: tracing.Model, params: Structs, wishes: Wishes) -> None:
-        self._params, self._wishes = params, wishes
-        frozen = trees.match_names(params, wishes.freeze, option="freeze") if wishes.freeze else ()
+    def __init__(self, model: tracing.Model, params: Structs, options: RollingOptions) -> None:
+        self._params, self._options = params, options
+        frozen = (
+            trees.match_names(params, options.freeze, option="freeze") if options.freeze else ()
+        )
         self._frozen = {name: name in frozen for name in params}
-        self._axes = _axes_of(model, params, wishes)
+        self._axes = _axes_of(model, params, options)
         self._trained = {
             name: jax.ShapeDtypeStruct(x.shape, jnp.float32)
             for name, x in params.items()
             if not self._frozen[name] and jnp.issubdtype(x.dtype, jnp.floating)
         }
-        tx = wishes.tx
+        tx = options.tx
         settings = tx.settings if isinstance(tx, Optimizer) else None
         self._settings = {} if settings is None else settings(self._trained)
 
@@ -324,7 +326,7 @@ class _Rows:
         Groups and masks, such as those of `optax.multi_transform`, have different state for
         different parameters.
         """
-        state = jax.eval_shape(self._wishes.tx.init, self._trained)
+        state = jax.eval_shape(self._options.tx.init, self._trained)
         forms: dict[str, list[Any]] = {name: [] for name in self._trained}
         holds = lambda x: isinstance(x, dict) and not forms.keys().isdisjoint(x)  # noqa: E731
         for node in jax.tree.leaves(state, is_leaf=holds):
@@ -336,28 +338,28 @@ class _Rows:
     def why_state_differs(self, loop: Loop) -> str | None:
         """Returns the reason why the optimizer's state of separate rows cannot be stored as the
         state of one array; None if it can."""
-        if isinstance(self._wishes.tx, Optimizer):
+        if isinstance(self._options.tx, Optimizer):
             return None
         stacks = {s: names for s, names in loop.stacks.items() if names[0] in self._trained}
         try:
-            state = jax.eval_shape(self._wishes.tx.init, self._trained)
+            state = jax.eval_shape(self._options.tx.init, self._trained)
             group_rows(state, stacks)
         except RowsDifferError as error:
             return f"the optimizer keeps rows differently: {error}"
         stored = stack_structs(self._trained, stacks)
-        jax.eval_shape(over_stacks(self._wishes.tx, stacks).init, stored)
+        jax.eval_shape(over_stacks(self._options.tx, stacks).init, stored)
         return None
 
 
-def _axes_of(model: tracing.Model, params: Structs, wishes: Wishes) -> dict[str, Any]:
+def _axes_of(model: tracing.Model, params: Structs, options: RollingOptions) -> dict[str, Any]:
     """Returns {name: mesh axes that tensor-parallel rules give its dimensions}."""
-    rules = wishes.settings.rules
+    rules = options.settings.rules
     if rules is None:
         rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
-    if wishes.mesh.shape[MODEL] == 1:
+    if options.mesh.shape[MODEL] == 1:
         rules = ()
     shapes = {name: tuple(x.shape) for name, x in params.items()}
-    return tensor_parallel_axes(shapes, wishes.mesh.shape, rules)
+    return tensor_parallel_axes(shapes, options.mesh.shape, rules)
 
 
 def stack_structs(params: Structs, stacks: Stacks) -> dict[str, jax.ShapeDtypeStruct]:

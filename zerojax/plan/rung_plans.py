@@ -53,8 +53,8 @@ def _plan_size(plan: Plan, ladder: Ladder, size: int) -> Plan:
         plan.inputs,
         example_batch=ladder.structs(plan.abstract_batch, size),
         features=plan.inputs.features.replaced(ladder.kind()),
-        # With equal bits it follows from virtual_shards.
-        num_microbatches=number if settings.deterministic is None else None,
+        # That of fixed pieces follows from the mesh.
+        num_microbatches=number if settings.fixed_pieces is None else None,
         step_sizes=sizes,
     )
     where = ladder.kind.keyword, ladder.kind.switch

@@ -16,7 +16,7 @@ from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
 from zerojax.placement.device_mesh import AXES, DATA, DATA_AXES, EXPERT
 from zerojax.placement.table import Placement
-from zerojax.tracing.row_lookups import Asked, find_row_lookups
+from zerojax.tracing.row_lookups import RowReads, find_row_lookups
 from zerojax.tracing.trace import ModelTrace
 from zerojax.tracing.trees import format_bytes, num_elements
 
@@ -60,7 +60,7 @@ def check_update_of_tables(placement: Placement, tx: Any) -> None:
     Raises:
       ValueError: the update of an element depends on other elements of the shard.
     """
-    looked_up = any(leaf.asked is not None for leaf in placement.leaves.values())
+    looked_up = any(leaf.row_reads is not None for leaf in placement.leaves.values())
     if looked_up and isinstance(tx, Optimizer) and getattr(tx, "begin", None) is None:
         raise ValueError(
             f"{_ASKED} is not supported with the optimizer {tx.kernel}, whose update of one "
@@ -73,11 +73,11 @@ class Lookups:
     """Tables whose rows are looked up on the devices that store them.
 
     Attributes:
-      asked: {table: rows looked up on a device per microbatch}.
+      row_reads: {table: rows looked up on a device per microbatch}.
       reasons: sentences about these tables, and about every other table.
     """
 
-    asked: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
+    row_reads: Mapping[str, RowReads] = dataclasses.field(default_factory=dict)
     reasons: tuple[str, ...] = ()
 
 
@@ -109,11 +109,11 @@ def plan_lookups(
         why = "the data axis has one device" if settings.zero else "zero=0 does not shard tables"
         return Lookups(reasons=(f"{_ASKED} has no effect: {why}",))
     found = find_row_lookups(trace.program.jaxpr, sorted(params))
-    if not found.asked:
+    if not found.row_reads:
         return Lookups(reasons=(f"{_ASKED} has no effect: the loss looks up rows of no parameter",))
-    asked: dict[str, Asked] = {}
+    asked: dict[str, RowReads] = {}
     lines = []
-    for name, rows in sorted(found.asked.items()):
+    for name, rows in sorted(found.row_reads.items()):
         sent = _Sent.of(precision, is_frozen=name in frozen)
         costs = sent.costs(params[name].shape, rows, settings.zero, num_microbatches)
         elsewhere = found.elsewhere.get(name) or trace.barriers.get(name)
@@ -162,7 +162,7 @@ class _Sent:
         return _Sent(compute.itemsize, 0 if is_frozen else reduce.itemsize)
 
     def costs(
-        self, shape: tuple[int, ...], asked: Asked, zero: int, num_microbatches: int
+        self, shape: tuple[int, ...], asked: RowReads, zero: int, num_microbatches: int
     ) -> _Costs:
         # The backward pass does not read the table, so at stage 3 it is gathered only once, too.
         gathers, scatters = (num_microbatches if zero >= stage else 1 for stage in (3, 2))

@@ -29,8 +29,8 @@ from zerojax.optim import one_bit_of
 from zerojax.optim.precision import Precision
 from zerojax.optim.wire_codes import BLOCKS, WireCodes
 from zerojax.placement.device_mesh import EXPERT, STAGE
-from zerojax.placement.kept_parts import followed_leaves
 from zerojax.placement.leaf_placement import LeafPlacement
+from zerojax.placement.optional_parts import followed_leaves
 from zerojax.placement.table import Placement
 from zerojax.plan.refusals import check_no_other_way
 from zerojax.tracing import trees

@@ -155,12 +155,12 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
             add("backward" if streamed else "after", "all-reduce", over, reduce, times, size)
         return made
     if leaf.access.looks_up:
-        assert leaf.asked is not None
+        assert leaf.row_reads is not None
         times, row = plan.num_microbatches, _ring(shards) * leaf.shape[-1]
-        add("forward", "all-to-all", leaf.zero_axes, compute, times, leaf.asked.rows * row)
-        add("backward", "all-to-all", leaf.zero_axes, compute, times, leaf.asked.again * row)
+        add("forward", "all-to-all", leaf.zero_axes, compute, times, leaf.row_reads.rows * row)
+        add("backward", "all-to-all", leaf.zero_axes, compute, times, leaf.row_reads.again * row)
         if not leaf.frozen:
-            add("backward", "all-to-all", leaf.zero_axes, reduce, times, leaf.asked.rows * row)
+            add("backward", "all-to-all", leaf.zero_axes, reduce, times, leaf.row_reads.rows * row)
             add("after", "all-reduce", (REPLICA,), reduce, 1, _over_replicas(plan, leaf))
         return made
     _add_shards(plan, leaf, add, reduce)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import passes
 from zerojax.config.checks import names_keywords
 from zerojax.config.mesh import HOST
+from zerojax.features.deterministic import fixed_passes
 from zerojax.features.deterministic.deterministic_update import (
     build_chunked_update,
     build_fixed_norm,
@@ -44,8 +45,8 @@ from zerojax.optim import loss_scale, one_bit_of
 from zerojax.passes.layer_norms import build_changes, layer_stacks
 from zerojax.passes.update import GradientNorm, ThisStep, build_norm, build_update
 from zerojax.pipeline import pipeline_passes
-from zerojax.placement.kept_parts import copies_key
-from zerojax.placement.state import KEPT_PARTS, TrainState, feature_parts, step_key
+from zerojax.placement.optional_parts import copies_key
+from zerojax.placement.state import OPTIONAL_PARTS, TrainState, feature_parts, step_key
 from zerojax.placement.user_shardings import on_mesh_of_plan, under_own_mesh
 from zerojax.plan.make import Plan, require_plan
 from zerojax.runtime.memory import keep_freed_memory
@@ -100,7 +101,8 @@ def build_step(plan: Plan) -> Any:
     require_plan(plan, "build_step")
     _keep_memory(plan)
     rows = layer_stacks(plan) if plan.inputs.layer_norms else None
-    norm = build_fixed_norm(plan) if plan.settings.deterministic else build_norm(plan, rows=rows)
+    is_free = plan.settings.fixed_pieces is None
+    norm = build_norm(plan, rows=rows) if is_free else build_fixed_norm(plan)
     step = _jitted_step(plan, _build_gradients(plan), norm, _build_update(plan))
     if one_bit_of(plan.tx) is None:
         return step
@@ -221,7 +223,7 @@ def _with_optional_parts(
     plan: Plan, new_state: Any, state: TrainState, updated: dict[str, Any]
 ) -> TrainState:
     """Adds the parts that only some runs have to the state after a step."""
-    kept = {part: updated.get(part, state[part]) for part in KEPT_PARTS if part in state}
+    kept = {part: updated.get(part, state[part]) for part in OPTIONAL_PARTS if part in state}
     new_state |= {**kept, **feature_parts(state)}
     for feature, decision in active(plan):
         changed = feature.updated(plan, decision, new_state)
@@ -379,16 +381,15 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
     if _reads_pages(plan):
         evaluation = PagedEvaluation(plan, config, loss or plan.loss)
         return LiveStateOnly(plan.mesh, evaluation, _OneProgram(plan))
-    fixed = config.virtual_shards is not None
-    build = passes.build_virtual_forward if fixed else _passes(plan).build_forward
-    forward, follow = build(config, loss or plan.loss), build_following(plan)
+    forward = _passes(plan).build_forward(config, loss or plan.loss)
+    follow = build_following(plan)
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         given = state["params"], state["frozen"], state["extras"], state["rng"], batch
         # Evaluate with the copies that the next step would read.
         return forward(*given) if follow is None else forward(*given, follow(state))
 
-    options = dict(plan.program.options) if fixed else None
+    options = None if config.fixed_pieces is None else dict(plan.program.options)
     replicated = NamedSharding(plan.mesh, P())
     return LiveStateOnly(
         plan.mesh, jax.jit(evaluate, out_shardings=replicated, compiler_options=options)
@@ -426,8 +427,7 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
     if _updates_in_backward(plan):
         updating = build_updating_gradients(plan, config)
         return lambda state, key_data, batch, _: updating(state, key_data, batch)
-    fixed = config.virtual_shards is not None
-    build = passes.build_virtual_gradients if fixed else _passes(plan).build_gradients
+    build = _passes(plan).build_gradients
     gradients = passes.build_gradients(config, unsummed=unsummed) if unsummed else build(config)
 
     def unchanged(
@@ -466,7 +466,8 @@ def _build_update(plan: Plan) -> Any:
     if plan.offload is not None and plan.offload.leaves:
         update = build_offload_update(plan)
         return with_delay(plan, update) if plan.offload.delayed else update
-    update = build_chunked_update(plan) if plan.settings.deterministic else build_update(plan)
+    is_free = plan.settings.fixed_pieces is None
+    update = build_update(plan) if is_free else build_chunked_update(plan)
 
     def updated(grads: Any, state: TrainState, now: ThisStep) -> dict[str, Any]:
         params, opt_state = update(grads, state, now)
@@ -476,9 +477,11 @@ def _build_update(plan: Plan) -> Any:
 
 
 def _passes(plan: Plan) -> Any:
-    """Returns the package that runs forward and backward pass: `passes`, `streaming` or
-    `pipeline_passes`.
+    """Returns the module that runs forward and backward pass: `passes`, `fixed_passes`, `streaming`
+    or `pipeline_passes`.
     """
+    if plan.settings.fixed_pieces is not None:
+        return fixed_passes
     if plan.pipeline is not None:
         return pipeline_passes
     return streaming if plan.offload is not None and plan.offload.streamed else passes
@@ -506,7 +509,7 @@ def pass_config(plan: Plan) -> passes.PassConfig:
         context=plan.context,
         before_cut=bound_attribute(plan.model, "before_cut"),
         offload=plan.offload,
-        virtual_shards=plan.settings.virtual_shards if plan.settings.deterministic else None,
+        fixed_pieces=plan.settings.fixed_pieces,
         metrics=plan.traced.metric_names,
         counted=plan.traced.counted_state,
         exact_leaves=frozenset(plan.traced.exact_leaves),

@@ -28,7 +28,7 @@ from zerojax.offload.pages import row_struct
 from zerojax.offload.sliced_state import cut_new_param, cut_new_state
 from zerojax.optim import EmaState, coding_of, loss_scale
 from zerojax.optim.weight_codes import CodedArray
-from zerojax.placement.kept_parts import no_gradients
+from zerojax.placement.optional_parts import no_gradients
 from zerojax.placement.state import (
     COPIES,
     DELAYED,
@@ -99,7 +99,7 @@ def _init_around(plan: Plan, key_data: np.ndarray, disk: DiskState | None) -> Tr
     # If master weights are in files, the weights are made from these slice by slice, not at once.
     made_later = disk.leaves if disk is not None and plan.precision.has_masters else ()
     given = plan.model.initial_arrays()
-    if given is None and plan.settings.deterministic:
+    if given is None and plan.settings.fixed_pieces is not None:
         given = _drawn_on_one_device(plan, key_data)
     if given is None:
         state = build_initialiser(plan, without=made_later)(key_data)

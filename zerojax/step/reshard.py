@@ -27,8 +27,8 @@ from zerojax.offload.sliced_state import (
     join_state,
 )
 from zerojax.optim import StateCoding, Weights, coding_of, ema_of, is_average
-from zerojax.placement.kept_parts import no_gradients
 from zerojax.placement.layer_stacks import StackRows, group_rows, ungroup_rows
+from zerojax.placement.optional_parts import no_gradients
 from zerojax.placement.slices import on_host
 from zerojax.placement.state import (
     COPIES,

@@ -34,7 +34,7 @@ _MODES = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowReads:
     """Number of rows that a forward pass gathers from a table; repeated rows count each time.
 
     Attributes:
@@ -52,11 +52,11 @@ class RowLookups:
     """Gathers of whole rows from parameters in a program, and their other uses.
 
     Attributes:
-      asked: {parameter from which rows are gathered: number of rows}.
+      row_reads: {parameter from which rows are gathered: number of rows}.
       elsewhere: {parameter: description of a use other than a gather of rows}.
     """
 
-    asked: dict[str, Asked] = dataclasses.field(default_factory=dict)
+    row_reads: dict[str, RowReads] = dataclasses.field(default_factory=dict)
     elsewhere: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -150,8 +150,8 @@ class _Follow:
     def _gather(self, equation: Equation, name: Name, times: int, again: bool) -> None:
         assert name is not None
         number = times * math.prod(equation.invars[1].aval.shape[:-1])
-        before = self.lookups.asked.get(name, Asked())
-        self.lookups.asked[name] = Asked(before.rows + number, before.again + number * again)
+        before = self.lookups.row_reads.get(name, RowReads())
+        self.lookups.row_reads[name] = RowReads(before.rows + number, before.again + number * again)
 
     def _branch(self, equation: Equation, operands: list[Name], times: int, again: bool) -> None:
         """Records that tables are read inside a branch, where a lookup would wait for other

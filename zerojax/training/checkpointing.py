@@ -25,8 +25,8 @@ from zerojax.offload.sliced_state import average_like
 from zerojax.optim import COUNT, EMA, EmaState, Weights
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.placement.frozen_codes import decoded
-from zerojax.placement.kept_parts import copies_begin_anew
-from zerojax.placement.state import DELAYED, KEPT_PARTS, MESH_PARTS, TrainState, zero_counter
+from zerojax.placement.optional_parts import copies_begin_anew
+from zerojax.placement.state import DELAYED, MESH_PARTS, OPTIONAL_PARTS, TrainState, zero_counter
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import allocating_for
 from zerojax.step.initialization import init_state
@@ -169,7 +169,7 @@ def restore_state(
     abstract = portable_to_read(plan)
     names = average_names(abstract["params"])
     has_average = isinstance(abstract["opt_state"], EmaState)
-    averages, kept = [*names, AVERAGE_COUNT], [f"{part}/" for part in KEPT_PARTS]
+    averages, kept = [*names, AVERAGE_COUNT], [f"{part}/" for part in OPTIONAL_PARTS]
     restored = checkpointer.restore(
         abstract,
         step,
@@ -194,7 +194,7 @@ def restore_state(
 def _optional_groups(abstract: Mapping[str, Any]) -> list[list[str]]:
     """Returns groups of names of optional arrays; a checkpoint has all arrays of a group or none.
 
-    Optional arrays are those of `KEPT_PARTS`.
+    Optional arrays are those of `OPTIONAL_PARTS`.
     """
     waiting = {DELAYED: abstract[DELAYED]} if DELAYED in abstract else {}
     return [list(flatten_names(waiting))] * bool(waiting) + [

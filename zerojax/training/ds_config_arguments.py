@@ -69,24 +69,28 @@ class DsConfigArguments:
         Raises:
           ConfigError: the call has other settings of a feature than the file.
         """
-        says = self.translation
-        changes = _settings_of(says)
-        in_file = [settings for settings in says.features.given if not settings.is_off]
+        translation = self.translation
+        changes = _settings_of(translation)
+        in_file = [settings for settings in translation.features.given if not settings.is_off]
         for settings in in_file:
             if (passed := arguments.features.find(type(settings))) not in (None, settings):
                 assert settings.ds_section is not None
                 raise ConfigError(
                     f"differs from {settings.keyword}={passed}; pass only one of them",
                     (settings.ds_section,),
-                    says.source,
+                    translation.source,
                 )
         changes["features"] = arguments.features.replaced(*in_file)
-        changes |= {"mesh_config": says.mesh, "global_batch_size": says.train_batch_size}
-        if arguments.steps is None and says.total_steps is not None:
-            reason = f"steps={says.total_steps}, the length of the schedule in {says.source}"
-            changes |= {"steps": says.total_steps, "reasons": (*arguments.reasons, reason)}
+        changes |= {
+            "mesh_config": translation.mesh,
+            "global_batch_size": translation.train_batch_size,
+        }
+        steps = translation.total_steps
+        if arguments.steps is None and steps is not None:
+            reason = f"steps={steps}, the length of the schedule in {translation.source}"
+            changes |= {"steps": steps, "reasons": (*arguments.reasons, reason)}
         if arguments.run_dir == "auto" and arguments.checkpoint is None:
-            changes["run_dir"] = says.run_dir or arguments.run_dir
+            changes["run_dir"] = translation.run_dir or arguments.run_dir
         return dataclasses.replace(arguments, **changes)
 
     def with_layout(self, model: tracing.Model, loss: tracing.Loss | None) -> tracing.Loss | None:
@@ -109,10 +113,10 @@ class DsConfigArguments:
         Raises:
           ConfigError: a setting is not supported, or `rows` does not fit the batch sizes.
         """
-        says = self.config.with_rows(rows)
-        deepspeed_config.warn_of(says)
-        reasons = (*arguments.reasons, *says.warnings, *says.reasons)
-        return dataclasses.replace(arguments, **_settings_of(says), reasons=reasons)
+        translation = self.config.with_rows(rows)
+        deepspeed_config.warn_of(translation)
+        reasons = (*arguments.reasons, *translation.warnings, *translation.reasons)
+        return dataclasses.replace(arguments, **_settings_of(translation), reasons=reasons)
 
 
 def batch_size_of(mesh_config: Any, *, num_devices: int) -> int | None:
@@ -130,16 +134,16 @@ def _source_of(mesh_config: Any) -> deepspeed_config.Source | None:
     return mesh_config if isinstance(mesh_config, (str, Path)) else None
 
 
-def _settings_of(says: deepspeed_config.Translation) -> dict[str, Any]:
+def _settings_of(translation: deepspeed_config.Translation) -> dict[str, Any]:
     """Returns {argument of `train`: value} for the settings of a ds_config.
 
     reduce_dtype and accumulate_dtype are None, because the returned `precision` contains them.
     """
     return {
-        "optimizer": says.optimizer,
-        "precision": says.precision,
+        "optimizer": translation.optimizer,
+        "precision": translation.precision,
         "reduce_dtype": None,
         "accumulate_dtype": None,
-        "num_microbatches": says.num_microbatches,
-        "log": says.log,
+        "num_microbatches": translation.num_microbatches,
+        "log": translation.log,
     }

@@ -522,9 +522,8 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
             settings = dataclasses.replace(own, data=-1, expert=1, replica=1)
             if len(there) % axes:
                 settings = dataclasses.replace(settings, context=1, stage=1, model=1)
-            pieces = own.virtual_shards if own.deterministic else 0
             axes = settings.devices_per_shard
-            there = there[: _usable(len(there), axes, example, pieces)]
+            there = there[: _usable(len(there), axes, example, own.fixed_pieces)]
             degree = dataclasses.replace(settings, expert=own.expert).expert_on(len(there))
             settings = dataclasses.replace(settings, expert=degree)
     else:
@@ -540,7 +539,7 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
     return settings, meshes.make_mesh(settings, there)
 
 
-def _usable(count: int, axes: int, example: Any, pieces: int) -> int:
+def _usable(count: int, axes: int, example: Any, pieces: int | None) -> int:
     """Returns the largest number of devices whose data shards divide the batch's rows evenly.
 
     Several processes must use all of their devices.
@@ -549,10 +548,10 @@ def _usable(count: int, axes: int, example: Any, pieces: int) -> int:
       count: number of devices that exist.
       axes: number of devices of one data shard.
       example: the global batch; None if there is none.
-      pieces: number of virtual shards of a deterministic run; 0 for other runs.
+      pieces: as `MeshConfig.fixed_pieces`.
     """
     if example is None or jax.process_count() > 1:
         return count
     rows = check_rows(example)
-    fits = lambda shards: rows % shards == 0 and pieces % shards == 0  # noqa: E731
+    fits = lambda shards: rows % shards == 0 and (pieces or 0) % shards == 0  # noqa: E731
     return max((n for n in range(axes, count + 1, axes) if fits(n // axes)), default=count)

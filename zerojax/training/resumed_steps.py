@@ -166,7 +166,7 @@ class _Observer:
             first_step=self._first,
             axes=dict(plan.mesh.shape),
             num_microbatches=plan.num_microbatches,
-            is_deterministic=plan.settings.deterministic is not None,
+            is_deterministic=plan.settings.fixed_pieces is not None,
             plan=plan.describe(),
             compute_dtype=np.dtype(plan.precision.compute_dtype).name,
             state=self._state,

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax.placement.decisions import Decisions
-from zerojax.placement.kept_parts import copies_key, followed_leaves
+from zerojax.placement.optional_parts import copies_key, followed_leaves
 from zerojax.placement.state import COPIES, fit
 from zerojax.transport import collectives
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.refusals import refused
 from zerojax.config import BatchRampConfig, MeshConfig
-from zerojax.features.batch_ramp.batch_rungs import ramp_microbatches
+from zerojax.features.batch_ramp.batch_ladder import ramp_microbatches
 from zerojax.placement.device_mesh import make_abstract_mesh
 
 RAMP = BatchRampConfig(start=64, increment=64, ramp_rows=10_000)

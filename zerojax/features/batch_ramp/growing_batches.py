@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import BatchRamp, BatchRampConfig
-from zerojax.features.batch_ramp.batch_rungs import BatchLadder, ramp_microbatches
+from zerojax.features.batch_ramp.batch_ladder import BatchLadder, ramp_microbatches
 from zerojax.features.seam import Feature
 from zerojax.features.several_sizes import WORK_WITH_SIZES
 from zerojax.optim.step_sizes import StepSizes

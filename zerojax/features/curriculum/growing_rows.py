@@ -6,7 +6,7 @@ import dataclasses
 
 from zerojax.config import CurriculumConfig
 from zerojax.config.checks import MAX_SIZE
-from zerojax.features.curriculum.rungs import LengthLadder, ladder_of
+from zerojax.features.curriculum.length_ladder import LengthLadder, ladder_of
 from zerojax.features.seam import Feature
 from zerojax.features.several_sizes import WORK_WITH_SIZES
 from zerojax.optim.step_sizes import StepSizes

@@ -1,1 +1,1 @@
-"""Updates whose result has the same bits on every mesh."""
+"""Steps whose result has the same bits on every mesh (`deterministic`)."""

@@ -16,11 +16,11 @@ from zerojax.hardware.gpus.achieved import achieved_rates
 from zerojax.pipeline.pipeline_costs import executed_flops, message_bytes, useful_flops
 from zerojax.plan import counts
 from zerojax.plan.counts import role_bytes, state_bytes
-from zerojax.plan.eight_bits import eight_bit_share
 from zerojax.plan.expert_costs import exchange_bytes
+from zerojax.plan.fp8_costs import eight_bit_share
 from zerojax.plan.make import Plan
+from zerojax.plan.muon_matrices import matrix_bytes
 from zerojax.plan.offload_costs import hiding
-from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level, wire_bytes
 from zerojax.step.build import build_step
 from zerojax.tracing.flops import count_program_flops

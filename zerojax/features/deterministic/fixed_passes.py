@@ -45,8 +45,9 @@ from zerojax.transport.sums import (
 )
 
 
-def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """Builds a gradient function that gives equal bits on every mesh, like `zero.build_gradients`.
+def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
+    """Builds a gradient function that gives equal bits on every mesh, like
+    `passes.build_gradients`.
 
     It divides the batch into virtual shards, which are equal pieces on any number of devices.
     """
@@ -102,8 +103,8 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
         if order is TreeOrder.LOWEST_FIRST:
             grads, changes = _reduce(config, grads), _sum_changes(config, changes)
         sums = jax.tree.unflatten(jax.tree.structure(zeros), sum_of_pieces(noted))
-        assert config.virtual_shards is not None
-        agreed = model_state.add_changes(averaged, changes, config.virtual_shards, config.counted)
+        assert config.fixed_pieces is not None
+        agreed = model_state.add_changes(averaged, changes, config.fixed_pieces, config.counted)
         more = model_state.added(extras, rest, config.counted)
         more = sum_replicated(more) if more else {}
         agreed |= {name: extras[name] + x for name, x in more.items()}
@@ -114,8 +115,8 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
     return map_gradients(config, local)
 
 
-def build_virtual_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """Builds a forward function that gives equal bits on every mesh, like `zero.build_forward`.
+def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
+    """Builds a forward function that gives equal bits on every mesh, like `passes.build_forward`.
 
     It divides the batch into virtual shards, which are equal pieces on any number of devices.
     """
