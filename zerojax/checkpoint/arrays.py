@@ -21,9 +21,9 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import packs
+from zerojax.config.tree_types import Tree
 from zerojax.tracing.trees import flatten_names
 
-PyTree = Any
 _ITEM = "state"
 
 LAYER_BYTES = 512 << 10
@@ -54,7 +54,7 @@ def check_storable(leaves: Mapping[str, Any]) -> None:
             )
 
 
-def named_arrays(state: PyTree) -> dict[str, jax.Array]:
+def named_arrays(state: Tree) -> dict[str, jax.Array]:
     """Returns `{name: array}` of a state, after checking that every leaf can be stored.
 
     Raises:

@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from zerojax.tracing.trees import PyTree
+from zerojax.tracing.trees import Tree
 
 _ALIGNMENT = 64
 """Alignment in bytes of host memory that JAX uses on the CPU without a copy."""
@@ -27,7 +27,7 @@ def is_of_torch(thing: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "torch" for base in classes)
 
 
-def as_arrays(batch: PyTree) -> PyTree:
+def as_arrays(batch: Tree) -> Tree:
     """Replaces other libraries' tensors in a batch by NumPy arrays.
 
     A mapping that is not a pytree for JAX, such as the result of a Hugging Face tokenizer, becomes
@@ -42,7 +42,7 @@ def as_arrays(batch: PyTree) -> PyTree:
     return treedef.unflatten(_as_array(path, leaf) for path, leaf in leaves)
 
 
-def own_arrays(batch: PyTree) -> PyTree:
+def own_arrays(batch: Tree) -> Tree:
     """Copies the NumPy arrays of a batch, whose memory its maker may fill again.
 
     A batch is used later than it is made: it is read ahead, it is sent to GPUs in the background,
@@ -133,7 +133,7 @@ def check_no_torch(params: Mapping[str, Any]) -> None:
             )
 
 
-def check_arrays(batch: PyTree) -> None:
+def check_arrays(batch: Tree) -> None:
     """Checks that all values of a batch are numeric arrays.
 
     Raises:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
-Tree = Any
+from zerojax.config.tree_types import Tree
 
 
 def guarded_update(

@@ -27,6 +27,7 @@ from zerojax.config.display import as_details
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import NVME
+from zerojax.config.tree_types import Tree
 from zerojax.features.known import choose_microbatches as microbatches_of_features
 from zerojax.features.known import describe_features, need_loop, plan_features, with_parts
 from zerojax.features.one_bit.sign_plan import describe_one_bit, with_errors
@@ -133,7 +134,6 @@ from zerojax.tracing.loops import find_stacks
 from zerojax.tracing.rolling import find_lists
 from zerojax.tracing.unrolling import choose_unrolling
 
-Tree = Any
 _ELSEWHERE = {
     axis: "axis sizes belong to the mesh: zerojax.make_plan(model, zerojax.make_mesh({"
     f'"{axis}": ...}}), ...)'

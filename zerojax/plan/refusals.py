@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax.config import MeshConfig
 from zerojax.config.batch_division import BatchDivision
 from zerojax.config.mesh import DEVICE
+from zerojax.config.tree_types import Tree
 from zerojax.optim import one_bit_of
 from zerojax.optim.precision import Precision
 from zerojax.placement import device_mesh as meshes
@@ -27,8 +28,6 @@ from zerojax.placement.table import Placement
 from zerojax.placement.user_shardings import is_about_meshes
 from zerojax.tracing import trees
 from zerojax.tracing.source_lines import is_of_zerojax
-
-Tree = Any
 
 
 def check_no_other_way(

@@ -15,11 +15,10 @@ import jax
 import optax
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.optim.padding import NotProven
 from zerojax.placement.layer_stacks import StackRows, Stacks, group_rows, ungroup_rows
 from zerojax.tracing.rolling import map_rows
-
-Tree = Any
 
 
 @dataclass(frozen=True, eq=False)
