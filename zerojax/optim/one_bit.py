@@ -183,7 +183,7 @@ class OneBit:
         return found
 
     def _scalars(
-        self, rate: jax.Array, weight_decay: float, count: jax.Array
+        self, rate: jax.Array, weight_decay: jax.Array | float, count: jax.Array
     ) -> optimizers.AdamScalars:
         nothing = {"gradient_scale": 1.0, "skip": False}
         return self.method.scalars(rate, weight_decay=weight_decay, count=count, **nothing)
