@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config.checks import names_keywords
 from zerojax.config.display import as_details
@@ -225,7 +227,7 @@ def _reads_pages(plan: Plan) -> bool:
     return plan.offload is not None and bool(plan.offload.paged)
 
 
-def _over_axes(plan: Plan, mesh: Any) -> Plan:
+def _over_axes(plan: Plan, mesh: Mesh | AbstractMesh) -> Plan:
     """Moves a plan to an abstract mesh with the same axes; keeps the choices that were made for the
     plan's devices."""
     remade = plan.remake(mesh.abstract_mesh)
@@ -333,7 +335,7 @@ def _of_program(
     return ForecastStep(made, counted, contents, facts)
 
 
-def _work_of(plan: Plan, step: Any, jaxpr: Any) -> _Work:
+def _work_of(plan: Plan, step: object, jaxpr: Jaxpr) -> _Work:
     return _Work(
         flops=count_program_flops(jaxpr) / plan.mesh.size,
         eight_bits=eight_bit_share(jaxpr),
@@ -342,7 +344,7 @@ def _work_of(plan: Plan, step: Any, jaxpr: Any) -> _Work:
     )
 
 
-def _bytes_by_formula(plan: Plan, step: Any) -> int:
+def _bytes_by_formula(plan: Plan, step: object) -> int:
     """Returns the bytes that ZeRO sends per step and device by formula."""
     is_compressed = one_bit_of(plan.tx) is not None and not isinstance(step, TwoPrograms)
     return compressed_bytes(plan.placement, plan.precision) if is_compressed else wire_bytes(plan)
