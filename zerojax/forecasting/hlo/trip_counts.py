@@ -8,17 +8,49 @@ jaxlib 0.12 and `xla_gpu_pipeline_all_gather`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
-
-from zerojax.forecasting.hlo.program import Computation, Instruction
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 _SAME_VALUE = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape")
 _STEPS = 64  # limit of a chain of copies: more than any program has
 
 
+class _Instruction(Protocol):
+    """What this module reads of `program.Instruction`, which imports this module."""
+
+    name: str
+    opcode: str
+
+    @property
+    def operands(self) -> Sequence[str]: ...
+
+    @property
+    def operand_text(self) -> str: ...
+
+    @property
+    def attributes(self) -> Mapping[str, str]: ...
+
+    @property
+    def callees(self) -> Mapping[str, Sequence[str]]: ...
+
+    def integers(self, attribute: str) -> Sequence[int]: ...
+
+
+class _Computation(Protocol):
+    """What this module reads of `program.Computation`."""
+
+    @property
+    def root(self) -> _Instruction: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __getitem__(self, name: str) -> _Instruction: ...
+
+    def operands_of(self, instruction: Any) -> Sequence[_Instruction]: ...
+
+
 def derive_trip_count(
-    computations: Mapping[str, Any], where: Computation, loop: Instruction
+    computations: Mapping[str, _Computation], where: _Computation, loop: _Instruction
 ) -> int | None:
     """Computes the number of iterations of a loop of the form `for (i = init; i < bound; i +=
     step)` with constants; returns None for any other loop.
@@ -41,7 +73,9 @@ def derive_trip_count(
     return max(0, -(-(limit - start) // step))
 
 
-def _less_than(computations: Mapping[str, Any], condition: Computation) -> tuple[int, int] | None:
+def _less_than(
+    computations: Mapping[str, _Computation], condition: _Computation
+) -> tuple[int, int] | None:
     """Matches a loop condition `counter < constant`; returns (index of the counter in the loop's
     tuple, the constant), or None."""
     found = _binary(computations, condition, condition.root, "compare")
@@ -58,7 +92,9 @@ def _less_than(computations: Mapping[str, Any], condition: Computation) -> tuple
     return index, limit
 
 
-def _increment(computations: Mapping[str, Any], body: Computation, index: int) -> int | None:
+def _increment(
+    computations: Mapping[str, _Computation], body: _Computation, index: int
+) -> int | None:
     """Returns the constant c if the loop's body adds c to element `index` of the loop's tuple; else
     None."""
     root = body.root
@@ -76,8 +112,11 @@ def _increment(computations: Mapping[str, Any], body: Computation, index: int) -
 
 
 def _binary(
-    computations: Mapping[str, Any], where: Computation, instruction: Instruction, opcode: str
-) -> tuple[Any, tuple[Any, Any]] | None:
+    computations: Mapping[str, _Computation],
+    where: _Computation,
+    instruction: _Instruction,
+    opcode: str,
+) -> tuple[_Instruction, tuple[_Instruction, _Instruction]] | None:
     """Matches a binary instruction, which may be the only operation of a fusion; returns it and its
     two operands, or None.
 
@@ -102,7 +141,7 @@ def _binary(
     return root, (seen[0], seen[1])
 
 
-def _same_value(where: Computation, instruction: Instruction) -> Any:
+def _same_value(where: _Computation, instruction: _Instruction) -> _Instruction:
     for _ in range(_STEPS):
         if instruction.opcode not in _SAME_VALUE:
             break
@@ -110,7 +149,7 @@ def _same_value(where: Computation, instruction: Instruction) -> Any:
     return instruction
 
 
-def _tuple_index(where: Computation, instruction: Instruction) -> int | None:
+def _tuple_index(where: _Computation, instruction: _Instruction) -> int | None:
     """Returns the index of the element of the computation's only parameter that a value is; None
     for other values."""
     if instruction.name in where:
@@ -122,7 +161,7 @@ def _tuple_index(where: Computation, instruction: Instruction) -> int | None:
 
 
 def _element(
-    computations: Mapping[str, Any], where: Computation, name: str, index: int
+    computations: Mapping[str, _Computation], where: _Computation, name: str, index: int
 ) -> int | None:
     """Returns the constant that a loop's initial tuple has at `index`; None if it is not a
     constant."""
@@ -133,7 +172,7 @@ def _element(
 
 
 def _constant(
-    computations: Mapping[str, Any], where: Computation, instruction: Instruction
+    computations: Mapping[str, _Computation], where: _Computation, instruction: _Instruction
 ) -> int | None:
     if instruction.name in where:
         instruction = _same_value(where, instruction)
