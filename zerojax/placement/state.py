@@ -85,7 +85,7 @@ class TrainState(TypedDict):
     rng: Any
     params: dict[str, Any]
     frozen: dict[str, Any]
-    opt_state: Any
+    opt_state: Tree
     extras: dict[str, Any]
     loss_scale: dict[str, Any]
     masters: NotRequired[dict[str, Any]]

@@ -468,7 +468,11 @@ def _plan_offload(
 
 
 def _forms(
-    task: _Task, seen: _Seen, placement: Placement, tx: Any, layouts: tuple[Stacks, Any, Any]
+    task: _Task,
+    seen: _Seen,
+    placement: Placement,
+    tx: optax.GradientTransformation,
+    layouts: tuple[Stacks, Any, Any],
 ) -> tuple[TrainState, TrainState]:
     """Returns (abstract state as stored without offload, abstract state in the form of checkpoints
     under the user's names)."""
@@ -493,7 +497,7 @@ def _forms(
 
 
 def _describe_sent(
-    task: _Task, placement: Placement, trace: tracing.ModelTrace, tx: Any
+    task: _Task, placement: Placement, trace: tracing.ModelTrace, tx: optax.GradientTransformation
 ) -> list[str]:
     """Returns the plan's lines on weights and gradients not sent in the default format or dtype."""
     settings = task.settings

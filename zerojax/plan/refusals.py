@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
@@ -196,7 +197,7 @@ def _near_power(number: int) -> int:
     return 1 << (max(number, 1) - 1).bit_length()
 
 
-def check_elementwise(settings: MeshConfig, tx: Any) -> None:
+def check_elementwise(settings: MeshConfig, tx: optax.GradientTransformation) -> None:
     """Raises if `deterministic` is set and the optimizer's update is not elementwise.
 
     Raises:
@@ -213,7 +214,7 @@ def check_elementwise(settings: MeshConfig, tx: Any) -> None:
     )
 
 
-def check_layer_norms(settings: MeshConfig, tx: Any) -> None:
+def check_layer_norms(settings: MeshConfig, tx: optax.GradientTransformation) -> None:
     """Raises if the step cannot compute norms of layers (`log.per_layer`), because it does not have
     all gradients, or all weights before and after the update.
 
@@ -268,7 +269,7 @@ def check_reads(names: Collection[str], read: Collection[str]) -> None:
         )
 
 
-def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
+def check_not_per_example(result: Tree, batch: Tree, piece: Tree) -> None:
     """Raises if a loss returns a value for each row instead of one value.
 
     Args:

@@ -52,7 +52,7 @@ class Continuation:
 
 def continue_texts(
     model: Decoder,
-    tokenizer: TextTokenizer,
+    tokenizer: TextTokenizer | None,
     prompts: Sequence[str],
     num_tokens: int | None,
     sampling: Sampling,
@@ -80,6 +80,7 @@ def continue_texts(
     check_decoder(model)
     context = model.config.max_seq_len
     rows = encoded_prompts(tokenizer, prompts, num_tokens, context)
+    assert tokenizer is not None, "encoded_prompts refuses it"
     sampling = dataclasses.replace(
         sampling, num_ids=min(tokenizer.vocab_size, model.config.vocab_size)
     )
