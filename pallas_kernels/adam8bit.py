@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import rounding
-from pallas_kernels.elementwise import FLOATS, stored_as
+from pallas_kernels.elementwise import FLOATS, Scalar, stored_as
 from pallas_kernels.optimizers import AdamScalars, adam_direction, new_moments, unless_skipped
 
 QUANT_BLOCKS = (512, 384, 256, 128)
@@ -57,11 +57,11 @@ class Moments8bit(NamedTuple):
 class Blocks8bit(NamedTuple):
     """Parameters, codes of moments and scales of blocks in float32, before or after an update."""
 
-    param: Any
-    mu: Any
-    nu: Any
-    mu_scale: Any
-    nu_scale: Any
+    param: jax.Array
+    mu: jax.Array
+    nu: jax.Array
+    mu_scale: jax.Array
+    nu_scale: jax.Array
 
 
 def block_of(size: int) -> int:
@@ -113,7 +113,9 @@ def encode_moments(mu: jax.Array, nu: jax.Array) -> Moments8bit:
     return Moments8bit(*stored, *(scale[:, 0] for scale in scales))
 
 
-def scales_of(mu: Any, nu: Any, largest: Callable[[Any], Any]) -> tuple[Any, Any]:
+def scales_of(
+    mu: jax.Array, nu: jax.Array, largest: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Computes (scales of mu, scales of nu) of blocks; `largest` returns a block's largest
     element."""
     mu_scale, nu_scale = largest(jnp.abs(mu)), largest(nu)
@@ -123,13 +125,13 @@ def scales_of(mu: Any, nu: Any, largest: Callable[[Any], Any]) -> tuple[Any, Any
     )
 
 
-def decode_mu(code: Any, scale: Any) -> Any:
+def decode_mu(code: jax.Array, scale: jax.Array) -> Any:
     """Decodes first moments; codes and scales are float32 of one shape."""
     root = code * jnp.full_like(code, 1 / MU_LEVELS)
     return root * jnp.abs(root) * scale
 
 
-def decode_nu(code: Any, scale: Any) -> Any:
+def decode_nu(code: jax.Array, scale: jax.Array) -> Any:
     """Decodes second moments; codes and scales are float32 of one shape."""
     # Exact in any order: the product with a power of two, and the sum of 9 bits.
     step = jnp.full_like(code, 1 / NU_LEVELS)
@@ -138,7 +140,7 @@ def decode_nu(code: Any, scale: Any) -> Any:
     return square * square * scale
 
 
-def encode_mu(mu: Any, four_over_scale: Any, bits: Any) -> Any:
+def encode_mu(mu: jax.Array, four_over_scale: jax.Array, bits: jax.Array) -> Any:
     """Rounds first moments stochastically to codes (float32) that decode to `mu` on average.
 
     The argument is 4 / scale, because 1 / scale is not a normal number for the largest scales.
@@ -157,7 +159,7 @@ def encode_mu(mu: Any, four_over_scale: Any, bits: Any) -> Any:
     return jnp.where(mu < jnp.zeros_like(mu), -code, code)
 
 
-def encode_nu(nu: Any, four_over_scale: Any, bits: Any) -> Any:
+def encode_nu(nu: jax.Array, four_over_scale: jax.Array, bits: jax.Array) -> Any:
     """Rounds second moments stochastically to codes (float32); no code is below `NU_ZERO`."""
     part = nu * four_over_scale
     fourth = part * jnp.full_like(nu, NU_LEVELS**4 / 4)
@@ -175,12 +177,12 @@ def encode_nu(nu: Any, four_over_scale: Any, bits: Any) -> Any:
 
 def adam8bit(
     old: Blocks8bit,
-    grad: Any,
+    grad: jax.Array,
     s: AdamScalars,
     *,
     bits: rounding.Bits,
-    largest: Callable[[Any], Any],
-    spread: Callable[[Any], Any],
+    largest: Callable[[jax.Array], jax.Array],
+    spread: Callable[[jax.Array], jax.Array],
 ) -> Blocks8bit:
     """Computes an AdamW update of blocks with 8-bit moments, for both kernel and reference.
 
@@ -252,7 +254,9 @@ def reference_adam8bit(
     return stored, Moments8bit(mu, nu, *scales), _unrows(new.param, shape)
 
 
-def kept_scales(skip: Any, old: Any, mu_scale: Any, nu_scale: Any) -> tuple[Any, Any]:
+def kept_scales(
+    skip: Scalar, old: Moments8bit, mu_scale: jax.Array, nu_scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Selects the new scales, or the old ones if `skip` is 1.
 
     Uses arithmetic, because Mosaic cannot select between scalars. This needs finite new scales,
@@ -262,7 +266,9 @@ def kept_scales(skip: Any, old: Any, mu_scale: Any, nu_scale: Any) -> tuple[Any,
     return skip * old.mu_scale + applied * mu_scale, skip * old.nu_scale + applied * nu_scale
 
 
-def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None) -> None:
+def check_leaf(
+    param: jax.Array, moments: Moments8bit, grad: jax.Array, average: jax.Array | None = None
+) -> None:
     """Checks that the arrays of an update belong to one leaf and have supported dtypes.
 
     Raises:
@@ -302,15 +308,15 @@ def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None)
         )
 
 
-def _four_over(scale: Any) -> Any:
+def _four_over(scale: jax.Array) -> Any:
     return jnp.full_like(scale, 4.0) / scale
 
 
-def _floor(x: Any) -> Any:
+def _floor(x: jax.Array) -> Any:
     return x.astype(jnp.int32).astype(jnp.float32)  # correct for values that are not negative
 
 
-def _fraction(bits: Any) -> Any:
+def _fraction(bits: jax.Array) -> Any:
     whole = bits.astype(jnp.int32).astype(jnp.float32)
     return whole * jnp.full_like(whole, 2.0**-16)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import mosaic, rounding
 from pallas_kernels.adam8bit import (
@@ -30,6 +31,8 @@ from pallas_kernels.adam8bit import (
 from pallas_kernels.choice import Choice, Impl, choose
 from pallas_kernels.elementwise import (
     FLOATS,
+    KernelRef,
+    Scalar,
     averaging_scalars,
     check_seed,
     moved_average,
@@ -62,9 +65,9 @@ def update_adam8bit(
     moments: Moments8bit,
     grad: jax.Array,
     *,
-    scalars: Any,
+    scalars: tuple[Scalar, ...],
     seed: jax.Array,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
     average: jax.Array | None = None,
     impl: Impl | Choice = "auto",
 ) -> Adam8bitLeaf:
@@ -102,7 +105,9 @@ def scalars_of(averages: bool) -> Any:
     return AVERAGING if averages else AdamScalars
 
 
-def check_options(scalars: Any, compute_dtype: Any, *, averages: bool = False) -> None:
+def check_options(
+    scalars: object, compute_dtype: DTypeLike | None, *, averages: bool = False
+) -> None:
     """Raises a TypeError for scalars of another rule, or for an unsupported `compute_dtype`."""
     wanted = scalars_of(averages)
     if not isinstance(scalars, wanted):
@@ -126,7 +131,7 @@ def _update(
     moments: Moments8bit,
     grad: jax.Array,
     average: jax.Array | None,
-    scalars: tuple[Any, ...],
+    scalars: tuple[Scalar, ...],
     seed: jax.Array,
 ) -> Adam8bitLeaf:
     (implementation, compute_dtype), averages = static, average is not None
@@ -177,7 +182,9 @@ def _update(
     return frozen_leaf(refs, param.shape, compute)
 
 
-def frozen_leaf(refs: Sequence[Any], shape: tuple[int, ...], compute: Any) -> Adam8bitLeaf:
+def frozen_leaf(
+    refs: Sequence[jax.Ref], shape: tuple[int, ...], compute: jax.Array | None
+) -> Adam8bitLeaf:
     """Reads the arrays from a leaf's Refs after a kernel: parameter, moments, optional average."""
     new, mu, nu, mu_scale, nu_scale, *average = (jax.freeze(ref) for ref in refs)
     moments = Moments8bit(mu.reshape(shape), nu.reshape(shape), mu_scale, nu_scale)
@@ -185,7 +192,13 @@ def frozen_leaf(refs: Sequence[Any], shape: tuple[int, ...], compute: Any) -> Ad
     return Adam8bitLeaf(new.reshape(shape), moments, compute, *averages)
 
 
-def _update_tail(refs: list[Any], grad: jax.Array, scalars: Any, seed: Any, tiles: Any) -> Any:
+def _update_tail(
+    refs: list[jax.Ref],
+    grad: jax.Array,
+    scalars: tuple[Scalar, ...],
+    seed: jax.Array,
+    tiles: mosaic.Tiles,
+) -> Any:
     """Updates the last, short block by the reference, on the same memory, before the kernel runs.
 
     `mosaic.fused_update` explains the order. Returns the block's new parameters as float32.
@@ -210,7 +223,7 @@ def _body(tiles: mosaic.Tiles, *, has_output: bool, averages: bool) -> Any:
     """Builds the kernel's function; each program updates one block with its two scales."""
     kind, count = scalars_of(averages), 8 + averages
 
-    def body(*refs: Any) -> None:
+    def body(*refs: KernelRef) -> None:
         *arrays, scalar_ref, seed_ref = refs[:count]
         update_block(
             tiles,
@@ -225,11 +238,11 @@ def _body(tiles: mosaic.Tiles, *, has_output: bool, averages: bool) -> Any:
 
 def update_block(
     tiles: mosaic.Tiles,
-    row: Any,
+    row: jax.Array,
     refs: tuple[Sequence[Any], Any],
     *,
     scalars: Any,
-    seed: tuple[Any, Any],
+    seed: tuple[jax.Array, jax.Array],
 ) -> None:
     """Updates block number `row` of one leaf; called inside a kernel.
 

@@ -62,7 +62,7 @@ class Seen:
 
     causal: bool = False
     window: int | None = None
-    layout: Any = None
+    layout: np.ndarray | None = None
 
 
 def why_not(query: jax.Array, key: jax.Array, *, capability: float | None = None) -> str | None:
@@ -318,11 +318,15 @@ def _padded(array: jax.Array, fill: float = 0) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: _Call, query: Any, key: Any, value: Any, integers: Any) -> jax.Array:
+def _attend(
+    call: _Call, query: jax.Array, key: jax.Array, value: jax.Array, integers: dict[str, jax.Array]
+) -> jax.Array:
     return _forward(call, query, key, value, integers).out
 
 
-def _attend_forward(call: _Call, query: Any, key: Any, value: Any, integers: Any) -> Any:
+def _attend_forward(
+    call: _Call, query: jax.Array, key: jax.Array, value: jax.Array, integers: dict[str, jax.Array]
+) -> Any:
     part = _forward(call, query, key, value, integers)
     return part.out, (query, key, value, integers, part)
 
@@ -337,7 +341,9 @@ def _attend_backward(call: _Call, kept: Any, slope: jax.Array) -> Any:
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward(call: _Call, query: Any, key: Any, value: Any, integers: Any) -> Part:
+def _forward(
+    call: _Call, query: jax.Array, key: jax.Array, value: jax.Array, integers: dict[str, jax.Array]
+) -> Part:
     rows = query.shape[0]
     out, log_sum = attention_kernel.forward(
         call.form,
@@ -354,7 +360,7 @@ def _forward(call: _Call, query: Any, key: Any, value: Any, integers: Any) -> Pa
 def _backward(
     call: _Call,
     operands: tuple[jax.Array, ...],
-    integers: Any,
+    integers: dict[str, jax.Array],
     log_sum: jax.Array,
     turned: jax.Array,
     slope: jax.Array,

@@ -24,8 +24,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.attention_tables import BLOCK, PARTS, TILE, Form
+from pallas_kernels.elementwise import KernelRef
 
 LOG2E = math.log2(math.e)
 MARGIN = TILE - BLOCK
@@ -185,7 +187,8 @@ def _run(
     if interpret:  # the interpreter needs extra memory, see `_times`
         scratch = [*scratch, _tile(given[0].dtype, TILE)]
 
-    def with_scratch(*refs: Any) -> None:  # `pl.kernel` itself takes no scratch with transforms
+    # `pl.kernel` itself takes no scratch with transforms.
+    def with_scratch(*refs: KernelRef) -> None:
         pl.run_scoped(functools.partial(body, *refs), *scratch)
 
     kernel = pl.kernel(
@@ -241,7 +244,7 @@ def _copies(form: Form) -> int:
 # --- bodies ---------------------------------------------------------------------------------------
 
 
-def _forward_body(form: Form, names: Sequence[str], *refs: Any) -> None:
+def _forward_body(form: Form, names: Sequence[str], *refs: KernelRef) -> None:
     query, key, value, *rest = refs
     integers, rest = _named(names, rest)
     table, rest = _table(form, rest)
@@ -252,7 +255,7 @@ def _forward_body(form: Form, names: Sequence[str], *refs: Any) -> None:
     _plgpu().barrier_wait(loaded)
     rows = _of_rows(integers, "query", place)
 
-    def step(turn: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def step(turn: jax.Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         total, greatest, weight = carry
         pairs = [(place.shared(key), keys), (place.shared(value), values)]
         columns = _of_columns(integers, "key", place, (position, segment), pairs)
@@ -278,7 +281,7 @@ def _forward_body(form: Form, names: Sequence[str], *refs: Any) -> None:
     _store([(mine, place.of(out)), (number, place.of_sums(log_sum))])
 
 
-def _query_body(form: Form, names: Sequence[str], *refs: Any) -> None:
+def _query_body(form: Form, names: Sequence[str], *refs: KernelRef) -> None:
     query, key, value, slope, log_sum, turned, *rest = refs
     integers, rest = _named(names, rest)
     table, rest = _table(form, rest)
@@ -291,7 +294,7 @@ def _query_body(form: Form, names: Sequence[str], *refs: Any) -> None:
     log_sums = _row(place.of_sums(log_sum)) * LOG2E
     inner = _row(place.of_sums(turned))
 
-    def step(turn: Any, total: Any) -> Any:
+    def step(turn: jax.Array, total: jax.Array) -> Any:
         pairs = [(place.shared(key), keys), (place.shared(value), values)]
         columns = _of_columns(integers, "key", place, (position, segment), pairs)
         word = _gather(form, table, place, turn, form.key_tiles, pairs, barrier)
@@ -309,7 +312,7 @@ def _query_body(form: Form, names: Sequence[str], *refs: Any) -> None:
     _store([(mine, place.of(out))])
 
 
-def _key_body(form: Form, names: Sequence[str], *refs: Any) -> None:
+def _key_body(form: Form, names: Sequence[str], *refs: KernelRef) -> None:
     """Computes a tile of keys; here the rows of a tile of scores are keys, the columns queries."""
     query, key, value, slope, log_sum, turned, *rest = refs
     integers, rest = _named(names, rest)
@@ -323,10 +326,10 @@ def _key_body(form: Form, names: Sequence[str], *refs: Any) -> None:
     _plgpu().barrier_wait(loaded)
     rows = _of_rows(integers, "key", place)
 
-    def of_head(member: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    def of_head(member: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
         here = place.for_head(place.head * form.group + member)
 
-        def step(turn: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        def step(turn: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
             by_key, by_value = carry
             pairs = [
                 (here.whole(query), queries),
@@ -364,30 +367,30 @@ class _Place:
     """Work of one program: one tile of one head of one batch row."""
 
     form: Form
-    head: Any
-    tile: Any
-    row: Any
+    head: jax.Array
+    tile: jax.Array
+    row: jax.Array
 
-    def for_head(self, head: Any) -> _Place:
+    def for_head(self, head: jax.Array) -> _Place:
         return dataclasses.replace(self, head=head)
 
-    def of(self, ref: Any) -> Any:
+    def of(self, ref: KernelRef) -> Any:
         """Selects the program's own tile of [rows, tokens, heads, head_dim]."""
         return ref.at[self.row, _at(self.tile), self.head]
 
-    def of_sums(self, ref: Any) -> Any:
+    def of_sums(self, ref: KernelRef) -> Any:
         """Selects the program's own numbers of [rows, heads, tokens]."""
         return ref.at[self.row, self.head, _at(self.tile)]
 
-    def whole(self, ref: Any) -> Any:
+    def whole(self, ref: KernelRef) -> Any:
         """Selects all tokens of the program's head."""
         return ref.at[self.row, :, self.head]
 
-    def shared(self, ref: Any) -> Any:
+    def shared(self, ref: KernelRef) -> Any:
         """Selects all tokens of the key/value head of the program's query head."""
         return ref.at[self.row, :, lax.div(self.head, jnp.int32(self.form.group))]
 
-    def whole_sums(self, ref: Any) -> Any:
+    def whole_sums(self, ref: KernelRef) -> Any:
         """Selects all numbers of the program's head."""
         return ref.at[self.row, self.head]
 
@@ -396,17 +399,21 @@ def _place(form: Form) -> _Place:
     return _Place(form, lax.axis_index("head"), lax.axis_index("tile"), lax.axis_index("row"))
 
 
-def _at(tile: Any) -> Any:
+def _at(tile: jax.Array) -> Any:
     from jax.experimental import pallas as pl
 
     return pl.ds(tile * TILE, TILE)
 
 
-def _named(names: Sequence[str], refs: Sequence[Any]) -> tuple[dict[str, Any], Sequence[Any]]:
+def _named(
+    names: Sequence[str], refs: Sequence[KernelRef]
+) -> tuple[dict[str, KernelRef], Sequence[KernelRef]]:
     return dict(zip(names, refs[: len(names)], strict=True)), refs[len(names) :]
 
 
-def _table(form: Form, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+def _table(
+    form: Form, refs: Sequence[KernelRef]
+) -> tuple[Sequence[KernelRef], Sequence[KernelRef]]:
     return (refs[:3], refs[3:]) if form.layouts else ((), refs)
 
 
@@ -414,7 +421,9 @@ def _layout_head(form: Form, place: _Place) -> Any:
     return place.head if form.layouts > 1 else 0
 
 
-def _turns(form: Form, table: Sequence[Any], place: _Place, visited: Callable[..., Any]) -> Any:
+def _turns(
+    form: Form, table: Sequence[KernelRef], place: _Place, visited: Callable[..., Any]
+) -> Any:
     if not table:
         return visited(place.tile)[1]
     return table[2][_layout_head(form, place), place.tile]
@@ -422,12 +431,12 @@ def _turns(form: Form, table: Sequence[Any], place: _Place, visited: Callable[..
 
 def _gather(
     form: Form,
-    table: Sequence[Any],
+    table: Sequence[KernelRef],
     place: _Place,
-    turn: Any,
+    turn: jax.Array,
     visited: Callable[..., Any],
-    pairs: Sequence[tuple[Any, Any]],
-    barrier: Any,
+    pairs: Sequence[tuple[KernelRef, KernelRef]],
+    barrier: KernelRef,
 ) -> Any:
     """Copies one iteration's blocks for each (source, tile) pair; returns the iteration's mask
     word."""
@@ -461,7 +470,7 @@ def _gather(
 # --- visibility -----------------------------------------------------------------------------------
 
 
-def _of_rows(integers: dict[str, Any], side: str, place: _Place) -> Tokens:
+def _of_rows(integers: dict[str, KernelRef], side: str, place: _Place) -> Tokens:
     """Loads positions and segments of the program's own tokens into registers."""
     found = {
         name: _row(integers[f"{side}_{name}"].at[place.row, _at(place.tile)])
@@ -472,11 +481,11 @@ def _of_rows(integers: dict[str, Any], side: str, place: _Place) -> Tokens:
 
 
 def _of_columns(
-    integers: dict[str, Any],
+    integers: dict[str, KernelRef],
     side: str,
     place: _Place,
-    scratch: tuple[Any, Any],
-    pairs: list[tuple[Any, Any]],
+    scratch: tuple[KernelRef, KernelRef],
+    pairs: list[tuple[KernelRef, KernelRef]],
 ) -> Tokens:
     """Returns buffers for the integers of the other side, and adds their copies to `pairs`."""
     found = {}
@@ -495,11 +504,13 @@ def _loaded(columns: Tokens) -> Tokens:
     )
 
 
-def _seen(form: Form, rows: Tokens, columns: Tokens, word: Any, *, transposed: bool) -> Any:
+def _seen(
+    form: Form, rows: Tokens, columns: Tokens, word: jax.Array | None, *, transposed: bool
+) -> Any:
     """Computes bool [64, 64], visible pairs; None if all are visible. Rows are keys if
     `transposed`."""
 
-    def spread(name: str) -> tuple[Any, Any]:
+    def spread(name: str) -> tuple[jax.Array, jax.Array]:
         row, column = _by_row(getattr(rows, name)), _by_column(getattr(columns, name))
         return (column, row) if transposed else (row, column)
 
@@ -520,7 +531,7 @@ def _seen(form: Form, rows: Tokens, columns: Tokens, word: Any, *, transposed: b
     return functools.reduce(lax.bitwise_and, found) if found else None
 
 
-def _bits(word: Any, *, transposed: bool) -> Any:
+def _bits(word: jax.Array, *, transposed: bool) -> Any:
     """Expands a mask word to bool [64, 64]: one bit per pair of query part and key part."""
     parts = [lax.shift_right_logical(_iota(dim), jnp.int32(4)) for dim in (0, 1)]
     query, key = reversed(parts) if transposed else parts
@@ -531,7 +542,12 @@ def _bits(word: Any, *, transposed: bool) -> Any:
 # --- tiles ----------------------------------------------------------------------------------------
 
 
-def _times(left: Any, right: Any, shape: tuple[int, ...], spare: Sequence[Any] = ()) -> Any:
+def _times(
+    left: Any,
+    right: KernelRef,
+    shape: tuple[int, ...],
+    spare: Sequence[KernelRef] = (),
+) -> Any:
     """Computes left @ right of one tile, summed in float32.
 
     A left operand in registers is first copied to `spare`, if given: the interpreter of jax 0.12
@@ -546,14 +562,14 @@ def _times(left: Any, right: Any, shape: tuple[int, ...], spare: Sequence[Any] =
         plgpu.commit_smem()
         left = memory
 
-    def product(sums: Any) -> Any:
+    def product(sums: KernelRef) -> Any:
         plgpu.wgmma(sums, left, right)
         return sums[...]
 
     return pl.run_scoped(product, plgpu.ACC(tuple(shape), jnp.float32))
 
 
-def _store(pairs: Sequence[tuple[Any, Any]]) -> None:
+def _store(pairs: Sequence[tuple[KernelRef, KernelRef]]) -> None:
     plgpu = _plgpu()
     plgpu.commit_smem()
     for source, target in pairs:
@@ -561,14 +577,14 @@ def _store(pairs: Sequence[tuple[Any, Any]]) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _tile(dtype: Any, width: int) -> Any:
+def _tile(dtype: DTypeLike, width: int) -> Any:
     plgpu = _plgpu()
     columns = 128 // jnp.dtype(dtype).itemsize  # a row of 128 bytes, the width of a swizzle
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM((TILE, width), dtype, transforms=transforms)
 
 
-def _vector(form: Form, dtype: Any) -> Any:
+def _vector(form: Form, dtype: DTypeLike) -> Any:
     """Allocates one number per token of a tile; with tables, one vector per part of 16 tokens."""
     return _plgpu().SMEM((TILE * _copies(form),), dtype)
 
@@ -591,12 +607,12 @@ def _full(shape: tuple[int, ...], value: float) -> Any:
     return _plgpu().layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def _row(ref: Any) -> Any:
+def _row(ref: KernelRef) -> Any:
     """Loads a vector from global memory, one number for each row of a tile."""
     return _plgpu().load(ref, layout=_layout().reduce(1), optimized=False)
 
 
-def _column(ref: Any) -> Any:
+def _column(ref: KernelRef) -> Any:
     """Loads a vector from shared memory, one number for each column of a tile.
 
     Of each part's vector that `_gather` copied, it uses the quarter with the part's numbers.
@@ -614,11 +630,11 @@ def _column(ref: Any) -> Any:
     return found
 
 
-def _by_row(vector: Any, columns: int = TILE) -> Any:
+def _by_row(vector: jax.Array, columns: int = TILE) -> Any:
     return lax.broadcast_in_dim(vector, (TILE, columns), [0])
 
 
-def _by_column(vector: Any) -> Any:
+def _by_column(vector: jax.Array) -> Any:
     return lax.broadcast_in_dim(vector, (TILE, TILE), [1])
 
 

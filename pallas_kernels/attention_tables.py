@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -159,7 +160,7 @@ class Form:
     def compares_positions(self) -> bool:
         return self.causal or self.window is not None
 
-    def key_tiles(self, tile: Any, ops: Operations | None = None) -> tuple[Any, Any]:
+    def key_tiles(self, tile: jax.Array | int, ops: Operations | None = None) -> tuple[Any, Any]:
         """Returns (first, number) of the key tiles that a query tile visits if there is no
         table."""
         least, most, divide = ops or _traced()
@@ -173,7 +174,7 @@ class Form:
                     last = least(last, self._end_of_window(tile, divide))
         return first, most(last - first, 0)
 
-    def query_tiles(self, tile: Any, ops: Operations | None = None) -> tuple[Any, Any]:
+    def query_tiles(self, tile: jax.Array | int, ops: Operations | None = None) -> tuple[Any, Any]:
         """Returns (first, number) of the query tiles that visit a key tile if there is no table."""
         least, most, divide = ops or _traced()
         first, last = 0, self.queries // TILE
@@ -186,7 +187,7 @@ class Form:
                 last = least(last, self._end_of_window(tile, divide))
         return first, most(last - first, 0)
 
-    def _end_of_window(self, tile: Any, divide: Callable[[Any, int], Any]) -> Any:
+    def _end_of_window(self, tile: jax.Array | int, divide: Callable[[Any, int], Any]) -> Any:
         """Returns the tile after the last one that a window around a tile reaches."""
         assert self.window is not None
         return divide(tile * TILE + TILE - 1 + self.window - 1, TILE) + 1

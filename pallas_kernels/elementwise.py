@@ -6,15 +6,51 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import rounding
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+Blocks = tuple[jax.Array, ...]
+"""Arrays of a leaf as float32 blocks of one shape: whole arrays in the reference, tiles in a
+kernel."""
+Scalar = jax.Array | float
+"""A number of an update, constant or traced; in a kernel a block that repeats it."""
+
+
+class KernelRef(Protocol):
+    """Memory that a kernel reads and writes: a `jax.Ref`, or a view of one, such as `ref.at[row]`.
+
+    JAX has no public type that includes the views.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def at(self) -> Any:
+        """Indexed like an array, it selects a view."""
+        ...
+
+    @property
+    def T(self) -> KernelRef:
+        """The view of a matrix's transpose."""
+        ...
+
+    def __getitem__(self, index: object) -> jax.Array: ...
+
+    def __setitem__(self, index: object, value: jax.Array) -> None: ...
 
 
 class Values(NamedTuple):
@@ -26,9 +62,9 @@ class Values(NamedTuple):
       sums: values to be summed over the leaf.
     """
 
-    updated: tuple[Any, ...] = ()
-    outputs: tuple[Any, ...] = ()
-    sums: tuple[Any, ...] = ()
+    updated: Blocks = ()
+    outputs: Blocks = ()
+    sums: Blocks = ()
 
 
 class Updated(NamedTuple):
@@ -62,7 +98,7 @@ class Rule:
     """
 
     name: str
-    math: Callable[[tuple[Any, ...], tuple[Any, ...], Any], Values]
+    math: Callable[[Blocks, Blocks, Any], Values]
     scalars: type
     num_updated: int
     num_read: int
@@ -99,7 +135,7 @@ def averaging(rule: Rule) -> Rule:
     )
 
 
-def moved_average(average: Any, new: Any, s: Any) -> Any:
+def moved_average(average: jax.Array, new: jax.Array, s: Any) -> Any:
     """Computes the new average as a float32 block; `new` is a float32 block of stored values."""
     moved = average + s.average_rate * (new - average)
     return jnp.where(s.skip == jnp.zeros_like(average), moved, average)
@@ -109,10 +145,10 @@ def check_arrays(
     rule: Rule,
     updated: Sequence[Any],
     read: Sequence[Any],
-    seed: Any,
-    out_dtypes: Sequence[Any],
+    seed: object,
+    out_dtypes: Sequence[DTypeLike],
     *,
-    scalars: Any = None,
+    scalars: tuple[Scalar, ...] | None = None,
     by_row: bool = False,
 ) -> None:
     """Checks that a rule can update arrays of these shapes and dtypes.
@@ -178,9 +214,9 @@ def reference_update(
     rule: Rule,
     updated: Sequence[jax.Array],
     read: Sequence[jax.Array],
-    scalars: Any,
+    scalars: tuple[Scalar, ...],
     *,
-    out_dtypes: Sequence[Any] = (),
+    out_dtypes: Sequence[DTypeLike] = (),
     seed: jax.Array | None = None,
     first_index: int = 0,
     by_row: bool = False,
@@ -199,7 +235,7 @@ def reference_update(
     """
     row_dims = (*updated, *read)[0].ndim - 1 if by_row else 0
 
-    def spread(x: Any) -> jax.Array:
+    def spread(x: Scalar) -> jax.Array:
         x = jnp.asarray(x, jnp.float32)
         return x.reshape(-1, *(1,) * row_dims) if x.ndim else x
 
@@ -232,7 +268,7 @@ def stored_blocks(
     return [stored_as(dtype, x, bits, number) for number, (dtype, x) in enumerate(pairs)]
 
 
-def stored_as(dtype: Any, x: Any, bits: rounding.Bits | None, number: int) -> Any:
+def stored_as(dtype: DTypeLike, x: jax.Array, bits: rounding.Bits | None, number: int) -> Any:
     """Rounds a float32 block to `dtype`; to bfloat16 stochastically, unless `bits` is None."""
     if bits is not None and dtype == jnp.bfloat16:
         x = rounding.round_to_bfloat16(x, bits(number))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.elementwise import Rule, Values
+from pallas_kernels.elementwise import Blocks, Rule, Scalar, Values
 
 
 class StatsScalars(NamedTuple):
     """Scalars of `GRADIENT_STATS`: only the factor of a gradient (1 / loss scale)."""
 
-    gradient_scale: Any = 1.0
+    gradient_scale: Scalar = 1.0
 
 
-def gradient_stats(updated: Any, read: Any, s: StatsScalars) -> Values:
+def gradient_stats(updated: Blocks, read: Blocks, s: StatsScalars) -> Values:
     """Sums squares of the scaled gradient, and counts non-finite elements before scaling; `read` is
     (grad,).
 

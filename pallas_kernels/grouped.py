@@ -216,11 +216,13 @@ def _matrix_products(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(impl: GroupedImpl, rows: Any, matrices: Any, segments: Segments) -> jax.Array:
+def _product(
+    impl: GroupedImpl, rows: jax.Array, matrices: jax.Array, segments: Segments
+) -> jax.Array:
     return _row_products(impl, rows, matrices, segments, transposed=False)
 
 
-def _forward(impl: GroupedImpl, rows: Any, matrices: Any, segments: Segments) -> Any:
+def _forward(impl: GroupedImpl, rows: jax.Array, matrices: jax.Array, segments: Segments) -> Any:
     return _product(impl, rows, matrices, segments), (rows, matrices, segments)
 
 
@@ -243,7 +245,7 @@ def _rows_in_a_loop(
 ) -> jax.Array:
     """Computes `grouped_kernel.row_products` by XLA, in a loop over visits."""
 
-    def one(visit: Any, out: jax.Array) -> jax.Array:
+    def one(visit: jax.Array, out: jax.Array) -> jax.Array:
         top = visits.tile[visit] * tile
         matrix = matrices[visits.group[visit]]
         right = matrix.T if transposed else matrix
@@ -261,7 +263,7 @@ def _rows_in_a_loop(
 def _matrices_in_a_loop(rows: jax.Array, slopes: jax.Array, visits: Visits) -> jax.Array:
     """Computes `grouped_kernel.matrix_products` by XLA, in a loop over visits."""
 
-    def one(visit: Any, total: jax.Array) -> jax.Array:
+    def one(visit: jax.Array, total: jax.Array) -> jax.Array:
         top, mine = visits.tile[visit] * STEP, _mine(visits, visit, STEP)
         left, right = (jnp.where(mine, _tile_at(x, top, STEP), 0) for x in (rows, slopes))
         found = jnp.matmul(left.T, right, preferred_element_type=total.dtype)
@@ -272,11 +274,11 @@ def _matrices_in_a_loop(rows: jax.Array, slopes: jax.Array, visits: Visits) -> j
     return lax.fori_loop(0, visits.begin[-1], one, start).astype(rows.dtype)
 
 
-def _tile_at(array: jax.Array, top: Any, tile: int) -> jax.Array:
+def _tile_at(array: jax.Array, top: jax.Array, tile: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(array, top, tile, axis=0)
 
 
-def _mine(visits: Visits, visit: Any, tile: int) -> jax.Array:
+def _mine(visits: Visits, visit: jax.Array, tile: int) -> jax.Array:
     """Computes bool [tile, 1]: True for the rows of a tile that one visit multiplies."""
     row = jnp.arange(tile)
     return ((row >= visits.first[visit]) & (row < visits.last[visit]))[:, None]

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.elementwise import KernelRef
 
 STEP = 64
 """Number of elements summed over in one step: columns of `rows` for a product, or rows for the
@@ -141,7 +144,8 @@ def _run(
 
     plgpu = _plgpu()
 
-    def with_scratch(*refs: Any) -> None:  # `pl.kernel` itself takes no scratch with transforms
+    # `pl.kernel` itself takes no scratch with transforms.
+    def with_scratch(*refs: KernelRef) -> None:
         pl.run_scoped(functools.partial(body, *refs), *scratch)
 
     kernel = pl.kernel(
@@ -162,7 +166,7 @@ def _run(
 # --- bodies ---------------------------------------------------------------------------------------
 
 
-def _row_body(form: Form, steps: int, *refs: Any) -> None:
+def _row_body(form: Form, steps: int, *refs: KernelRef) -> None:
     """Body of a kernel: computes one visit's rows in one tile of the result's columns."""
     from jax.experimental import pallas as pl
 
@@ -171,13 +175,13 @@ def _row_body(form: Form, steps: int, *refs: Any) -> None:
     begin, end, matrix = first[visit], last[visit], group[visit]
     top = tile[visit] * form.rows
 
-    def bring(step: Any, slot: Any) -> None:
+    def bring(step: jax.Array | int, slot: jax.Array | int) -> None:
         depth, across = _at(step, STEP), _at(column, form.columns)
         there = matrices.at[matrix, across, depth] if form.transposed else None
         there = matrices.at[matrix, depth, across] if there is None else there
         _copy([(rows.at[pl.ds(top, form.rows), depth], lefts), (there, rights)], slot, barrier)
 
-    def multiply(sums: Any, slot: Any, step: Any) -> None:
+    def multiply(sums: KernelRef, slot: jax.Array | int, step: jax.Array | int) -> None:
         del step
         right = rights.at[slot]
         _plgpu().wgmma(sums, lefts.at[slot], right.T if form.transposed else right)
@@ -190,7 +194,7 @@ def _row_body(form: Form, steps: int, *refs: Any) -> None:
             _store_rows(result, target, top, begin, end)
 
 
-def _matrix_body(form: Form, *refs: Any) -> None:
+def _matrix_body(form: Form, *refs: KernelRef) -> None:
     """Body of a kernel: computes one tile of a group's matrix, the sum over the group's visits."""
     from jax.experimental import pallas as pl
 
@@ -199,13 +203,13 @@ def _matrix_body(form: Form, *refs: Any) -> None:
     row, column = lax.axis_index("row"), lax.axis_index("column")
     start = begin[group]
 
-    def bring(step: Any, slot: Any) -> None:
+    def bring(step: jax.Array | int, slot: jax.Array | int) -> None:
         here = pl.ds(tile[start + step] * STEP, STEP)
         left = rows.at[here, _at(row, form.columns)]
         right = slopes.at[here, _at(column, form.columns)]
         _copy([(left, lefts), (right, rights)], slot, barrier)
 
-    def multiply(sums: Any, slot: Any, step: Any) -> None:
+    def multiply(sums: KernelRef, slot: jax.Array | int, step: jax.Array | int) -> None:
         low, high = first[start + step], last[start + step]
 
         # Rows of other groups, or of none, have undefined values.
@@ -227,8 +231,8 @@ def _matrix_body(form: Form, *refs: Any) -> None:
 
 def _summed(
     shape: tuple[int, int],
-    steps: Any,
-    barrier: Any,
+    steps: jax.Array | int,
+    barrier: KernelRef,
     bring: Callable[[Any, Any], None],
     multiply: Callable[[Any, Any, Any], None],
 ) -> Any:
@@ -250,8 +254,8 @@ def _summed(
         def _(step: int = step) -> None:
             bring(step, step)
 
-    def all_steps(sums: Any) -> Any:
-        def one(step: Any, carry: None) -> None:
+    def all_steps(sums: KernelRef) -> Any:
+        def one(step: jax.Array | int, carry: None) -> None:
             slot = lax.rem(step, jnp.int32(BUFFERS))
             plgpu.barrier_wait(barrier.at[slot])
             multiply(sums, slot, step)
@@ -273,18 +277,20 @@ def _summed(
 # --- tiles ----------------------------------------------------------------------------------------
 
 
-def _at(tile: Any, size: int) -> Any:
+def _at(tile: jax.Array | int, size: int) -> Any:
     from jax.experimental import pallas as pl
 
     return pl.ds(tile * size, size)
 
 
-def _copy(pairs: Sequence[tuple[Any, Any]], slot: Any, barrier: Any) -> None:
+def _copy(
+    pairs: Sequence[tuple[KernelRef, KernelRef]], slot: jax.Array | int, barrier: KernelRef
+) -> None:
     for source, ring in pairs:
         _plgpu().copy_gmem_to_smem(source, ring.at[slot], barrier.at[slot])
 
 
-def _keep_rows(tile: Any, first: Any, last: Any) -> None:
+def _keep_rows(tile: KernelRef, first: jax.Array, last: jax.Array) -> None:
     """Sets rows before `first`, and from `last` on, to zero."""
     plgpu = _plgpu()
     layout = plgpu.Layout.WGMMA
@@ -293,7 +299,7 @@ def _keep_rows(tile: Any, first: Any, last: Any) -> None:
     tile[...] = jnp.where((row >= first) & (row < last), values, jnp.zeros_like(values))
 
 
-def _parts(total: Any, result: Any) -> Iterator[int]:
+def _parts(total: jax.Array, result: KernelRef) -> Iterator[int]:
     """Writes a sum into shared memory, 64 columns at a time; yields each time the first column."""
     for part in range(0, total.shape[1], STEP):
         result[...] = total[:, part : part + STEP].astype(result.dtype)
@@ -301,7 +307,9 @@ def _parts(total: Any, result: Any) -> Iterator[int]:
         yield part
 
 
-def _store_rows(source: Any, target: Any, top: Any, first: Any, last: Any) -> None:
+def _store_rows(
+    source: KernelRef, target: KernelRef, top: jax.Array, first: jax.Array, last: jax.Array
+) -> None:
     """Copies rows [first, last) of a tile to the target, in which the tile begins at row `top`.
 
     Copies parts whose sizes are powers of two, because copies have fixed sizes.
@@ -313,7 +321,7 @@ def _store_rows(source: Any, target: Any, top: Any, first: Any, last: Any) -> No
     while size:
 
         @pl.when(lax.rem(lax.div(last - first, jnp.int32(size)), jnp.int32(2)) == 1)
-        def _(size: int = size, row: Any = row) -> None:
+        def _(size: int = size, row: jax.Array = row) -> None:
             there = target.at[pl.ds(top + row, size)]
             plgpu.copy_smem_to_gmem(source.at[pl.ds(row, size)], there)
 
@@ -322,7 +330,7 @@ def _store_rows(source: Any, target: Any, top: Any, first: Any, last: Any) -> No
     plgpu.wait_smem_to_gmem(0)
 
 
-def _ring(dtype: Any, left: tuple[int, int], right: tuple[int, int]) -> list[Any]:
+def _ring(dtype: DTypeLike, left: tuple[int, int], right: tuple[int, int]) -> list[Any]:
     """Allocates buffers of two kinds of tiles, and the barriers that signal a loaded slot."""
     plgpu = _plgpu()
     columns = 128 // jnp.dtype(dtype).itemsize  # a row of 128 bytes, the width of a swizzle
@@ -331,7 +339,7 @@ def _ring(dtype: Any, left: tuple[int, int], right: tuple[int, int]) -> list[Any
     return [*tiles, plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS)]
 
 
-def _plain(dtype: Any, rows: int) -> Any:
+def _plain(dtype: DTypeLike, rows: int) -> Any:
     """Allocates 64 columns of a result in row order, so that any number of rows can be copied
     out."""
     return _plgpu().SMEM((rows, STEP), dtype)

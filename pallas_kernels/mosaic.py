@@ -8,16 +8,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels import rounding
 from pallas_kernels.elementwise import (
+    Blocks,
+    KernelRef,
     Rule,
+    Scalar,
     Updated,
     moved_average,
     reference_update,
@@ -99,7 +103,7 @@ def layout_of(block: int) -> Any:
     return _plgpu().Layout.WG_STRIDED((block,), vec_size=neighbours)
 
 
-def at_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
+def at_tile(ref: KernelRef, row: jax.Array, tiles: Tiles) -> Any:
     """Selects tile number `row` of a leaf's Ref, in the view that `tiles` requires."""
     from jax.experimental import pallas as pl  # imported here for the reason in `run_on_tiles`
 
@@ -108,22 +112,22 @@ def at_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
     return ref.at[pl.ds(pl.multiple_of(row * tiles.block, tiles.block), tiles.block)]
 
 
-def load_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
+def load_tile(ref: KernelRef, row: jax.Array, tiles: Tiles) -> Any:
     """Loads tile number `row` of a leaf's Ref as a float32 block."""
     return load_block(at_tile(ref, row, tiles), tiles.block).astype(jnp.float32)
 
 
-def load_block(ref: Any, block: int) -> Any:
+def load_block(ref: KernelRef, block: int) -> Any:
     """Loads a part of a Ref as a block."""
     return _plgpu().load(ref, layout=layout_of(block), optimized=False)
 
 
-def laid_out(x: Any) -> Any:
+def laid_out(x: jax.Array) -> Any:
     """Gives a value that was not loaded from a Ref the layout of blocks of its size."""
     return _plgpu().layout_cast(x, layout_of(x.size))
 
 
-def block_index(program: Any, block: int) -> Any:
+def block_index(program: jax.Array, block: int) -> Any:
     """Computes uint32 [block]: positions in the leaf of the elements of tile number `program`."""
     inside = laid_out(lax.broadcasted_iota(jnp.uint32, (block,), 0))
     first = program.astype(jnp.uint32) * jnp.uint32(block)
@@ -134,9 +138,9 @@ def fused_update(
     rule: Rule,
     updated: Sequence[jax.Array],
     read: Sequence[jax.Array],
-    scalars: Any,
+    scalars: tuple[Scalar, ...],
     *,
-    out_dtypes: Sequence[Any] = (),
+    out_dtypes: Sequence[DTypeLike] = (),
     seed: jax.Array | None = None,
     block: int = BLOCK,
     by_row: bool = False,
@@ -203,11 +207,11 @@ def fused_update(
 def _update_tail(
     rule: Rule,
     tiles: Tiles,
-    refs: Sequence[Any],
+    refs: Sequence[jax.Ref],
     read: Sequence[jax.Array],
-    scalars: Any,
+    scalars: tuple[Scalar, ...],
     *,
-    out_dtypes: Sequence[Any],
+    out_dtypes: Sequence[DTypeLike],
     seed: jax.Array | None,
 ) -> Updated:
     """Updates the elements after the last tile by the reference, in the same memory.
@@ -250,7 +254,7 @@ def before_tail(tail: jax.Array, tiles: Tiles) -> Any:
 
 
 def run_on_tiles(
-    body: Any,
+    body: Callable[..., None],
     tiles: Tiles,
     *,
     name: str,
@@ -305,12 +309,12 @@ def interpret_params() -> Any:
 def update_tile(
     rule: Rule,
     tiles: Tiles,
-    row: Any,
-    refs: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    row: jax.Array,
+    refs: tuple[Sequence[KernelRef], Sequence[KernelRef], Sequence[KernelRef]],
     *,
-    scalars: Any,
-    seed: tuple[Any, Any] | None,
-) -> tuple[Any, ...]:
+    scalars: tuple[Scalar, ...],
+    seed: tuple[jax.Array, jax.Array] | None,
+) -> Blocks:
     """Updates tile number `row` of one leaf; called inside a kernel.
 
     Args:
@@ -344,8 +348,14 @@ def update_tile(
 
 
 def update_tiles(
-    rule: Rule, tiles: Tiles, program: Any, refs: Any, *, scalars: Any, seed: Any
-) -> tuple[Any, ...]:
+    rule: Rule,
+    tiles: Tiles,
+    program: jax.Array,
+    refs: tuple[Sequence[KernelRef], Sequence[KernelRef], Sequence[KernelRef]],
+    *,
+    scalars: tuple[Scalar, ...],
+    seed: tuple[jax.Array, jax.Array] | None,
+) -> Blocks:
     """Updates the tiles of one leaf that belong to program number `program`, inside a kernel.
 
     Arguments are those of `update_tile`. Returns one number for each of the rule's sums.
@@ -355,7 +365,7 @@ def update_tiles(
         totals = update_tile(rule, tiles, program, refs, **more)
     else:
 
-        def one_more(step: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
+        def one_more(step: jax.Array | int, totals: Blocks) -> Blocks:
             row = program * tiles.loop + step
             values = update_tile(rule, tiles, row, refs, **more)
             return tuple(a + b for a, b in zip(totals, values, strict=True))
@@ -366,12 +376,12 @@ def update_tiles(
     return tuple(jnp.sum(total) for total in totals)
 
 
-def spread(x: Any, block: int) -> Any:
+def spread(x: jax.Array, block: int) -> Any:
     """Broadcasts a number to a block, because Mosaic does not broadcast implicitly."""
     return lax.broadcast(x, (block,))
 
 
-def spread_scalars(rule: Rule, ref: Any, block: int, *, first: Any = 0) -> Any:
+def spread_scalars(rule: Rule, ref: KernelRef, block: int, *, first: jax.Array | int = 0) -> Any:
     """Reads the rule's scalars as blocks, from the Ref that stores them from index `first` on."""
     return rule.scalars(*(spread(ref[first + k], block) for k in range(len(rule.scalars._fields))))
 
@@ -379,7 +389,7 @@ def spread_scalars(rule: Rule, ref: Any, block: int, *, first: Any = 0) -> Any:
 def _body(rule: Rule, tiles: Tiles, *, num_outputs: int, has_seed: bool) -> Any:
     """Builds the function of one program of Refs: updated, read, scalars, seed, outputs, sums."""
 
-    def body(*refs: Any) -> None:
+    def body(*refs: KernelRef) -> None:
         rest = iter(refs)
 
         def take(count: int) -> list[Any]:

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from pallas_kernels.elementwise import Rule, Values
+from pallas_kernels.elementwise import Blocks, Rule, Scalar, Values
 from pallas_kernels.optimizers import new_moments, unless_skipped
 
 
 class MomentumScalars(NamedTuple):
     """Scalars of an update of Muon's momentum, float32 []; built by `momentum_scalars`."""
 
-    beta: Any
-    rest: Any
-    of_momentum: Any
-    of_gradient: Any
-    gradient_scale: Any
-    skip: Any
+    beta: Scalar
+    rest: Scalar
+    of_momentum: Scalar
+    of_gradient: Scalar
+    gradient_scale: Scalar
+    skip: Scalar
 
 
 class DescentScalars(NamedTuple):
@@ -34,31 +36,36 @@ class DescentScalars(NamedTuple):
       skip: 1 to change nothing, else 0.
     """
 
-    learning_rate: Any
-    matrix_scale: Any
-    weight_decay: Any = 0.0
-    skip: Any = 0.0
+    learning_rate: Scalar
+    matrix_scale: Scalar
+    weight_decay: Scalar = 0.0
+    skip: Scalar = 0.0
 
 
 class NesterovAdamScalars(NamedTuple):
     """Scalars of an Adam update with Nesterov momentum; built by `nesterov_adam_scalars`."""
 
-    learning_rate: Any
-    b1: Any
-    rest1: Any
-    b2: Any
-    rest2: Any
-    eps: Any
-    weight_decay: Any
-    of_momentum: Any
-    of_gradient: Any
-    correction2: Any
-    gradient_scale: Any
-    skip: Any
+    learning_rate: Scalar
+    b1: Scalar
+    rest1: Scalar
+    b2: Scalar
+    rest2: Scalar
+    eps: Scalar
+    weight_decay: Scalar
+    of_momentum: Scalar
+    of_gradient: Scalar
+    correction2: Scalar
+    gradient_scale: Scalar
+    skip: Scalar
 
 
 def momentum_scalars(
-    beta: float, *, count: Any, nesterov: bool, gradient_scale: Any = 1.0, skip: Any = False
+    beta: float,
+    *,
+    count: ArrayLike,
+    nesterov: bool,
+    gradient_scale: Scalar = 1.0,
+    skip: Scalar = False,
 ) -> MomentumScalars:
     """Computes the scalars of one update of Muon's momentum.
 
@@ -80,16 +87,16 @@ def momentum_scalars(
 
 
 def nesterov_adam_scalars(
-    learning_rate: Any,
+    learning_rate: Scalar,
     *,
-    count: Any,
+    count: ArrayLike,
     nesterov: bool,
     b1: float,
     b2: float,
     eps: float,
-    weight_decay: Any = 0.0,
-    gradient_scale: Any = 1.0,
-    skip: Any = False,
+    weight_decay: Scalar = 0.0,
+    gradient_scale: Scalar = 1.0,
+    skip: Scalar = False,
 ) -> NesterovAdamScalars:
     """Computes the scalars of Muon's Adam; see `momentum_scalars` and `optimizers.adam_scalars`."""
     of_momentum, of_gradient = _ahead(b1, count, nesterov)
@@ -103,7 +110,7 @@ def nesterov_adam_scalars(
     )
 
 
-def _ahead(beta: float, count: Any, nesterov: bool) -> tuple[Any, Any]:
+def _ahead(beta: float, count: ArrayLike, nesterov: bool) -> tuple[jax.Array, jax.Array]:
     """Computes the factors of the new moment and of the gradient; their sum is the direction."""
     if not nesterov:
         return _float32(1 / _correction(beta, count), 0.0)
@@ -111,15 +118,15 @@ def _ahead(beta: float, count: Any, nesterov: bool) -> tuple[Any, Any]:
     return _float32(beta / later, (1 - beta) / now)
 
 
-def _correction(decay: float, count: Any) -> Any:
+def _correction(decay: float, count: ArrayLike) -> Any:
     return 1 - jnp.float32(decay) ** jnp.asarray(count, jnp.int32)
 
 
-def _float32(*values: Any) -> tuple[Any, ...]:
+def _float32(*values: ArrayLike) -> tuple[Any, ...]:
     return tuple(jnp.asarray(value, jnp.float32) for value in values)
 
 
-def momentum(updated: Any, read: Any, s: MomentumScalars) -> Values:
+def momentum(updated: Blocks, read: Blocks, s: MomentumScalars) -> Values:
     """Updates (mu,) from (grad,); the output is the direction before orthogonalization."""
     (mu,), grad = updated, read[0] * s.gradient_scale
     new = s.rest * grad + s.beta * mu
@@ -127,7 +134,7 @@ def momentum(updated: Any, read: Any, s: MomentumScalars) -> Values:
     return Values(updated=unless_skipped(s.skip, updated, (new,)), outputs=(direction,))
 
 
-def descent(updated: Any, read: Any, s: DescentScalars) -> Values:
+def descent(updated: Blocks, read: Blocks, s: DescentScalars) -> Values:
     """Updates (param,) from (orthogonalized direction,); the output is the new parameter."""
     (param,), (orthogonal,) = updated, read
     step = s.matrix_scale * orthogonal + s.weight_decay * param
@@ -135,7 +142,7 @@ def descent(updated: Any, read: Any, s: DescentScalars) -> Values:
     return Values(updated=(new,), outputs=(new,))
 
 
-def nesterov_adam(updated: Any, read: Any, s: NesterovAdamScalars) -> Values:
+def nesterov_adam(updated: Blocks, read: Blocks, s: NesterovAdamScalars) -> Values:
     """Updates (param, mu, nu) from (grad,): AdamW with a Nesterov first moment."""
     param, mu, nu = updated
     grad = read[0] * s.gradient_scale

@@ -17,49 +17,50 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from pallas_kernels.elementwise import Rule, Values
+from pallas_kernels.elementwise import Blocks, Rule, Scalar, Values
 
 
 class AdamScalars(NamedTuple):
     """Scalars of one AdamW or LAMB update, all float32 []; built by `adam_scalars`."""
 
-    learning_rate: Any
-    b1: Any
-    rest1: Any
-    b2: Any
-    rest2: Any
-    eps: Any
-    weight_decay: Any
-    correction1: Any
-    correction2: Any
-    gradient_scale: Any
-    skip: Any
+    learning_rate: Scalar
+    b1: Scalar
+    rest1: Scalar
+    b2: Scalar
+    rest2: Scalar
+    eps: Scalar
+    weight_decay: Scalar
+    correction1: Scalar
+    correction2: Scalar
+    gradient_scale: Scalar
+    skip: Scalar
 
 
 class LambScalars(NamedTuple):
     """Scalars of LAMB's second half, all float32 []; built by `lamb_scalars`."""
 
-    learning_rate: Any
-    eps: Any
-    weight_decay: Any
-    correction1: Any
-    correction2: Any
-    trust_ratio: Any
-    skip: Any
+    learning_rate: Scalar
+    eps: Scalar
+    weight_decay: Scalar
+    correction1: Scalar
+    correction2: Scalar
+    trust_ratio: Scalar
+    skip: Scalar
 
 
 class LionScalars(NamedTuple):
     """Scalars of one Lion update, all float32 []; built by `lion_scalars`."""
 
-    learning_rate: Any
-    b1: Any
-    rest1: Any
-    b2: Any
-    rest2: Any
-    weight_decay: Any
-    gradient_scale: Any
-    skip: Any
+    learning_rate: Scalar
+    b1: Scalar
+    rest1: Scalar
+    b2: Scalar
+    rest2: Scalar
+    weight_decay: Scalar
+    gradient_scale: Scalar
+    skip: Scalar
 
 
 class SgdScalars(NamedTuple):
@@ -74,23 +75,23 @@ class SgdScalars(NamedTuple):
       skip: 1 to change nothing, else 0.
     """
 
-    learning_rate: Any
-    momentum: Any = 0.9
-    weight_decay: Any = 0.0
-    gradient_scale: Any = 1.0
-    skip: Any = 0.0
+    learning_rate: Scalar
+    momentum: Scalar = 0.9
+    weight_decay: Scalar = 0.0
+    gradient_scale: Scalar = 1.0
+    skip: Scalar = 0.0
 
 
 def adam_scalars(
-    learning_rate: Any,
+    learning_rate: Scalar,
     *,
-    count: Any,
-    b1: Any = 0.9,
+    count: ArrayLike,
+    b1: Scalar = 0.9,
     b2: float = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 1e-4,
-    gradient_scale: Any = 1.0,
-    skip: Any = False,
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 1e-4,
+    gradient_scale: Scalar = 1.0,
+    skip: Scalar = False,
 ) -> AdamScalars:
     """Computes the scalars of one AdamW update (arXiv:1711.05101), or of LAMB's first half.
 
@@ -114,7 +115,7 @@ def adam_scalars(
     )
 
 
-def lamb_scalars(scalars: AdamScalars, *, trust_ratio: Any) -> LambScalars:
+def lamb_scalars(scalars: AdamScalars, *, trust_ratio: Scalar) -> LambScalars:
     """Computes the scalars of LAMB's second half (arXiv:1904.00962).
 
     Args:
@@ -125,7 +126,7 @@ def lamb_scalars(scalars: AdamScalars, *, trust_ratio: Any) -> LambScalars:
     return LambScalars(trust_ratio=trust_ratio, **kept)
 
 
-def trust_ratio_of(param_norm: Any, update_norm: Any) -> jax.Array:
+def trust_ratio_of(param_norm: ArrayLike, update_norm: ArrayLike) -> jax.Array:
     """Computes LAMB's trust ratio, param_norm / update_norm in float32; 1 if a norm is 0.
 
     Args:
@@ -138,13 +139,13 @@ def trust_ratio_of(param_norm: Any, update_norm: Any) -> jax.Array:
 
 
 def lion_scalars(
-    learning_rate: Any,
+    learning_rate: Scalar,
     *,
-    b1: Any = 0.9,
+    b1: Scalar = 0.9,
     b2: float = 0.99,
-    weight_decay: Any = 1e-3,
-    gradient_scale: Any = 1.0,
-    skip: Any = False,
+    weight_decay: Scalar = 1e-3,
+    gradient_scale: Scalar = 1.0,
+    skip: Scalar = False,
 ) -> LionScalars:
     """Computes the scalars of one Lion update (arXiv:2302.06675); see `adam_scalars`."""
     return LionScalars(
@@ -152,20 +153,24 @@ def lion_scalars(
     )
 
 
-def _float32(*values: Any) -> list[jax.Array]:
+def _float32(*values: ArrayLike) -> list[jax.Array]:
     return [jnp.asarray(value, jnp.float32) for value in values]
 
 
-def _correction(decay: Any, count: Any) -> jax.Array:
+def _correction(decay: ArrayLike, count: ArrayLike) -> jax.Array:
     return 1 - jnp.asarray(decay, jnp.float32) ** jnp.asarray(count, jnp.int32)
 
 
-def new_moments(mu: Any, nu: Any, grad: Any, s: Any) -> tuple[Any, Any]:
+def new_moments(
+    mu: jax.Array, nu: jax.Array, grad: jax.Array, s: Any
+) -> tuple[jax.Array, jax.Array]:
     """Computes Adam's new (mu, nu) from the old ones and an already scaled gradient."""
     return s.rest1 * grad + s.b1 * mu, s.rest2 * (grad * grad) + s.b2 * nu
 
 
-def adam_direction(param: Any, mu: Any, nu: Any, s: AdamScalars | LambScalars) -> Any:
+def adam_direction(
+    param: jax.Array, mu: jax.Array, nu: jax.Array, s: AdamScalars | LambScalars
+) -> Any:
     """Computes AdamW's step, which is multiplied by the learning rate and subtracted from
     `param`."""
     # Products with reciprocals, because XLA turns (a / b) / c, with a scalar b, into a / (b * c) in
@@ -174,7 +179,7 @@ def adam_direction(param: Any, mu: Any, nu: Any, s: AdamScalars | LambScalars) -
     return (mu * (1 / s.correction1)) / (root + s.eps) + s.weight_decay * param
 
 
-def unless_skipped(skip: Any, old: Any, new: Any) -> tuple[Any, ...]:
+def unless_skipped(skip: Scalar, old: Blocks, new: Blocks) -> Blocks:
     """Selects the new blocks, or the old ones if `skip` is not 0."""
     return tuple(
         jnp.where(skip == jnp.zeros_like(before), after, before)
@@ -182,7 +187,7 @@ def unless_skipped(skip: Any, old: Any, new: Any) -> tuple[Any, ...]:
     )
 
 
-def adamw(updated: Any, read: Any, s: AdamScalars) -> Values:
+def adamw(updated: Blocks, read: Blocks, s: AdamScalars) -> Values:
     """Updates (param, mu, nu) from (grad,) by AdamW; the output is the new parameter."""
     param, mu, nu = updated
     grad = read[0] * s.gradient_scale
@@ -192,7 +197,7 @@ def adamw(updated: Any, read: Any, s: AdamScalars) -> Values:
     return Values(updated=(new, kept_mu, kept_nu), outputs=(new,))
 
 
-def lamb_moments(updated: Any, read: Any, s: AdamScalars) -> Values:
+def lamb_moments(updated: Blocks, read: Blocks, s: AdamScalars) -> Values:
     """Updates (mu, nu) from (param, grad): LAMB's first half.
 
     It also sums the squares of parameter and update.
@@ -205,7 +210,7 @@ def lamb_moments(updated: Any, read: Any, s: AdamScalars) -> Values:
     return Values(updated=kept, sums=(param * param, direction * direction))
 
 
-def lamb_apply(updated: Any, read: Any, s: LambScalars) -> Values:
+def lamb_apply(updated: Blocks, read: Blocks, s: LambScalars) -> Values:
     """Updates (param,) from the new (mu, nu): LAMB's second half; the output is the new parameter.
 
     The update is recomputed from the stored moments, which saves an array of its size.
@@ -217,7 +222,7 @@ def lamb_apply(updated: Any, read: Any, s: LambScalars) -> Values:
     return Values(updated=(new,), outputs=(new,))
 
 
-def lion(updated: Any, read: Any, s: LionScalars) -> Values:
+def lion(updated: Blocks, read: Blocks, s: LionScalars) -> Values:
     """Updates (param, mu) from (grad,) by Lion; the output is the new parameter."""
     param, mu = updated
     grad = read[0] * s.gradient_scale
@@ -227,14 +232,14 @@ def lion(updated: Any, read: Any, s: LionScalars) -> Values:
     return Values(updated=(new, new_mu), outputs=(new,))
 
 
-def sgd(updated: Any, read: Any, s: SgdScalars) -> Values:
+def sgd(updated: Blocks, read: Blocks, s: SgdScalars) -> Values:
     """Updates (param, trace) from (grad,) by SGD with momentum; the output is the new parameter."""
     param, trace = updated
     (kept,) = unless_skipped(s.skip, (trace,), (_decayed(param, read[0], s) + s.momentum * trace,))
     return _descend(param, kept, kept, s)
 
 
-def sgd_nesterov(updated: Any, read: Any, s: SgdScalars) -> Values:
+def sgd_nesterov(updated: Blocks, read: Blocks, s: SgdScalars) -> Values:
     """Updates (param, trace) from (grad,) by SGD with Nesterov momentum.
 
     The output is the new parameter.
@@ -245,7 +250,7 @@ def sgd_nesterov(updated: Any, read: Any, s: SgdScalars) -> Values:
     return _descend(param, kept, grad + s.momentum * kept, s)
 
 
-def sgd_plain(updated: Any, read: Any, s: SgdScalars) -> Values:
+def sgd_plain(updated: Blocks, read: Blocks, s: SgdScalars) -> Values:
     """Updates (param,) from (grad,) by SGD without momentum; the output is the new parameter."""
     (param,) = updated
     new = param - s.learning_rate * _decayed(param, read[0], s)
@@ -253,11 +258,11 @@ def sgd_plain(updated: Any, read: Any, s: SgdScalars) -> Values:
     return Values(updated=(new,), outputs=(new,))
 
 
-def _decayed(param: Any, grad: Any, s: SgdScalars) -> Any:
+def _decayed(param: jax.Array, grad: jax.Array, s: SgdScalars) -> Any:
     return grad * s.gradient_scale + s.weight_decay * param
 
 
-def _descend(param: Any, trace: Any, direction: Any, s: SgdScalars) -> Values:
+def _descend(param: jax.Array, trace: jax.Array, direction: jax.Array, s: SgdScalars) -> Values:
     (new,) = unless_skipped(s.skip, (param,), (param - s.learning_rate * direction,))
     return Values(updated=(new, trace), outputs=(new,))
 

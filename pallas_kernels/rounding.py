@@ -27,7 +27,7 @@ def seed_of(key: jax.Array) -> jax.Array:
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
-def bits_at(index: Any, seed: tuple[Any, Any]) -> Bits:
+def bits_at(index: jax.Array, seed: tuple[jax.Array, jax.Array]) -> Bits:
     """Returns a function from a stream's number to random bits of each element.
 
     Args:
@@ -52,7 +52,7 @@ def bits_at(index: Any, seed: tuple[Any, Any]) -> Bits:
     return stream
 
 
-def round_to_bfloat16(x: Any, bits: Any) -> Any:
+def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> Any:
     """Rounds float32 stochastically to bfloat16 values (as float32) whose mean is `x`.
 
     Args:
@@ -66,7 +66,7 @@ def round_to_bfloat16(x: Any, bits: Any) -> Any:
     return jnp.where(jnp.abs(x) < jnp.full_like(x, jnp.inf), rounded, x)
 
 
-def _mix(x: Any) -> Any:
+def _mix(x: jax.Array) -> Any:
     """Applies MurmurHash3's finaliser, a bijection of uint32: every bit affects all others."""
     x = x ^ (x >> _like(x, 16))
     x = x * _like(x, 0x85EBCA6B)
@@ -75,5 +75,5 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> _like(x, 16))
 
 
-def _like(x: Any, value: int) -> Any:
+def _like(x: jax.Array, value: int) -> Any:
     return jnp.full_like(x, value, dtype=jnp.uint32)

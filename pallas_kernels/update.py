@@ -7,9 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from pallas_kernels.choice import Choice, Impl, choose
-from pallas_kernels.elementwise import Rule, Updated, check_arrays, check_seed, reference_update
+from pallas_kernels.elementwise import (
+    Rule,
+    Scalar,
+    Updated,
+    check_arrays,
+    check_seed,
+    reference_update,
+)
 from pallas_kernels.mosaic import BLOCK, fused_update
 
 
@@ -18,8 +26,8 @@ def update(
     updated: Sequence[jax.Array],
     read: Sequence[jax.Array],
     *,
-    scalars: Any,
-    out_dtypes: Sequence[Any] = (),
+    scalars: tuple[Scalar, ...],
+    out_dtypes: Sequence[DTypeLike] = (),
     seed: jax.Array | None = None,
     impl: Impl | Choice = "auto",
     block: int = BLOCK,
@@ -75,12 +83,12 @@ def update(
 def _update(
     rule: Rule,
     implementation: str,
-    out_dtypes: tuple[Any, ...],
+    out_dtypes: tuple[DTypeLike, ...],
     block: int,
     by_row: bool,
     updated: tuple[jax.Array, ...],
     read: tuple[jax.Array, ...],
-    scalars: tuple[Any, ...],
+    scalars: tuple[Scalar, ...],
     seed: jax.Array | None,
 ) -> Updated:
     if implementation == "xla":

@@ -21,9 +21,9 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import packs
+from zerojax.config.tree_types import Tree
 from zerojax.tracing.trees import flatten_names
 
-PyTree = Any
 _ITEM = "state"
 
 LAYER_BYTES = 512 << 10
@@ -54,7 +54,7 @@ def check_storable(leaves: Mapping[str, Any]) -> None:
             )
 
 
-def named_arrays(state: PyTree) -> dict[str, jax.Array]:
+def named_arrays(state: Tree) -> dict[str, jax.Array]:
     """Returns `{name: array}` of a state, after checking that every leaf can be stored.
 
     Raises:
@@ -138,13 +138,13 @@ def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str
     return result | {n: _empty(leaf) for n, leaf in abstract.items() if n not in stored}
 
 
-def _empty(leaf: Any) -> jax.Array:
+def _empty(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """Returns an array without elements that has the shape, dtype and sharding of `leaf`."""
     shape = leaf.sharding.shard_shape(leaf.shape)
     return array_of_parts(leaf.shape, leaf.sharding, lambda _: np.empty(shape, leaf.dtype))
 
 
-def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:
+def read_on_host(folder: Path, name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> np.ndarray:
     """Reads one whole array into the host memory of every process. Every process must call it.
 
     Args:

@@ -32,10 +32,9 @@ from zerojax.checkpoint.verification import Verification, verify_step
 from zerojax.config.checks import names_keywords, warn_user
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
+from zerojax.config.tree_types import Tree
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
 from zerojax.tracing.trees import flatten_names, num_bytes, unflatten_like
-
-PyTree = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Restored:
     """Result of `Checkpointer.restore`: the state and the metadata of the checkpoint it read."""
 
     step: int
-    state: PyTree
+    state: Tree
     """The restored tree, with the shapes, dtypes and shardings of the requested abstract state."""
 
     data_state: dict[str, Any]
@@ -187,7 +186,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: PyTree,
+        state: Tree,
         *,
         data_state: dict[str, Any],
         config: dict[str, Any],
@@ -365,7 +364,7 @@ class Checkpointer:
 
     def restore(
         self,
-        abstract: PyTree,
+        abstract: Tree,
         step: int | None = None,
         *,
         subset: bool = False,

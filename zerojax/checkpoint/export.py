@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax.checkpoint import fingerprint_math
 from zerojax.checkpoint.base_weights import BaseReader
@@ -18,6 +19,7 @@ from zerojax.checkpoint.errors import BaseWeightsError, CheckpointError, Damaged
 from zerojax.checkpoint.files import new_folder
 from zerojax.checkpoint.inspection import SavedStep, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
+from zerojax.checkpoint.stored_arrays import Unread
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.optim.weight_codes import WeightCodes, codes_of_plan
 from zerojax.zoo.hugging_face.safetensors import (
@@ -146,7 +148,7 @@ def saved_codes(saved: SavedStep) -> dict[str, WeightCodes]:
     return {f"frozen/{name}": codes for name, codes in found.items()}
 
 
-def as_decoded(leaf: Any, codes: WeightCodes | None) -> Any:
+def as_decoded(leaf: jax.ShapeDtypeStruct, codes: WeightCodes | None) -> Any:
     """Returns the decoded shape and dtype of a quantized array; `leaf` itself without `codes`."""
     if codes is None:
         return leaf
@@ -171,7 +173,7 @@ def _name(saved: str) -> str:
     return PREFIXES[prefix] + saved.removeprefix(prefix).replace("/", ".")
 
 
-def _as(dtype: str | None, own: Any) -> np.dtype:
+def _as(dtype: str | None, own: DTypeLike) -> np.dtype:
     floating = jnp.issubdtype(own, jnp.floating)
     return np.dtype(jnp.dtype(dtype) if dtype is not None and floating else own)
 
@@ -192,7 +194,7 @@ def _write(
     return write_files(folder, tensors, values, shard_bytes=shard_bytes, metadata=metadata)
 
 
-def read_whole(saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -> np.ndarray:
+def read_whole(saved: SavedStep, name: str, unread: Unread, shape: Sequence[int]) -> np.ndarray:
     """Reads an array of a step, and raises if its values differ from its saved fingerprint.
 
     Args:
@@ -245,7 +247,7 @@ class Layers:
       shape: shape of the whole array.
     """
 
-    def __init__(self, saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -> None:
+    def __init__(self, saved: SavedStep, name: str, unread: Unread, shape: Sequence[int]) -> None:
         self._saved, self._name, self._shape = saved, name, tuple(shape)
         self._read, self._whole = unread.open_layers(), None
         if self._read is None:

@@ -116,7 +116,7 @@ def traced(
     return jnp.stack(sums)
 
 
-def _mix(x: Any) -> Any:
+def _mix(x: jax.Array | np.ndarray) -> Any:
     """Maps 32-bit words to 32-bit words bijectively (the finalizer of MurmurHash3)."""
     unsigned = np.uint32
     x = x ^ (x >> unsigned(16))

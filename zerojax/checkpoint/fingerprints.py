@@ -37,7 +37,7 @@ class PendingFingerprints:
         return {name: _by_device(sums) for name, sums in self._sums.items()}
 
 
-def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
+def whole(leaf: jax.Array | jax.ShapeDtypeStruct, parts: Mapping[int, Sums]) -> Sums:
     """Returns the fingerprint of a whole array, computed from the fingerprints of its shards.
 
     Args:
@@ -50,7 +50,9 @@ def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
     return fingerprint_math.add(*found.values())
 
 
-def differing_copies(leaf: Any, parts: Mapping[int, Sums]) -> tuple[int, int] | None:
+def differing_copies(
+    leaf: jax.Array | jax.ShapeDtypeStruct, parts: Mapping[int, Sums]
+) -> tuple[int, int] | None:
     """Returns the ids of two devices whose copies of the same part of an array differ, or None."""
     first: dict[Box, int] = {}
     for device, box in _boxes(leaf.sharding, leaf.shape).items():

@@ -113,7 +113,7 @@ class Metadata:
     format: int = _WHOLE
 
 
-def describe(leaf: Any) -> str:
+def describe(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
     """Formats dtype and shape of an array or `ShapeDtypeStruct` as text.
 
     >>> describe(jax.ShapeDtypeStruct((2, 3), "float32"))
@@ -415,7 +415,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _check_json(value: Any, where: str, depth: int = 2) -> None:
+def _check_json(value: object, where: str, depth: int = 2) -> None:
     """Raises for values that JSON would lose or change, or that could not be read again.
 
     Such values are integer keys, arrays, non-finite numbers, text that is not Unicode, numbers with
@@ -497,7 +497,7 @@ def _checksums(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield part, _checksum(json.dumps(item, sort_keys=True).encode())
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(name: str, value: object) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict) or not value:
         yield name, value
         return
@@ -562,7 +562,7 @@ def _problem_with_base(body: Mapping[str, Any]) -> str | None:
     return None
 
 
-def is_array(description: Any) -> bool:
+def is_array(description: object) -> bool:
     """Returns True if a text is a valid dtype and shape in the format of `describe`.
 
     >>> is_array("float32[2,3]"), is_array("float33[2]"), is_array("float32[-1]")
@@ -586,11 +586,11 @@ def _is_int(least: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and least <= value <= _LARGEST
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 

@@ -180,7 +180,7 @@ def load_table(folder: Path) -> Table:
     return Table({name: _as_place(name, entry) for name, entry in body["arrays"].items()})
 
 
-def _as_place(name: str, entry: Any) -> _Place:
+def _as_place(name: str, entry: Mapping[str, Any]) -> _Place:
     """Converts an entry of the table to a `_Place`.
 
     Raises:

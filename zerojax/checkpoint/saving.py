@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import jax
 
@@ -375,7 +374,7 @@ def _stuck_waits() -> list[tuple[int, FrameType, str]]:
     found = []
     others = threading.main_thread().ident, threading.get_ident()
     for thread, top in sys._current_frames().items():
-        frame: Any = top if thread not in others else None
+        frame: object = top if thread not in others else None
         # A running thread may leave a frame while it is inspected: with Python 3.11.7 a dict was
         # seen in its place. A waiting thread, as searched for here, leaves no frame.
         while isinstance(frame, FrameType):

@@ -31,7 +31,7 @@ class Unread:
 
     def __init__(
         self,
-        leaf: Any,
+        leaf: jax.Array | jax.ShapeDtypeStruct,
         open_array: Callable[[], Callable[[Box], np.ndarray]],
         open_layers: Callable[[], Callable[[int], np.ndarray] | None],
     ) -> None:
@@ -105,7 +105,7 @@ class StoredArrays:
                 result[name] = Unread(leaf, opener, self._opener_of_layers(name, leaf))
         return result
 
-    def _from_pieces(self, name: str, leaf: Any) -> jax.Array:
+    def _from_pieces(self, name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         """Reads an array from pieces, one device's part after the other; holds only one part in
         host memory."""
         reader = self._reader
@@ -114,12 +114,12 @@ class StoredArrays:
             leaf.shape, leaf.sharding, lambda index: reader.read(name, box_of(index, leaf.shape))
         )
 
-    def _from_base(self, name: str, leaf: Any) -> jax.Array:
+    def _from_base(self, name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         """Reads an array from the folder of frozen weights, one device's part after the other. If
         consecutive devices have the same part, it is read once."""
         last: tuple[Box, np.ndarray] | None = None
 
-        def part(index: Any) -> np.ndarray:
+        def part(index: tuple[slice, ...]) -> np.ndarray:
             nonlocal last
             box = box_of(index, leaf.shape)
             if last is None or last[0] != box:
@@ -130,7 +130,7 @@ class StoredArrays:
 
         return array_of_parts(leaf.shape, leaf.sharding, part)
 
-    def _from_pack(self, name: str, leaf: Any) -> jax.Array:
+    def _from_pack(self, name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         pack, table = self._read_pack(name), self._table
         return array_of_parts(
             leaf.shape,
@@ -151,7 +151,7 @@ class StoredArrays:
         return self._pack[1]
 
     def _opener(
-        self, name: str, leaf: Any, in_pieces: bool
+        self, name: str, leaf: jax.Array | jax.ShapeDtypeStruct, in_pieces: bool
     ) -> Callable[[], Callable[[Box], np.ndarray]]:
         def open_pieces() -> Callable[[Box], np.ndarray]:
             reader = self._reader
@@ -173,7 +173,7 @@ class StoredArrays:
         return open_pack if name in self._table.names else open_whole
 
     def _opener_of_layers(
-        self, name: str, leaf: Any
+        self, name: str, leaf: jax.Array | jax.ShapeDtypeStruct
     ) -> Callable[[], Callable[[int], np.ndarray] | None]:
         def open_layers() -> Callable[[int], np.ndarray] | None:
             if name in self._base.names:

@@ -24,6 +24,7 @@ from zerojax.cli.script_calls import End, as_script, first_call
 from zerojax.cli.script_errors import told_as_the_scripts
 from zerojax.config import MeshConfig, RunConfig, load
 from zerojax.config.recognition import is_deepspeed
+from zerojax.config.tree_types import Batch
 from zerojax.data import as_feed, as_source
 from zerojax.deepspeed_engine.first_batch import EngineUntilBatch
 from zerojax.deepspeed_engine.ported_run import PortedRun
@@ -32,6 +33,7 @@ from zerojax.models.adapt import as_model, bound_attribute, default_loss, width_
 from zerojax.models.given_arrays import as_arrays
 from zerojax.models.losses import next_token_of_call
 from zerojax.placement.device_mesh import make_mesh
+from zerojax.tracing.protocol import ModelLike
 from zerojax.training.auto_settings import AUTO
 from zerojax.training.run_file import adapters_freeze, plan_from_config, tokenizer_spec
 
@@ -66,8 +68,8 @@ def read_target(target: str, name: str, *, overrides: list[str], steps: int) -> 
     return {**parts, "batch": _fewer_rows(parts["batch"])}
 
 
-def _fewer_rows(batch: Any) -> Any:
-    def cut(batch: Any) -> Any:
+def _fewer_rows(batch: Batch) -> Any:
+    def cut(batch: Batch) -> Any:
         arrays = jax.tree.map(np.asarray, as_arrays(batch))
         return jax.tree.map(lambda x: x[:MOST_ROWS] if x.ndim else x, arrays)
 
@@ -176,7 +178,7 @@ def _of_train(given: Mapping[str, Any], end: End, *, steps: int) -> Any:
     )
 
 
-def _first(batches: Any, steps: int) -> Iterator[Any]:
+def _first(batches: object, steps: int) -> Iterator[Any]:
     feed = as_feed(batches)
     for _ in range(steps):
         try:
@@ -185,7 +187,7 @@ def _first(batches: Any, steps: int) -> Iterator[Any]:
             return
 
 
-def _loss_of_text(model: Any) -> Any:
+def _loss_of_text(model: ModelLike) -> Any:
     try:
         return default_loss(model)
     except ValueError:
@@ -197,7 +199,7 @@ def _of_plan(given: Mapping[str, Any], end: End) -> Any:
     end({"batch": _of_arrays(given["example_batch"]), **{name: given[name] for name in names}})
 
 
-def _of_arrays(batch: Any) -> Any:
+def _of_arrays(batch: Batch) -> Any:
     """Returns a batch of arrays as it is.
 
     Raises:
@@ -211,7 +213,7 @@ def _of_arrays(batch: Any) -> Any:
     return batch
 
 
-def _has_shapes(batch: Any) -> bool:
+def _has_shapes(batch: Batch) -> bool:
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
 
 
@@ -225,7 +227,7 @@ def _of_engine(given: Mapping[str, Any], end: End) -> Any:
         "seed": given["seed"],
     }
 
-    def check_with(batch: Any) -> NoReturn:
+    def check_with(batch: Batch) -> NoReturn:
         end({**parts, "batch": _of_arrays(batch)})
 
     engine = EngineUntilBatch(run, make_mesh(run.translation.mesh), check_with)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zerojax.cli.arguments import add_chats, add_command, command_name, finite
 from zerojax.cli.data_command import lines_of_chats
@@ -15,6 +15,9 @@ from zerojax.config import RunConfig, load
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.runtime.schedulers import process_group_of
+
+if TYPE_CHECKING:
+    from zerojax.training.trainer import Trainer
 
 _HELP = """\
 FOLDER is a decoder of Hugging Face: config.json, *.safetensors, tokenizer.json. DATA is a .jsonl,
@@ -104,7 +107,7 @@ def default_run_dir(folder: str, data: str) -> str:
     return f"runs/{'-'.join(name for name in names if name) or 'finetuned'}"
 
 
-def closing(trainer: Any, config: RunConfig) -> str:
+def closing(trainer: Trainer, config: RunConfig) -> str:
     """Returns the commands that use the fine-tuned weights, printed at the end of the run."""
     del trainer
     run, zerojax = shlex.quote(config.run_dir), command_name()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zerojax.cli.arguments import (
     add_command,
@@ -20,6 +20,9 @@ from zerojax.config.generation_limits import check_generation
 from zerojax.config.loader import user_path
 from zerojax.config.regular_files import decode_text
 from zerojax.runtime import bounded_json
+
+if TYPE_CHECKING:
+    from zerojax.zoo.text_generation import Continuation
 
 _EXAMPLES = """\
 Prompts are divided over the data axes of the mesh, and the weights stay in their shards. The tokens
@@ -150,7 +153,7 @@ def _check_prompts(
         encoded_prompts(tokenizer, prompts, num_tokens, sizes["context"])
 
 
-def _as_json(each: Any) -> str:
+def _as_json(each: Continuation) -> str:
     values = {
         "prompt": each.prompt,
         "continuation": each.added,

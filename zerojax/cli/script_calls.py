@@ -45,7 +45,7 @@ class _Calls:
         self.parts: list[Any] = []
         self.failures: list[Exception] = []
 
-    def end(self, parts: Any) -> NoReturn:
+    def end(self, parts: object) -> NoReturn:
         """Stores what a reader made from a call's arguments, and ends the script by an error."""
         self.parts.append(parts)
         raise _Captured
@@ -54,7 +54,7 @@ class _Calls:
         """Returns a replacement of `function` that passes its arguments to `read`."""
         signature = inspect.signature(function)
 
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args: object, **options: object) -> Any:
             try:
                 try:
                     bound = signature.bind(*args, **options)

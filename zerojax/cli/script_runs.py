@@ -26,6 +26,7 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import coerce_fields, load_dataclass
 from zerojax.config.recognition import is_deepspeed
+from zerojax.config.tree_types import Batch
 from zerojax.data import abstract_global
 from zerojax.deepspeed_config import explain
 from zerojax.deepspeed_engine.engine_batches import rows_of
@@ -207,7 +208,7 @@ def _engine(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
     run = PortedRun.of_call(given, target.num_devices)
     mesh = target.mesh_of(run.translation.mesh)
 
-    def plan_for(batch: Any) -> NoReturn:
+    def plan_for(batch: Batch) -> NoReturn:
         batch = abstract_global(batch, mesh)
         size = run.translation.train_batch_size or rows_of(batch)
         settled = run.with_rows(size)
@@ -279,7 +280,7 @@ def _overriding(train: Callable[..., Any], overrides: Sequence[str]) -> Callable
     signature = inspect.signature(train)
 
     @functools.wraps(train)
-    def call(*args: Any, **options: Any) -> Any:
+    def call(*args: object, **options: object) -> Any:
         bound = signature.bind(*args, **options)
         mesh = bound.arguments.get("mesh_config")
         if isinstance(mesh, Mesh):

@@ -26,6 +26,8 @@ from zerojax.runtime.redaction import redact
 from zerojax.runtime.user_files import replace_text
 
 if TYPE_CHECKING:
+    import jax
+
     from zerojax.training.tuning import TimedStep
 
 BEST = 4
@@ -117,7 +119,7 @@ def tune_by_search(args: argparse.Namespace, run: RunWords) -> int:
     return 0
 
 
-def _card(name: str | None, device: Any) -> str:
+def _card(name: str | None, device: jax.Device) -> str:
     """Returns the name, or the file of a description, of the GPU to search plans for.
 
     Raises:

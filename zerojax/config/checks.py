@@ -47,12 +47,12 @@ def _module_of(frame: types.FrameType) -> str:
     return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
-def refuse(name: str, value: Any, reason: str) -> None:
+def refuse(name: str, value: object, reason: str) -> None:
     """Raises a ConfigError for the field `name`; its message is the value followed by `reason`."""
     raise ConfigError(f"{quoted(value)} {reason}", (name,))
 
 
-def check_whole_number(name: str, value: Any, limit: int, most: int | None = None) -> None:
+def check_whole_number(name: str, value: object, limit: int, most: int | None = None) -> None:
     """Raises if the argument `value` is not an integer from `limit` to `most`. None is accepted."""
     if value is None:
         return
@@ -79,7 +79,7 @@ def check_folder(name: str, value: str | None) -> None:
         )
 
 
-def expand_folders(config: Any, *names: str) -> None:
+def expand_folders(config: object, *names: str) -> None:
     """Replaces a leading `~` by the home folder in the fields `names` of a frozen dataclass; None
     stays None."""
     for name in names:
@@ -112,7 +112,7 @@ def check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}; give {wanted}")
 
 
-def check_at_least(config: Any, limit: int, *names: str) -> None:
+def check_at_least(config: object, limit: int, *names: str) -> None:
     """Raises if a field named in `names` is below `limit`. A field that is None is accepted."""
     for name in names:
         value = getattr(config, name)
@@ -120,7 +120,7 @@ def check_at_least(config: Any, limit: int, *names: str) -> None:
             refuse(name, value, f"must be >= {limit}")
 
 
-def check_size(config: Any, *names: str, least: int = 1, most: int = MAX_SIZE) -> None:
+def check_size(config: object, *names: str, least: int = 1, most: int = MAX_SIZE) -> None:
     """Raises if a field named in `names` is below `least` or above `most`. None is accepted."""
     check_at_least(config, least, *names)
     for name in names:
@@ -129,7 +129,7 @@ def check_size(config: Any, *names: str, least: int = 1, most: int = MAX_SIZE) -
             refuse(name, value, f"is above {most}, the largest allowed value; use a smaller number")
 
 
-def check_positive(config: Any, *names: str) -> None:
+def check_positive(config: object, *names: str) -> None:
     """Raises if a field named in `names` is 0 or below. A field that is None is accepted."""
     for name in names:
         value = getattr(config, name)
@@ -146,7 +146,7 @@ def check_finite(config: Any) -> None:
             refuse(field.name, value, "is infinite or NaN; use a finite number")
 
 
-def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:
+def check_fraction(config: object, *names: str, below_one: bool = False) -> None:
     """Raises if a field named in `names` is outside of [0, 1], or of [0, 1) with `below_one`. None
     is accepted."""
     for name in names:
@@ -201,7 +201,7 @@ def _checked(
     accepted = frozenset(known)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         for keyword in kwargs:
             if keyword not in accepted:
                 raise TypeError(unknown_keyword(name, keyword, known, elsewhere))

@@ -74,7 +74,7 @@ def shorten(text: str) -> str:
     return f"{cut(text, MAX_MESSAGE - _MESSAGE_END)} ... {text[-_MESSAGE_END:]}"
 
 
-def quoted(value: Any, limit: int = MAX_VALUE) -> str:
+def quoted(value: object, limit: int = MAX_VALUE) -> str:
     """Returns the `repr` of a value, cut to about `limit` characters.
 
     Lists and mappings are read only as far as they are shown. So a list that contains itself, or a
@@ -113,7 +113,7 @@ def _pieces(value: Any, limit: int, depth: int) -> Iterator[str]:
         yield ",)" if kind is tuple and len(value) == 1 else stop
 
 
-def _repr(value: Any) -> str:
+def _repr(value: object) -> str:
     try:
         return repr(value)
     except Exception:  # a class of the user may raise anything in __repr__

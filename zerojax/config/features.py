@@ -54,7 +54,7 @@ class Features:
         return cls(tuple(value for value in settings.values() if value is not None))
 
     @classmethod
-    def found_in(cls, source: Any, kinds: tuple[type[FeatureSettings], ...] = FEATURES) -> Self:
+    def found_in(cls, source: object, kinds: tuple[type[FeatureSettings], ...] = FEATURES) -> Self:
         """Returns the features that an object has as attributes with the names of their keywords.
 
         Args:

@@ -22,7 +22,7 @@ CACHES = ("int8",)
 def check_generation(
     *,
     num_tokens: Any = None,
-    batch_size: Any = None,
+    batch_size: object = None,
     temperature: Any = 1.0,
     top_k: Any = None,
     top_p: Any = None,
@@ -30,9 +30,9 @@ def check_generation(
     end_tokens: Any = None,
     pad_token: Any = None,
     num_ids: Any = None,
-    seed: Any = 0,
-    quantize: Any = None,
-    cache: Any = None,
+    seed: object = 0,
+    quantize: object = None,
+    cache: object = None,
     vocab_size: int | None = None,
     context: int | None = None,
 ) -> None:
@@ -68,14 +68,14 @@ def check_generation(
             )
 
 
-def _check_seed(seed: Any) -> None:
+def _check_seed(seed: object) -> None:
     if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
         raise TypeError(f"seed={quoted(seed)} is not an integer; use an integer, as in seed=0")
     if not -_SEEDS <= int(seed) < _SEEDS:
         raise ValueError(f"seed={quoted(seed)} does not fit into 64 bits; use 0 to {_SEEDS - 1}")
 
 
-def _check_numbers(temperature: Any, top_p: Any, repetition_penalty: Any) -> None:
+def _check_numbers(temperature: float, top_p: float | None, repetition_penalty: float) -> None:
     for name, value in (
         ("temperature", temperature),
         ("top_p", 1.0 if top_p is None else top_p),
@@ -111,7 +111,11 @@ def _check_numbers(temperature: Any, top_p: Any, repetition_penalty: Any) -> Non
 
 
 def _check_ids(
-    top_k: Any, end_tokens: Any, pad_token: Any, num_ids: Any, vocab_size: int | None
+    top_k: int | None,
+    end_tokens: Iterable[int] | None,
+    pad_token: int | None,
+    num_ids: int | None,
+    vocab_size: int | None,
 ) -> None:
     for name, value in (("top_k", top_k), ("num_ids", num_ids)):
         if value is not None and not _is_whole(value):
@@ -145,7 +149,7 @@ def _check_ids(
             )
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 

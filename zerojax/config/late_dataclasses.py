@@ -66,7 +66,7 @@ def _freeze(cls: type) -> None:
         if type(self) is cls or name in {field.name for field in dataclasses.fields(cls)}:
             raise dataclasses.FrozenInstanceError(f"cannot {what} field {name!r}")
 
-    def __setattr__(self: object, name: str, value: Any) -> None:
+    def __setattr__(self: object, name: str, value: object) -> None:
         refuse(self, name, "assign to")
         object.__setattr__(self, name, value)
 

@@ -124,11 +124,11 @@ class CommandText(str):
     __slots__ = ()
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: object) -> dict[str, Any]:
     """Converts a configuration to dicts, lists, numbers and text that JSON can store; `from_dict`
     reverses it."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         if dataclasses.is_dataclass(value):
             return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         if isinstance(value, tuple):
@@ -225,7 +225,7 @@ def _without(items: Sequence[str], index: int) -> Sequence[str]:
     return [*items[:index], *items[index + 1 :]]
 
 
-def coerce_fields(config: Any) -> None:
+def coerce_fields(config: object) -> None:
     """Converts every field of a frozen dataclass to its declared type, in place; called in
     `__post_init__`.
 
@@ -240,7 +240,7 @@ def coerce_fields(config: Any) -> None:
         object.__setattr__(config, name, value)
 
 
-def is_null(value: Any) -> bool:
+def is_null(value: object) -> bool:
     """Returns whether `value` is None or a command-line text that means null."""
     typed = isinstance(value, CommandText) and value.lower() in ("none", "null", "~")
     return value is None or typed
@@ -267,7 +267,7 @@ def _leaves(cls: type, prefix: Key = ()) -> Iterator[Key]:
             yield (*prefix, name)
 
 
-def _check_keys(cls: type, values: Any, prefix: Key = (), root: type | None = None) -> None:
+def _check_keys(cls: type, values: object, prefix: Key = (), root: type | None = None) -> None:
     root = root or cls
     if not isinstance(values, Mapping):
         known = ", ".join(_hints(cls))
@@ -363,7 +363,7 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
     where[key] = _COMMAND_LINE
 
 
-def _is_set(values: Any, key: Key) -> bool:
+def _is_set(values: object, key: Key) -> bool:
     """Returns whether nested dicts contain a key; True for an empty key."""
     for name in key:
         if not isinstance(values, dict) or name not in values:
@@ -609,7 +609,7 @@ def parse_text(text: str) -> Any:
 # Types
 
 
-def _convert(hint: Any, value: Any) -> Any:
+def _convert(hint: object, value: object) -> Any:
     """Converts `value` to the type `hint`; raises ConfigError with the expected type if it
     cannot."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -640,12 +640,12 @@ def _convert(hint: Any, value: Any) -> Any:
     return _convert_number(hint, value, is_typed=is_typed)
 
 
-def _expect(holds: bool, wanted: str, value: Any) -> None:
+def _expect(holds: bool, wanted: str, value: object) -> None:
     if not holds:
         raise ConfigError(f"expected {wanted}, got {quoted(value)} ({type(value).__name__})")
 
 
-def _convert_union(args: tuple[Any, ...], value: Any) -> Any:
+def _convert_union(args: tuple[Any, ...], value: object) -> Any:
     if type(None) in args and is_null(value):
         return None
     first_error: ConfigError | None = None
@@ -661,13 +661,13 @@ def _convert_union(args: tuple[Any, ...], value: Any) -> Any:
     raise first_error
 
 
-def _convert_text(value: Any) -> str:
+def _convert_text(value: object) -> str:
     wanted = "text (put it in quotes)" if isinstance(value, (int, float)) else "text"
     _expect(isinstance(value, (str, os.PathLike)), wanted, value)
     return str(value)
 
 
-def _convert_literal(args: tuple[Any, ...], value: Any) -> Any:
+def _convert_literal(args: tuple[Any, ...], value: object) -> Any:
     value = value.lower() if isinstance(value, YesNo) else value
     if isinstance(value, bool) and value not in args:  # roll=False means off
         word = "on" if value else "off"

@@ -161,7 +161,7 @@ class OffloadConfig:
                     "one of the two out",
                 )
 
-    def chosen(self, **parts: Any) -> "OffloadConfig":
+    def chosen(self, **parts: object) -> "OffloadConfig":
         """Returns the settings with `auto` replaced by its choice.
 
         Args:
@@ -303,7 +303,7 @@ def _normal_shares(value: Any) -> Any:
     return held[0][0] if len(held) == 1 else held
 
 
-def _check_tier(tier: Any) -> None:
+def _check_tier(tier: object) -> None:
     if tier in TIERS:
         return
     near = {"cpu": HOST, "gpu": DEVICE, "disk": NVME, "none": DEVICE}.get(str(tier).lower())
@@ -498,7 +498,7 @@ class MeshConfig:
         _check_partition(self.partition)
 
 
-def _check_schedule(schedule: Any) -> None:
+def _check_schedule(schedule: object) -> None:
     # Schedule classes are not imported here: a schedule has a table, also in the form of `to_dict`.
     has_table = hasattr(schedule, "table") or (
         isinstance(schedule, Mapping) and "table" in schedule

@@ -78,6 +78,6 @@ class SweepConfig:
         check_at_least(self, 1, "min_steps")
 
 
-def _as_axis(value: Any) -> Any:
+def _as_axis(value: object) -> Any:
     """Returns the fields of an axis; a list stands for its values."""
     return {"values": value} if isinstance(value, list | tuple) else value

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
+from zerojax.config.tree_types import Batch
 from zerojax.models.given_arrays import as_arrays, check_arrays, own_array
 from zerojax.placement.device_mesh import DATA_AXES, num_data_shards
 from zerojax.runtime.memory import allocating_for
@@ -48,7 +49,7 @@ class BatchPlan(Protocol):
 @names_keywords()
 @allocating_for("placing a batch on the devices")
 def shard_batch(
-    plan: BatchPlan, batch: Any, *, vocab_size: int | None = None, check_values: bool = True
+    plan: BatchPlan, batch: Batch, *, vocab_size: int | None = None, check_values: bool = True
 ) -> Any:
     """Checks a host batch and places it on the devices as global arrays with the plan's shardings.
 
@@ -80,14 +81,14 @@ def shard_batch(
 
 
 @allocating_for("placing a batch on the devices")
-def shard_own_batch(plan: BatchPlan, batch: Any, *, vocab_size: int | None) -> Any:
+def shard_own_batch(plan: BatchPlan, batch: Batch, *, vocab_size: int | None) -> Any:
     """Does the same as `shard_batch` without copying NumPy arrays, and without converting tensors
     of torch: `batch` comes from a `Feed`, which has done both, or nobody else has its arrays."""
     return _placed(plan, batch, vocab_size, True, copy=False)
 
 
 def _placed(
-    plan: BatchPlan, batch: Any, vocab_size: int | None, check_values: bool, *, copy: bool
+    plan: BatchPlan, batch: Batch, vocab_size: int | None, check_values: bool, *, copy: bool
 ) -> Any:
     wanted = flatten_names(plan.abstract_batch)
     given = flatten_names(batch)
@@ -129,7 +130,7 @@ def _on_devices(arrays: list[np.ndarray], wanted: list[jax.ShapeDtypeStruct]) ->
     return jax.device_put(arrays, one or shardings)
 
 
-def missing_rows(plan: BatchPlan, batch: Any) -> int:
+def missing_rows(plan: BatchPlan, batch: Batch) -> int:
     """Returns how many rows this process's part of the batch lacks; 0 if none.
 
     All arrays must lack the same number of rows; those that already are global arrays of the plan
@@ -172,7 +173,7 @@ def local_rows_of_mesh(mesh: Mesh | AbstractMesh, size: int) -> tuple[int, int]:
     return _local_rows(NamedSharding(mesh, P(DATA_AXES)), size)
 
 
-def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
+def abstract_global(batch: Batch, mesh: Mesh | AbstractMesh) -> Any:
     """Returns shapes and dtypes of the global batch, given the rows of this process.
 
     Works before there is a plan.
@@ -189,7 +190,7 @@ def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
     shards = num_data_shards(mesh)
     low, high = (0, shards) if isinstance(mesh, AbstractMesh) else local_rows_of_mesh(mesh, shards)
 
-    def widen(leaf: Any) -> jax.ShapeDtypeStruct:
+    def widen(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
         struct = jax.eval_shape(lambda: jnp.asarray(leaf)) if not hasattr(leaf, "shape") else leaf
         dtype = jax.dtypes.canonicalize_dtype(struct.dtype)
         if not struct.shape:
@@ -361,7 +362,7 @@ def _lies_as_wanted(value: jax.Array, abstract: jax.ShapeDtypeStruct) -> bool:
     )
 
 
-def _as_numpy(name: str, value: Any) -> np.ndarray:
+def _as_numpy(name: str, value: object) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype.kind in "OSUMmc" or array.ndim == 0:
         what = f"dtype {array.dtype}" if array.ndim else f"the single value {value!r}"

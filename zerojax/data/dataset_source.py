@@ -133,7 +133,7 @@ def as_dataset_source(
     )
 
 
-def is_dataset(thing: Any) -> bool:
+def is_dataset(thing: object) -> bool:
     """Returns whether an object is a dataset whose items are rows, not batches.
 
     This is true for datasets of Hugging Face and PyTorch, and for other objects with a length and
@@ -145,17 +145,17 @@ def is_dataset(thing: Any) -> bool:
     return is_of_torch(thing) or is_hugging_face(thing) or not is_other
 
 
-def is_hugging_face(thing: Any) -> bool:
+def is_hugging_face(thing: object) -> bool:
     """Returns whether an object is a `datasets.Dataset`, which has random access to its rows."""
     is_theirs = type(thing).__module__.partition(".")[0] == _HUGGING_FACE
     return is_theirs and _has_random_access(thing)
 
 
-def _has_random_access(thing: Any) -> bool:
+def _has_random_access(thing: object) -> bool:
     return hasattr(thing, "__len__") and hasattr(thing, "__getitem__")
 
 
-def _column(name: str, values: Any) -> np.ndarray:
+def _column(name: str, values: object) -> np.ndarray:
     """Converts one column of several rows to an array [rows, ...].
 
     Raises:
@@ -174,10 +174,10 @@ def _column(name: str, values: Any) -> np.ndarray:
     return column
 
 
-def _own_row(row: Any) -> Any:
+def _own_row(row: object) -> Any:
     """Copies the arrays, tensors and lists of a row, which the dataset may fill again."""
 
-    def own(leaf: Any) -> Any:
+    def own(leaf: object) -> Any:
         if isinstance(leaf, np.ndarray):
             return leaf.copy()
         return leaf.clone() if is_of_torch(leaf) and hasattr(leaf, "clone") else leaf
@@ -185,10 +185,10 @@ def _own_row(row: Any) -> Any:
     return jax.tree.map(own, row)
 
 
-def _as_row(row: Any) -> Any:
+def _as_row(row: object) -> Any:
     """Converts lists of numbers, numbers and tensors in a row of a dataset to arrays."""
 
-    def is_list(part: Any) -> bool:
+    def is_list(part: object) -> bool:
         return isinstance(part, list)
 
     return jax.tree.map(np.asarray, as_arrays(row), is_leaf=is_list)

@@ -146,7 +146,7 @@ class Feed(abc.ABC):
         if self._returned:
             self._returned_state = state
 
-    def advances(self, batches: Any) -> bool:
+    def advances(self, batches: object) -> bool:
         """Returns whether reading this feed moves the user's iterator `batches`."""
         del batches
         return False
@@ -275,7 +275,7 @@ class IterableFeed(Feed):
         self._read = 0
         self._to_skip = start
 
-    def advances(self, batches: Any) -> bool:
+    def advances(self, batches: object) -> bool:
         """Returns whether reading this feed moves the user's iterator `batches`."""
         return self._is_one_shot and self._iterable is batches
 
@@ -332,7 +332,7 @@ class IterableFeed(Feed):
 
 
 def as_feed(
-    batches: Any,
+    batches: object,
     *,
     start: int = 0,
     rows: tuple[int, int] | None = None,
@@ -363,7 +363,7 @@ def as_feed(
     return feed
 
 
-def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
+def _new_feed(batches: object, start: int, rows: tuple[int, int] | None) -> Feed:
     if isinstance(batches, RowSource):
         return SourceFeed(batches, start, rows)
     if isinstance(batches, str | Path) or batches is None:
@@ -430,7 +430,7 @@ def check_function(function: Callable[..., Any], option: str) -> None:
         ) from None
 
 
-def one_pass(batches: Any) -> tuple[Any, int | None]:
+def one_pass(batches: object) -> tuple[Any, int | None]:
     """Returns batches for one pass over the data, and how many there are.
 
     An iterable of unknown length becomes an iterator, which ends. Batches of known length, endless
@@ -451,21 +451,21 @@ def one_pass(batches: Any) -> tuple[Any, int | None]:
     return iter(batches) if isinstance(batches, Iterable) else batches, None
 
 
-def has_no_end(batches: Any) -> bool:
+def has_no_end(batches: object) -> bool:
     """Returns whether batches are endless: those of a `RowSource`, of a function of the step, and
     None, the embedded text."""
     is_function = callable(batches) and not isinstance(batches, Iterable)
     return batches is None or isinstance(batches, RowSource) or is_function
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     """Converts bytes to {"base64": ...}; other values are unchanged."""
     if isinstance(value, bytes | bytearray):
         return {"base64": base64.b64encode(value).decode("ascii")}
     return value
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> Any:
     if isinstance(value, Mapping) and set(value) == {"base64"}:
         return base64.b64decode(value["base64"])
     return value

@@ -48,9 +48,9 @@ from zerojax.data.tokens import (
 
 
 def as_source(
-    data: Any,
+    data: object,
     *,
-    tokenizer: Any = "bytes",
+    tokenizer: Tokenizer | str | Path | None = "bytes",
     seq_len: int,
     global_batch_size: int,
     seed: int = 0,
@@ -106,7 +106,7 @@ def as_source(
     return opening.mixture(parts) if parts else opening.source(data)
 
 
-def mixture_parts(data: Any) -> tuple[MixturePart, ...]:
+def mixture_parts(data: object) -> tuple[MixturePart, ...]:
     """Converts `{path: weight}` or `MixturePart`s to a tuple; returns () for other kinds of data.
 
     Raises:
@@ -120,7 +120,7 @@ def mixture_parts(data: Any) -> tuple[MixturePart, ...]:
     return ()
 
 
-def array_names(data: Any, *, pack: bool = False) -> tuple[str, ...]:
+def array_names(data: object, *, pack: bool = False) -> tuple[str, ...]:
     """Returns the names of the arrays in the rows of these data, as far as their sidecars tell.
 
     Args:
@@ -141,7 +141,7 @@ def array_names(data: Any, *, pack: bool = False) -> tuple[str, ...]:
 class _Opening:
     """Arguments of `as_source` while its data are opened."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer | str | Path | None
     seq_len: int
     global_batch_size: int
     seed: int
@@ -150,7 +150,7 @@ class _Opening:
     pack: bool
     long_texts: LongTexts
 
-    def source(self, data: Any) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
+    def source(self, data: object) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
         """Opens one data set (not a mixture)."""
         if isinstance(data, str | Path) and is_text_set(existing_path(data)):
             return self._chats(existing_path(data))
@@ -253,7 +253,7 @@ def open_texts(folder: Path) -> tuple[TextSet, TextSet | None]:
     return open_text_set(folder, tokenizer=tokenizer, template=template)
 
 
-def _open(data: Any, tokenizer: Any) -> tuple[Tokens, Tokens | None, Tokenizer | None]:
+def _open(data: object, tokenizer: object) -> tuple[Tokens, Tokens | None, Tokenizer | None]:
     if data is None:
         tokens, ready = tokens_of_text(None, tokenizer)
         return tokens, None, ready
@@ -286,7 +286,7 @@ def _open(data: Any, tokenizer: Any) -> tuple[Tokens, Tokens | None, Tokenizer |
     return train, validation, _tokenizer_of(train.tokenizer, train.name, tokenizer)
 
 
-def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Tokenizer | None:
+def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: object) -> Tokenizer | None:
     """Returns the tokenizer that made token files; checks that it is the one the user chose.
 
     Args:
@@ -316,14 +316,14 @@ def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Toke
     return own
 
 
-def _stated_tokenizer(spec: Any) -> Tokenizer | None:
+def _stated_tokenizer(spec: object) -> Tokenizer | None:
     """Returns the tokenizer that the user chose explicitly, for ids of unknown origin; None for
     "bytes" (the default), "bpe:..." and None."""
     return None if spec is None or spec == "bytes" or bpe_size(spec) else as_tokenizer(spec)
 
 
 def _given_source(
-    source: RowSource, tokenizer: Any, seq_len: int, global_batch_size: int
+    source: RowSource, tokenizer: object, seq_len: int, global_batch_size: int
 ) -> tuple[RowSource, None, Tokenizer | None]:
     for name, wanted in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
         if getattr(source, name) != wanted:

@@ -7,7 +7,6 @@ import errno
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -52,7 +51,7 @@ def prepare(
     data: str | Path | None,
     out: str | Path,
     *,
-    tokenizer: Any = "bytes",
+    tokenizer: object = "bytes",
     validation_fraction: float = 0.0,
 ) -> Prepared:
     """Tokenizes a corpus into a folder: `train.bin`, `validation.bin`, sidecars, `tokenizer.json`.
@@ -153,7 +152,7 @@ def _write_sidecar(file: Path, dtype: np.dtype, count: int, tokenizer: Tokenizer
     replace_text(sidecar_path(file), json.dumps(content, ensure_ascii=False) + "\n")
 
 
-def make_tokenizer(spec: Any, files: Sequence[Path]) -> Tokenizer:
+def make_tokenizer(spec: object, files: Sequence[Path]) -> Tokenizer:
     """Makes the tokenizer of `as_tokenizer`; "bpe:..." is trained on an equal share of each
     file."""
     return as_tokenizer(spec, _sample(files))
@@ -212,7 +211,7 @@ def encode_document(pieces: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.
     yield tokenizer.encode("".join(held))
 
 
-def tokens_of_text(path: Path | None, tokenizer: Any) -> tuple[Tokens, Tokenizer]:
+def tokens_of_text(path: Path | None, tokenizer: object) -> tuple[Tokens, Tokenizer]:
     """Encodes a text corpus in memory; returns (its tokens, its tokenizer).
 
     Raises:

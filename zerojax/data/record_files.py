@@ -9,7 +9,8 @@ import importlib
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, BinaryIO
 
 from zerojax.config.display import quoted
 from zerojax.config.regular_files import check_encoding, open_regular
@@ -192,7 +193,7 @@ def _table_batches(file: Path, columns: Sequence[str] | None) -> Iterator[Any]:
                 yield batch.slice(start, _BATCH_ROWS)
 
 
-def _open_arrow(arrow: Any, source: Any) -> Any:
+def _open_arrow(arrow: ModuleType, source: BinaryIO) -> Any:
     try:
         return arrow.ipc.open_stream(source)  # the format that `datasets` writes
     except arrow.ArrowInvalid:

@@ -163,7 +163,7 @@ def _is_slow(regex: str) -> bool:
     )
 
 
-def _regexes(part: Any) -> Iterator[str]:
+def _regexes(part: object) -> Iterator[str]:
     for key, value in part.items() if isinstance(part, Mapping) else ():
         if key == "Regex" and isinstance(value, str):
             yield value
@@ -207,7 +207,7 @@ def _seen_by_the_model(content: Mapping[str, Any], left: frozenset[str], right: 
     return now
 
 
-def _steps(part: Any, name: str) -> Iterator[Mapping[str, Any]]:
+def _steps(part: Mapping[str, Any] | None, name: str) -> Iterator[Mapping[str, Any]]:
     if part is not None and part.get("type") == "Sequence":
         for each in part[name]:
             yield from _steps(each, name)

@@ -266,7 +266,7 @@ def read_text_sidecar(folder: Path) -> dict[str, Any]:
     return about
 
 
-def _are_files(files: Any, num_texts: Any) -> bool:
+def _are_files(files: object, num_texts: object) -> bool:
     """Returns whether `files` is a valid sidecar value that assigns texts to source files."""
     if not isinstance(files, list):
         return False

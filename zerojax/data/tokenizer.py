@@ -104,7 +104,7 @@ class ByteTokenizer:
         return "ByteTokenizer()"
 
 
-def as_tokenizer(spec: Any, texts: Iterable[str] | None = None) -> Tokenizer:
+def as_tokenizer(spec: object, texts: Iterable[str] | None = None) -> Tokenizer:
     """Makes a tokenizer from a user's specification.
 
     Args:
@@ -139,7 +139,7 @@ def as_tokenizer(spec: Any, texts: Iterable[str] | None = None) -> Tokenizer:
     return BpeTokenizer.train(texts, vocab_size=size)
 
 
-def bpe_size(spec: Any) -> int | None:
+def bpe_size(spec: object) -> int | None:
     """Returns the vocabulary size in a spec, 4096 for "bpe:4096"; None for any other spec.
 
     Raises:

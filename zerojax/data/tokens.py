@@ -354,12 +354,12 @@ def read_sidecar(file: Path) -> dict[str, Any]:
     return {key: item for key, item in value.items() if item is not None}
 
 
-def is_dtype_name(value: Any) -> bool:
+def is_dtype_name(value: object) -> bool:
     """Returns whether a value is the name of a dtype that token files may have."""
     return isinstance(value, str) and value in DTYPES
 
 
-def is_count(value: Any, least: int) -> bool:
+def is_count(value: object, least: int) -> bool:
     """Returns whether a value is an integer of at least `least` that fits into 64 bits."""
     return type(value) is int and least <= value < 2**63
 

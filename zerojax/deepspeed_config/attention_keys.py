@@ -14,11 +14,13 @@ from typing import Any
 from zerojax import models, tracing
 from zerojax.config import ConfigError
 from zerojax.config.attention_layouts import LAYOUTS, BlockLayout, layout_of_mode
+from zerojax.config.tree_types import Batch
 from zerojax.deepspeed_config.ds_config import File
 from zerojax.deepspeed_config.keys_table import TABLE
 from zerojax.models.losses import LossWithUnit, loss_unit
 from zerojax.operators.attending import layout_in_force
 from zerojax.operators.sparse_layouts import BlockTable
+from zerojax.tracing.protocol import ModelLike
 
 _SECTION = "sparse_attention"
 _ALWAYS_BIDIRECTIONAL = ("bigbird", "bslongformer")
@@ -70,7 +72,7 @@ class SparseLoss(LossWithUnit):
     layout: BlockLayout
     places: list[BlockTable] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model: ModelLike, batch: Batch) -> Any:
         """Returns the result of the wrapped loss, computed with the layout.
 
         Raises:

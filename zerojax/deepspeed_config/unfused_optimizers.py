@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax.config.tree_types import Tree
 from zerojax.optim import Schedule, map_layers
 
-Tree = Any
 Leaf = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 

@@ -16,6 +16,7 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.config import MeshConfig, WatchConfig
 from zerojax.config.checks import names_keywords
 from zerojax.config.loader import user_path
+from zerojax.config.tree_types import Batch
 from zerojax.data import abstract_global
 from zerojax.deepspeed_engine.engine_absent import AbsentMethods
 from zerojax.deepspeed_engine.engine_batches import as_arrays_of_batch, as_batch, rows_of
@@ -163,7 +164,7 @@ class Engine(EngineQueries, AbsentMethods):
     # --- stepping ---------------------------------------------------------------------------------
 
     @names_keywords()
-    def train_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
+    def train_batch(self, batch: Batch = None, *, data_iter: Iterator[Any] | None = None) -> Any:
         """Trains on one global batch: all micro-batches, forward, backward and update.
 
         Args:
@@ -190,7 +191,7 @@ class Engine(EngineQueries, AbsentMethods):
         return self.metrics["loss"]
 
     @names_keywords()
-    def eval_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
+    def eval_batch(self, batch: Batch = None, *, data_iter: Iterator[Any] | None = None) -> Any:
         """Returns the mean loss of a global batch in evaluation mode.
 
         Args:
@@ -269,7 +270,7 @@ class Engine(EngineQueries, AbsentMethods):
             self.translation = dataclasses.replace(self.translation, mesh=plan.settings)
         return self
 
-    def _take(self, batch: Any, data_iter: Iterator[Any] | None) -> Any:
+    def _take(self, batch: Batch, data_iter: Iterator[Any] | None) -> Any:
         parts = self.gradient_accumulation_steps()
         clock = (
             contextlib.nullcontext() if self._runner is None else self._runner.clock.during(DATA)
@@ -283,10 +284,10 @@ class Engine(EngineQueries, AbsentMethods):
         self.translation = self._run.translation
         self._num_rows = self.translation.train_batch_size
 
-    def _rows_of(self, batch: Any) -> int | None:
+    def _rows_of(self, batch: Batch) -> int | None:
         return rows_of(abstract_global(batch, self.mesh))
 
-    def _check_rows(self, batch: Any) -> None:
+    def _check_rows(self, batch: Batch) -> None:
         rows = self._rows_of(batch)
         if rows in (None, self._num_rows):
             return
@@ -298,7 +299,7 @@ class Engine(EngineQueries, AbsentMethods):
             f"shards); pass {high - low} rows from each process"
         )
 
-    def _spec_of(self, batch: Any) -> RunSpec:
+    def _spec_of(self, batch: Batch) -> RunSpec:
         """Returns the description of the run for global batches of the shapes of `batch`."""
         translation = self.translation
         return RunSpec(

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from zerojax.config.tree_types import Batch
 from zerojax.models.given_arrays import as_arrays, check_arrays, own_arrays
 from zerojax.plan.refusals import check_rows
 
 
-def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int) -> Any:
+def as_batch(batch: Batch, data_iter: Iterator[Any] | None, num_microbatches: int) -> Any:
     """Returns this process's rows of one step's batch, as NumPy or JAX arrays.
 
     Args:
@@ -41,7 +42,7 @@ def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int)
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
-def _check_is_batch(batch: Any) -> None:
+def _check_is_batch(batch: Batch) -> None:
     """Raises TypeError if `batch` is a loader, a dataset or a generator."""
     is_tree = isinstance(batch, Mapping | Sequence) or hasattr(batch, "shape")
     gives = isinstance(batch, Iterator) or hasattr(batch, "__getitem__")
@@ -52,7 +53,7 @@ def _check_is_batch(batch: Any) -> None:
         )
 
 
-def as_arrays_of_batch(batch: Any) -> Any:
+def as_arrays_of_batch(batch: Batch) -> Any:
     """Converts a batch to NumPy or JAX arrays; `ShapeDtypeStruct`s are unchanged.
 
     Raises:
@@ -63,6 +64,6 @@ def as_arrays_of_batch(batch: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
 
 
-def rows_of(batch: Any) -> int | None:
+def rows_of(batch: Batch) -> int | None:
     """Returns the number of rows of a batch; None if it has only scalars."""
     return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape), None)

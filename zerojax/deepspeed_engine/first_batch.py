@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Self
 
 from jax.sharding import AbstractMesh, Mesh
 
+from zerojax.config.tree_types import Batch
 from zerojax.deepspeed_engine.engine_absent import AbsentMethods
 from zerojax.deepspeed_engine.engine_batches import as_arrays_of_batch, as_batch
 from zerojax.deepspeed_engine.engine_queries import EngineQueries
@@ -32,7 +33,9 @@ class EngineUntilBatch(EngineQueries, AbsentMethods):
         super().__init__(run.translation, mesh)
         self._end = end
 
-    def train_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> NoReturn:
+    def train_batch(
+        self, batch: Batch = None, *, data_iter: Iterator[Any] | None = None
+    ) -> NoReturn:
         self._end(as_batch(batch, data_iter, self.gradient_accumulation_steps()))
 
     eval_batch = train_batch

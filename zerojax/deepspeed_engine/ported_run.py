@@ -13,6 +13,7 @@ from zerojax import deepspeed_config, models, optim, tracing
 from zerojax.config.checks import as_patterns
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import user_path
+from zerojax.config.tree_types import Batch
 from zerojax.deepspeed_config.attention_keys import with_layout
 from zerojax.deepspeed_config.compression_keys import check_rounding
 from zerojax.deepspeed_config.expert_keys import check_router
@@ -91,7 +92,7 @@ class PortedRun:
         """Returns the run for batches of `rows` rows; None: batches have no rows."""
         return dataclasses.replace(self, translation=self.config.with_rows(rows))
 
-    def inputs(self, batch: Any) -> PlanInputs:
+    def inputs(self, batch: Batch) -> PlanInputs:
         """Returns the inputs of planning.
 
         Args:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from zerojax.config.checks import (
     MAX_CPU_DEVICES,
@@ -26,6 +27,8 @@ from zerojax.config.checks import (
     check_whole_number,
     names_keywords,
 )
+from zerojax.config.run import OptimizerConfig
+from zerojax.config.tree_types import Batch
 from zerojax.equality.check_in_child import MICROBATCHES, Request, check_here
 from zerojax.equality.check_result import CheckResult as CheckResult
 from zerojax.equality.check_result import ComparedRun as ComparedRun
@@ -34,6 +37,7 @@ from zerojax.equality.check_result import Reason as Reason
 from zerojax.equality.pickling import NotSendableError, dumps
 from zerojax.models.given_arrays import as_arrays, own_arrays
 from zerojax.plan.refusals import check_rows
+from zerojax.tracing.protocol import Loss, ModelLike
 
 _JAX_SETTINGS = (
     "jax_numpy_rank_promotion",
@@ -47,11 +51,11 @@ _JAX_SETTINGS = (
 
 @names_keywords()
 def check(
-    model: Any,
-    batch: Any,
+    model: ModelLike,
+    batch: Batch,
     *,
-    loss: Any = None,
-    optimizer: Any = None,
+    loss: Loss | None = None,
+    optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     freeze: str | Sequence[str] = (),
     devices: int = 4,
     steps: int = 3,
@@ -115,11 +119,11 @@ def check(
 
 
 def make_request(
-    model: Any,
-    batch: Any,
+    model: ModelLike,
+    batch: Batch,
     *,
-    loss: Any = None,
-    optimizer: Any = None,
+    loss: Loss | None = None,
+    optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     freeze: str | Sequence[str] = (),
     devices: int = 4,
     steps: int = 3,
@@ -232,7 +236,7 @@ def _environment(devices: int) -> dict[str, str]:
     }
 
 
-def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tuple[str, ...]]:
+def _batches(batch: Batch, devices: int, steps: int) -> tuple[list[Any], int, tuple[str, ...]]:
     """Returns (a batch for each step, number of devices that divides its rows, notes).
 
     Raises:
@@ -260,6 +264,6 @@ def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tupl
     return batches, fitting, tuple(notes)
 
 
-def _cut(batch: Any, devices: int) -> Any:
+def _cut(batch: Batch, devices: int) -> Any:
     unit = devices * MICROBATCHES
     return jax.tree.map(lambda x: x[: len(x) // unit * unit], batch)

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from zerojax import optim
 from zerojax.config import OptimizerConfig
@@ -50,6 +51,7 @@ from zerojax.equality.tracing import Relation, line_of_error
 from zerojax.models.adapt import as_loss, as_model, evaluation_mode
 from zerojax.operators.marks import gathers_batch, takes_over_batch
 from zerojax.optim.step_sizes import StepSizes
+from zerojax.tracing.protocol import Loss, ModelLike
 from zerojax.tracing.reads import line_of_read
 from zerojax.tracing.source_lines import is_of_zerojax
 
@@ -60,9 +62,9 @@ MICROBATCHES = 2
 class Request:
     """Arguments of `zerojax.check`, with batches as NumPy arrays."""
 
-    model: Any
-    loss: Any
-    optimizer: Any
+    model: ModelLike
+    loss: Loss | None
+    optimizer: optax.GradientTransformation | OptimizerConfig | None
     batches: Sequence[Any]
     freeze: tuple[str, ...]
     devices: int
@@ -345,7 +347,9 @@ class _Check:
             return
         self._explain_numbers(experiments, analysed, train=True)
 
-    def _explain_state(self, relations: Any, places: Any) -> None:
+    def _explain_state(
+        self, relations: Mapping[str, Relation], places: Mapping[str, str | None]
+    ) -> None:
         found: dict[str, Reason] = {}
         for name in dict.fromkeys([*self._state_differs(), *self._refused_state()]):
             relation = relations.get(name)

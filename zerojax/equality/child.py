@@ -42,7 +42,7 @@ def _answer(data: bytes) -> tuple[str, Any]:
         return "error", type(error)(str(error))
 
 
-def _dumped(kind: str, value: Any) -> bytes:
+def _dumped(kind: str, value: object) -> bytes:
     try:
         return pickle.dumps((kind, value))
     except Exception:

@@ -31,7 +31,7 @@ from zerojax.config.regular_files import decode_text
 from zerojax.deepspeed_config import CallerValues, DsConfig
 from zerojax.deepspeed_engine import initialize
 from zerojax.equality import deepspeed_reference
-from zerojax.training.hugging_face_export import to_hugging_face
+from zerojax.training.hugging_face_export import Trained, to_hugging_face
 from zerojax.zoo.hugging_face import from_hugging_face
 from zerojax.zoo.hugging_face.safetensors import read_block, read_table
 
@@ -260,7 +260,7 @@ def _run_zerojax(
         return losses, before, _export(engine, space / "after")
 
 
-def _export(engine: Any, folder: Path) -> dict[str, np.ndarray]:
+def _export(engine: Trained, folder: Path) -> dict[str, np.ndarray]:
     """Returns all tensors under Hugging Face's names, float32."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     to_hugging_face(engine, folder, dtype="float32")

@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def main(request: str) -> int:
     return 0
 
 
-def _model(torch: Any, transformers: Any, folder: str) -> Any:
+def _model(torch: ModuleType, transformers: ModuleType, folder: str) -> Any:
     """Returns the model in float32, without dropout."""
     config = transformers.AutoConfig.from_pretrained(folder)
     for name, value in vars(config).items():
@@ -63,7 +64,12 @@ def _model(torch: Any, transformers: Any, folder: str) -> Any:
 
 
 def _step(
-    torch: Any, engine: Any, batch: dict[str, np.ndarray], is_first: bool, out: Path, utils: Any
+    torch: ModuleType,
+    engine: Any,
+    batch: dict[str, np.ndarray],
+    is_first: bool,
+    out: Path,
+    utils: ModuleType,
 ) -> float:
     """Takes one step; returns the mean loss over all rows of all processes."""
     size, parts = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
@@ -85,7 +91,7 @@ def _step(
     return float(total) / torch.distributed.get_world_size()
 
 
-def _write(engine: Any, path: Path, utils: Any, what: str) -> None:
+def _write(engine: Any, path: Path, utils: ModuleType, what: str) -> None:
     """Writes gradients or float32 parameters of all tensors; every process must call it."""
     read = {"grad": utils.safe_get_full_grad, "param": utils.safe_get_full_fp32_param}[what]
     found = {}

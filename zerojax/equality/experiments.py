@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.equality.check_result import Reason
 from zerojax.equality.short_runs import PlainRun, cut_rows, quick_options
 from zerojax.equality.tracing import (
@@ -92,7 +93,7 @@ class Experiments:
         )
         return float(loss if weight is None else loss / weight)
 
-    def _call(self, batch: Any, key: Any, train: bool) -> Any:
+    def _call(self, batch: Batch, key: jax.Array, train: bool) -> Any:
         if not hasattr(self, "_jitted"):
             self._jitted = jax.jit(
                 lambda params, frozen, extras, key, batch, train: self.plain.loss(
@@ -119,7 +120,7 @@ class Experiments:
         plain, key = self.plain, self.plain.key(0)
         has_weight = []
 
-        def outputs(batch: Any) -> list[Any]:
+        def outputs(batch: Batch) -> list[Any]:
             (loss, weight), after = plain.loss(plain.params, plain.extras, key, batch, train=train)
             has_weight.append(weight is not None)
             changes = [_change(plain.extras[name], after[name]) for name in sorted(after)]
@@ -190,11 +191,11 @@ class Experiments:
         """
         plain, key = self.plain, self.plain.key(0)
 
-        def mean(params: Any) -> Any:
+        def mean(params: Tree) -> Any:
             (loss, weight), _ = plain.loss(params, plain.extras, key, self.batch, train=train)
             return loss if weight is None else loss / weight
 
-        def gradients(cotangent: Any) -> list[Any]:
+        def gradients(cotangent: Tree) -> list[Any]:
             _, pull = jax.vjp(mean, plain.params)
             return jax.tree.leaves(pull(cotangent))
 
@@ -226,7 +227,7 @@ class Experiments:
         parameters."""
         plain, key = self.plain, self.plain.key(0)
 
-        def weight(params: Any, frozen: Any, extras: Any) -> Any:
+        def weight(params: Tree, frozen: Tree, extras: Tree) -> Any:
             (_, weight), _ = plain.loss(params, extras, key, self.batch, train=train, frozen=frozen)
             return jnp.float32(1) if weight is None else weight
 
@@ -248,7 +249,7 @@ def _pair(parts: tuple[Any, Any]) -> tuple[float, float]:
     return float(loss), 1.0 if weight is None else float(weight)
 
 
-def _change(before: Any, after: Any) -> Any:
+def _change(before: Tree, after: Tree) -> Any:
     if jnp.issubdtype(jnp.asarray(after).dtype, jnp.bool_):
         return jnp.asarray(after)
     return after - before
@@ -354,7 +355,9 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
     return Reason(kind, f"{sentence}: {numbers}", remedy, found.where)
 
 
-def reason_of_state(name: str, relation: Relation, value: Any, place: str | None) -> Reason | None:
+def reason_of_state(
+    name: str, relation: Relation, value: object, place: str | None
+) -> Reason | None:
     """Returns the reason for a difference in one of a model's other arrays (its state).
 
     Args:

@@ -16,8 +16,8 @@ import marshal
 import pickle
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ class NotSendableError(TypeError):
     """Raised if an object cannot be pickled for another process."""
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: object) -> bytes:
     """Pickles `value` for `loads` in a child process of the same interpreter.
 
     Raises:
@@ -86,7 +86,7 @@ def _found_by_name(thing: Any) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, stream: Any):
+    def __init__(self, stream: IO[bytes]):
         super().__init__(stream, protocol=5)
         self.sources: dict[str, str] = {}
 
@@ -155,7 +155,7 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_in, inner))
 
 
-def _contents(cell: Any) -> Any:
+def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
@@ -197,7 +197,14 @@ def _class(cls: type) -> Any:
     return _new_class, made, members, None, None, _fill_class
 
 
-def _new_class(meta: type, name: str, bases: tuple, module: str, qualname: str, slots: Any) -> type:
+def _new_class(
+    meta: type,
+    name: str,
+    bases: tuple,
+    module: str,
+    qualname: str,
+    slots: Any,
+) -> type:
     members = {"__module__": module, "__qualname__": qualname}
     if slots is not None:
         members["__slots__"] = slots
@@ -210,7 +217,12 @@ def _fill_class(cls: type, members: dict[str, Any]) -> None:
             setattr(cls, name, value)
 
 
-def _new_custom_vjp(fun: Any, nondiff_argnums: Any, fwd: Any, bwd: Any) -> Any:
+def _new_custom_vjp(
+    fun: Callable[..., Any],
+    nondiff_argnums: Sequence[int],
+    fwd: Any,
+    bwd: Any,
+) -> Any:
     made = jax.custom_vjp(fun, nondiff_argnums=nondiff_argnums)
     if fwd is not None:
         made.defvjp(fwd, bwd)
@@ -236,7 +248,7 @@ def _read_only(items: dict[Any, Any]) -> Any:
     return types.MappingProxyType(items)
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> Any:
     return value
 
 
@@ -244,7 +256,7 @@ def _new_tuple(cls: type, items: tuple) -> tuple:
     return tuple.__new__(cls, items)
 
 
-def _of_tracer(tracer: Any) -> Any:
+def _of_tracer(tracer: object) -> Any:
     raise NotSendableError("the model contains a traced array; create it outside of jit and grad")
 
 

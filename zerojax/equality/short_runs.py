@@ -16,6 +16,7 @@ import optax
 
 from zerojax.config import MeshConfig
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.data import shard_batch
 from zerojax.equality.check_result import ComparedRun
 from zerojax.hardware.compile_client import keep_known_options
@@ -232,7 +233,7 @@ class PlainRun:
         params: Arrays,
         extras: Arrays,
         key: jax.Array,
-        batch: Any,
+        batch: Batch,
         *,
         train: bool,
         frozen: Arrays | None = None,
@@ -257,11 +258,13 @@ class PlainRun:
         )
         return split_loss(result), after
 
-    def sums(self, key: jax.Array, batch: Any, *, train: bool) -> dict[str, Any]:
+    def sums(self, key: jax.Array, batch: Batch, *, train: bool) -> dict[str, Any]:
         """Computes the sums (`as_sums`) of the loss for a batch with the initial parameters."""
         if not hasattr(self, "_sums"):
 
-            def sums(params: Arrays, extras: Arrays, key: Any, batch: Any, train: bool) -> Any:
+            def sums(
+                params: Arrays, extras: Arrays, key: jax.Array, batch: Batch, train: bool
+            ) -> Any:
                 loss = on_batch(lambda bound, batch: as_sums(self.given.loss(bound, batch)), batch)
                 return self.model.run(params, extras, key, loss, train=train)[0]
 
@@ -272,9 +275,9 @@ class PlainRun:
         self,
         params: Arrays,
         frozen: Arrays,
-        opt_state: Any,
+        opt_state: Tree,
         extras: Arrays,
-        key: Any,
+        key: jax.Array,
         microbatches: Sequence[Any],
     ) -> Any:
         overwritten = self.model.overwritten
@@ -330,7 +333,7 @@ class PlainRun:
         return RunOutcome(np.array(losses), np.array(norms), after, state, largest)
 
 
-def split_loss(result: Any) -> tuple[jax.Array, jax.Array | None]:
+def split_loss(result: Tree) -> tuple[jax.Array, jax.Array | None]:
     """Splits the result of a loss into (float32 loss or sum, float32 weight or None)."""
     parts = result if isinstance(result, tuple) else (result,)
     if isinstance(parts[-1], Mapping):  # extra metrics
@@ -339,18 +342,18 @@ def split_loss(result: Any) -> tuple[jax.Array, jax.Array | None]:
     return loss, jnp.asarray(parts[1], jnp.float32) if len(parts) > 1 else None
 
 
-def reversed_rows(batch: Any) -> Any:
+def reversed_rows(batch: Batch) -> Any:
     """Returns a batch with its rows in reverse order."""
     return jax.tree.map(lambda x: x[::-1].copy(), batch)
 
 
-def cut_rows(batch: Any, number: int) -> list[Any]:
+def cut_rows(batch: Batch, number: int) -> list[Any]:
     """Splits a batch into `number` parts with equally many rows, in order."""
     pieces = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
     return [jax.tree.map(lambda x, i=i: x[i], pieces) for i in range(number)]
 
 
-def microbatches_of(batch: Any, configuration: Configuration) -> list[Any]:
+def microbatches_of(batch: Batch, configuration: Configuration) -> list[Any]:
     """Splits a batch into microbatches, each of which has the same part of each device's rows."""
     count, devices = configuration.num_microbatches, max(configuration.devices, 1)
 

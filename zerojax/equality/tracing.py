@@ -25,6 +25,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch
 from zerojax.equality.short_runs import quick_options
 from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
@@ -92,7 +93,7 @@ class Comparison:
 
 
 def compare_pieces(
-    function: Callable[..., Sequence[Any]], whole: Any, pieces: Sequence[Any]
+    function: Callable[..., Sequence[Any]], whole: object, pieces: Sequence[Any]
 ) -> Comparison:
     """Compares `function(whole)` with `function(piece)` for each piece of a batch.
 
@@ -103,7 +104,7 @@ def compare_pieces(
         `zerojax.batch_sum` and `batch_mean` cover all of them.
     """
 
-    def trace(batch: Any, number: int) -> ClosedJaxpr:
+    def trace(batch: Batch, number: int) -> ClosedJaxpr:
         with batch_split_over((_PIECES,)):
             return jax.make_jaxpr(function, axis_env=[(_PIECES, number)])(batch)
 
@@ -243,7 +244,7 @@ class _Walk:
         breaks = (walk.first_break(i) for i in range(len(inner[0][0].jaxpr.outvars)))
         return next((found for found in breaks if found is not None), None)
 
-    def _value(self, run: int, atom: Operand, twin: Any = None) -> Any:
+    def _value(self, run: int, atom: Operand, twin: object = None) -> Any:
         if isinstance(atom, Literal):
             own = twin if isinstance(twin, Literal) else atom
             return own.val
@@ -320,12 +321,12 @@ def _run_together(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[
     return [[x[number] for x in outputs] for number in range(len(inputs))]
 
 
-def _is_plain(aval: Any) -> bool:
+def _is_plain(aval: object) -> bool:
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
-def _relation_of_pieces(whole: Any, pieces: Sequence[Any]) -> Relation:
+def _relation_of_pieces(whole: object, pieces: Sequence[Any]) -> Relation:
     if whole is None or any(piece is None for piece in pieces) or not _is_plain(whole):
         return Relation.UNKNOWN
     full, parts = np.asarray(whole), [np.asarray(piece) for piece in pieces]
@@ -356,7 +357,7 @@ def _relation_of_pieces(whole: Any, pieces: Sequence[Any]) -> Relation:
     return failed
 
 
-def _relation_of_scaled(whole: Any, pieces: Sequence[Any]) -> Relation:
+def _relation_of_scaled(whole: object, pieces: Sequence[Any]) -> Relation:
     (part,) = pieces
     if whole is None or part is None or not _is_plain(whole):
         return Relation.UNKNOWN
@@ -396,7 +397,7 @@ def _written_by_user(equation: Equation) -> bool:
     return False
 
 
-def _closed(program: Any) -> ClosedJaxpr:
+def _closed(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config.features import Features
+from zerojax.config.tree_types import Batch
 from zerojax.features.batch_ramp.growing_batches import GrowingBatches
 from zerojax.features.curriculum.growing_rows import GrowingRows
 from zerojax.features.layer_drop.layer_dropping import LayerDropping
@@ -79,7 +80,7 @@ def ladder_of(features: Features, plan: Decisions, *, own_loss: bool) -> Ladder 
 
 
 def choose_microbatches(
-    features: Features, number: int | None, mesh: Mesh | AbstractMesh, batch: Any
+    features: Features, number: int | None, mesh: Mesh | AbstractMesh, batch: Batch
 ) -> tuple[int | None, list[str]]:
     """Returns (number of microbatches with which the features of a run can run, reasons).
 

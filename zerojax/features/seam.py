@@ -19,6 +19,7 @@ from zerojax.config.batch_division import BatchDivision
 from zerojax.config.feature_settings import FeatureSettings
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch
 from zerojax.features.several_sizes import Ladder
 from zerojax.optim.precision import Precision
 from zerojax.optim.step_sizes import StepSizes
@@ -124,7 +125,7 @@ class Feature(Generic[S, D]):
         return None
 
     def microbatches(
-        self, config: S, number: int | None, mesh: Mesh | AbstractMesh, batch: Any
+        self, config: S, number: int | None, mesh: Mesh | AbstractMesh, batch: Batch
     ) -> tuple[int | None, list[str]]:
         """Returns (number of microbatches that the feature can run with, reasons).
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 from zerojax.config.batch_division import RowsOfSteps
 from zerojax.config.feature_settings import FeatureSettings
+from zerojax.config.tree_types import Batch
 from zerojax.placement.device_mesh import AXES
 
 WORK_WITH_SIZES = frozenset(
@@ -82,7 +83,7 @@ class Ladder:
         """Describes what the program of a compiled size computes."""
         raise NotImplementedError
 
-    def structs(self, batch: Any, size: int) -> Any:
+    def structs(self, batch: Batch, size: int) -> Any:
         """Returns the shapes of the global batch of a compiled size, from those of the full one."""
         raise NotImplementedError
 
@@ -94,7 +95,7 @@ class Ladder:
         """Returns whether the plan of the run is that of the step of this size."""
         return False
 
-    def cut(self, batch: Any, step: int) -> Any:
+    def cut(self, batch: Batch, step: int) -> Any:
         """Returns the host batch of a step, from a host batch with whole rows."""
         return batch
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -52,13 +53,17 @@ def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
     )
 
 
-def digest_of_lines(lowered: Any) -> str:
+def digest_of_lines(lowered: jax.stages.Lowered) -> str:
     """Returns a hash of a program with the lines of its sources, which its cache key ignores."""
     return forecast_cache.key_of(lowered.as_text(debug_info=True))
 
 
 def compile_facts(
-    lowered: Any, plan: Plan, devices: Sequence[Any] | None, fast: bool, lines: str | None
+    lowered: jax.stages.Lowered,
+    plan: Plan,
+    devices: Sequence[Any] | None,
+    fast: bool,
+    lines: str | None,
 ) -> Facts:
     """Compiles a step and reads it.
 

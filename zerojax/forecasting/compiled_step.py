@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config.checks import names_keywords
 from zerojax.config.display import as_details
@@ -224,7 +226,7 @@ def _reads_pages(plan: Plan) -> bool:
     return plan.offload is not None and bool(plan.offload.paged)
 
 
-def _over_axes(plan: Plan, mesh: Any) -> Plan:
+def _over_axes(plan: Plan, mesh: Mesh | AbstractMesh) -> Plan:
     """Moves a plan to an abstract mesh with the same axes; keeps the choices that were made for the
     plan's devices."""
     remade = plan.remake(mesh.abstract_mesh)
@@ -337,7 +339,7 @@ def _of_program(
     return ForecastStep(made, counted, contents, facts)
 
 
-def _work_of(plan: Plan, jaxpr: Any, sent: int) -> _Work:
+def _work_of(plan: Plan, jaxpr: Jaxpr, sent: int) -> _Work:
     return _Work(
         flops=count_program_flops(jaxpr) / plan.mesh.size,
         eight_bits=eight_bit_share(jaxpr),

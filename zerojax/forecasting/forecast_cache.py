@@ -46,7 +46,7 @@ def cache_folder() -> Path | None:
     return None if root is None else root / "forecasts"
 
 
-def key_of(*parts: Any) -> str:
+def key_of(*parts: object) -> str:
     """Returns the key of a cache entry: 64 hex digits that depend on all parts and on their order.
 
     Args:
@@ -123,7 +123,7 @@ def _path(folder: Path, key: str) -> Path:
     return folder / f"{key}.json"
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.forecasting.remedies import PRICES, SMALL, Remedy, all_remedies
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import gpu_of_device
@@ -328,7 +329,7 @@ def device_now() -> DeviceMemory:
     )
 
 
-def largest_arrays(state: Any, count: int = 5) -> list[LiveArray]:
+def largest_arrays(state: Tree, count: int = 5) -> list[LiveArray]:
     """Returns the existing arrays that take the most memory of a device now, largest first.
 
     Args:

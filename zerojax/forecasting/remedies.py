@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, NVME
@@ -169,7 +169,7 @@ def remat_of(plan: Plan) -> str | None:
     return None if _has_checkpoint(plan.traced.forward.jaxpr) else "none"
 
 
-def _has_checkpoint(program: Any) -> bool:
+def _has_checkpoint(program: Jaxpr) -> bool:
     return any(
         jaxpr.is_checkpoint(equation)
         or any(_has_checkpoint(inner) for inner in jaxpr.inner_programs(equation.params))
@@ -177,7 +177,7 @@ def _has_checkpoint(program: Any) -> bool:
     )
 
 
-def _keeps_inputs_alone(program: Any) -> bool:
+def _keeps_inputs_alone(program: Jaxpr) -> bool:
     """Returns whether a jaxpr has a checkpoint that saves only its inputs."""
     return any(
         (jaxpr.is_checkpoint(equation) and equation.params.get("policy") is None)

@@ -25,6 +25,7 @@ from zerojax.forecasting.hlo.live_buffers import LiveAtPeak
 from zerojax.forecasting.hlo.program import Instruction, Program
 from zerojax.forecasting.hlo.source_frames import Frame
 from zerojax.forecasting.roles import Roles, argument_roles, unescape
+from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.plan.make import Plan
 from zerojax.tracing.flops import without_waste
@@ -381,7 +382,7 @@ def _lengths_of_loops(program: Jaxpr) -> Iterator[int]:
             yield from _lengths_of_loops(one)
 
 
-def _stays(scan: Any) -> bool:
+def _stays(scan: Equation) -> bool:
     """Returns whether a `scan` is compiled as a loop; with `unroll` it is straight code."""
     return scan.params["unroll"] < scan.params["length"]
 

@@ -168,7 +168,7 @@ def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offlo
         return None
     copies = None if facts is None else facts["host_copies"]
 
-    def total(**wanted: Any) -> int | None:
+    def total(**wanted: object) -> int | None:
         if copies is None:
             return None
         same = [one for one in copies if all(one[key] == value for key, value in wanted.items())]

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.hardware import gpus
 
 INSTALL = "pip install 'zerojax[plan]'"
@@ -226,7 +227,7 @@ def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
     return description.devices
 
 
-def is_cuda(mesh: Any) -> bool:
+def is_cuda(mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether a mesh consists of NVIDIA GPUs, attached to this machine or not; False for an
     `AbstractMesh`."""
     if not isinstance(mesh, Mesh):
@@ -255,7 +256,7 @@ def keep_known_options(mesh: Mesh, options: Mapping[str, Any]) -> tuple[dict, di
     return known, dropped
 
 
-def lower_for_gpus(traced: Any) -> Any:
+def lower_for_gpus(traced: jax.stages.Traced) -> Any:
     """Lowers a program that was traced over an `AbstractMesh` to StableHLO for CUDA.
 
     Args:
@@ -266,7 +267,7 @@ def lower_for_gpus(traced: Any) -> Any:
 
 def compile_for_gpus(
     program: Any,
-    *abstract_args: Any,
+    *abstract_args: Tree,
     devices: Sequence[Any] | None = None,
     options: Mapping[str, Any] | None = None,
     dump: Path | None = None,
@@ -310,13 +311,15 @@ def compile_for_gpus(
 
 
 def _compile(
-    lowered: Any, devices: Sequence[Any] | None, options: Mapping[str, Any]
+    lowered: jax.stages.Lowered, devices: Sequence[Any] | None, options: Mapping[str, Any]
 ) -> CompiledProgram:
     if devices is not None:
         return _compile_directly(lowered, list(devices), options)
     with without_cache():
         compiled = lowered.compile(compiler_options=dict(options))
-    return CompiledProgram(text=compiled.as_text(), memory=memory_of(compiled))
+    text = compiled.as_text()
+    assert text is not None, "XLA's compilers have a text of each program"
+    return CompiledProgram(text=text, memory=memory_of(compiled))
 
 
 @contextlib.contextmanager
@@ -337,7 +340,7 @@ def without_cache() -> Iterator[None]:
 
 
 def _compile_directly(
-    lowered: Any, devices: list[Any], options: Mapping[str, Any]
+    lowered: jax.stages.Lowered, devices: list[Any], options: Mapping[str, Any]
 ) -> CompiledProgram:
     """Compiles StableHLO for `devices` as one replica with one partition per device."""
     settings = xla_client.CompileOptions()
@@ -361,12 +364,12 @@ def _compile_directly(
     )
 
 
-def memory_of(compiled: Any) -> MemoryUse:
+def memory_of(compiled: jax.stages.Compiled) -> MemoryUse:
     """Reads the compiler's memory report of a compiled program (result of `lowered.compile()`)."""
     return _memory_use(compiled.memory_analysis())
 
 
-def _memory_use(stats: Any) -> MemoryUse:
+def _memory_use(stats: object) -> MemoryUse:
     names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporary": "temp"}
     sizes = {}
     for prefix in ("", "host_"):
@@ -441,7 +444,7 @@ def _plugin() -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _why_unknown(device: Any, name: str, value: Any) -> str | None:
+def _why_unknown(device: object, name: str, value: object) -> str | None:
     sharding = NamedSharding(Mesh(np.array([device]), ("x",)), P())
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
     lowered = jax.jit(lambda x: x + 1, out_shardings=sharding).lower(number)

@@ -41,7 +41,7 @@ class DeviceSizes:
     gathered: int = GATHER_BYTES
 
 
-def sizes_for(device: Any) -> DeviceSizes:
+def sizes_for(device: jax.Device) -> DeviceSizes:
     """Returns sizes that take at most half of a device's free memory; small ones for a CPU or a
     device that does not report its memory."""
     stats = device.memory_stats() or {}
@@ -63,7 +63,7 @@ def _halved(size: int, fits: Callable[[int], bool]) -> int:
     return size
 
 
-def measure_product(size: int, device: Any = None, *, repeats: int = REPEATS) -> float:
+def measure_product(size: int, device: jax.Device = None, *, repeats: int = REPEATS) -> float:
     """Measures the FLOP per second of a product of random matrices [size, size] in bfloat16.
 
     Args:
@@ -79,7 +79,7 @@ def measure_product(size: int, device: Any = None, *, repeats: int = REPEATS) ->
     return 2 * size**3 / _seconds_of(lambda: product(left, right), repeats)
 
 
-def measure_copy(num_bytes: int, device: Any = None, *, repeats: int = REPEATS) -> float:
+def measure_copy(num_bytes: int, device: jax.Device = None, *, repeats: int = REPEATS) -> float:
     """Measures the bandwidth of device memory in bytes per second: float32 values are read, added
     to and written; both directions count.
 

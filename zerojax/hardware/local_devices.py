@@ -113,18 +113,20 @@ class LinkRates:
     both: float
 
 
-def has_pinned_host(device: Any) -> bool:
+def has_pinned_host(device: jax.Device) -> bool:
     """Returns whether a device can access pinned host memory."""
     return HOST_KIND in {memory.kind for memory in device.addressable_memories()}
 
 
-def shares_host_memory(device: Any) -> bool:
+def shares_host_memory(device: jax.Device) -> bool:
     """Returns whether a device's memory is the host's memory, so that there is no link to
     measure."""
     return device.platform == "cpu"
 
 
-def measure_link(*, num_bytes: int = 2**30, repeats: int = 5, device: Any = None) -> LinkRates:
+def measure_link(
+    *, num_bytes: int = 2**30, repeats: int = 5, device: jax.Device = None
+) -> LinkRates:
     """Measures the bandwidth of copies of an array of `num_bytes` between a device and pinned host
     memory.
 

@@ -152,7 +152,7 @@ def disk_name(folder: str | os.PathLike[str]) -> str:
     return device
 
 
-def _whole_entries(part: str, entries: Any, kind: type) -> Iterator[dict[str, Any]]:
+def _whole_entries(part: str, entries: object, kind: type) -> Iterator[dict[str, Any]]:
     """Yields the undamaged entries in section `part` that have the fields of `kind`."""
     for name, entry in entries.items() if isinstance(entries, Mapping) else ():
         if isinstance(entry, Mapping) and entry.get("digest") == _digest(part, name, entry):
@@ -168,7 +168,7 @@ def _digest(part: str, name: str, entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _has_form(entry: Any, kind: type) -> bool:
+def _has_form(entry: object, kind: type) -> bool:
     """Returns whether an entry has all fields of the dataclass `kind`, as texts and positive
     numbers."""
     fields = dataclasses.fields(kind)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax import linen, nnx
 
 from zerojax.config.display import quoted
+from zerojax.config.tree_types import Batch
 from zerojax.models import losses
 from zerojax.models.from_functions import FunctionModel
 from zerojax.models.from_linen import LinenModel
@@ -69,7 +70,7 @@ def evaluation_mode(model: Model) -> Model:
     return changed
 
 
-def _check_not_torch(model: Any) -> None:
+def _check_not_torch(model: object) -> None:
     """Raises a TypeError for a PyTorch module (which is callable, too) or a pair that contains
     one."""
     parts = model if isinstance(model, tuple) else (model,)
@@ -83,7 +84,7 @@ def _check_not_torch(model: Any) -> None:
         )
 
 
-def _check_factory(model: Any) -> None:
+def _check_factory(model: Callable[..., Any]) -> None:
     """Checks that a callable accepts one positional argument, as a model factory must, and that a
     parameter `rngs`, if it has one, receives it.
 
@@ -113,7 +114,7 @@ def _check_factory(model: Any) -> None:
         )
 
 
-def as_loss(loss: Any, model: Model, batch: Any = None) -> Loss:
+def as_loss(loss: object, model: Model, batch: Batch = None) -> Loss:
     """Checks and returns the user's loss; None returns the model's own loss.
 
     Args:
@@ -149,7 +150,7 @@ def as_loss(loss: Any, model: Model, batch: Any = None) -> Loss:
     return loss
 
 
-def default_loss(model: Model, batch: Any = None) -> Loss:
+def default_loss(model: Model, batch: Batch = None) -> Loss:
     """Returns a loss function that calls the model's own method `loss(batch)`.
 
     Its unit is the model's attribute `loss_unit`, if it has one.
@@ -171,7 +172,7 @@ def default_loss(model: Model, batch: Any = None) -> Loss:
     )
 
 
-def _example(batch: Any, function: str | None = None) -> str:
+def _example(batch: Batch, function: str | None = None) -> str:
     """Returns source text of an example `loss=` for batches with the keys of `batch`.
 
     Args:
@@ -207,5 +208,5 @@ def width_of(model: Model) -> int | None:
     return getattr(config, "hidden_size", None) or getattr(config, "embed_dim", None)
 
 
-def _name_of(thing: Any) -> str:
+def _name_of(thing: object) -> str:
     return getattr(thing, "__qualname__", None) or type(thing).__name__

@@ -7,14 +7,14 @@ before the backward pass gives it the same cotangent as on one device, where the
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch
 from zerojax.models.losses import split_result
+from zerojax.operators.equations import Operand
 from zerojax.operators.marks import inner_programs, takes_over_batch
 from zerojax.tracing.jaxpr import cut_piece
 from zerojax.tracing.trace import ModelTrace
@@ -38,7 +38,7 @@ class BatchWeight:
         """Returns whether the weight depends on the batch."""
         return bool(self.leaves)
 
-    def __call__(self, batch: Any, num_pieces: int) -> jax.Array:
+    def __call__(self, batch: Batch, num_pieces: int) -> jax.Array:
         """Computes the sum of the weights of all parts of the batch, float32 []; call it inside a
         traced program.
 
@@ -77,11 +77,14 @@ def find_batch_weight(trace: ModelTrace, num_before: int) -> BatchWeight | None:
     return BatchWeight(piece.closed, tuple(place - num_before for place in piece.inputs))
 
 
-def _draws(program: Any) -> bool:
+def _draws(program: Jaxpr) -> bool:
     """Returns whether a program draws random numbers; they differ in each step and part of the
     batch.
     """
-    atoms = [*program.constvars, *(atom for eqn in program.eqns for atom in eqn.invars)]
+    atoms: list[Operand] = [
+        *program.constvars,
+        *(atom for eqn in program.eqns for atom in eqn.invars),
+    ]
     if any(jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key) for atom in atoms):
         return True
     return any(

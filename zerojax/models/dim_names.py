@@ -19,7 +19,7 @@ AxisRules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 """Table of (name of a dimension, mesh axes over which it is split), as Flax has it."""
 
 
-def names_in_variable(variable: Any) -> DimNames | None:
+def names_in_variable(variable: object) -> DimNames | None:
     """Returns the names that an NNX variable has in its metadata; None if it has none.
 
     The variable's own table (`sharding_rules`) is applied to them.

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.models.given_arrays import check_no_torch
 from zerojax.tracing import trees
 from zerojax.tracing.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
@@ -20,7 +21,7 @@ class BoundFunction:
     """Function `apply` with bound parameters; `key` is the PRNG key of this forward pass, and
     `training` is False in evaluation."""
 
-    def __init__(self, apply: Callable, params: Any, key: jax.Array, *, training: bool):
+    def __init__(self, apply: Callable, params: Tree, key: jax.Array, *, training: bool):
         self._apply = apply
         self.params = params
         self.key = key
@@ -44,12 +45,12 @@ class FunctionModel:
 
     def __init__(self, init: Callable, apply: Callable):
         self.source = init, apply
-        self._template: Any = None
+        self._template: Tree = None
 
     def parameter_names(self) -> Any:
         return trees.names_like(self._template)
 
-    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
+    def init(self, key: jax.Array, batch: Batch, loss: Loss) -> tuple[Arrays, Arrays]:
         make = self.source[0]
         takes_batch = len(inspect.signature(make).parameters) > 1
         params = make(key, batch) if takes_batch else make(key)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import linen
 from flax.core import meta, unfreeze
 
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.models.dim_names import DimNames, names_in_boxes
 from zerojax.tracing import trees
 from zerojax.tracing.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
@@ -58,7 +59,7 @@ class _ReadBox(meta.AxisMetadata):
     trace; the trace is then repeated without a box for this parameter (`zerojax.tracing.trace`).
     """
 
-    def __init__(self, value: Any, read: Callable[[Any], jax.Array]):
+    def __init__(self, value: Tree, read: Callable[[Any], jax.Array]):
         self.value = value
         self.read = read
 
@@ -99,7 +100,7 @@ class _ReadBox(meta.AxisMetadata):
     # Arrays are not hashable.
     __hash__ = None  # type: ignore[assignment]
 
-    def replace_boxed(self, val: Any) -> _ReadBox:
+    def replace_boxed(self, val: Tree) -> _ReadBox:
         return _ReadBox(val, self.read)
 
     def add_axis(self, index: int, params: dict) -> _ReadBox:
@@ -112,7 +113,7 @@ class _ReadBox(meta.AxisMetadata):
         return (self.value,), self.read
 
     @classmethod
-    def tree_unflatten(cls, read: Any, children: tuple[Any]) -> _ReadBox:
+    def tree_unflatten(cls, read: Callable[[Any], jax.Array], children: tuple[Any]) -> _ReadBox:
         return cls(children[0], read)
 
 
@@ -143,7 +144,12 @@ class BoundLinen:
         names = ("params", "dropout", "noise", "gate", "carry")
         return {name: jax.random.fold_in(self._key, index) for index, name in enumerate(names)}
 
-    def _switches(self, args: Any, kwargs: Mapping[str, Any], method: Any) -> dict[str, bool]:
+    def _switches(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        method: Callable[..., Any] | str | None,
+    ) -> dict[str, bool]:
         """Returns the mode (training or evaluation) as keyword arguments that the method accepts
         and the call does not pass.
         """
@@ -164,7 +170,9 @@ class BoundLinen:
         self.switched |= switches.keys()
         return switches
 
-    def _apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def _apply(
+        self, *args: Any, method: Callable[..., Any] | str | None = None, **kwargs: Any
+    ) -> Any:
         kwargs |= self._switches(args, kwargs, method)
         mutable = [name for name in self.variables if name != "params"] if self.training else []
         rngs = self._rngs()
@@ -197,7 +205,9 @@ class _InitialisingLinen(BoundLinen):
 
     dim_names: Mapping[str, DimNames] = types.MappingProxyType({})
 
-    def _apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def _apply(
+        self, *args: Any, method: Callable[..., Any] | str | None = None, **kwargs: Any
+    ) -> Any:
         if self.variables:
             return super()._apply(*args, method=method, **kwargs)
         kwargs |= self._switches(args, kwargs, method)
@@ -233,7 +243,7 @@ class LinenModel:
         place."""
         return trees.names_like(self._templates["params"])
 
-    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
+    def init(self, key: jax.Array, batch: Batch, loss: Loss) -> tuple[Arrays, Arrays]:
         bound = _InitialisingLinen(self.source, {}, key, training=True)
         loss(bound, batch)
         if "params" not in bound.variables:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jax.typing import DTypeLike
 
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.models.dim_names import DimNames, names_in_variable
 from zerojax.models.given_arrays import check_no_torch
 from zerojax.models.step_count import find_step_rules
@@ -20,7 +21,7 @@ from zerojax.tracing.protocol import Arrays, Loss, OnRead, StepRule
 # PRNG keys are stored as uint32 arrays, so that every array of the state is an ordinary array.
 
 
-def _is_key(value: Any) -> bool:
+def _is_key(value: object) -> bool:
     return hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
@@ -34,7 +35,9 @@ def _key_impl(dtype: DTypeLike) -> str:
     raise ValueError(f"a random stream of the model has keys of dtype {dtype}; use one of {names}")
 
 
-def _fold_key(key_data: jax.Array, like: Any, bits: jax.Array) -> jax.Array:
+def _fold_key(
+    key_data: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, bits: jax.Array
+) -> jax.Array:
     """Converts stored key data to typed keys, each folded with the 32 random bits of this call."""
     keys = jax.random.wrap_key_data(key_data, impl=_key_impl(like.dtype))
     fold = lambda key: jax.random.fold_in(key, bits)  # noqa: E731
@@ -69,10 +72,10 @@ class _ReadThrough:
     __slots__ = ()
     variable_class: type
 
-    def get_value(self, **index: Any) -> Any:
+    def get_value(self, **index: object) -> Any:
         return _opened(self).get_value(**index)
 
-    def set_value(self, value: Any, **index: Any) -> None:
+    def set_value(self, value: Tree, **index: object) -> None:
         """Stores a value that the model writes; the variable is an ordinary one afterwards."""
         opened = _opened(self)
         object.__setattr__(self, "__class__", type(opened))
@@ -114,12 +117,12 @@ def _reading_class(variable_class: type) -> type:
     return type("Reading" + variable_class.__name__, (_ReadThrough, variable_class), members)
 
 
-def _value_of(leaf: Any) -> Any:
+def _value_of(leaf: object) -> Any:
     """Returns the array of a leaf: the raw value of a Variable, or the leaf itself."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _with_value(leaf: Any, value: Any) -> Any:
+def _with_value(leaf: object, value: Tree) -> Any:
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 
@@ -213,7 +216,7 @@ class NnxModel:
                         setattr(node, name, nnx.data(value))
         return module
 
-    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
+    def init(self, key: jax.Array, batch: Batch, loss: Loss) -> tuple[Arrays, Arrays]:
         return self._arrays_of(self._make(key))
 
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
@@ -226,7 +229,7 @@ class NnxModel:
     def _arrays_of(self, module: nnx.Module) -> tuple[Arrays, Arrays]:
         return self._arrays_in(nnx.split(module, graph=True)[1])
 
-    def _arrays_in(self, state: Any) -> tuple[Arrays, Arrays]:
+    def _arrays_in(self, state: nnx.State) -> tuple[Arrays, Arrays]:
         flat = dict(nnx.to_flat_state(state))
         params = {name: _value_of(flat[path]) for name, path in self._param_paths.items()}
         extras = {}
@@ -243,7 +246,7 @@ class NnxModel:
         if cache_key not in self._graphdefs:
             names = {path: name for name, path in self._param_paths.items()}
 
-            def exchange(state: Any) -> tuple[Any, Any]:
+            def exchange(state: nnx.State) -> tuple[Any, Any]:
                 module = nnx.merge(self._graphdef, state)
                 for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
                     read = on_read.get(names[path])

@@ -15,19 +15,19 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from zerojax.tracing.trees import PyTree
+from zerojax.tracing.trees import Tree
 
 _ALIGNMENT = 64
 """Alignment in bytes of host memory that JAX uses on the CPU without a copy."""
 
 
-def is_of_torch(thing: Any) -> bool:
+def is_of_torch(thing: object) -> bool:
     """Returns whether an object or class is, or derives from, a class of PyTorch."""
     classes = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
     return any(base.__module__.partition(".")[0] == "torch" for base in classes)
 
 
-def as_arrays(batch: PyTree) -> PyTree:
+def as_arrays(batch: Tree) -> Tree:
     """Replaces other libraries' tensors in a batch by NumPy arrays.
 
     A mapping that is not a pytree for JAX, such as the result of a Hugging Face tokenizer, becomes
@@ -42,7 +42,7 @@ def as_arrays(batch: PyTree) -> PyTree:
     return treedef.unflatten(_as_array(path, leaf) for path, leaf in leaves)
 
 
-def own_arrays(batch: PyTree) -> PyTree:
+def own_arrays(batch: Tree) -> Tree:
     """Copies the NumPy arrays of a batch, whose memory its maker may fill again.
 
     A batch is used later than it is made: it is read ahead, it is sent to GPUs in the background,
@@ -73,12 +73,12 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[first : first + num_bytes].view(dtype).reshape(shape)
 
 
-def _is_foreign(leaf: Any) -> bool:
+def _is_foreign(leaf: object) -> bool:
     is_known = isinstance(leaf, jax.Array) or isinstance(getattr(leaf, "dtype", None), np.dtype)
     return hasattr(leaf, "__array__") and not is_known
 
 
-def _as_array(path: Sequence[Any], leaf: Any) -> Any:
+def _as_array(path: Sequence[Any], leaf: object) -> Any:
     if isinstance(leaf, Mapping):
         return as_arrays(dict(leaf))
     if not _is_foreign(leaf):
@@ -133,7 +133,7 @@ def check_no_torch(params: Mapping[str, Any]) -> None:
             )
 
 
-def check_arrays(batch: PyTree) -> None:
+def check_arrays(batch: Tree) -> None:
     """Checks that all values of a batch are numeric arrays.
 
     Raises:
@@ -165,7 +165,7 @@ def check_arrays(batch: PyTree) -> None:
             )
 
 
-def _path_of_list(tree: Any, path: Sequence[Any]) -> Sequence[Any] | None:
+def _path_of_list(tree: Tree, path: Sequence[Any]) -> Sequence[Any] | None:
     """Returns the path of the outermost list that contains a leaf, or None."""
     for depth, part in enumerate(path):
         if isinstance(tree, list):

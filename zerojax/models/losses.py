@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch, Tree
+from zerojax.tracing.protocol import ModelLike
 
 NATS_PER_TOKEN = "nats per token"
 """Unit of a mean cross-entropy over tokens, whose exponential is the perplexity."""
@@ -26,11 +29,11 @@ class LossWithUnit:
     function: Callable[[Any, Any], Any]
     unit: str | None
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model: ModelLike, batch: Batch) -> Any:
         return self.function(model, batch)
 
 
-def loss_unit(loss: Any) -> str | None:
+def loss_unit(loss: object) -> str | None:
     """Returns the unit that a loss function declares, or None."""
     return loss.unit if isinstance(loss, LossWithUnit) else None
 
@@ -84,7 +87,7 @@ class LossParts(NamedTuple):
     metrics: Mapping[str, Any]
 
 
-def split_result(result: Any) -> LossParts:
+def split_result(result: Tree) -> LossParts:
     """Splits `loss`, `(sum, weight)`, `(loss, {...})` or `(sum, weight, {...})` into its parts."""
     parts = result if isinstance(result, tuple) else (result,)
     metrics: Mapping[str, Any] = {}
@@ -93,7 +96,7 @@ def split_result(result: Any) -> LossParts:
     return LossParts(parts[0], parts[1] if len(parts) > 1 else None, metrics)
 
 
-def as_sums(result: Any) -> dict[str, Any]:
+def as_sums(result: Tree) -> dict[str, Any]:
     """Converts a loss's result for one part of a batch to float32 sums that can be added over
     parts.
 
@@ -128,7 +131,9 @@ def own_means(sums: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x["sum"] / x["weight"] for name, x in sums.get("metrics", {}).items()}
 
 
-def _metric(value: Any, weight: jax.Array) -> dict[str, jax.Array]:
+def _metric(
+    value: ArrayLike | tuple[ArrayLike, ArrayLike], weight: jax.Array
+) -> dict[str, jax.Array]:
     if isinstance(value, tuple):
         total, metric_weight = value
         return {"sum": _float32(total), "weight": _float32(metric_weight)}
@@ -136,7 +141,7 @@ def _metric(value: Any, weight: jax.Array) -> dict[str, jax.Array]:
     return {"sum": jnp.where(weight == 0, 0, _float32(value) * weight), "weight": weight}
 
 
-def _float32(value: Any) -> jax.Array:
+def _float32(value: ArrayLike) -> jax.Array:
     return jnp.asarray(value, jnp.float32)
 
 

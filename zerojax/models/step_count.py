@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 from zerojax.tracing import trees
 from zerojax.tracing.protocol import Arrays, Rule, StepRule
@@ -35,7 +36,7 @@ class StepCount(nnx.Variable):
     >>> router = Router()
     """
 
-    def __init__(self, value: Any, *, changes: str, rule: Rule, **metadata: Any) -> None:
+    def __init__(self, value: ArrayLike, *, changes: str, rule: Rule, **metadata: Any) -> None:
         """Creates the counts.
 
         Args:

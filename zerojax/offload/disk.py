@@ -420,7 +420,7 @@ def array_source(plan: Decisions, place: DiskLeaf, arrays: Mapping[str, jax.Arra
 
 
 def arrays_of(
-    plan: Decisions, state: Any, leaves: Sequence[SlicedLeaf]
+    plan: Decisions, state: Mapping[str, Any], leaves: Sequence[SlicedLeaf]
 ) -> dict[str, dict[str, Any]]:
     """Returns {parameter: {"master" or moment: leaf}} from a tree with a state's structure."""
     layout = plan.offload

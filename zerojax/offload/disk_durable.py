@@ -253,7 +253,7 @@ def resume(plan: Decisions) -> tuple[TrainState, dict[str, Any] | None]:
     return state, about.get("data_state")
 
 
-def _rest(plan: Decisions, state: Any) -> dict[str, Any]:
+def _rest(plan: Decisions, state: TrainState) -> dict[str, Any]:
     """Returns the part of a state that is written beside the buckets of a durable store: {name:
     leaf}.
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax.checkpoint.store.boxes import Box, Shape, parts_of_run
 from zerojax.checkpoint.store.pieces import PieceWriter, ShardBlock
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.offload.disk import (
     DiskState,
     Source,
@@ -252,7 +253,7 @@ def _with_slices(
     return result
 
 
-def put_moments(plan: Decisions, opt_state: Any, tiers: Mapping[str, Mapping[str, Tiers]]) -> Any:
+def put_moments(plan: Decisions, opt_state: Tree, tiers: Mapping[str, Mapping[str, Tiers]]) -> Any:
     """Returns an optimizer state with its moments replaced by the moments in `tiers`."""
     assert plan.offload is not None
     moments = plan.offload.moments

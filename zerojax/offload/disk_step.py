@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.mesh import DEVICE
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.offload.disk import (
     DiskState,
 )
@@ -67,7 +68,7 @@ class DiskStep:
         self._update = SliceUpdates(plan)
         self.trace, self.lower = jitted.trace, jitted.lower
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         disk = state["disk"]
         new, metrics, pending = self._jitted({**state, "disk": {}}, batch)
         new["disk"] = disk
@@ -83,7 +84,7 @@ class DiskStep:
 
 
 def pending_of(
-    plan: Decisions, grads: Mapping[str, jax.Array], opt_state: Any, now: ThisStep
+    plan: Decisions, grads: Mapping[str, jax.Array], opt_state: Tree, now: ThisStep
 ) -> dict[str, Any]:
     """Returns the values that the jitted part passes to the update of slices in files; traced.
 
@@ -231,7 +232,7 @@ def build_slice_update(
         old: dict[str, jax.Array],
         grad: jax.Array,
         number: jax.Array,
-        opt_state: Any,
+        opt_state: Tree,
         numbers: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         begun = begin(plan, opt_state, context_of(plan, *numbers))
@@ -239,7 +240,7 @@ def build_slice_update(
         # Outside of a loop XLA (JAX 0.10, CPU) fuses it differently and rounds other products.
         held = weights_of(weights, grad)
 
-        def body(number: jax.Array, carry: Any) -> Any:
+        def body(number: jax.Array, carry: Tree) -> Any:
             rows, old = carry
             if held.own is None or MASTER in old:
                 own = old[MASTER][0]

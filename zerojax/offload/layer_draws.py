@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch
 from zerojax.placement.state import run_key_data
 from zerojax.placement.state_layout import OffloadLayout
 from zerojax.tracing.protocol import Loss, Model
@@ -33,7 +34,7 @@ class LayerDraws:
 
 
 def initial_arrays_of(
-    model: Model, batch: Any, loss: Loss, key_data: jax.Array
+    model: Model, batch: Batch, loss: Loss, key_data: jax.Array
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """Returns the parameters and the other state that a model's initialization makes; for use under
     `jax.jit` or tracing.
@@ -49,7 +50,7 @@ def initial_arrays_of(
     return model.init(jax.random.wrap_key_data(key_data), zeros, loss)
 
 
-def find_draws(model: Model, batch: Any, loss: Loss, names: Sequence[str]) -> LayerDraws:
+def find_draws(model: Model, batch: Batch, loss: Loss, names: Sequence[str]) -> LayerDraws:
     """Finds the parameters whose layers can be initialized one by one, with the same values as all
     layers at once.
 
@@ -70,7 +71,9 @@ def find_draws(model: Model, batch: Any, loss: Loss, names: Sequence[str]) -> La
     return LayerDraws(*find_rows(program, names))
 
 
-def describe_draws(model: Model, batch: Any, loss: Loss, layout: OffloadLayout | None) -> list[str]:
+def describe_draws(
+    model: Model, batch: Batch, loss: Loss, layout: OffloadLayout | None
+) -> list[str]:
     """Describes how much device memory the initialization of layers in files takes.
 
     Args:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
@@ -16,7 +16,10 @@ _ASKED = "offload.params=nvme"
 
 
 def check_pages(
-    settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision, tx: Any
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    precision: Precision,
+    tx: optax.GradientTransformation,
 ) -> None:
     """Raises if layers in files cannot be combined with another part of the plan.
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.offload.streaming import StreamedPass, one_of
 from zerojax.offload.streaming_layers import floating
 from zerojax.offload.streaming_rows import LayerRows, put_rows, split_by_name
@@ -61,7 +62,7 @@ class Context(NamedTuple):
     prepared: Any
     extras: Any
     key_data: Any
-    batch: Any
+    batch: Batch
     index: Any
 
 
@@ -78,7 +79,7 @@ class Backward(NamedTuple):
     gradients: Any
     consts: Any
     others: Any
-    device: Any
+    device: jax.Device
     squares: Any
 
 
@@ -240,7 +241,7 @@ class LayerPrograms:
         return weights, (extras, key, batch)
 
     def _begin(
-        self, params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Any
+        self, params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Batch
     ) -> Any:
         prepared = prepare_parameters(self.config, params, frozen)
         outer, device = {}, {}
@@ -430,7 +431,7 @@ def build_scale(config: PassConfig) -> Callable[[Arrays, jax.Array | None], jax.
 
 
 def evaluation_config(
-    plan: Decisions, config: PassConfig, function: Loss, batch: Any
+    plan: Decisions, config: PassConfig, function: Loss, batch: Batch
 ) -> PassConfig:
     """Returns the configuration of an evaluation pass (see `zero.for_evaluation`).
 
@@ -444,7 +445,7 @@ def evaluation_config(
     found: list[PassConfig] = []
     stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
 
-    def local(stored: Arrays, extras: Arrays, batch: Any) -> None:
+    def local(stored: Arrays, extras: Arrays, batch: Batch) -> None:
         found.append(for_evaluation(config, stored, extras, batch))
 
     mapped = jax.shard_map(
@@ -459,7 +460,7 @@ def evaluation_config(
     return found[0]
 
 
-def _prepared_specs(config: PassConfig, params: Any, frozen: Any) -> tuple[Arrays, Arrays]:
+def _prepared_specs(config: PassConfig, params: Tree, frozen: Any) -> tuple[Arrays, Arrays]:
     """Returns the specs of the results of `zero.prepare_parameters`, for parameters that are not in
     files.
     """
@@ -482,11 +483,11 @@ def _prepared_specs(config: PassConfig, params: Any, frozen: Any) -> tuple[Array
     return inputs, constants
 
 
-def _own(tree: Any) -> Any:
+def _own(tree: Tree) -> Any:
     """Adds a first dimension of size 1 to arrays of a tree that differ between data shards."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
-def _here(tree: Any) -> Any:
+def _here(tree: Tree) -> Any:
     """Returns `tree` without the first dimension that `_own` adds."""
     return jax.tree.map(lambda x: x[0], tree)

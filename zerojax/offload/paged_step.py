@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.models.losses import no_sums
 from zerojax.offload.disk import (
     DiskState,
@@ -84,7 +85,7 @@ class PagedStep:
         self._number = plan.num_microbatches
         self._whole_updates, self.page_updates = SliceUpdates(plan), PageUpdates(plan)
 
-        def key_and_factor(state: TrainState, batch: Any) -> tuple[Any, Any]:
+        def key_and_factor(state: TrainState, batch: Batch) -> tuple[Any, Any]:
             key = step_key(state["rng"], state["step"])
             return jax.random.key_data(key), factor_of(state, batch)
 
@@ -96,7 +97,7 @@ class PagedStep:
         self._scale = jax.jit(scale, out_shardings=NamedSharding(plan.mesh, P()))
         self._in_backward = plan.offload.update_in_backward
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         disk, errors = state["disk"], DiskErrors()
         given: Any = {**state, "disk": {}}
         with contextlib.ExitStack() as stack:
@@ -122,7 +123,7 @@ class PagedStep:
         self,
         pages: Pages,
         state: TrainState,
-        batch: Any,
+        batch: Batch,
         update: UpdateInBackward | None,
         errors: DiskErrors,
     ) -> PassTotals:
@@ -204,7 +205,7 @@ class PagedStep:
         weights: PageSweep,
         context: Context,
         forward: Any,
-        state: Any,
+        state: TrainState,
         update: UpdateInBackward | None,
         errors: DiskErrors,
     ) -> Any:
@@ -232,7 +233,7 @@ class PagedStep:
                 pages.gradients.renew()
         with PageSweep(pages.gradients, order, read=has_earlier, held=2, errors=errors) as sweep:
 
-            def leave(page: Any, grads: Any) -> None:
+            def leave(page: Any, grads: Tree) -> None:
                 # Waiting for the gradients also waits for everything that reads the old page.
                 pages.gradients.take(page.array, jax.block_until_ready(grads))
                 sweep.write(page)
@@ -331,7 +332,7 @@ class PagedEvaluation:
         self._plan, self._config, self._loss = plan, config, loss
         self._programs: LayerPrograms | None = None
 
-    def __call__(self, state: TrainState, batch: Any) -> Metrics:
+    def __call__(self, state: TrainState, batch: Batch) -> Metrics:
         if self._programs is None:
             config = evaluation_config(self._plan, self._config, self._loss, batch)
             self._programs = LayerPrograms(self._plan, config, train=False)

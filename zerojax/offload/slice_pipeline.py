@@ -17,6 +17,7 @@ import jax
 from jax import lax
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.placement.slices import put_slice, take_slice, to_device, to_host
 
 Slices = tuple[jax.Array, ...]
@@ -86,7 +87,7 @@ class _Pipeline:
         """
         last = count - 1
 
-        def body(done: Any, carry: Any) -> Any:
+        def body(done: Any, carry: Tree) -> Any:
             arrays, loaded = carry
             index = last - done
             arrays, new = self._compute(arrays, loaded, index)
@@ -108,7 +109,7 @@ class _Pipeline:
                 arrays, loaded, following = lax.optimization_barrier((arrays, loaded, following))
             arrays, new = self._compute(arrays, loaded, 0)
 
-            def body(index: jax.Array, carry: Any) -> Any:
+            def body(index: jax.Array, carry: Tree) -> Any:
                 arrays, loaded, new = carry
                 arrays, following = self._exchange(arrays, load=index + 1, store=(new, index - 1))
                 arrays, new = self._compute(arrays, loaded, index)

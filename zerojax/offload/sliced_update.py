@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.mesh import DEVICE, HOST
+from zerojax.config.tree_types import Tree
 from zerojax.offload.slice_pipeline import SliceStack, update_slices
 from zerojax.optim import BegunUpdate, Optimizer, UpdateContext
 from zerojax.passes.update import ThisStep, axes_of_leaves, clipped_scale, true_shapes
@@ -112,7 +113,7 @@ def context_of(
     )
 
 
-def begin(plan: Decisions, opt_state: Any, context: UpdateContext) -> BegunUpdate:
+def begin(plan: Decisions, opt_state: Tree, context: UpdateContext) -> BegunUpdate:
     """Computes the scalars of this step's update, for all parameters, before any array is
     loaded.
     """
@@ -232,6 +233,6 @@ class LeafUpdate:
         return weights, (None, *after) if master is None else tuple(after)
 
 
-def specs_of(tree: Any) -> Any:
+def specs_of(tree: Tree) -> Any:
     """Returns the partition specs of a tree of `ShapeDtypeStruct`s with shardings."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)

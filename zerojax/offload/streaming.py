@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.mesh import DEVICE
+from zerojax.config.tree_types import Tree
 from zerojax.models.losses import no_sums
 from zerojax.offload.streaming_layers import (
     Inputs,
@@ -120,7 +121,7 @@ def _all_microbatches(
         batch = jax.tree.map(lambda x: x[0], microbatches)
         return weights.differentiate(extras, key, batch, loss_factor, sink, totals)
 
-    def one(carry: Any, item: Any) -> tuple[Any, None]:
+    def one(carry: Tree, item: Any) -> tuple[Any, None]:
         sums, outer, totals, extras = carry
         index, batch = item
         own = jax.random.fold_in(key, index)
@@ -429,7 +430,7 @@ def _not_sliced(names: frozenset[str]) -> str:
     )
 
 
-def _abstract(tree: Any) -> Any:
+def _abstract(tree: Tree) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 

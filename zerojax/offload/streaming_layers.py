@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.placement.device_mesh import COMPILER_AXES
 from zerojax.placement.slices import put_slice, take_slice
 from zerojax.tracing.activation_offload import without_checkpoints
@@ -148,7 +149,7 @@ def run_forward(
     changes = jax.tree.map(stack, written)
     kept = None if inputs is None else inputs.empty(max(last, 1), activations)
 
-    def one(index: jax.Array | int, carry: Any) -> Any:
+    def one(index: jax.Array | int, carry: Tree) -> Any:
         activations, rows, kept, changes = carry
         following = work.load(index + 1)
         if inputs is not None:
@@ -191,7 +192,7 @@ def run_backward(
         of_rows, sums = _pull(work.run_again(rows, index, activations), index, sums)
         return sums, take(totals, index, of_rows)
 
-    def body(done: Any, state: Any) -> Any:
+    def body(done: Any, state: Tree) -> Any:
         rows, activations, sums, totals = state
         index = last - done
         following, entering = work.load(index - 1), inputs.load(kept, index - 1)
@@ -301,7 +302,7 @@ def run_updating_backward(
         """Returns (optimizer state of layer `index`, weights of layer `index - 1`), loaded."""
         return updates.load_state(totals, index, names), updates.load(totals, index - 1, names)
 
-    def body(done: Any, carry: Any) -> Any:
+    def body(done: Any, carry: Tree) -> Any:
         rows, activations, sums, totals, waiting, loaded = carry
         index = last - done
         turns = _Turns(updates, totals, waiting, loaded, index + 1, load)
@@ -353,7 +354,7 @@ def run_delayed_backward(
     def load(totals: Any, index: jax.Array | int, names: Sequence[str]) -> tuple[Arrays]:
         return (updates.load_state(totals, index, names),)
 
-    def body(done: Any, carry: Any) -> Any:
+    def body(done: Any, carry: Tree) -> Any:
         rows, activations, sums, totals, loaded = carry
         index = last - done
         totals, waiting = updates.waiting(totals, index)

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -407,7 +407,11 @@ def _run(
 
 
 def _in_order(
-    run: Callable[..., jax.Array], index: Any, rows: Any, sinks: Any, *arrays: Any
+    run: Callable[..., jax.Array],
+    index: jax.Array | None,
+    rows: Mapping[str, Any],
+    sinks: jax.Array | None,
+    *arrays: jax.Array,
 ) -> Any:
     return run(*arrays, index, rows, sinks)
 
@@ -624,7 +628,10 @@ def _own_table(
 
 
 def _pair(
-    name: str, integers: Any, query: jax.Array, key: jax.Array
+    name: str,
+    integers: jax.Array | tuple[jax.Array, jax.Array] | None,
+    query: jax.Array,
+    key: jax.Array,
 ) -> tuple[jax.Array, jax.Array] | None:
     """Returns integers [batch, tokens] for queries and for keys; None if the argument is None."""
     if integers is None:

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.operators import chunked_attention as chunked
 from zerojax.operators import cudnn_attention as cudnn
 from zerojax.operators import kernel_attention as kernels
@@ -107,12 +108,12 @@ def attention_of_branch(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, *operands: Any) -> jax.Array:
+def _attend(options: _Options, *operands: Tree) -> jax.Array:
     out, _ = _compute(options, *operands)
     return checkpoint_name(out, LINEAR_RULE)
 
 
-def _forward(options: _Options, *operands: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(options: _Options, *operands: Tree) -> tuple[jax.Array, tuple[Any, ...]]:
     out, log_sum = checkpoint_name(_as_one_operation(options, *operands), KEPT)
     return out, (*operands, out, log_sum)
 
@@ -134,12 +135,12 @@ _attend.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _as_one_operation(options: _Options, *operands: Any) -> tuple[jax.Array, jax.Array]:
+def _as_one_operation(options: _Options, *operands: Tree) -> tuple[jax.Array, jax.Array]:
     """Wraps the branches as one operation, whose interior an outer `jax.checkpoint` cannot save."""
     return _compute(options, *operands)
 
 
-def _refuse(*_: Any) -> Any:
+def _refuse(*_: object) -> Any:
     raise NotImplementedError(
         "this attention (with sinks, or windows that differ between layers) has no second "
         "derivative; use implementation='xla'"
@@ -177,9 +178,9 @@ def _part(
     options: _Options,
     branch: Branch,
     dtype: DTypeLike,
-    query: Any,
-    key: Any,
-    value: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     rows: Rows,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one branch of `_compute` without sinks, with the result in `dtype`."""
@@ -203,9 +204,9 @@ def _part(
 def _slopes(
     options: _Options,
     branch: Branch,
-    query: Any,
-    key: Any,
-    value: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     rows: Rows,
     out: jax.Array,
     log_sum: jax.Array,
@@ -239,14 +240,14 @@ def _slopes(
 
 
 def _switch(
-    options: _Options, index: jax.Array | None, runs: list[Callable[..., Any]], *operands: Any
+    options: _Options, index: jax.Array | None, runs: list[Callable[..., Any]], *operands: Tree
 ) -> Any:
     """Runs the selected branch; each branch's scope records the fraction of layers that take it."""
     if index is None:
         return runs[0](*operands)
 
     def scoped(run: Callable[..., Any], branch: Branch) -> Callable[..., Any]:
-        def call(*operands: Any) -> Any:
+        def call(*operands: Tree) -> Any:
             with _scope(branch):
                 return run(*operands)
 

@@ -11,12 +11,13 @@ import contextvars
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.hardware.gpus import Gpu, gpu_of_device, named_gpu
 from zerojax.operators import cudnn_attention as cudnn
 from zerojax.operators import kernel_attention as kernels
@@ -242,7 +243,7 @@ def choose(
     return ("chunked" if is_long else "xla"), f"auto: {because}{limit} than {LONGEST_STORED} keys"
 
 
-def on_each_device(run: Callable[..., jax.Array], *more: Any) -> Callable[..., jax.Array]:
+def on_each_device(run: Callable[..., jax.Array], *more: Tree) -> Callable[..., jax.Array]:
     """Wraps an attention function so that each device computes its own heads.
 
     The compiler cannot partition a library call, and would gather the operands for an axis over

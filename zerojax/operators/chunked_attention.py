@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.operators.attention_tiles import Extent, Tiles, tiles_of
 from zerojax.operators.marks import LINEAR_RULE
 from zerojax.operators.sparse_layouts import BlockTable
@@ -208,7 +209,7 @@ def _cut_of(
     key: jax.Array,
     visibility: Visibility,
     scale: float,
-    positions: Any,
+    positions: tuple[jax.Array, jax.Array] | None,
     *,
     table: BlockTable | None = None,
     block: int | None = None,
@@ -227,7 +228,12 @@ def _cut_of(
 
 
 def _operands(
-    cut: _Cut, query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, positions: Any
+    cut: _Cut,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: tuple[jax.Array, jax.Array] | None,
+    positions: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any]]:
     """Splits query, key, value, segments and positions into blocks."""
     groups, tiles = query.shape[2] // key.shape[2], cut.tiles
@@ -300,13 +306,17 @@ def _both_in_blocks(cut: _Cut, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.A
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(cut: _Cut, query: Any, key: Any, value: Any, rows: dict[str, Any]) -> jax.Array:
+def _attend(
+    cut: _Cut, query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Any]
+) -> jax.Array:
     out, _ = _forward_pass(cut, query, key, value, rows)
     out = out.astype(query.dtype)
     return checkpoint_name(out, LINEAR_RULE)
 
 
-def _forward(cut: _Cut, query: Any, key: Any, value: Any, rows: Any) -> tuple[Any, Any]:
+def _forward(
+    cut: _Cut, query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Any]
+) -> tuple[Any, Any]:
     out, log_sum = checkpoint_name(_as_one_operation(cut, query, key, value, rows), KEPT)
     return out, (query, key, value, rows, out, log_sum)
 
@@ -325,7 +335,7 @@ _attend.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _as_one_operation(cut: _Cut, *operands: Any) -> tuple[jax.Array, jax.Array]:
+def _as_one_operation(cut: _Cut, *operands: Tree) -> tuple[jax.Array, jax.Array]:
     """Wraps the loop over tiles as one operation for an outer `jax.checkpoint`.
 
     A policy that saves products would otherwise save the scores of every tile of the loop.
@@ -334,7 +344,7 @@ def _as_one_operation(cut: _Cut, *operands: Any) -> tuple[jax.Array, jax.Array]:
     return out.astype(operands[0].dtype), log_sum
 
 
-def _refuse(*_: Any) -> Any:
+def _refuse(*_: object) -> Any:
     raise NotImplementedError(
         "attention='chunked' has no second derivative; use implementation='xla'"
     )

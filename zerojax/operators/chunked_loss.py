@@ -18,9 +18,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import LINEAR_RULE
@@ -121,7 +123,7 @@ def _check(
             )
 
 
-def _size(count: int, dtype: Any, chunk: int | Literal["auto"]) -> int:
+def _size(count: int, dtype: np.dtype, chunk: int | Literal["auto"]) -> int:
     """Returns the number of tokens of each chunk but one, which may have fewer. Chunks are about
     even; those of "auto" are whole tiles."""
     tile = _TILE if chunk == "auto" else 1
@@ -168,7 +170,13 @@ def _loss_sum(
     return checkpoint_name(loss, LINEAR_RULE)
 
 
-def _forward(cut: _Cut, hidden: Any, head: Any, targets: Any, counted: Any) -> tuple[Any, Any]:
+def _forward(
+    cut: _Cut,
+    hidden: CustomVJPPrimal,
+    head: CustomVJPPrimal,
+    targets: CustomVJPPrimal,
+    counted: CustomVJPPrimal,
+) -> tuple[Any, Any]:
     needed = _Needed(hidden.perturbed, head.perturbed, counted.perturbed)
     made = _as_one_operation(cut, needed, hidden.value, head.value, targets.value, counted.value)
     # An empty array carries the dtype of the gradients to the backward pass.
@@ -176,12 +184,14 @@ def _forward(cut: _Cut, hidden: Any, head: Any, targets: Any, counted: Any) -> t
     return made.pop("loss"), (made, like)
 
 
-def _backward(cut: _Cut, kept: tuple[dict[str, Any], jax.Array], scale: Any) -> tuple[Any, ...]:
+def _backward(
+    cut: _Cut, kept: tuple[dict[str, Any], jax.Array], scale: jax.Array | SymbolicZero
+) -> tuple[Any, ...]:
     made, like = kept
     if isinstance(scale, SymbolicZero):
         return None, None, None, None
 
-    def scaled(name: str, dtype: Any) -> jax.Array | None:
+    def scaled(name: str, dtype: DTypeLike) -> jax.Array | None:
         return (made[name].astype(jnp.float32) * scale).astype(dtype) if name in made else None
 
     gradients = scaled("hidden", like.dtype), scaled("head", like.dtype)
@@ -210,7 +220,7 @@ def _as_one_operation(cut: _Cut, needed: _Needed, *arrays: jax.Array) -> dict[st
     return lax.optimization_barrier(made)
 
 
-def _refuse(*_: Any) -> Any:
+def _refuse(*_: object) -> Any:
     raise NotImplementedError(
         "the chunked loss has no second derivative; use the plain loss (loss_chunk=None)"
     )
@@ -248,7 +258,7 @@ def _sums_of_chunks(
         like = jax.eval_shape(run, *(x[:size] for x in tokens))
         head_gradient, rows = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
-    def body(index: Any, made: tuple[Any, dict[str, jax.Array]]) -> tuple[Any, Any]:
+    def body(index: jax.Array, made: tuple[Any, dict[str, jax.Array]]) -> tuple[Any, Any]:
         (total, rows), begin = made, start + index * size
         more, new = run(*(lax.dynamic_slice_in_dim(x, begin, size) for x in tokens))
         put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=begin, axis=0)
@@ -330,14 +340,14 @@ def _over_vocabulary(logits: jax.Array, hit: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _product(
-    left: jax.Array, right: jax.Array, left_dim: int, right_dim: int, dtype: Any
+    left: jax.Array, right: jax.Array, left_dim: int, right_dim: int, dtype: DTypeLike
 ) -> jax.Array:
     """Contracts one dimension of each operand, with float32 accumulation, rounded to `dtype`."""
     dims = (((left_dim,), (right_dim,)), ((), ()))
     return lax.dot_general(left, right, dims, preferred_element_type=dtype)
 
 
-def _upscale(counted: jax.Array, dtype: Any) -> jax.Array | None:
+def _upscale(counted: jax.Array, dtype: DTypeLike) -> jax.Array | None:
     """Computes a factor for gradients of logits before they become an operand of a product.
 
     The smallest positive float16 is 6e-8, and most of 128 thousand probabilities are smaller. A

@@ -172,7 +172,9 @@ def _from_slots_forward(values: jax.Array, slots: Slots, dtype: str) -> tuple[ja
     return _from_slots(values, slots, dtype), (slots, jnp.zeros((), values.dtype))
 
 
-def _from_slots_backward(dtype: str, kept: Any, slope: jax.Array) -> tuple[jax.Array, None]:
+def _from_slots_backward(
+    dtype: str, kept: tuple[Slots, jax.Array], slope: jax.Array
+) -> tuple[jax.Array, None]:
     slots, like = kept
     spread = _spread(slope.astype(like.dtype), slots)
     shape = (-1,) + (1,) * (spread.ndim - 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -133,5 +133,5 @@ def segments_of_slots(taken: jax.Array, capacity: int) -> Segments:
       taken: int32 [E, devices], number of occupied slots among each device's slots per expert.
       capacity: number of slots per expert of each device.
     """
-    count: Any = taken.reshape(-1).astype(jnp.int32)
+    count: jax.Array = taken.reshape(-1).astype(jnp.int32)
     return Segments(jnp.arange(count.size, dtype=jnp.int32) * capacity, count)

@@ -143,16 +143,20 @@ def part_backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, query: Any, key: Any, value: Any, rows: Any) -> jax.Array:
+def _attend(
+    options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Any]
+) -> jax.Array:
     return _part(options, query, key, value, rows)[0]
 
 
-def _forward(options: _Options, query: Any, key: Any, value: Any, rows: Any) -> Any:
+def _forward(
+    options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Any]
+) -> Any:
     out, log_sum = checkpoint_name(_part(options, query, key, value, rows), KEPT)
     return out, (query, key, value, rows, out, log_sum)
 
 
-def _backward(options: _Options, kept: Any, slope: jax.Array) -> Any:
+def _backward(options: _Options, kept: tuple[Any, ...], slope: jax.Array) -> Any:
     query, key, value, rows, out, log_sum = kept
     turned = jnp.sum(slope.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     gradients = kernels.part_gradients(
@@ -169,7 +173,9 @@ def _backward(options: _Options, kept: Any, slope: jax.Array) -> Any:
 _attend.defvjp(_forward, _backward)
 
 
-def _part(options: _Options, query: Any, key: Any, value: Any, rows: Any) -> tuple[Any, Any]:
+def _part(
+    options: _Options, query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Any]
+) -> tuple[Any, Any]:
     result = kernels.attention_part(
         query, key, value, **options.of(query.shape[1], key.shape[1]), **rows
     )

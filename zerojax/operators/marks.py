@@ -268,7 +268,7 @@ def inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
     return _programs(params.values())
 
 
-def _programs(values: Any) -> Iterator[Jaxpr]:
+def _programs(values: Iterable[Any]) -> Iterator[Jaxpr]:
     for value in values:
         if isinstance(value, ClosedJaxpr):
             yield value.jaxpr

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -69,7 +70,9 @@ def check_inputs(name: str, num_inputs: int) -> None:
         )
 
 
-def codes_and_scales(xp: Any, weights: Any, name: str, levels: Any = None) -> tuple[Any, Any]:
+def codes_and_scales(
+    xp: ModuleType, weights: jax.Array | np.ndarray, name: str, levels: jax.Array | None = None
+) -> tuple[Any, Any]:
     """Quantizes a kernel; NumPy and JAX give the same bits.
 
     Args:
@@ -91,7 +94,12 @@ def codes_and_scales(xp: Any, weights: Any, name: str, levels: Any = None) -> tu
 
 
 def _with_scales(
-    xp: Any, wide: Any, axis: int, most: Any, inverse: Any, dtype: DTypeLike
+    xp: ModuleType,
+    wide: jax.Array | np.ndarray,
+    axis: int,
+    most: jax.Array | float,
+    inverse: jax.Array | float,
+    dtype: DTypeLike,
 ) -> tuple[Any, Any]:
     """Returns (codes, scales) of float32 values that share a scale along `axis`.
 
@@ -103,7 +111,7 @@ def _with_scales(
     return _nearest(xp, wide, scales, most), scales
 
 
-def float8_and_scales(xp: Any, weights: Any) -> tuple[Any, Any]:
+def float8_and_scales(xp: ModuleType, weights: jax.Array | np.ndarray) -> tuple[Any, Any]:
     """Quantizes a kernel to 8-bit floats; NumPy and JAX give the same bits.
 
     Args:
@@ -131,11 +139,11 @@ def float8_and_scales(xp: Any, weights: Any) -> tuple[Any, Any]:
     return codes.astype(_FLOAT8), scales
 
 
-def _float8_of(bits: Any) -> Any:
+def _float8_of(bits: jax.Array | np.ndarray) -> Any:
     return bits.astype(np.uint8).view(_FLOAT8)
 
 
-def _middle(one: Any, other: Any) -> Any:
+def _middle(one: jax.Array | np.ndarray, other: jax.Array | np.ndarray) -> Any:
     return (one.astype(np.float32) + other.astype(np.float32)) * np.float32(0.5)
 
 
@@ -223,7 +231,12 @@ def coded_dot(x: jax.Array, codes: jax.Array, scales: jax.Array, num_inputs: int
     return (wide * by_output).astype(dtype)
 
 
-def _nearest(xp: Any, values: Any, scales: Any, largest: int) -> Any:
+def _nearest(
+    xp: ModuleType,
+    values: jax.Array | np.ndarray,
+    scales: jax.Array | np.ndarray,
+    largest: jax.Array | float,
+) -> Any:
     """Finds the nearest codes by comparing products; a tie gives the smaller magnitude.
 
     A quotient is only a first guess, because a compiler may multiply by the inverse, which gives
@@ -237,7 +250,9 @@ def _nearest(xp: Any, values: Any, scales: Any, largest: int) -> Any:
     return xp.where(values < 0, -codes, codes)
 
 
-def rounded(xp: Any, weights: Any, name: str, levels: Any = None) -> Any:
+def rounded(
+    xp: ModuleType, weights: jax.Array | np.ndarray, name: str, levels: jax.Array | None = None
+) -> Any:
     """Returns the kernel [inputs, outputs] that codes and scales represent, in its own dtype.
 
     See `codes_and_scales` for the arguments.
@@ -247,12 +262,12 @@ def rounded(xp: Any, weights: Any, name: str, levels: Any = None) -> Any:
     return values.astype(weights.dtype).reshape(weights.shape)
 
 
-def _exact(xp: Any, values: Any) -> Any:
+def _exact(xp: ModuleType, values: jax.Array | np.ndarray) -> Any:
     """Casts to float32 in a way that keeps XLA from removing the earlier rounding of `values`."""
     return _rounded(xp, values.astype(np.float32), values.dtype)
 
 
-def _rounded(xp: Any, values: Any, dtype: DTypeLike) -> Any:
+def _rounded(xp: ModuleType, values: jax.Array | np.ndarray, dtype: DTypeLike) -> Any:
     """Rounds float32 values to the precision of `dtype`; the result is still float32."""
     kind = jnp.finfo(dtype)
     if kind.bits >= 32:
@@ -291,14 +306,21 @@ def rounded_dot(
     return _forward(x, kernel, name, num_inputs, levels)[0]
 
 
-def _forward(x: jax.Array, kernel: jax.Array, name: str, num_inputs: int, levels: Any) -> Any:
+def _forward(
+    x: jax.Array, kernel: jax.Array, name: str, num_inputs: int, levels: jax.Array | None
+) -> Any:
     contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
     values = _rounded_kernel(kernel, name, num_inputs, levels)
     product = lax.dot_general(x, values, (contracted, ((), ())))
     return product, (x, kernel, levels)
 
 
-def _backward(name: str, num_inputs: int, kept: Any, gradient: jax.Array) -> Any:
+def _backward(
+    name: str,
+    num_inputs: int,
+    kept: tuple[jax.Array, jax.Array, jax.Array | None],
+    gradient: jax.Array,
+) -> Any:
     x, kernel, levels = kept
     batch = tuple(range(x.ndim - num_inputs))
     outputs = tuple(range(len(batch), gradient.ndim)), tuple(range(num_inputs, kernel.ndim))
@@ -311,7 +333,9 @@ def _backward(name: str, num_inputs: int, kept: Any, gradient: jax.Array) -> Any
 rounded_dot.defvjp(_forward, _backward)
 
 
-def _rounded_kernel(kernel: jax.Array, name: str, num_inputs: int, levels: Any) -> jax.Array:
+def _rounded_kernel(
+    kernel: jax.Array, name: str, num_inputs: int, levels: jax.Array | None
+) -> jax.Array:
     inputs = math.prod(kernel.shape[:num_inputs])
     values = rounded(jnp, kernel.reshape(inputs, -1), name, levels).reshape(kernel.shape)
     return values if levels is None else jnp.where(levels[0] > 0, values, kernel)

@@ -22,10 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from zerojax.config.checks import names_keywords
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.operators.expert_rows import (
     Routes,
     Slots,
@@ -92,7 +94,7 @@ def experts(
     x: jax.Array,
     gates: jax.Array,
     ids: jax.Array,
-    weights: Any,
+    weights: Tree,
     apply: Apply,
     *,
     slack: float = SLACK,
@@ -233,7 +235,9 @@ class _Call:
     axis: str | None = None
     grouped: GroupedProducts | None = None
 
-    def slots_of(self, routes: Routes, begin: Any) -> tuple[Slots, tuple[int, int, int]]:
+    def slots_of(
+        self, routes: Routes, begin: jax.Array | int
+    ) -> tuple[Slots, tuple[int, int, int]]:
         """Returns the slots of a round, and their shape [experts, slots of each, -1]."""
         if self.takes_all:
             size = whole_tiles(routes.choices.size)
@@ -247,14 +251,14 @@ class _Call:
         needed."""
         return self.grouped is not None and self.axis is None
 
-    def segments(self, routes: Routes, begin: Any) -> Segments:
+    def segments(self, routes: Routes, begin: jax.Array | int) -> Segments:
         """Returns the segments of rows that this device's experts receive in a round."""
         if self.takes_all:
             return Segments(routes.start, routes.count)
         taken = jnp.clip(routes.count - begin, 0, self.capacity)
         return segments_of_slots(self.to_experts(taken[:, None]), self.capacity)
 
-    def results(self, weights: Any, rows: jax.Array, segments: Segments | None) -> jax.Array:
+    def results(self, weights: Tree, rows: jax.Array, segments: Segments | None) -> jax.Array:
         """Applies the experts to their rows [experts, slots per expert, D]."""
         if self.grouped is None:
             return self.apply(weights, rows)
@@ -287,7 +291,7 @@ _CHEAP = frozenset(_ELEMENT_BY_ELEMENT.split())
 """Primitives that read and write each element a few times."""
 
 
-def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_kept(primitive: Primitive, *_: jax.core.AbstractValue, **params: Any) -> bool:
     """Returns whether a checkpoint around a round saves the results of a primitive.
 
     It saves results of products, kernels and exchanges for the backward pass. It recomputes rows
@@ -303,7 +307,12 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _one_round(
-    call: _Call, routes: Routes, begin: Any, rows: jax.Array, gates: jax.Array, weights: Any
+    call: _Call,
+    routes: Routes,
+    begin: jax.Array | int,
+    rows: jax.Array,
+    gates: jax.Array,
+    weights: Tree,
 ) -> jax.Array:
     """Computes the contribution of one round to the output of `experts`: [T, D_out] in `call.wide`.
 
@@ -312,7 +321,7 @@ def _one_round(
     slots, size = call.slots_of(routes, begin)
     segments = None if call.grouped is None else call.segments(routes, begin)
 
-    def results(rows: jax.Array, weights: Any) -> jax.Array:
+    def results(rows: jax.Array, weights: Tree) -> jax.Array:
         brought = call.to_experts(to_slots(rows, slots).reshape(size))
         return call.results(weights, brought, segments)
 
@@ -337,7 +346,9 @@ def _fullest(call: _Call, routes: Routes) -> jax.Array:
     return most if call.axis is None else lax.pmax(most, call.axis)
 
 
-def _further(call: _Call, routes: Routes, add: Callable[[_Call, Any, Any], Any], first: Any) -> Any:
+def _further(
+    call: _Call, routes: Routes, add: Callable[[_Call, Any, Any], Any], first: Tree
+) -> Any:
     """Runs `add(call, begin, total)` for each round after the first; these rounds have fewer slots.
 
     Args:
@@ -362,14 +373,14 @@ def _further(call: _Call, routes: Routes, add: Callable[[_Call, Any, Any], Any],
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_rounds(
-    call: _Call, rows: jax.Array, gates: jax.Array, weights: Any, routes: Routes
+    call: _Call, rows: jax.Array, gates: jax.Array, weights: Tree, routes: Routes
 ) -> jax.Array:
     first = _one_round(call, routes, 0, rows, gates, weights)
     return checkpoint_name(_rest_of(call, rows, gates, weights, routes, first), LINEAR_RULE)
 
 
 def _rest_of(
-    call: _Call, rows: jax.Array, gates: jax.Array, weights: Any, routes: Routes, first: jax.Array
+    call: _Call, rows: jax.Array, gates: jax.Array, weights: Tree, routes: Routes, first: jax.Array
 ) -> jax.Array:
     def add(call: _Call, begin: jax.Array, total: jax.Array) -> jax.Array:
         return total + _one_round(call, routes, begin, rows, gates, weights)
@@ -378,7 +389,7 @@ def _rest_of(
 
 
 def _forward(
-    call: _Call, rows: jax.Array, gates: jax.Array, weights: Any, routes: Routes
+    call: _Call, rows: jax.Array, gates: jax.Array, weights: Tree, routes: Routes
 ) -> tuple[jax.Array, Any]:
     # Residuals of the first round are saved like those of any layer (see `_is_kept`). A
     # `jax.checkpoint` around the model recomputes them.
@@ -387,11 +398,11 @@ def _forward(
     return out, (pull, rows, gates, weights, routes)
 
 
-def _backward(call: _Call, kept: Any, slope: jax.Array) -> tuple[Any, ...]:
+def _backward(call: _Call, kept: tuple[Any, ...], slope: jax.Array) -> tuple[Any, ...]:
     pull, rows, gates, weights, routes = kept
     operands = rows, gates, weights
 
-    def add(call: _Call, begin: jax.Array, total: Any) -> Any:
+    def add(call: _Call, begin: jax.Array, total: Tree) -> Any:
         _, again = jax.vjp(functools.partial(_one_round, call, routes, begin), *operands)
         return jax.tree.map(lambda sum_, part: sum_ + part.astype(sum_.dtype), total, again(slope))
 
@@ -411,7 +422,7 @@ def _widened(x: jax.Array) -> jax.Array:
 
 
 def _result(
-    apply: Apply, weights: Any, shape: tuple[int, ...], dtype: DTypeLike
+    apply: Apply, weights: Tree, shape: tuple[int, ...], dtype: DTypeLike
 ) -> tuple[tuple[int, ...], np.dtype]:
     """Returns (shape, dtype) of the result of `apply` for rows of shape [E, C, D] or [R, D]."""
     run = apply if len(shape) == 3 else functools.partial(_with_stand_in, apply)
@@ -437,11 +448,13 @@ def _result(
     return result_shape, np.dtype(result.dtype)
 
 
-def _with_stand_in(apply: Apply, weights: Any, rows: jax.Array) -> jax.Array:
+def _with_stand_in(apply: Apply, weights: Tree, rows: jax.Array) -> jax.Array:
     return apply(weights, rows, stand_in)
 
 
-def _check(x: Any, gates: Any, ids: Any, weights: Any, slack: float, devices: int) -> int:
+def _check(
+    x: jax.Array, gates: jax.Array, ids: jax.Array, weights: Tree, slack: float, devices: int
+) -> int:
     """Checks the arguments of `experts`; returns the number of experts on all devices together.
 
     Raises:
@@ -475,7 +488,7 @@ def _check(x: Any, gates: Any, ids: Any, weights: Any, slack: float, devices: in
     return num_experts
 
 
-def _number_of_experts(weights: Any) -> int:
+def _number_of_experts(weights: Tree) -> int:
     leaves = jax.tree.leaves(weights)
     sizes = {jnp.shape(leaf)[:1] for leaf in leaves}
     if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
@@ -487,7 +500,7 @@ def _number_of_experts(weights: Any) -> int:
     return sizes.pop()[0]
 
 
-def _check_ids(ids: Any, num_experts: int) -> None:
+def _check_ids(ids: jax.Array, num_experts: int) -> None:
     """Raises a ValueError for concrete ids outside of [0, num_experts)."""
     if isinstance(ids, jax.core.Tracer):
         return

@@ -22,8 +22,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh
+from jax.typing import ArrayLike
 
 from zerojax.operators.marks import BatchCall, mark_batch_call
 
@@ -79,7 +81,7 @@ def batch_axes() -> tuple[str, ...] | None:
     return _AXES.get()
 
 
-def batch_sum(x: Any) -> jax.Array:
+def batch_sum(x: ArrayLike) -> jax.Array:
     """Returns the sum of `x` over all devices that hold different rows of the same batch.
 
     In a training or evaluation step of zerojax, `x` is already summed over this device's rows of
@@ -106,7 +108,7 @@ def batch_sum(x: Any) -> jax.Array:
     return _over_batch(x, "batch_sum")
 
 
-def batch_mean(x: Any) -> jax.Array:
+def batch_mean(x: ArrayLike) -> jax.Array:
     """Returns the mean of `x` over all devices that hold different rows of the same batch.
 
     This is `batch_sum` divided by the number of these devices. Each device has equally many rows,
@@ -127,7 +129,7 @@ def batch_mean(x: Any) -> jax.Array:
     return _over_batch(x, "batch_mean")
 
 
-def gather_batch(x: Any) -> jax.Array:
+def gather_batch(x: ArrayLike) -> jax.Array:
     """Returns the rows of `x` of all devices that hold different rows of the same batch.
 
     A contrastive loss compares each row with all rows of the batch. On several devices it needs
@@ -163,7 +165,7 @@ def gather_batch(x: Any) -> jax.Array:
     return jnp.concatenate([mark_batch_call(x, "gather_batch")] * parts)
 
 
-def row_numbers(x: Any) -> jax.Array:
+def row_numbers(x: jax.Array | np.ndarray) -> jax.Array:
     """Returns the numbers of this device's rows in `gather_batch(x)`: int32 [len(x)].
 
     Args:
@@ -202,7 +204,7 @@ def _all_rows_backward(axes: tuple[str, ...], _: None, cotangent: jax.Array) -> 
 _all_rows.defvjp(_all_rows_forward, _all_rows_backward)
 
 
-def batch_max(x: Any) -> jax.Array:
+def batch_max(x: ArrayLike) -> jax.Array:
     """Returns the element-wise maximum of `x` over all devices that hold different rows; it has no
     gradient.
 
@@ -214,7 +216,7 @@ def batch_max(x: Any) -> jax.Array:
     return lax.pmax(x, axes) if axes else x
 
 
-def _over_batch(x: Any, kind: BatchCall) -> jax.Array:
+def _over_batch(x: ArrayLike, kind: BatchCall) -> jax.Array:
     x = jnp.asarray(x)
     _check_dtype(x, kind)
     axes = _axes_of(kind)

@@ -16,6 +16,7 @@ from pallas_kernels.adam8bit import Moments8bit
 from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.choice import Choice, Impl
 from zerojax.config.checks import names_keywords
+from zerojax.config.tree_types import Tree
 from zerojax.optim import adam8bit_state as states
 from zerojax.optim.ema import Ema, around
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
@@ -32,8 +33,6 @@ from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule
 from zerojax.tracing import trees
 
-Tree = Any
-
 _WHOLE = Choice("xla", "the update gets whole arrays, which cannot be split for a kernel")
 
 
@@ -45,7 +44,7 @@ def adam8bit(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
-    mask: Any = None,
+    mask: Tree = None,
     clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",
@@ -111,7 +110,12 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
         return params, states.unpaired(state)
 
     def update(
-        updates: Tree, state: Tree, params: Tree = None, *, grad_norm: Any = None, **_: Any
+        updates: Tree,
+        state: Tree,
+        params: Tree = None,
+        *,
+        grad_norm: jax.Array | None = None,
+        **_: Any,
     ) -> tuple[Tree, Tree]:
         if params is None:
             raise ValueError("adam8bit needs the parameters: call update(gradients, state, params)")
@@ -251,7 +255,7 @@ def _update_small(
 
 
 def _update_whole(
-    method: Method, options: Options, arrays: tuple[Tree, Tree, Tree], grad_norm: Any
+    method: Method, options: Options, arrays: tuple[Tree, Tree, Tree], grad_norm: jax.Array | None
 ) -> tuple[Tree, Tree]:
     """Computes (updates, new state) from whole arrays in any tree, as optax's `update` does."""
     grads, state, params = arrays
@@ -283,7 +287,7 @@ def _update_whole(
     return updates, states.map_trees(states.unpaired(flat_state), in_tree)
 
 
-def _clipping(grads: Tree, norm: Any, limit: float | None) -> jax.Array:
+def _clipping(grads: Tree, norm: jax.Array | None, limit: float | None) -> jax.Array:
     """Computes the factor that clips gradients to norm `limit`, float32 []. `norm` is their norm,
     if known."""
     if limit is None:
@@ -292,5 +296,5 @@ def _clipping(grads: Tree, norm: Any, limit: float | None) -> jax.Array:
     return jnp.where(norm < limit, 1.0, limit / norm.astype(jnp.float32))
 
 
-def _decays(weight_decay: Any) -> bool:
+def _decays(weight_decay: object) -> bool:
     return not isinstance(weight_decay, int | float) or weight_decay > 0

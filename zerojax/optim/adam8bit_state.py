@@ -21,9 +21,8 @@ from pallas_kernels.adam8bit import (
     encode_moments,
     num_blocks,
 )
+from zerojax.config.tree_types import Tree
 from zerojax.tracing import trees
-
-Tree = Any
 
 SMALLEST_CODED = 4096
 """Minimum number of elements of a parameter with 8-bit moments. Smaller parameters keep float32
@@ -77,7 +76,7 @@ def abstract_state(portable: Tree, params: Tree, sizes: Mapping[str, int]) -> Tr
         structure = jax.tree.structure(params)
         return structure.unflatten([make(name) for name in names])
 
-    def coded(part: Any) -> ScaleByAdam8bitState:
+    def coded(part: Tree) -> ScaleByAdam8bitState:
         moments, scales = of_all(moment), of_all(scale)
         return ScaleByAdam8bitState(replicated(part.count), moments, moments, scales, scales)
 
@@ -138,7 +137,7 @@ def from_portable_state(portable: Tree, structs: Tree) -> Tree:
     none: Any = optax.MaskedNode()
 
     def encoded(part: optax.ScaleByAdamState) -> ScaleByAdam8bitState:
-        def leaf(wanted: Any, mu: jax.Array, nu: jax.Array) -> tuple[Any, ...]:
+        def leaf(wanted: jax.ShapeDtypeStruct, mu: jax.Array, nu: jax.Array) -> tuple[Any, ...]:
             mu, nu = mu.astype(jnp.float32), nu.astype(jnp.float32)
             return encode_moments(mu, nu) if wanted.dtype == jnp.int8 else (mu, nu, none, none)
 
@@ -147,11 +146,11 @@ def from_portable_state(portable: Tree, structs: Tree) -> Tree:
     return _map_parts(portable, encoded, _is_plain)
 
 
-def _is_coded(node: Any) -> bool:
+def _is_coded(node: object) -> bool:
     return isinstance(node, ScaleByAdam8bitState)
 
 
-def _is_plain(node: Any) -> bool:
+def _is_plain(node: object) -> bool:
     return isinstance(node, optax.ScaleByAdamState)
 
 
@@ -205,7 +204,7 @@ def paired(state: Tree) -> Tree:
 def unpaired(state: Tree) -> Tree:
     """Reverses `paired`."""
 
-    def split(part: Any) -> ScaleByAdam8bitState:
+    def split(part: Tree) -> ScaleByAdam8bitState:
         (mu, mu_scale), (nu, nu_scale) = part.mu, part.nu
         return ScaleByAdam8bitState(part.count, mu, nu, mu_scale, nu_scale)
 

@@ -119,7 +119,7 @@ def _describe_ema(tx: optax.GradientTransformation) -> tuple[str, ...]:
     return (ema.describe(),) if isinstance(ema, Ema) else ()
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: object) -> None:
     """Checks that the argument is a transformation, an `OptimizerConfig` or None.
 
     Raises:
@@ -136,7 +136,7 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(_not_taken(optimizer))
 
 
-def _not_taken(optimizer: Any) -> str:
+def _not_taken(optimizer: object) -> str:
     """Returns the error message for an optimizer of an unsupported type, with what to pass."""
     if isinstance(getattr(optimizer, "tx", None), optax.GradientTransformation):
         kind = type(optimizer)  # a class of Flax: nnx.Optimizer, TrainState

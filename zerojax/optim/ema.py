@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey
+from jax.typing import ArrayLike
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.tracing.trees import Unnamed
 
-Tree = Any
 Weights = Literal["trained", "ema"]
 """Choice between the trained weights of a run and their average."""
 EMA = "ema"
@@ -51,7 +52,7 @@ class Ema:
                 "averages over about 1 / (1 - decay) updates"
             )
 
-    def rate(self, count: Any) -> jax.Array:
+    def rate(self, count: ArrayLike) -> jax.Array:
         """Computes 1 - decay of the next update, float32 []; `count`: number of updates so far."""
         rate = jnp.float32(1 - self.decay)  # computed in double precision
         if not self.warmup:
@@ -81,9 +82,9 @@ class EmaState:
       ema: averages, float32 arrays in the tree of the parameters.
     """
 
-    inner: Any
+    inner: Tree
     count: Any
-    ema: Any
+    ema: Tree
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
         """Returns the children with their keys, for JAX."""
@@ -132,7 +133,7 @@ def is_average(weights: Weights, opt_state: Tree) -> bool:
     return weights == "ema"
 
 
-def check_weights(weights: Any) -> None:
+def check_weights(weights: object) -> None:
     """Raises a ValueError if `weights` is neither "trained" nor "ema"."""
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} is not valid; use 'trained' or 'ema'")

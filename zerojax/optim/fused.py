@@ -17,14 +17,13 @@ from pallas_kernels.choice import Impl
 from pallas_kernels.elementwise import Rule, Updated, averaging, averaging_scalars
 from pallas_kernels.update import update, update_trees
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.optim.ema import EMA, Ema, EmaState, around
 from zerojax.optim.groups import Decay, LeafSettings
 from zerojax.optim.optimizer import Arrays, BegunUpdate, Optimizer, StepNumbers, UpdateContext
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule, as_schedule
 from zerojax.optim.transforms import clip_by_global_norm
-
-Tree = Any
 
 _PARTS = (
     optax.ScaleByAdamState,
@@ -289,7 +288,9 @@ def _transformation(method: Method, options: Options) -> Any:
     return optax.with_extra_args_support(core)
 
 
-def _grouped_decay(plain: Any, decay: Decay) -> optax.GradientTransformation:
+def _grouped_decay(
+    plain: optax.GradientTransformation, decay: Decay
+) -> optax.GradientTransformation:
     """Builds a weight decay with a value for each parameter; the state's form is that of
     `plain`."""
 
@@ -302,7 +303,9 @@ def _grouped_decay(plain: Any, decay: Decay) -> optax.GradientTransformation:
     return optax.GradientTransformation(plain.init, add)
 
 
-def _factors_after(rate: Any, decay: Decay) -> optax.GradientTransformation:
+def _factors_after(
+    rate: optax.GradientTransformation, decay: Decay
+) -> optax.GradientTransformation:
     """Builds a transformation that scales updates by `rate`, then by each parameter's factor."""
 
     def scale(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
@@ -381,7 +384,7 @@ def begin_update(
         return method.run(params, before, grads, numbers)
 
     def end(after: tuple[dict[str, Any], ...]) -> Tree:
-        def advance(part: Any) -> Any:
+        def advance(part: Tree) -> Any:
             changed: dict[str, Any] = {}
             if part is moments:
                 changed |= zip(method.moments, after, strict=False)  # the average may be last
@@ -433,7 +436,7 @@ def next_count(count: jax.Array, context: UpdateContext) -> jax.Array:
     return jnp.where(context.skip, count, optax.safe_increment(count))
 
 
-def _is_part(node: Any) -> bool:
+def _is_part(node: object) -> bool:
     return isinstance(node, _PARTS)
 
 

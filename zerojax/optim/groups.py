@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from zerojax.config import ParameterGroup
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import from_dict
+from zerojax.config.tree_types import Tree
 from zerojax.tracing import trees
 
-Tree = Any
 Groups = tuple[tuple[str, ParameterGroup], ...]
 
 _VECTOR_NAMES = (
@@ -49,7 +49,7 @@ class LeafSettings(NamedTuple):
     """
 
     learning_rate_factor: float
-    weight_decay: float
+    weight_decay: jax.Array | float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class Decay:
         parameter, and all rows of a stack get the same settings.
     """
 
-    weight_decay: Any
-    mask: Any
+    weight_decay: jax.Array | float
+    mask: Tree
     groups: Groups
     stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 

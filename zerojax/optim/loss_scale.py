@@ -16,10 +16,9 @@ With this module, divide by the scale in the state before the update.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from zerojax.config import LossScale
 
@@ -41,7 +40,7 @@ def init(config: LossScale) -> State:
     }
 
 
-def update(config: LossScale, state: State, finite: Any) -> tuple[State, jax.Array]:
+def update(config: LossScale, state: State, finite: ArrayLike) -> tuple[State, jax.Array]:
     """Updates the state of the loss scale after a step, skipped or not. Works under `jax.jit`.
 
     Args:

@@ -11,10 +11,12 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from pallas_kernels import optimizers
 from pallas_kernels.choice import Impl, choose
 from zerojax.config.checks import names_keywords
+from zerojax.config.tree_types import Tree
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
@@ -32,7 +34,7 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
-    mask: Any = None,
+    mask: Tree = None,
     clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",
@@ -83,7 +85,7 @@ def lion(
     b1: float | Schedule = 0.9,
     b2: float = 0.99,
     weight_decay: float = 1e-3,
-    mask: Any = None,
+    mask: Tree = None,
     clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",
@@ -125,7 +127,7 @@ def lamb(
     b2: float = 0.999,
     eps: float = 1e-6,
     weight_decay: float = 0.0,
-    mask: Any = None,
+    mask: Tree = None,
     clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",
@@ -170,7 +172,7 @@ def sgd(
     momentum: float | None = None,
     nesterov: bool = False,
     weight_decay: float = 0.0,
-    mask: Any = None,
+    mask: Tree = None,
     clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",
@@ -193,12 +195,14 @@ def sgd(
     decays = any(group.weight_decay for _, group in options.decay.groups)
     decays = decays or not isinstance(weight_decay, int | float) or weight_decay > 0
 
-    def chain(decay: Any, rate: Any) -> optax.GradientTransformation:
+    def chain(
+        decay: optax.GradientTransformation, rate: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
         trace = optax.identity() if momentum is None else optax.trace(momentum, nesterov)
         descent = optax.chain(trace, rate)
         return optax.chain(decay, descent) if decays else descent
 
-    def scalars(rate: Any, *, count: Any, **step: Any) -> optimizers.SgdScalars:
+    def scalars(rate: jax.Array, *, count: jax.Array | None, **step: Any) -> optimizers.SgdScalars:
         return optimizers.SgdScalars(rate, momentum=momentum or 0.0, **step)
 
     rule = optimizers.SGD_NESTEROV if nesterov else optimizers.SGD
@@ -220,14 +224,14 @@ def scale_by_adam(b1: float | Schedule, b2: float, eps: float) -> optax.Gradient
 def adam_scalars(b1: float | Schedule, b2: float, eps: float) -> Callable[..., Any]:
     """Builds the function `Method.scalars` of AdamW and LAMB."""
 
-    def scalars(rate: Any, *, count: Any, **step: Any) -> optimizers.AdamScalars:
+    def scalars(rate: jax.Array, *, count: jax.Array, **step: Any) -> optimizers.AdamScalars:
         now = _at(b1, count)
         return optimizers.adam_scalars(rate, count=count, b1=now, b2=b2, eps=eps, **step)
 
     return scalars
 
 
-def _at(b1: float | Schedule, count: Any) -> Any:
+def _at(b1: float | Schedule, count: ArrayLike) -> Any:
     """Evaluates b1 for update `count`, counted from 1; a constant keeps double precision."""
     return jnp.asarray(b1(count - 1), jnp.float32) if callable(b1) else b1
 
@@ -239,7 +243,7 @@ def _scheduled(
     if not callable(b1):
         return make(b1)
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(updates: Tree, state: Tree, params: Tree = None) -> Any:
         # The state does not depend on the decay, so a new transformation can use it.
         return make(_at(b1, state.count + 1)).update(updates, state, params)
 
@@ -251,7 +255,7 @@ def _scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
     plain = optax.scale_by_trust_ratio()
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, layers: Container[str] = (), **_: Any
+        updates: Tree, state: Tree, params: Tree = None, *, layers: Container[str] = (), **_: Any
     ) -> tuple[Any, Any]:
         # Weight decay comes before, and refuses a call without parameters.
         def one(param: jax.Array, update: jax.Array) -> Any:
@@ -311,8 +315,8 @@ def _trust_ratios(
 def _options(
     kernel: str,
     learning_rate: float | Schedule,
-    weight_decay: Any,
-    mask: Any,
+    weight_decay: jax.Array | float,
+    mask: Tree,
     groups: GroupsLike,
     clip_norm: float | None,
     impl: Impl,

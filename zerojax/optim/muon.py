@@ -10,12 +10,14 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from pallas_kernels import muon as rules
 from pallas_kernels.choice import Impl, choose
 from zerojax.config.checks import names_keywords
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.optim.ema import Ema, EmaState, around
 from zerojax.optim.fused import Numbers, cast_floats, next_count
 from zerojax.optim.matrices import as_stack, fans, newton_schulz, on_whole_matrices
@@ -26,7 +28,6 @@ from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule, as_schedule
 from zerojax.optim.transforms import clip_by_global_norm
 
-Tree = Any
 Dimensions = Callable[[Tree], Tree] | None
 
 _PARTS = (MuonState, optax.ScaleByAdamState, optax.ScaleByScheduleState)
@@ -64,7 +65,7 @@ class _Options:
     bias_correction: bool
     adam_nesterov: bool
     rule: Rule | None = None
-    moments_dtype: Any = None
+    moments_dtype: DTypeLike | None = None
     stochastic: bool = False
     ema: Ema | None = None
 
@@ -191,7 +192,7 @@ def _make(options: _Options) -> Optimizer:
     ) -> tuple[Arrays, Tree]:
         return _apply(options, (params, grads, state), context)
 
-    def with_dtypes(moments_dtype: Any, stochastic: bool) -> Optimizer:
+    def with_dtypes(moments_dtype: DTypeLike, stochastic: bool) -> Optimizer:
         changed = {"moments_dtype": jnp.dtype(moments_dtype), "stochastic": stochastic}
         return _make(dataclasses.replace(options, **changed))
 
@@ -299,14 +300,14 @@ def _cast_moments(state: Tree, dtype: Any) -> Tree:
     if dtype is None:
         return state
 
-    def cast(part: Any) -> Any:
+    def cast(part: Tree) -> Any:
         names = [name for name in ("mu", "nu") if name in getattr(part, "_fields", ())]
         return part._replace(**{name: cast_floats(getattr(part, name), dtype) for name in names})
 
     return jax.tree.map(lambda x: cast(x) if _is_part(x) else x, state, is_leaf=_is_part)
 
 
-def _is_part(node: Any) -> bool:
+def _is_part(node: object) -> bool:
     return isinstance(node, _PARTS)
 
 
@@ -345,7 +346,7 @@ def _apply(
         id(of_others): {"mu": moments[0], "nu": moments[1]},
     }
 
-    def advance(part: Any) -> Any:
+    def advance(part: Tree) -> Any:
         if not _is_part(part):
             return part
         changed: dict[str, Any] = {

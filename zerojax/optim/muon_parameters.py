@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
+from zerojax.config.tree_types import Tree
 from zerojax.optim.groups import is_matrix
 from zerojax.tracing import trees
 from zerojax.tracing.matrix_uses import MatrixDims, ParameterUse
 
-Tree = Any
 Uses = Mapping[str, ParameterUse]
 Dimensions = dict[str, MuonDimensionNumbers | None]
 

@@ -21,13 +21,13 @@ from pallas_kernels import optimizers
 from pallas_kernels.choice import Impl, choose
 from zerojax.config.checks import names_keywords
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.optim.fused import Method, Options, begin_update, make_optimizer, one_pass
 from zerojax.optim.groups import Decay, as_groups
 from zerojax.optim.methods import GroupsLike, adam_scalars, check_numbers, scale_by_adam
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
 from zerojax.optim.schedules import Schedule, as_schedule
 
-Tree = Any
 TwoScalars = tuple[optimizers.AdamScalars, optimizers.AdamScalars]
 
 BLOCK = 256
@@ -182,7 +182,9 @@ class OneBit:
             found[name] = now, frozen
         return found
 
-    def _scalars(self, rate: Any, weight_decay: Any, count: Any) -> optimizers.AdamScalars:
+    def _scalars(
+        self, rate: jax.Array, weight_decay: jax.Array | float, count: jax.Array
+    ) -> optimizers.AdamScalars:
         nothing = {"gradient_scale": 1.0, "skip": False}
         return self.method.scalars(rate, weight_decay=weight_decay, count=count, **nothing)
 
@@ -199,12 +201,12 @@ def _adam_part(state: Tree) -> optax.ScaleByAdamState:
     return found
 
 
-def one_bit_of(tx: Any) -> OneBit | None:
+def one_bit_of(tx: optax.GradientTransformation) -> OneBit | None:
     """Returns the `OneBit` of 1-bit Adam, or None for other optimizers."""
     return getattr(tx, "one_bit", None)
 
 
-def _check_warm_up(*, freeze_step: Any, b1: Any) -> None:
+def _check_warm_up(*, freeze_step: object, b1: object) -> None:
     """Checks that `freeze_step` and `b1` are valid for 1-bit Adam.
 
     Raises:
@@ -224,7 +226,7 @@ def _check_warm_up(*, freeze_step: Any, b1: Any) -> None:
 def _scalars_with(corrected: Callable[..., Any], bias_correction: bool) -> Callable[..., Any]:
     """Builds `Method.scalars` of AdamW, with or without bias correction of the moments."""
 
-    def scalars(rate: Any, **step: Any) -> optimizers.AdamScalars:
+    def scalars(rate: jax.Array, **step: Any) -> optimizers.AdamScalars:
         made = corrected(rate, **step)
         if bias_correction:
             return made
@@ -243,7 +245,7 @@ def one_bit_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    mask: Any = None,
+    mask: Tree = None,
     clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",

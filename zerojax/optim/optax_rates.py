@@ -16,7 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
+from jax.typing import ArrayLike
 
+from zerojax.config.tree_types import Tree
+from zerojax.operators.equations import Operand
 from zerojax.optim.schedules import Schedule
 
 _LIKE = {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
@@ -45,7 +48,7 @@ def schedule_of(tx: optax.GradientTransformation) -> Schedule | None:
     return (lambda count: -sign * factors[0](count)) if len(factors) == 1 else None
 
 
-def _has_groups(state: Any) -> bool:
+def _has_groups(state: Tree) -> bool:
     """Returns whether a state is that of a transformation with a rule for each group of names."""
     is_group = lambda x: isinstance(x, optax.MultiTransformState)  # noqa: E731
     return any(map(is_group, jax.tree.leaves(state, is_leaf=is_group)))
@@ -59,7 +62,7 @@ def _factors(closed: ClosedJaxpr, counts: list[bool]) -> tuple[float, list[Calla
     program, sign = closed.jaxpr, 1.0
     found: list[Callable[[Any], Any]] = []
     made = {variable: equation for equation in program.eqns for variable in equation.outvars}
-    atom: Any = program.outvars[0]
+    atom: Operand = program.outvars[0]
     while not isinstance(atom, Literal) and atom in made:
         equation = made[atom]
         kind, operands = equation.primitive.name, equation.invars
@@ -82,12 +85,12 @@ def _factors(closed: ClosedJaxpr, counts: list[bool]) -> tuple[float, list[Calla
     return sign, found
 
 
-def _constant(number: float, count: Any) -> float:
+def _constant(number: float, count: ArrayLike) -> float:
     return number
 
 
 def _number(
-    closed: ClosedJaxpr, atom: Any, counts: list[bool]
+    closed: ClosedJaxpr, atom: Operand, counts: list[bool]
 ) -> float | Callable[[Any], Any] | None:
     """Returns an operand that is a number, or a function of the count of updates; else None."""
     if isinstance(atom, Literal):

@@ -21,11 +21,11 @@ from optax.contrib import MuonDimensionNumbers
 from pallas_kernels.choice import Choice, Impl
 from pallas_kernels.rounding import seed_of
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.optim.ema import Ema, EmaState, new_ema_state
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule
 
-Tree = Any
 Arrays = dict[str, jax.Array]
 Sums = tuple[jax.Array, ...]
 
@@ -373,10 +373,10 @@ def _map_by_names(
     of_params: Mapping[str, Any],
     others: Callable[[Any], Any],
 ) -> Tree:
-    def is_named(node: Any) -> bool:
+    def is_named(node: object) -> bool:
         return isinstance(node, dict) and bool(node) and node.keys() <= of_params.keys()
 
-    def of_node(node: Any) -> Any:
+    def of_node(node: Tree) -> Any:
         if not is_named(node):
             return others(node)
         return {
@@ -387,5 +387,5 @@ def _map_by_names(
     return jax.tree.map(of_node, state, is_leaf=is_named)
 
 
-def _is_masked(leaf: Any) -> bool:
+def _is_masked(leaf: object) -> bool:
     return isinstance(leaf, optax.MaskedNode)

@@ -21,15 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.typing import ArrayLike
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.config.tree_types import Tree
+from zerojax.operators.equations import Equation, Operand
 from zerojax.optim.optimizer import map_state
 from zerojax.optim.transforms import extra_arguments
 
 Structs = Mapping[str, jax.ShapeDtypeStruct]
-Tree = Any
 
 UNIFORM = "uniform"
 """Marker of a dimension along which all elements of an array are equal."""
@@ -135,7 +136,7 @@ class _Proof:
         self._updates = [traced or trace_update(tx, shapes[0], layers)]
         self._updates.append(trace_update(tx, stored, layers))
 
-    def _of_param(self, name: str, leaf: Any) -> _Value:
+    def _of_param(self, name: str, leaf: jax.ShapeDtypeStruct) -> _Value:
         padded = self._dims.get(name, ())
         dims = tuple((name, at) if at in padded else PLAIN for at in range(len(leaf.shape)))
         return _Value(dims, _ZERO if padded else None)
@@ -175,7 +176,7 @@ def trace_update(
     params = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
     update = optax.with_extra_args_support(tx).update
 
-    def run(grads: Any, state: Any, params: Any, norm: jax.Array, loss: jax.Array) -> Any:
+    def run(grads: Tree, state: Tree, params: Tree, norm: jax.Array, loss: jax.Array) -> Any:
         return update(grads, state, params, **extra_arguments(grads, norm, loss, layers))
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
@@ -183,7 +184,7 @@ def trace_update(
     return jax.make_jaxpr(run)(params, state, params, scalar, scalar)
 
 
-def _plain(leaf: Any) -> _Value:
+def _plain(leaf: jax.ShapeDtypeStruct) -> _Value:
     return _Value((PLAIN,) * len(leaf.shape))
 
 
@@ -210,7 +211,7 @@ def _walk(programs: Sequence[Any], inputs: Sequence[_Value]) -> list[_Value]:
     return _walk_jaxpr(true.jaxpr, stored.jaxpr, consts, inputs)
 
 
-def _of_const(one: Any, other: Any) -> _Value:
+def _of_const(one: ArrayLike, other: ArrayLike) -> _Value:
     shapes = jnp.shape(one), jnp.shape(other)
     if shapes[0] != shapes[1]:
         raise NotProven("constants that differ for padded shapes")
@@ -231,7 +232,7 @@ def _same_bits(one: Any, other: Any) -> bool:
 
 
 def _walk_jaxpr(
-    true: Any, stored: Any, consts: Sequence[_Value], inputs: Sequence[_Value]
+    true: Jaxpr, stored: Jaxpr, consts: Sequence[_Value], inputs: Sequence[_Value]
 ) -> list[_Value]:
     values: dict[Any, _Value] = {}
     twins: dict[Any, Any] = {}
@@ -241,7 +242,7 @@ def _walk_jaxpr(
             twins[twin] = variable
             values[variable] = value
 
-    def read(one: Any, other: Any) -> _Value:
+    def read(one: Operand, other: Operand) -> _Value:
         if isinstance(other, Literal) and isinstance(one, Literal):
             return _of_const(np.asarray(one.val), np.asarray(other.val))
         if isinstance(other, Literal) or isinstance(one, Literal) or twins[one] is not other:
@@ -260,7 +261,7 @@ def _walk_jaxpr(
     return [read(*pair) for pair in zip(true.outvars, stored.outvars, strict=True)]
 
 
-def _of_equation(one: Any, other: Any, operands: list[_Value]) -> list[_Value]:
+def _of_equation(one: Equation, other: Equation, operands: list[_Value]) -> list[_Value]:
     name = other.primitive.name
     if name in _ELEMENTWISE:
         if _settings(one) != _settings(other):
@@ -289,7 +290,7 @@ def _settings(equation: Equation) -> dict[str, str]:
     return {key: str(value) for key, value in equation.params.items() if key != "sharding"}
 
 
-def _same(one: Any, other: Any, setting: str) -> Any:
+def _same(one: Equation, other: Equation, setting: str) -> Any:
     if one.params[setting] != other.params[setting]:
         raise NotProven("a program that differs for padded shapes")
     return other.params[setting]
@@ -309,7 +310,7 @@ def _inner(equation: Equation) -> Any:
     return None
 
 
-def _of_cond(one: Any, other: Any, operands: list[_Value]) -> list[_Value]:
+def _of_cond(one: Equation, other: Equation, operands: list[_Value]) -> list[_Value]:
     pairs = zip(one.params["branches"], other.params["branches"], strict=True)
     results = [_walk(pair, operands[1:]) for pair in pairs]
     if operands[0].padded:
@@ -372,7 +373,7 @@ def _evaluate(equation: Equation, known: list[Any]) -> Any:
         return np.asarray(function(*(np.asarray(x) for x in known))).astype(dtype)
 
 
-def _of_reduction(one: Any, equation: Equation, operand: _Value) -> _Value:
+def _of_reduction(one: Equation, equation: Equation, operand: _Value) -> _Value:
     name, axes = equation.primitive.name, _same(one, equation, "axes")
     kept = tuple(dim for at, dim in enumerate(operand.dims) if at not in axes)
     taken = [dim for at, dim in enumerate(operand.dims) if at in axes]
@@ -386,11 +387,11 @@ def _of_reduction(one: Any, equation: Equation, operand: _Value) -> _Value:
     return _Value(kept, operand.padding if unchanged and _Value(kept).padded else None)
 
 
-def _is(value: Any, constant: float) -> bool:
+def _is(value: np.ndarray | np.generic | None, constant: float) -> bool:
     return value is not None and bool(value == constant)
 
 
-def _broadcast(one: Any, other: Any, operands: list[_Value]) -> _Value:
+def _broadcast(one: Equation, other: Equation, operands: list[_Value]) -> _Value:
     operand, places = operands[0], _same(one, other, "broadcast_dimensions")
     before, shape = other.invars[0].aval.shape, other.outvars[0].aval.shape
     dims: list[Any] = [UNIFORM] * len(shape)
@@ -400,18 +401,18 @@ def _broadcast(one: Any, other: Any, operands: list[_Value]) -> _Value:
     return _Value(tuple(dims), operand.padding)
 
 
-def _squeeze(one: Any, other: Any, operands: list[_Value]) -> _Value:
+def _squeeze(one: Equation, other: Equation, operands: list[_Value]) -> _Value:
     gone = _same(one, other, "dimensions")
     kept = tuple(dim for at, dim in enumerate(operands[0].dims) if at not in gone)
     return _Value(kept, operands[0].padding)
 
 
-def _transpose(one: Any, other: Any, operands: list[_Value]) -> _Value:
+def _transpose(one: Equation, other: Equation, operands: list[_Value]) -> _Value:
     order = _same(one, other, "permutation")
     return _Value(tuple(operands[0].dims[at] for at in order), operands[0].padding)
 
 
-def _reshape(one: Any, other: Any, operands: list[_Value]) -> _Value:
+def _reshape(one: Equation, other: Equation, operands: list[_Value]) -> _Value:
     operand = operands[0]
     before, after = other.invars[0].aval.shape, other.outvars[0].aval.shape
     if operand.is_uniform:
@@ -507,7 +508,7 @@ class OnTrueShapes(optax.GradientTransformationExtraArgs):
         inner = optax.with_extra_args_support(tx)
         state = jax.eval_shape(inner.init, dict(true))
 
-        def owner(leaf: Any, name: str) -> str:
+        def owner(leaf: jax.ShapeDtypeStruct, name: str) -> str:
             return name if leaf.shape == true[name].shape else ""
 
         owners = map_state(inner, owner, state, {name: name for name in true})
@@ -518,14 +519,14 @@ class OnTrueShapes(optax.GradientTransformationExtraArgs):
         def pad_state(state: Tree) -> Tree:
             return jax.tree.map(lambda name, x: pad(name, x) if name else x, owners, state)
 
-        def init(params: Any) -> Tree:
+        def init(params: Tree) -> Tree:
             shapes = {name: getattr(x, "shape", None) for name, x in params.items()}
             if shapes != dict(stored):  # true shapes (the portable form), or optax's placeholders
                 return inner.init(params)
             return pad_state(inner.init(cut_all(params)))
 
         def update(
-            updates: Any, state: Tree, params: Any = None, **extra: Any
+            updates: Tree, state: Tree, params: Tree = None, **extra: Any
         ) -> tuple[dict[str, Any], Tree]:
             state = jax.tree.map(lambda name, x: cut(name, x) if name else x, owners, state)
             if "grad" in extra:

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import optax
 
-Tree = Any
+from zerojax.config.tree_types import Tree
+
 _MISSING = object()
 
 
@@ -30,7 +31,7 @@ class ParameterTree:
         self._all = frozenset(_names(names))
         self.is_flat = isinstance(names, str) or names == {name: name for name in self._all}
 
-    def holds(self, arrays: Any) -> bool:
+    def holds(self, arrays: object) -> bool:
         """Returns whether `arrays` is a dict by name whose names all belong to this tree."""
         return isinstance(arrays, Mapping) and bool(arrays) and arrays.keys() <= self._all
 
@@ -54,7 +55,7 @@ class ParameterTree:
         values = dict(_values(tree, self.names))
         return {name: values[name] for name in names}
 
-    def choice_by_name(self, choice: Any) -> Any:
+    def choice_by_name(self, choice: Tree) -> Any:
         """Converts a mask or similar argument for the user's tree to a function of a dict by name.
 
         Args:
@@ -64,7 +65,7 @@ class ParameterTree:
         if choice is None:
             return None
 
-        def of_names(params: Any) -> Any:
+        def of_names(params: Tree) -> Any:
             nested = self.nest(params) if self.holds(params) else params
             chosen = choice(nested) if callable(choice) else choice
             if nested is params or (isinstance(chosen, Mapping) and chosen.keys() == params.keys()):
@@ -111,13 +112,13 @@ class OnParameterTree(optax.GradientTransformationExtraArgs):
                 nesters[key] = _nester(jax.eval_shape(inner.init, tree.nest(structs)), tree)
             return nesters[key](state)
 
-        def init(params: Any) -> Tree:
+        def init(params: Tree) -> Tree:
             if not tree.holds(params):  # optax's placeholders
                 return inner.init(params)
             return tree.state_by_name(inner.init(tree.nest(params)))
 
         def update(
-            updates: Any, state: Tree, params: Any = None, **extra: Any
+            updates: Tree, state: Tree, params: Tree = None, **extra: Any
         ) -> tuple[dict[str, Any], Tree]:
             state = nest_state(state, updates if params is None else params)
             names = [*updates]
@@ -144,18 +145,18 @@ def _nester(nested: Tree, tree: ParameterTree) -> Callable[[Tree], Tree]:
     return nest
 
 
-def _children(node: Any) -> tuple[list[Any], Any]:
+def _children(node: Tree) -> tuple[list[Any], Any]:
     """Returns the children and the structure of one tree node; no children for a leaf."""
     children, structure = jax.tree.flatten(node, is_leaf=lambda part: part is not node)
     is_leaf = len(children) == 1 and children[0] is node
     return ([], None) if is_leaf else (children, structure)
 
 
-def _names(node: Any) -> Iterator[str]:
+def _names(node: Tree) -> Iterator[str]:
     return iter(jax.tree.leaves(node))
 
 
-def _nest(node: Any, by_name: Mapping[str, Any]) -> Any:
+def _nest(node: Tree, by_name: Mapping[str, Any]) -> Any:
     if isinstance(node, str):
         return by_name.get(node, _MISSING)
     if isinstance(node, dict):
@@ -170,7 +171,7 @@ def _nest(node: Any, by_name: Mapping[str, Any]) -> Any:
     return structure.unflatten([masked if part is _MISSING else part for part in parts])
 
 
-def _is_container_like(tree: Any, node: Any) -> bool:
+def _is_container_like(tree: Tree, node: Tree) -> bool:
     """Returns whether `tree` has the same structure as `node`, one level deep.
 
     A dict matches a dict of names that has all of its keys (keys may be missing in `tree`). Other
@@ -182,12 +183,12 @@ def _is_container_like(tree: Any, node: Any) -> bool:
     return bool(children) and structure == _children(node)[1]
 
 
-def _is_part(state: Any, node: Any) -> bool:
+def _is_part(state: Tree, node: Tree) -> bool:
     """Returns whether a part of an optimizer's state is a tree of all or of some parameters."""
     if isinstance(node, str) or not _is_container_like(state, node) or not _children(state)[0]:
         return False
 
-    def fits(part: Any, node: Any) -> bool:
+    def fits(part: Tree, node: Tree) -> bool:
         if isinstance(node, str) or isinstance(part, optax.MaskedNode):
             return True
         return _is_container_like(part, node) and all(fits(*pair) for pair in _pairs(part, node))
@@ -195,13 +196,13 @@ def _is_part(state: Any, node: Any) -> bool:
     return all(fits(*pair) for pair in _pairs(state, node))
 
 
-def _pairs(tree: Any, node: Any) -> list[tuple[Any, Any]]:
+def _pairs(tree: Tree, node: Tree) -> list[tuple[Any, Any]]:
     if isinstance(node, dict):
         return [(part, node[key]) for key, part in tree.items()]
     return list(zip(_children(tree)[0], _children(node)[0], strict=True))
 
 
-def _values(tree: Any, node: Any) -> Iterator[tuple[str, Any]]:
+def _values(tree: Tree, node: Tree) -> Iterator[tuple[str, Any]]:
     if isinstance(node, str):
         yield node, tree
     elif _is_container_like(tree, node) and not isinstance(tree, optax.MaskedNode):

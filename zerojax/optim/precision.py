@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax.config import LossScale, describe_loss_scale
 from zerojax.config.checks import names_keywords
@@ -191,7 +192,7 @@ def as_precision(
     return dataclasses.replace(precision, **changes)
 
 
-def _dtype(name: Any, option: str) -> Any:
+def _dtype(name: str, option: str) -> DTypeLike:
     if name not in DTYPES:
         known = (*DTYPES, *KINDS) if option == "freeze_dtype" else DTYPES
         raise ValueError(f"{option}={name!r} is not one of {', '.join(known)}")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from zerojax.config import OptimizerConfig
 from zerojax.config.checks import (
@@ -69,7 +70,7 @@ def build_schedule(
             ("optimizer", "scaling"),
         )
 
-    def scaled(count: Any) -> jax.Array:
+    def scaled(count: ArrayLike) -> jax.Array:
         return schedule(count) * (sizes.rows_of(count) / base) ** power
 
     factors = {rows: (rows / base) ** power for rows in sizes.rows}
@@ -99,7 +100,7 @@ def _for_base_batch(
     tail = max(config.decay_fraction * total, 1.0)
     decay = _decay(config, max(total - first, 1.0), tail)
 
-    def by_tokens(count: Any) -> jax.Array:
+    def by_tokens(count: ArrayLike) -> jax.Array:
         return decay(jnp.maximum(known.tokens_of(count) - first, 0))
 
     return _joined(rise, risen, by_tokens), f"{why} by tokens ({total:,} in {steps:,} steps)"
@@ -151,7 +152,7 @@ def _warmup(
                 ("optimizer", "warmup_tokens"),
             )
 
-        def rise_by_tokens(count: Any) -> jax.Array:
+        def rise_by_tokens(count: ArrayLike) -> jax.Array:
             return peak * jnp.minimum(known.tokens_of(count + 1) / float(tokens), 1.0)
 
         return rise_by_tokens, risen, f"{tokens:,} warm-up tokens ({risen} steps), then "
@@ -160,7 +161,7 @@ def _warmup(
     else:
         warmup = default_warmup(steps)
 
-    def rise(count: Any) -> jax.Array:
+    def rise(count: ArrayLike) -> jax.Array:
         return peak * (jnp.asarray(count, jnp.float32) + 1) / warmup
 
     return rise, warmup, f"{warmup} warm-up steps, then "
@@ -280,17 +281,17 @@ class OneCycle:
     def rate(self, count: jax.Array) -> jax.Array:
         """Computes the learning rate of an update, float32 []."""
         low, high = self.cycle_min_lr, self.cycle_max_lr
-        after: Any = low
+        after: jax.Array | float = low
         if self.decay_step_size:
             after = low / (1 + self.decay_lr_rate * self._passed(count))
         cycle = low + (high - low) * self._height(count)
         return jnp.where(count < sum(self._halves), cycle, after)
 
-    def b1(self, count: Any) -> jax.Array:
+    def b1(self, count: ArrayLike) -> jax.Array:
         """Computes beta1 of an update, float32 []."""
         count = jnp.asarray(count, jnp.int32)
         low, high = self.cycle_min_mom, self.cycle_max_mom
-        after: Any = high
+        after: jax.Array | float = high
         if self.decay_step_size:
             after = high * (1 + self.decay_mom_rate * self._passed(count))
         cycle = high - (high - low) * self._height(count)
@@ -452,7 +453,7 @@ def build_deepspeed_schedule(
         given["warmup_max_lr"] = learning_rate
     settings = from_dict(DEEPSPEED_SCHEDULES[kind], given)
 
-    def rate(count: Any) -> jax.Array:
+    def rate(count: ArrayLike) -> jax.Array:
         count = jnp.asarray(count, jnp.int32)
         if isinstance(settings, WarmupCosineLR):
             return (learning_rate * settings.part(count)).astype(jnp.float32)
@@ -464,7 +465,7 @@ def build_deepspeed_schedule(
     return built
 
 
-def _single(name: str, value: Any) -> Any:
+def _single(name: str, value: object) -> Any:
     if not isinstance(value, list | tuple):
         return value
     if len(value) == 1:

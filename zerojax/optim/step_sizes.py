@@ -9,11 +9,11 @@ however grow with the batches consumed, so the plan of each size states its own 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from zerojax.config import ConfigError
 from zerojax.config.late_dataclasses import dataclass
@@ -44,7 +44,7 @@ class StepSizes:
         known = None if tokens is None else (tokens,)
         return cls(after=(0,), rows=(rows,), tokens=known, why_unknown=why_unknown)
 
-    def check_tokens(self, name: str, value: Any) -> None:
+    def check_tokens(self, name: str, value: object) -> None:
         """Raises if a setting counts tokens, but their number is not known.
 
         Raises:
@@ -77,7 +77,7 @@ class StepSizes:
         part = max(sum(before < tokens for before in self._tokens_before) - 1, 0)
         return self.after[part] - (self._tokens_before[part] - tokens) // self.tokens[part]
 
-    def tokens_of(self, count: Any) -> jax.Array:
+    def tokens_of(self, count: ArrayLike) -> jax.Array:
         """Returns the number of tokens of the first `count` steps, float32, rounded.
 
         Args:
@@ -89,18 +89,18 @@ class StepSizes:
         each = jnp.asarray(np.asarray(self.tokens, np.float32))[part]
         return before + self._steps_in(count, part) * each
 
-    def rows_of(self, count: Any) -> jax.Array:
+    def rows_of(self, count: ArrayLike) -> jax.Array:
         """Returns the number of rows of the batch after `count` updates, float32."""
         if self.own_rows is not None:
             return jnp.float32(self.own_rows)
         return jnp.asarray(np.asarray(self.rows, np.float32))[self._part(count)]
 
-    def _part(self, count: Any) -> jax.Array:
+    def _part(self, count: ArrayLike) -> jax.Array:
         # Not a binary search, whose loop would be part of the compiled step.
         count = jnp.asarray(count, jnp.int32)
         starts = np.asarray(self.after, np.int32).reshape((1,) * count.ndim + (-1,))
         return jnp.sum(starts <= count[..., None], -1) - 1
 
-    def _steps_in(self, count: Any, part: jax.Array) -> jax.Array:
+    def _steps_in(self, count: ArrayLike, part: jax.Array) -> jax.Array:
         starts = jnp.asarray(np.asarray(self.after, np.int32))
         return (jnp.asarray(count, jnp.int32) - starts[part]).astype(jnp.float32)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax.config.tree_types import Tree
 from zerojax.tracing import trees
 
-Tree = Any
 EXTRA_ARGUMENTS = ("value", "grad", "grad_norm", "layers")
 """Keyword arguments that `extra_arguments` returns."""
 
@@ -24,7 +24,12 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     """
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any
+        updates: Tree,
+        state: Tree,
+        params: Tree = None,
+        *,
+        grad_norm: jax.Array | None = None,
+        **_: Any,
     ) -> tuple[Any, Any]:
         norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
         scale = lambda x: jnp.where(norm < max_norm, x, x / norm.astype(x.dtype) * max_norm)  # noqa: E731
@@ -74,14 +79,14 @@ def with_raw_keys(tx: optax.GradientTransformation, params: Tree) -> optax.Gradi
             [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in pairs]
         )
 
-    def update(updates: Any, state: Tree, params: Any = None, **extra: Any) -> tuple[Any, Tree]:
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Any, Tree]:
         updates, state = inner.update(updates, typed(state), params, **extra)
         return updates, stored(state)
 
     return optax.GradientTransformationExtraArgs(lambda params: stored(inner.init(params)), update)
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: object) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

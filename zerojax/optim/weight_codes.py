@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -92,7 +93,7 @@ class WeightCodes:
         sizes[self.dim] = sizes[self.dim] // self.block_bytes * BLOCK
         return tuple(sizes)
 
-    def encode(self, values: Any) -> Any:
+    def encode(self, values: jax.Array | np.ndarray) -> Any:
         """Quantizes values to uint8 blocks: the codes of 64 values, then their scale.
 
         The values are cast to float32. The result has `coded_shape(values.shape)`. It is a NumPy
@@ -112,7 +113,7 @@ class WeightCodes:
             result[part] = self._encode_blocks(np, blocks[part], 1)
         return result.reshape(self.coded_shape(values.shape))
 
-    def _encode_blocks(self, xp: Any, values: Any, axis: int) -> Any:
+    def _encode_blocks(self, xp: ModuleType, values: jax.Array | np.ndarray, axis: int) -> Any:
         """Quantizes blocks: `axis` holds the 64 values of a block, and in the result its uint8
         bytes."""
         blocks = values.astype(np.float32)
@@ -224,7 +225,9 @@ def bytes_per_parameter(kind: str) -> float:
     return (_CODE_BYTES[kind] + _SCALE_BYTES) / BLOCK
 
 
-def _nearest_nf4(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
+def _nearest_nf4(
+    xp: ModuleType, blocks: jax.Array | np.ndarray, scale: jax.Array | np.ndarray, axis: int
+) -> Any:
     """Returns the codes of the nf4 levels nearest to `blocks / scale`, the lower one in a tie.
 
     Each byte holds two codes: in its low four bits for a value of the first half of `axis`, in its
@@ -254,14 +257,16 @@ def _level(code: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(chosen[0], jnp.float32)
 
 
-def _nearest_int8(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
+def _nearest_int8(
+    xp: ModuleType, blocks: jax.Array | np.ndarray, scale: jax.Array | np.ndarray, axis: int
+) -> Any:
     units = xp.rint(blocks / xp.where(scale == 0, np.float32(1), scale))
     units = xp.clip(units, -_LARGEST_INT8, _LARGEST_INT8)
     code = xp.where(units == units, units, 0).astype(np.int8)  # the scale already carries a NaN
     return code.view(np.uint8) if xp is np else lax.bitcast_convert_type(code, jnp.uint8)
 
 
-def _rounded(values: jax.Array, precision: Any, dtype: DTypeLike) -> jax.Array:
+def _rounded(values: jax.Array, precision: DTypeLike, dtype: DTypeLike) -> jax.Array:
     """Rounds to `precision` and casts to `dtype`, in a way that the compiler cannot remove.
 
     XLA may remove a cast to 16 bits and back, and then compute with more precision than the stored

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
 
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Operand
 from zerojax.operators.marks import read_name
 from zerojax.tracing.jaxpr import free_variables, split_scan, variables
@@ -76,7 +77,7 @@ def with_gradients_first(
     """
     places = [*given_by_loop, *shards]
 
-    def ordered(*given: Any) -> Any:
+    def ordered(*given: Tree) -> Any:
         arguments = list(given)
         tied = together([arguments[place] for place in places])
         for place, value in zip(places, tied, strict=True):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.config.mesh import DEVICE
+from zerojax.config.tree_types import Tree
 from zerojax.models.losses import no_sums, split_result
 from zerojax.passes import model_state
 from zerojax.passes.loads_ahead import load_one_ahead
@@ -135,7 +136,7 @@ def build_differentiation(
     if config.scale_layers is not None:
         loss_of = config.scale_layers(loss_of, list(constants.values()))
 
-    def differentiated(inputs: Arrays, *others: Any):
+    def differentiated(inputs: Arrays, *others: Tree):
         loss, (sums, after) = loss_of(inputs, *others)
         scaled = loss if loss_factor is None else loss * loss_factor
         return scaled, (sums, after)
@@ -164,7 +165,7 @@ def _accumulate(
     overwritten = config.model.overwritten
     latest_steps = model_state.pick(extras, overwritten)
 
-    def one(carry: Any, item: Any) -> tuple[Any, None]:
+    def one(carry: Tree, item: Tree) -> tuple[Any, None]:
         sums, grads, extras = carry
         index, microbatch, *drawn = item
         microbatch_key = jax.random.fold_in(key, index)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
-Tree = Any
+from zerojax.config.tree_types import Tree
+from zerojax.operators.equations import Operand
 
 
 def guarded_update(
@@ -72,7 +73,7 @@ def _with_guards(closed: ClosedJaxpr, old: Sequence[Any]) -> ClosedJaxpr:
     names: dict[Any, Any] = {}
     equations: list[Any] = []
 
-    def guard(new: Any, kept: Any) -> Any:
+    def guard(new: Operand, kept: Operand) -> Any:
         if new is kept:
             return new
         result, added = _guard(skip, new, kept)
@@ -94,11 +95,11 @@ def _with_guards(closed: ClosedJaxpr, old: Sequence[Any]) -> ClosedJaxpr:
     return ClosedJaxpr(guarded, closed.consts)
 
 
-def _read(names: Mapping[Any, Any], atom: Any) -> Any:
+def _read(names: Mapping[Any, Any], atom: Operand) -> Any:
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
-def _guard(skip: Any, new: Any, kept: Any) -> tuple[Any, list[Any]]:
+def _guard(skip: Operand, new: Operand, kept: Operand) -> tuple[Any, list[Any]]:
     """Returns (variable equal to `kept` if `skip` is set, else to `new`; its equations)."""
     program = _select(new.aval, kept.aval).jaxpr
     names: dict[Any, Any] = dict(zip(program.invars, (skip, new, kept), strict=True))
@@ -112,7 +113,7 @@ def _guard(skip: Any, new: Any, kept: Any) -> tuple[Any, list[Any]]:
 
 
 @functools.cache
-def _select(new: Any, kept: Any) -> ClosedJaxpr:
+def _select(new: jax.core.ShapedArray, kept: jax.core.ShapedArray) -> ClosedJaxpr:
     def select(skip: jax.Array, new: jax.Array, kept: jax.Array) -> jax.Array:
         # where, not cond: a cond costs 4 to 14 bytes per parameter of traffic and a copy.
         return jnp.where(skip, kept, new)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation, Operand
 from zerojax.placement.slices import put_slice, take_slice, to_device
 from zerojax.tracing.activation_offload import evaluate_loops
@@ -28,7 +29,7 @@ def load_one_ahead(function: Callable[..., Any]) -> Callable[..., Any]:
     loop's counter.
     """
 
-    def rewritten(*arguments: Any) -> Any:
+    def rewritten(*arguments: Tree) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
         chosen = {id(equation) for equation in _loops(closed.jaxpr)}
         outputs = evaluate_loops(closed, jax.tree.leaves(arguments), chosen, _run_loop)
@@ -75,7 +76,7 @@ def _run_loop(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         new = zip(stacks, outputs[num_carry:], strict=True)
         return outputs[:num_carry], [put_slice(stack, row, number(done)) for stack, row in new]
 
-    def one(done: Any, state: Any) -> Any:
+    def one(done: Any, state: Tree) -> Any:
         carry, loaded, stacks = state
         following = load(number(done) + (-1 if params["reverse"] else 1))
         carry, stacks = run(done, carry, loaded, stacks)

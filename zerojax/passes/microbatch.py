@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.models.losses import as_sums
 from zerojax.operators.context import ContextSplit, sequences_split
 from zerojax.operators.routed_experts import experts_split_over
@@ -66,7 +68,7 @@ class PassConfig:
 
     model: Model
     loss: Loss
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     placement: Placement
     precision: Precision
     num_microbatches: int
@@ -247,7 +249,7 @@ def _with_keywords(local: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(local)
-    def taking(*args: Any) -> Any:
+    def taking(*args: Tree) -> Any:
         *others, keywords = args
         given = {name: value for name, value in keywords.items() if value is not None}
         return local(*others, **given)
@@ -265,7 +267,7 @@ def over_batch(config: PassConfig, local: Callable[..., Any]) -> Callable[..., A
     axis = EXPERT if config.mesh.shape[EXPERT] > 1 else None
 
     @functools.wraps(local)
-    def traced(*args: Any) -> Any:
+    def traced(*args: Tree) -> Any:
         with batch_split_over(axes), experts_split_over(axis):
             return local(*args)
 

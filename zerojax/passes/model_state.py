@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.config.tree_types import Tree
 from zerojax.placement.device_mesh import PASS_AXES
 from zerojax.transport.sums import max_replicated, sum_replicated
 
@@ -46,7 +47,7 @@ def value_and_grad(loss_of: Callable[..., Any], overwritten: Set[str]) -> Callab
     if not overwritten:
         return jax.value_and_grad(loss_of, has_aux=True)
 
-    def differentiate(inputs: Arrays, extras: Arrays, *rest: Any) -> Any:
+    def differentiate(inputs: Arrays, extras: Arrays, *rest: Tree) -> Any:
         def loss_of_both(inputs: Arrays, chosen: Arrays) -> Any:
             return loss_of(inputs, {**extras, **chosen}, *rest)
 

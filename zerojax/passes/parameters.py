@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,12 +31,14 @@ from zerojax.transport.owned_tables import OwnedTable
 from zerojax.transport.sums import TreeOrder, barrier_kind
 
 
-def _of_access(config: PassConfig, names: Any, question: Callable[[Access], bool]) -> list[str]:
+def _of_access(
+    config: PassConfig, names: Iterable[str], question: Callable[[Access], bool]
+) -> list[str]:
     return [name for name in names if question(config.placement.leaves[name].access)]
 
 
 def leaf_collectives(
-    config: PassConfig, names: Any, *, in_model: bool = False
+    config: PassConfig, names: Iterable[str], *, in_model: bool = False
 ) -> dict[str, collectives.LeafCollectives]:
     """Returns {name: collectives of this parameter}.
 
@@ -144,7 +146,7 @@ def prepare_parameters(
     return inputs, constants
 
 
-def _of_nodes(config: PassConfig, names: Any) -> list[str]:
+def _of_nodes(config: PassConfig, names: Iterable[str]) -> list[str]:
     return [name for name in names if config.placement.leaves[name].node_shards is not None]
 
 

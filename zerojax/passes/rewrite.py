@@ -22,9 +22,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs, marks_experts, read_name
 from zerojax.passes.gradient_order import (
@@ -92,7 +93,7 @@ class Rewriting:
         program.
         """
 
-        def rewritten(*args: Any) -> Any:
+        def rewritten(*args: Tree) -> Any:
             program, shape = jax.make_jaxpr(function, return_shape=True)(*args)
             outputs = _evaluate(self, program, jax.tree.leaves(args), _Surroundings())
             return jax.tree.unflatten(jax.tree.structure(shape), outputs)
@@ -100,7 +101,7 @@ class Rewriting:
         return rewritten
 
 
-def is_made_again(primitive: Any, params: Mapping[str, Any]) -> bool:
+def is_made_again(primitive: Primitive, params: Mapping[str, Any]) -> bool:
     """Returns whether a checkpoint policy must recompute the result of an operation, not save it.
 
     This holds for zerojax's gathers, decoded weights, and marks of gathered experts. A gather is in
@@ -122,7 +123,7 @@ def is_made_again(primitive: Any, params: Mapping[str, Any]) -> bool:
     )
 
 
-def _keep_what_is_dear(primitive: Any, *_: Any, **params: Any) -> bool:
+def _keep_what_is_dear(primitive: Primitive, *_: jax.core.AbstractValue, **params: Tree) -> bool:
     """Returns whether a checkpoint saves a result: all except gathers and layout changes."""
     return primitive.name not in _LAYOUT and not is_made_again(primitive, params)
 
@@ -132,7 +133,7 @@ def _without_gathers(policy: Any) -> Any:
     if policy is None:
         return None
 
-    def refuse_gathers(primitive: Any, *avals: Any, **params: Any) -> Any:
+    def refuse_gathers(primitive: Primitive, *avals: jax.core.AbstractValue, **params: Tree) -> Any:
         return False if is_made_again(primitive, params) else policy(primitive, *avals, **params)
 
     return refuse_gathers
@@ -316,7 +317,7 @@ def _piece(
     )
     position = {variable: index for index, variable in enumerate(taken)}
 
-    def run(*given: Any) -> Sequence[Any]:
+    def run(*given: Tree) -> Sequence[Any]:
         wholes: list[Any] = []
         for group in groups:
             operands = [tuple(given[position[v]] for v in read.call.invars) for read in group]

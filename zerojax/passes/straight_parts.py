@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
+from zerojax.config.tree_types import Tree
 from zerojax.operators.marks import read_name
 from zerojax.tracing.jaxpr import free_variables, variables
 from zerojax.tracing.trees import layer_of
@@ -86,7 +87,7 @@ def run_in_turn(
         wanted.append([v for equation in part for v in equation.outvars if v in later])
         later |= set(free_variables(part))
 
-    def run(*given: Any) -> list[Any]:
+    def run(*given: Tree) -> list[Any]:
         values = dict(zip(taken, given, strict=True))
         for part, gives in zip(parts, reversed(wanted), strict=True):
             takes = free_variables(part)

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
@@ -53,7 +54,7 @@ def with_lookups(
       shards_of: function that maps the arguments of `function` to {name: this device's columns}.
     """
 
-    def rewritten(*args: Any) -> Any:
+    def rewritten(*args: Tree) -> Any:
         program, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         rules = _Rules(tables, shards_of(*args))
         outputs = _evaluate(rules, program, jax.tree.leaves(args))
@@ -118,7 +119,7 @@ def _follow(program: Jaxpr, inputs: Sequence[_Held | None]) -> tuple[set[int], l
     held = {v: one for v, one in zip(program.invars, inputs, strict=True) if one is not None}
     apart = set()
 
-    def held_by(atom: Any) -> _Held | None:
+    def held_by(atom: Var | Literal) -> _Held | None:
         return None if isinstance(atom, Literal) else held.get(atom)
 
     for equation in program.eqns:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.choice import Choice
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
 from pallas_kernels.update import update as update_leaf
+from zerojax.config.tree_types import Tree
 from zerojax.optim import Optimizer, StepNumbers, UpdateContext, extra_arguments
 from zerojax.passes.guarded_update import guarded_update
 from zerojax.placement.decisions import Decisions
@@ -285,7 +286,7 @@ def _build_in_place(plan: Decisions, tx: Optimizer) -> Callable[..., tuple[Array
 
     def local(
         grads: Arrays,
-        state: Any,
+        state: Tree,
         shards: Arrays,
         scale: jax.Array,
         skip: jax.Array,
@@ -368,6 +369,6 @@ def stacks_of(plan: Decisions) -> dict[str, tuple[str, ...]]:
     }
 
 
-def specs_of_leaves(tree: Any) -> Any:
+def specs_of_leaves(tree: Tree) -> Any:
     """Returns a tree of the `PartitionSpec` of each leaf of `tree`."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)

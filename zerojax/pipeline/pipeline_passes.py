@@ -26,10 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.passes import (
     PassConfig,
     build_reads,
@@ -250,7 +252,7 @@ class _Weights:
             activations, changes = run_embed(self.bind(outer, fixed), *context(extras, index))
             return list(activations), changes
 
-        def layers(weights: Arrays, given: Arrays, activations: list, state: Any):
+        def layers(weights: Arrays, given: Arrays, activations: list, state: Tree):
             outer = {**self.of_all(self.inputs), **weights["outer"]}
             chunk = self.bind(weights["chunk"], given["chunk"])
             extras, index = state
@@ -270,7 +272,7 @@ class _Weights:
         assert not (self.layout.skips_padding and self.layout.stacked & self.on_read.keys())
         trained = self.of_all(self.inputs).keys()
 
-        def may_run_alone(reads: frozenset[str], program: Any) -> bool:
+        def may_run_alone(reads: frozenset[str], program: Jaxpr) -> bool:
             """Returns whether embedding or head may run on one stage only: it contains no
             collective.
             """
@@ -374,7 +376,7 @@ class Results:
         write. A stage writes only its own layers' rows.
     """
 
-    sums: Any
+    sums: Tree
     chunks: Arrays | None
     outer: Arrays | None
     extras: Arrays

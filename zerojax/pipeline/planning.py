@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.models.losses import as_sums
 from zerojax.pipeline.pipeline_costs import executed_flops
 from zerojax.placement.device_mesh import DATA, MODEL, STAGE, num_data_shards
@@ -74,7 +75,7 @@ def plan_pipeline(
     padding = len(set(layers)) > 1
     skips = padding and draft.skips_padding
 
-    def run(values: Any, extras: Any, key: jax.Array, batch: Any) -> Any:
+    def run(values: Tree, extras: Tree, key: jax.Array, batch: Batch) -> Any:
         result, after = model.run(values, extras, key, on_batch(loss, batch))
         return as_sums(result), after
 
@@ -103,7 +104,7 @@ def _may_skip(settings: MeshConfig, mesh: Mesh | AbstractMesh, loop: LayerLoop) 
 
 
 def choose_microbatches(
-    given: int | None, mesh: Mesh | AbstractMesh, batch: Any
+    given: int | None, mesh: Mesh | AbstractMesh, batch: Batch
 ) -> tuple[int, list[str]]:
     """Returns (number of microbatches, reasons): the user's number, or a default.
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.schedules import ExecutorTable, TickRun
 from zerojax.tracing.loops.own_state import Overwritten
 from zerojax.tracing.loops.split import (
@@ -73,11 +74,11 @@ def _put(buffers: Several, slot: jax.Array, values: Sequence[jax.Array]) -> Seve
     return [put(x, v.astype(x.dtype), slot, 0) for x, v in zip(buffers, values, strict=True)]
 
 
-def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
+def _select(chosen: jax.Array, new: Tree, old: Tree) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(chosen, a, b), new, old)
 
 
-def _only(chosen: jax.Array, alone: bool, function: Callable[[Any], Any], state: Any) -> Any:
+def _only(chosen: jax.Array, alone: bool, function: Callable[[Any], Any], state: Tree) -> Any:
     """Returns `function(state)` if `chosen`, else `state`.
 
     If `alone`, a `lax.cond` skips the function; otherwise it runs anyway and its result may be
@@ -229,7 +230,7 @@ class Stage:
         size = self.rows.shape[1]
         return lax.dynamic_slice_in_dim(stack, number * size, size)
 
-    def add_chunk(self, state: Arrays, grads: Arrays, number: jax.Array, active: Any) -> None:
+    def add_chunk(self, state: Arrays, grads: Arrays, number: jax.Array, active: jax.Array) -> None:
         """Adds the gradients of a chunk's weights to the accumulators in `state`, if `active`."""
 
         def add(total: jax.Array, grad: jax.Array) -> jax.Array:
@@ -242,7 +243,7 @@ class Stage:
         state["chunk grads"] = jax.tree.map(add, state["chunk grads"], grads["chunk"])
         self.add_outer(state, grads["outer"], active)
 
-    def add_outer(self, state: Arrays, grads: Arrays, active: Any) -> None:
+    def add_outer(self, state: Arrays, grads: Arrays, active: jax.Array) -> None:
         add = lambda total, grad: jnp.where(active, total + grad.astype(total.dtype), total)  # noqa: E731
         totals = state["outer grads"]
         state["outer grads"] = {
@@ -258,7 +259,7 @@ class Stage:
         Its arguments: `(weights, fixed, floating activations, (others, *context))`.
         """
 
-        def layers(weights: Arrays, fixed: Arrays, inputs: Several, context: Any) -> Any:
+        def layers(weights: Arrays, fixed: Arrays, inputs: Several, context: Tree) -> Any:
             others, extras, index = context
             activations = interleave(inputs, others, like)
             outputs, changes = self.work.layers(weights, fixed, activations, (extras, index))
@@ -266,7 +267,7 @@ class Stage:
 
         return layers
 
-    def split(self, given: Any) -> Any:
+    def split(self, given: tuple[Any, ...]) -> Any:
         """Converts the arguments of `work.layers` to the arguments of the result of
         `differentiable`.
         """
@@ -276,7 +277,9 @@ class Stage:
 
     # Extras
 
-    def write_rows(self, state: Arrays, changes: Arrays, rows: jax.Array, chosen: Any) -> None:
+    def write_rows(
+        self, state: Arrays, changes: Arrays, rows: jax.Array, chosen: jax.Array
+    ) -> None:
         """Writes the rows of extras (non-parameter arrays) that a chunk's layers changed into
         `state`, if `chosen`.
         """
@@ -304,7 +307,9 @@ class Stage:
         """
         return {name: self.overwritten[name] for name in sorted(names)}
 
-    def keep_largest(self, state: Arrays, new: Arrays, number: jax.Array, active: Any) -> None:
+    def keep_largest(
+        self, state: Arrays, new: Arrays, number: jax.Array, active: jax.Array
+    ) -> None:
         """Updates the maximum of overwritten extras (non-parameter arrays) with the new rows from a
         chunk's backward pass.
         """
@@ -350,13 +355,15 @@ class Stage:
             self.head(state, row, outputs, index)
         return outputs
 
-    def embed(self, state: Arrays, inputs: Several, index: jax.Array | int, first: Any) -> Several:
+    def embed(
+        self, state: Arrays, inputs: Several, index: jax.Array | int, first: jax.Array
+    ) -> Several:
         """Returns the embedding on the first virtual stage, or the received inputs on the
         others.
         """
         extras = state["extras"]
 
-        def run(_: Any) -> Any:
+        def run(_: object) -> Any:
             activations, changes = self.work.embed(self.outer, extras, index)
             return activations, {name: changes[name] for name in self.embed_writes}
 
@@ -373,7 +380,7 @@ class Stage:
         last, extras, alone = row["forward_last"] > 0, state["extras"], self.work.head_alone
         if not self.backward:
 
-            def evaluate(sums: Any) -> Any:
+            def evaluate(sums: Tree) -> Any:
                 _, (more, _) = self.work.head(self.outer, extras, index, outputs)
                 return jax.tree.map(jnp.add, sums, more)
 
@@ -383,7 +390,7 @@ class Stage:
         read = {name: self.outer[name] for name in sorted(self.work.head_reads)}
         becoming = self.becoming(self.work.overwritten.head)
 
-        def run(before: Any) -> Any:
+        def run(before: Tree) -> Any:
             sums, totals, largest, _, _ = before
 
             def loss_of(read: Arrays, floating: Several, becoming: Arrays) -> Any:

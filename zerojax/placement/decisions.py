@@ -17,6 +17,7 @@ from pallas_kernels.choice import Choice
 from zerojax.config import MeshConfig
 from zerojax.config.batch_division import BatchDivision
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.models.adapt import bound_attribute
 from zerojax.models.batch_weight import BatchWeight
 from zerojax.operators.attending import Call
@@ -32,8 +33,6 @@ from zerojax.tracing import trees
 from zerojax.tracing.index_limits import IndexLimit
 from zerojax.tracing.protocol import Loss, Model
 from zerojax.tracing.rolling import RolledModel
-
-Tree = Any
 
 
 @dataclass(frozen=True, kw_only=True)

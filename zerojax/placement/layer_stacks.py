@@ -14,12 +14,12 @@ from typing import Any
 import jax
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.placement.device_mesh import STAGE
 from zerojax.placement.leaf_placement import LeafPlacement
 from zerojax.placement.state_layout import OffloadLayout
 from zerojax.placement.table import Placement
 
-Tree = Any
 Stacks = Mapping[str, tuple[str, ...]]
 """{name of a stacked parameter: the user's names of its rows, in order}."""
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
+from zerojax.config.tree_types import Tree
 from zerojax.placement.state_layout import SlicedLeaf
 
 MEMORY_TIERS = (DEVICE, HOST)
@@ -61,7 +62,7 @@ def abstract_tiers(leaf: SlicedLeaf, dtype: DTypeLike, mesh: Mesh | AbstractMesh
 
 
 def map_moments(
-    leaves: Mapping[str, SlicedLeaf], function: Callable[..., Any], opt_state: Any, *others: Any
+    leaves: Mapping[str, SlicedLeaf], function: Callable[..., Any], opt_state: Tree, *others: Any
 ) -> Any:
     """Applies a function to each moment of an offloaded parameter in an optimizer's state; returns
     the new state.
@@ -89,7 +90,7 @@ def map_moments(
     return jax.tree.map(of_node, opt_state, *others, is_leaf=lambda node: isinstance(node, dict))
 
 
-def without_moments(opt_state: Any) -> Any:
+def without_moments(opt_state: Tree) -> Any:
     """Returns an optimizer's state with only its counters, from which an update of slices
     starts."""
     return jax.tree.map(

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from zerojax import tracing
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE
+from zerojax.config.tree_types import Tree
 from zerojax.models.from_nnx import NnxModel
 from zerojax.models.given_arrays import as_arrays, check_arrays
 from zerojax.optim import coding_of, loss_scale, map_state
@@ -32,7 +33,6 @@ from zerojax.placement.table import Placement
 from zerojax.tracing import trees
 from zerojax.tracing.trees import path_name
 
-Tree = Any
 ONE_BIT = "one_bit"
 """Key of the data of 1-bit optimizers in a state and in the names of a checkpoint."""
 COPIES = "copies"
@@ -85,7 +85,7 @@ class TrainState(TypedDict):
     rng: Any
     params: dict[str, Any]
     frozen: dict[str, Any]
-    opt_state: Any
+    opt_state: Tree
     extras: dict[str, Any]
     loss_scale: dict[str, Any]
     masters: NotRequired[dict[str, Any]]

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
+from zerojax.config.tree_types import Batch
 from zerojax.operators.attending import Call
 from zerojax.operators.attention_choice import SET_BY_CALL
 from zerojax.operators.context import Choice, ContextSplit, Sizes, choose_way
@@ -118,7 +119,7 @@ def _says_so(model: Model) -> bool:
 
 
 def plan_context(
-    settings: MeshConfig, mesh: Mesh | AbstractMesh, trace: ModelTrace, microbatch: Any
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, trace: ModelTrace, microbatch: Batch
 ) -> tuple[ContextSplit | None, list[str]]:
     """Plans how sequences are split over the axis `context`.
 
@@ -187,7 +188,7 @@ def _of(trace: ModelTrace) -> tuple[Call, ...]:
     return trace.attention_calls
 
 
-def _shape_of(microbatch: Any) -> tuple[int, int]:
+def _shape_of(microbatch: Batch) -> tuple[int, int]:
     """Returns (rows, tokens) of a batch whose arrays all have the shape [rows, tokens].
 
     Raises:

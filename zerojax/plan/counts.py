@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
+from zerojax.config.tree_types import Tree
 from zerojax.features.known import work_of_features
 from zerojax.models.adapt import bound_attribute
 from zerojax.optim import EmaState
@@ -40,7 +41,7 @@ Tiers = dict[str, int]
 """{memory ("device", "host" or "nvme"): bytes per device}, without memories that are not used."""
 
 
-def shard_bytes(tree: Any) -> int:
+def shard_bytes(tree: Tree) -> int:
     """Returns the bytes that sharded `ShapeDtypeStruct`s take in the memory of each device."""
     return sum(_shard(leaf) for leaf in jax.tree.leaves(tree) if not _on_host(leaf))
 
@@ -109,7 +110,7 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
     return {**roles, STORED: weights, **in_device}
 
 
-def _without_average(opt_state: Any) -> tuple[Any, Any]:
+def _without_average(opt_state: Tree) -> tuple[Any, Any]:
     """Splits an optimizer's state into (state without the average of the weights, the average or
     None)."""
     if not isinstance(opt_state, EmaState):
@@ -117,7 +118,7 @@ def _without_average(opt_state: Any) -> tuple[Any, Any]:
     return (opt_state.inner, opt_state.count), opt_state.ema
 
 
-def _memory_tiers(tree: Any) -> Tiers:
+def _memory_tiers(tree: Tree) -> Tiers:
     """Returns the bytes per memory of a tree that has {memory: array} in place of each sliced
     array.
 

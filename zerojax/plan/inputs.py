@@ -14,6 +14,7 @@ from zerojax.config.checks import as_patterns, check_whole_number
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.recognition import is_deepspeed
+from zerojax.config.tree_types import Tree
 from zerojax.models.dim_names import AxisRules, rules_in_context
 from zerojax.optim.precision import Precision
 from zerojax.optim.step_sizes import StepSizes
@@ -21,7 +22,6 @@ from zerojax.placement import device_mesh as meshes
 from zerojax.placement.device_mesh import DATA
 from zerojax.placement.user_shardings import users_mesh
 
-Tree = Any
 MESH_OPTIONS = (
     "rules",
     "logical_axis_rules",

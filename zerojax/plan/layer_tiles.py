@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import DEVICE
+from zerojax.config.tree_types import Tree
 from zerojax.offload.offload_tiers import cut_into_layers
 from zerojax.operators.marks import inner_programs
 from zerojax.placement.device_mesh import DATA_AXES, EXPERT
@@ -289,13 +290,13 @@ def _gathered_again(
         )
         return ShardedWeight(shard, sink, tiled)
 
-    def run(floats: Any, fixed: Any) -> list[Any]:
+    def run(floats: Tree, fixed: Tree) -> list[Any]:
         rows, consts, others, activations = _joined(floats, fixed)
         weights = {n: sharded(n, rows[n], floats[0][n]) for n in tiles}
         after, _ = pieces.layer({**rows, **weights}, consts, others, activations)
         return [x for x in after if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-    def backward(floats: Any, fixed: Any, cotangents: Any) -> Any:
+    def backward(floats: Tree, fixed: Tree, cotangents: Tree) -> Any:
         return jax.vjp(lambda floats: run(floats, fixed), floats)[1](cotangents)
 
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
@@ -366,7 +367,7 @@ def _gathered_again_on_use(
     return {name: max(number - 2, 0) for name, number in times.items()}
 
 
-def _joined(floats: Any, fixed: Any) -> Any:
+def _joined(floats: Tree, fixed: Tree) -> Any:
     return jax.tree.map(
         lambda x, other: other if x is None else x, floats, fixed, is_leaf=lambda x: x is None
     )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from zerojax.config import MeshConfig
 from zerojax.config.checks import warn_user
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.models.batch_weight import BatchWeight, find_batch_weight
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
 from zerojax.models.step_count import check_step_rules
@@ -47,7 +48,7 @@ _FORMS = (
 )
 
 
-def check_loss(result: Any) -> None:
+def check_loss(result: Tree) -> None:
     """Raises if the value that a loss returned is not a valid loss.
 
     Args:
@@ -225,7 +226,7 @@ def trace_pieces(
     trace: ModelTrace,
     params: Mapping[str, Any],
     extras: Mapping[str, Any],
-    batch: Any,
+    batch: Batch,
     model: Model,
 ) -> BatchPieces:
     """Determines from a traced loss how its results depend on the rows of one part of the batch.
@@ -280,8 +281,8 @@ def check_divisor(
     trace: ModelTrace,
     params: Mapping[str, Any],
     extras: Mapping[str, Any],
-    microbatch: Any,
-    batch: Any,
+    microbatch: Batch,
+    batch: Batch,
     trace_of: Callable[[Any], ModelTrace],
 ) -> None:
     """Raises if a loss divides a sum over rows by a number that does not grow with the number of
@@ -336,7 +337,7 @@ def check_divisor(
 
 
 def _loss_and_weight(
-    trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
+    trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Batch
 ) -> tuple[Dependence, float | None]:
     """Returns (how the loss depends on rows, its weight). The weight is 1 if the loss returns none,
     and None if it is unknown."""
@@ -356,7 +357,7 @@ def _follow_piece(
     trace: ModelTrace,
     params: Mapping[str, Any],
     extras: Mapping[str, Any],
-    batch: Any,
+    batch: Batch,
     over_batch: list[tuple[BatchCall, Dependence]],
     compared: list[str] | None = None,
 ) -> list[Dependence]:
@@ -369,7 +370,7 @@ def _follow_piece(
 
 
 def part_with_mixed_rows(
-    trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
+    trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Batch
 ) -> str | None:
     """Finds the first output of a loss that may not be a sum or mean over rows; returns None if all
     are.
@@ -419,7 +420,7 @@ def check_step_counts(
     trace: ModelTrace,
     params: Mapping[str, Any],
     extras: Mapping[str, Any],
-    batch: Any,
+    batch: Batch,
     model: Model,
 ) -> None:
     """Raises if a loss changes a `StepCount` in another way than by adding to it, or writes its

@@ -27,6 +27,7 @@ from zerojax.config.display import as_details
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import NVME
+from zerojax.config.tree_types import Tree
 from zerojax.features.deterministic.equal_bits import (
     describe_equal_bits,
     microbatches_of_equal_bits,
@@ -136,7 +137,6 @@ from zerojax.tracing.loops import find_stacks
 from zerojax.tracing.rolling import find_lists
 from zerojax.tracing.unrolling import choose_unrolling
 
-Tree = Any
 _ELSEWHERE = {
     axis: "axis sizes belong to the mesh: zerojax.make_plan(model, zerojax.make_mesh({"
     f'"{axis}": ...}}), ...)'
@@ -471,7 +471,11 @@ def _plan_offload(
 
 
 def _forms(
-    task: _Task, seen: _Seen, placement: Placement, tx: Any, layouts: tuple[Stacks, Any, Any]
+    task: _Task,
+    seen: _Seen,
+    placement: Placement,
+    tx: optax.GradientTransformation,
+    layouts: tuple[Stacks, Any, Any],
 ) -> tuple[TrainState, TrainState]:
     """Returns (abstract state as stored without offload, abstract state in the form of checkpoints
     under the user's names)."""
@@ -496,7 +500,7 @@ def _forms(
 
 
 def _describe_sent(
-    task: _Task, placement: Placement, trace: tracing.ModelTrace, tx: Any
+    task: _Task, placement: Placement, trace: tracing.ModelTrace, tx: optax.GradientTransformation
 ) -> list[str]:
     """Returns the plan's lines on weights and gradients not sent in the default format or dtype."""
     settings = task.settings

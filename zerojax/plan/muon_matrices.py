@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import optim
@@ -64,7 +65,7 @@ class MatrixClass:
         return 2 * DIRECTION_BYTES * exchange.elements * (exchange.size - 1) / exchange.size
 
 
-def with_matrices(tx: Any, trace: ModelTrace, placement: Placement) -> Any:
+def with_matrices(tx: optax.GradientTransformation, trace: ModelTrace, placement: Placement) -> Any:
     """Passes the matrices that the traced loss shows to Muon; returns any other optimizer
     unchanged.
 
@@ -83,7 +84,7 @@ def _uses_of_trained(trace: ModelTrace, placement: Placement) -> dict[str, Param
 
 
 def describe_taken(
-    tx: Any,
+    tx: optax.GradientTransformation,
     trace: ModelTrace,
     stored: TrainState,
     placement: Placement,
@@ -106,7 +107,10 @@ def describe_taken(
 
 
 def find_classes(
-    tx: Any, stored: TrainState, placement: Placement, mesh: Mesh | AbstractMesh
+    tx: optax.GradientTransformation,
+    stored: TrainState,
+    placement: Placement,
+    mesh: Mesh | AbstractMesh,
 ) -> list[MatrixClass]:
     """Returns the groups of matrices that Muon distributes together; [] for other optimizers.
 
@@ -167,7 +171,10 @@ def exchanges_of_parameter(plan: Decisions, name: str) -> list[tuple[tuple[str, 
 
 
 def describe_matrices(
-    tx: Any, stored: TrainState, placement: Placement, mesh: Mesh | AbstractMesh
+    tx: Any,
+    stored: TrainState,
+    placement: Placement,
+    mesh: Mesh | AbstractMesh,
 ) -> list[str]:
     """Describes how matrices are distributed over devices, and which work is repeated; returns []
     on one device."""

@@ -13,9 +13,10 @@ from flax import linen
 
 from zerojax import models
 from zerojax.config import MeshConfig
+from zerojax.config.tree_types import Batch
 from zerojax.models.dim_names import AxisRules, DimNames
 from zerojax.placement.device_mesh import AXES, MODEL
-from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.protocol import Loss, Model, ModelLike
 
 
 def with_named_dims(
@@ -73,7 +74,7 @@ def under_axis_rules(loss: Loss, table: AxisRules | None, *, splits: bool) -> Lo
     kept = tuple(rows) if splits else ()
 
     @functools.wraps(loss)
-    def under(model: Any, batch: Any) -> Any:
+    def under(model: ModelLike, batch: Batch) -> Any:
         with linen.logical_axis_rules(kept):
             return loss(model, batch)
 

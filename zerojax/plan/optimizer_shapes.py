@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from zerojax.config.tree_types import Tree
 from zerojax.optim import (
     EXTRA_ARGUMENTS,
     OnTrueShapes,
@@ -207,7 +208,7 @@ def _without_keywords(
 ) -> optax.GradientTransformationExtraArgs:
     inner = optax.with_extra_args_support(tx)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Any, Any]:
         taken = {name: x for name, x in extra.items() if name not in refused}
         return inner.update(updates, state, params, **taken)
 

@@ -8,11 +8,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels.choice import SAME_BYTES, Choice
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import DEVICE, HOST
+from zerojax.config.tree_types import Batch
 from zerojax.models.adapt import bound_attribute
 from zerojax.operators.rounded_weights import FORMATS
 from zerojax.optim import Optimizer
@@ -226,7 +228,7 @@ def _describe_raised(
     ]
 
 
-def describe_batch(batch: Any, exact: Mapping[str, str], precision: Precision) -> list[str]:
+def describe_batch(batch: Batch, exact: Mapping[str, str], precision: Precision) -> list[str]:
     """Describes which floating-point arrays of a batch are cast, and which are not and why.
 
     Args:
@@ -304,7 +306,7 @@ def _some(names: list[str], things: str) -> str:
 
 def describe_update(
     choices: Mapping[str, Choice],
-    tx: Any,
+    tx: optax.GradientTransformation,
     stacks: Collection[str],
     params: Mapping[str, Any],
     mesh: Mesh | AbstractMesh,

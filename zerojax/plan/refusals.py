@@ -14,19 +14,19 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.config.batch_division import BatchDivision
 from zerojax.config.mesh import DEVICE
+from zerojax.config.tree_types import Tree
 from zerojax.optim import one_bit_of
 from zerojax.placement import device_mesh as meshes
 from zerojax.placement.table import Placement
 from zerojax.placement.user_shardings import is_about_meshes
 from zerojax.tracing import trees
 from zerojax.tracing.source_lines import is_of_zerojax
-
-Tree = Any
 
 
 def check_no_other_way(
@@ -132,7 +132,7 @@ def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
         )
 
 
-def check_layer_norms(settings: MeshConfig, tx: Any) -> None:
+def check_layer_norms(settings: MeshConfig, tx: optax.GradientTransformation) -> None:
     """Raises if the step cannot compute norms of layers (`log.per_layer`), because it does not have
     all gradients, or all weights before and after the update.
 
@@ -187,7 +187,7 @@ def check_reads(names: Collection[str], read: Collection[str]) -> None:
         )
 
 
-def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
+def check_not_per_example(result: Tree, batch: Tree, piece: Tree) -> None:
     """Raises if a loss returns a value for each row instead of one value.
 
     Args:

@@ -21,6 +21,7 @@ from zerojax import models, tracing
 from zerojax.config import MeshConfig
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, RollRemat
+from zerojax.config.tree_types import Tree
 from zerojax.optim import Optimizer
 from zerojax.placement.device_mesh import MODEL, STAGE
 from zerojax.placement.layer_stacks import RowsDifferError, Stacks, group_rows
@@ -385,7 +386,7 @@ def check_same_result(one: tracing.ModelTrace, other: tracing.ModelTrace) -> Non
         raise ValueError(f"the loop's loss returns {forms[1]}, but the model's returns {forms[0]}")
 
 
-def _form(result: Any) -> tuple[Any, list[Any]]:
+def _form(result: Tree) -> tuple[Any, list[Any]]:
     leaves, structure = jax.tree.flatten(result)
     return structure, [(x.shape, x.dtype.name) for x in leaves]
 

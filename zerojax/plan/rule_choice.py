@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jax.extend.core import Jaxpr
+
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.tracing.splitting import DimGroup, DimGroups, gradient_program
 
@@ -49,7 +51,7 @@ class SplitChoice:
 
 
 def choose_splits(
-    forward: Any,
+    forward: Jaxpr,
     params: Mapping[str, Any],
     state: Sequence[str],
     batch: Sequence[str],

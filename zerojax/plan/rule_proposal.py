@@ -16,6 +16,7 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details, printable
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch
 from zerojax.optim.precision import Precision
 from zerojax.placement.device_mesh import (
     AXES,
@@ -118,7 +119,7 @@ def propose_rules(
     model: tracing.ModelLike,
     mesh: Mesh | AbstractMesh | MeshConfig | Mapping[str, Any],
     *,
-    example_batch: Any,
+    example_batch: Batch,
     loss: tracing.Loss | None = None,
     precision: Precision | str | None = None,
     num_microbatches: int | None = None,
@@ -240,7 +241,7 @@ def _is_cpu(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
-def _num_bytes(array: Any) -> int:
+def _num_bytes(array: jax.ShapeDtypeStruct) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
 
 
@@ -273,7 +274,9 @@ def _parts(
         )
 
 
-def _axes(param: Any, choice: SplitChoice, stack_dims: int) -> tuple[str | None, ...]:
+def _axes(
+    param: jax.ShapeDtypeStruct, choice: SplitChoice, stack_dims: int
+) -> tuple[str | None, ...]:
     """Returns the mesh axis of each dimension except stacked layers; () for a parameter that is not
     split."""
     if choice.dim is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
+from zerojax.config.tree_types import Batch
 from zerojax.features.known import sizes_of_features
 from zerojax.optim.step_sizes import StepSizes
 from zerojax.plan.inputs import PlanInputs
@@ -40,7 +40,7 @@ def sizes_of_steps(inputs: PlanInputs) -> StepSizes:
     return StepSizes.constant(rows, tokens, why)
 
 
-def _seq_len(batch: Any) -> tuple[int | None, str]:
+def _seq_len(batch: Batch) -> tuple[int | None, str]:
     """Returns (number of tokens of a row, or None; why it is not known)."""
     tokens = batch.get(TOKENS) if isinstance(batch, Mapping) else None
     shape = getattr(tokens, "shape", ())

@@ -15,11 +15,10 @@ import jax
 import optax
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.optim.padding import NotProven
 from zerojax.placement.layer_stacks import StackRows, Stacks, group_rows, ungroup_rows
 from zerojax.tracing.rolling import map_rows
-
-Tree = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +57,12 @@ def over_stacks(
     inner = optax.with_extra_args_support(tx)
     run = _Mapped(stacks)
 
-    def init(params: Any) -> Tree:
+    def init(params: Tree) -> Tree:
         if not _is_stacked(params, stacks):
             return inner.init(params)
         return run("init", inner.init, (params,))
 
-    def update(updates: Any, state: Tree, params: Any = None, **extra: Any) -> tuple[Any, Tree]:
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Any, Tree]:
         if not _is_stacked(updates, stacks):
             return inner.update(updates, state, params, **extra)
         if "layers" in extra:  # rows are separate arrays here, without a layer dimension
@@ -71,7 +70,7 @@ def over_stacks(
         fixed = {name: x for name, x in extra.items() if not _is_arrays(x)}
         arrays = {name: x for name, x in extra.items() if name not in fixed}
 
-        def plain(updates: Any, state: Tree, params: Any, arrays: Any) -> tuple[Any, Tree]:
+        def plain(updates: Tree, state: Tree, params: Tree, arrays: Any) -> tuple[Any, Tree]:
             return inner.update(updates, state, params, **arrays, **fixed)
 
         key = ("update", *sorted((name, _as_key(x)) for name, x in fixed.items()))
@@ -80,11 +79,11 @@ def over_stacks(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_stacked(params: Any, stacks: Stacks) -> bool:
+def _is_stacked(params: Tree, stacks: Stacks) -> bool:
     return isinstance(params, Mapping) and any(name in stacks for name in params)
 
 
-def _is_arrays(tree: Any) -> bool:
+def _is_arrays(tree: Tree) -> bool:
     return all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(tree))
 
 

@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
@@ -25,7 +27,7 @@ _ONE_DEVICE = tuple(axis for axis in AXES if axis not in DATA_AXES or axis == EX
 """Mesh axes that must have size 1 for lookup=owners."""
 
 
-def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
+def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision) -> None:
     """Raises if `lookup=owners` is combined with settings that are unsupported or could change the
     results.
 
@@ -54,7 +56,7 @@ def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any
             )
 
 
-def check_update_of_tables(placement: Placement, tx: Any) -> None:
+def check_update_of_tables(placement: Placement, tx: optax.GradientTransformation) -> None:
     """Raises if the optimizer's update could differ with `lookup=owners`.
 
     Raises:
@@ -174,7 +176,7 @@ class _Sent:
 
 
 def _why_not(
-    param: Any, settings: MeshConfig, mesh: Mesh | AbstractMesh, costs: _Costs
+    param: jax.ShapeDtypeStruct, settings: MeshConfig, mesh: Mesh | AbstractMesh, costs: _Costs
 ) -> str | None:
     if not jnp.issubdtype(param.dtype, jnp.floating):
         return f"its dtype is {param.dtype.name}"

@@ -19,9 +19,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
@@ -41,7 +41,9 @@ DELTA_BITS = {"delta_int8": 8, "delta_int4": 4}
 """{value of `wire.weights`: number of bits of the code of a difference}."""
 
 
-def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
+def check_weight_wire(
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation
+) -> None:
     """Raises if `wire.weights` has no effect or conflicts with other settings.
 
     Raises:
@@ -59,7 +61,9 @@ def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) 
     check_no_other_way(_ASKED, "gathers weights", settings, mesh)
 
 
-def _check_deltas(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
+def _check_deltas(
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation
+) -> None:
     asked = f"wire.weights={settings.wire.weights}"
     if settings.zero == 0:
         raise ValueError(

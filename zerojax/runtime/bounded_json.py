@@ -152,7 +152,7 @@ def depth_of(text: bytes) -> int:
     return max(itertools.accumulate(steps, initial=0))
 
 
-def inside(name: Any) -> bool:
+def inside(name: object) -> bool:
     """Returns True if `name`, read from a file, is a path that stays below a folder: relative and
     without "..".
 
@@ -194,7 +194,7 @@ def _refuse_constant(text: str) -> None:
     raise JsonError(f"has {text}, which is not valid JSON")
 
 
-def _check_text(value: Any) -> None:
+def _check_text(value: object) -> None:
     """Raises JsonError if a parsed value contains text with lone surrogates. The limit of depth
     also limits the recursion."""
     if isinstance(value, dict):

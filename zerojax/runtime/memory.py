@@ -60,7 +60,7 @@ class allocating_for:
 
     def __call__(self, function: F) -> F:
         @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args: object, **options: object) -> Any:
             try:
                 return function(*args, **options)
             except Exception as error:

@@ -83,7 +83,7 @@ def _is_path(text: str) -> bool:
         return False
 
 
-def _redact(value: Any, secrets: list[str]) -> Any:
+def _redact(value: object, secrets: list[str]) -> Any:
     if isinstance(value, str):
         return value if _is_path(value) else _redact_text(value, secrets)
     if isinstance(value, Mapping):
@@ -96,7 +96,7 @@ def _redact(value: Any, secrets: list[str]) -> Any:
     return value
 
 
-def _holds_secret(name: Any, value: Any) -> bool:
+def _holds_secret(name: object, value: object) -> bool:
     return isinstance(name, str) and isinstance(value, str) and is_secret_name(name)
 
 

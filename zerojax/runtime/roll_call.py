@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -126,7 +126,7 @@ class RollCall:
         else:
             self._peers = {0: _answer(group, seconds)}
 
-    def gather(self, value: Any, what: str) -> list[Any] | None:
+    def gather(self, value: object, what: str) -> list[Any] | None:
         """Returns on process 0 the values of all processes in their order; None on the others.
 
         Args:
@@ -142,7 +142,7 @@ class RollCall:
             return None
         return [value, *(self._value_of(index, what, deadline) for index in sorted(self._peers))]
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> Any:
         """Returns on every process the value that process 0 passes; the others pass anything.
 
         Raises:
@@ -349,7 +349,7 @@ class _Register:
         )
 
 
-def hosts_without(present: Any, environment: Mapping[str, str]) -> list[str]:
+def hosts_without(present: Iterable[str], environment: Mapping[str, str]) -> list[str]:
     """Returns the hosts of this Slurm step from which no process came; [] outside of Slurm.
 
     Args:

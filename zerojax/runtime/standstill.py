@@ -23,6 +23,7 @@ from typing import Any
 from zerojax.config.display import cut, printable, quoted
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.regular_files import UnreadableError
+from zerojax.config.tree_types import Tree
 from zerojax.runtime import bounded_json
 from zerojax.runtime.user_files import replace_text
 
@@ -116,7 +117,7 @@ class StandstillNotes:
         self._thread: threading.Thread | None = None
 
     def entered(
-        self, step: int, result: Any, program: str, meetings: Callable[[], Sequence[Meeting]]
+        self, step: int, result: Tree, program: str, meetings: Callable[[], Sequence[Meeting]]
     ) -> None:
         """Registers a step that was given to the devices.
 
@@ -280,7 +281,7 @@ def _number(value: Any, end: int, *kinds: type) -> Any:
     return value
 
 
-def _line(value: Any) -> str:
+def _line(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{quoted(value)} is not a text")
     return printable(cut(value, _MAX_TEXT))

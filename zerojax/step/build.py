@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import passes
 from zerojax.config.checks import names_keywords
 from zerojax.config.mesh import HOST
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.features.deterministic import fixed_passes
 from zerojax.features.deterministic.deterministic_update import (
     build_chunked_update,
@@ -136,11 +137,11 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
 
     measured = {kind: choice.implementation for kind, choice in plan.program.kernels.items()}
 
-    def step(state: TrainState, batch: Any, numbers: Any = None) -> tuple[Any, ...]:
+    def step(state: TrainState, batch: Batch, numbers: Any = None) -> tuple[Any, ...]:
         with attention_measured(measured):
             return compute(state, batch, numbers)
 
-    def compute(state: TrainState, batch: Any, numbers: Any) -> tuple[Any, ...]:
+    def compute(state: TrainState, batch: Batch, numbers: Any) -> tuple[Any, ...]:
         key = step_key(state["rng"], state["step"])
         factor = factor_of(state, batch["batch"] if paged else batch)
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
@@ -246,12 +247,12 @@ class _OneProgram:
         twin = streamed_from_host(self._plan)
         return build_step(twin), twin.abstract_state
 
-    def trace(self, _: TrainState, batch: Any) -> Any:
+    def trace(self, _: TrainState, batch: Batch) -> Any:
         """Traces the program with an abstract state of its own plan; the given state is ignored."""
         step, state = self._step
         return step.trace(state, batch)
 
-    def lower(self, _: TrainState, batch: Any) -> Any:
+    def lower(self, _: TrainState, batch: Batch) -> Any:
         """Lowers the program with an abstract state of its own plan; the given state is ignored."""
         step, state = self._step
         return step.lower(state, batch)
@@ -288,7 +289,7 @@ class LiveStateOnly:
 
         return under
 
-    def __call__(self, state: TrainState, batch: Any) -> Any:
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
         for name, part in state.items():
             array = _first_array(part)
             if array is not None and array.is_deleted():
@@ -304,7 +305,7 @@ class LiveStateOnly:
             return self.compiled(state, batch)
 
 
-def _first_array(tree: Any) -> jax.Array | None:
+def _first_array(tree: Tree) -> jax.Array | None:
     """Returns one array of a tree, without flattening the tree; None for a tree without arrays."""
     if isinstance(tree, dict | tuple | list):
         for child in tree.values() if isinstance(tree, dict) else tree:
@@ -325,7 +326,7 @@ def _build_factor(plan: Plan) -> Callable[[TrainState, Any], jax.Array | None]:
     scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
     num_pieces = plan.division.unit
 
-    def factor_of(state: TrainState, batch: Any) -> jax.Array | None:
+    def factor_of(state: TrainState, batch: Batch) -> jax.Array | None:
         if plan.traced.batch_weight is None:
             return None if scaling is None else state["loss_scale"]["scale"] / weight
         whole = plan.traced.batch_weight(batch, num_pieces)
@@ -384,7 +385,7 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
     forward = _passes(plan).build_forward(config, loss or plan.loss)
     follow = build_following(plan)
 
-    def evaluate(state: TrainState, batch: Any) -> Metrics:
+    def evaluate(state: TrainState, batch: Batch) -> Metrics:
         given = state["params"], state["frozen"], state["extras"], state["rng"], batch
         # Evaluate with the copies that the next step would read.
         return forward(*given) if follow is None else forward(*given, follow(state))
@@ -431,7 +432,7 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
     gradients = passes.build_gradients(config, unsummed=unsummed) if unsummed else build(config)
 
     def unchanged(
-        state: TrainState, key_data: jax.Array, batch: Any, factor: Any
+        state: TrainState, key_data: jax.Array, batch: Batch, factor: Any
     ) -> tuple[Any, ...]:
         given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
         return *gradients(*given, **drawn(plan, state)), state
@@ -442,7 +443,7 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
     key = copies_key(plan.placement, plan.precision)
 
     def following(
-        state: TrainState, key_data: jax.Array, batch: Any, factor: Any
+        state: TrainState, key_data: jax.Array, batch: Batch, factor: Any
     ) -> tuple[Any, ...]:
         given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
         copies = follow(state)
@@ -469,7 +470,7 @@ def _build_update(plan: Plan) -> Any:
     is_free = plan.settings.fixed_pieces is None
     update = build_update(plan) if is_free else build_chunked_update(plan)
 
-    def updated(grads: Any, state: TrainState, now: ThisStep) -> dict[str, Any]:
+    def updated(grads: Tree, state: TrainState, now: ThisStep) -> dict[str, Any]:
         params, opt_state = update(grads, state, now)
         return {"params": params, "opt_state": opt_state, "masters": {}}
 

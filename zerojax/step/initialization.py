@@ -195,7 +195,7 @@ def build_initialiser(plan: Plan, *, without: Collection[str] = ()) -> Any:
       without: names of parameters that are left out of `params`.
     """
 
-    def leave_out(state: Any) -> Any:
+    def leave_out(state: TrainState) -> Any:
         kept = {name: x for name, x in state["params"].items() if name not in without}
         return {**state, "params": kept}
 
@@ -329,7 +329,7 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
         state = _offloaded(plan, _assemble(plan, {**zeros, **placed}, extras, key_data))
         return leave_out(state)
 
-    def leave_out(state: Any) -> Any:
+    def leave_out(state: TrainState) -> Any:
         rest = {n: part for n, part in state.items() if n not in ("params", "masters", "frozen")}
         if plan.offload is not None and isinstance(state["opt_state"], EmaState):
             rest["opt_state"] = dataclasses.replace(state["opt_state"], ema={})

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from zerojax import models, tracing
 from zerojax.config.checks import names_keywords
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.placement.state import TrainState, abstract, abstract_model
 from zerojax.placement.user_shardings import under_own_mesh
@@ -178,7 +179,7 @@ class JointPlan:
 
             return {into: one(old[into], new[into], decay) for into, (_, decay) in follow.items()}
 
-        def run(state: JointState, batch: Any) -> tuple[JointState, dict[str, Any]]:
+        def run(state: JointState, batch: Batch) -> tuple[JointState, dict[str, Any]]:
             after, metrics = step(self.view(state, name), batch)
             weights = {**after["params"], **after["frozen"]}
             if follow:
@@ -288,7 +289,7 @@ def _plans(
     return plans
 
 
-def _others(model: Any, one: Objective, batch: Any, option: str) -> tuple[str, ...]:
+def _others(model: Any, one: Objective, batch: Batch, option: str) -> tuple[str, ...]:
     """Returns the patterns of the parameters that an objective does not train: one or none.
 
     Raises:

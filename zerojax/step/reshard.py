@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
+from zerojax.config.tree_types import Tree
 from zerojax.offload.disk import fill_disk
 from zerojax.offload.disk_durable import rest_writer
 from zerojax.offload.disk_saving import restore_pieces
@@ -142,11 +143,11 @@ def _rows(leaf: Any) -> tuple[Any, ...]:
     return leaf.values if isinstance(leaf, StackRows) else ()
 
 
-def _grouped(plan: Plan, tree: Any) -> Any:
+def _grouped(plan: Plan, tree: Tree) -> Any:
     return group_rows(tree, plan.stacks) if plan.stacks else tree
 
 
-def _ungrouped(plan: Plan, tree: Any) -> Any:
+def _ungrouped(plan: Plan, tree: Tree) -> Any:
     return ungroup_rows(tree, plan.stacks) if plan.stacks else tree
 
 
@@ -312,7 +313,7 @@ def _begun(
     return parts
 
 
-def _are_arrays(tree: Any) -> bool:
+def _are_arrays(tree: Tree) -> bool:
     return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
 
 
@@ -368,7 +369,7 @@ def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> A
     """
     coded_tree, decoded_tree = (form.unflatten(leaves) for leaves, form in (coded, decoded))
 
-    def encode(state: Any) -> Any:
+    def encode(state: TrainState) -> Any:
         return coding.from_portable_state(state, coded_tree)
 
     trees = (coded_tree, decoded_tree) if decode else (decoded_tree, coded_tree)
@@ -413,7 +414,7 @@ def reshard_state(
     return from_portable_state(new, _joined(moved, kept), data_state=data_state)
 
 
-def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False) -> Any:
+def convert(tree: Tree, abstract: Any, rows: Any = None, *, to_rows: bool = False) -> Any:
     """Converts arrays to the shapes (truncated or zero-padded) and shardings of `abstract`.
 
     All arrays on one set of devices are converted by one program: on CPU several programs whose

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.tree_types import Batch
 from zerojax.optim import Optimizer
 from zerojax.passes.update import true_shapes
 from zerojax.placement.state import TrainState
@@ -57,14 +58,14 @@ class StepWithNumbers:
             jax.eval_shape(numbers, count, count),
         )
 
-    def __call__(self, state: TrainState, batch: Any) -> Any:
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
         numbers = self._numbers(state["step"], state["skipped"])
         return self._jitted(state, batch, numbers)
 
-    def trace(self, state: TrainState, batch: Any) -> Any:
+    def trace(self, state: TrainState, batch: Batch) -> Any:
         """Traces the step, with numbers of any value."""
         return self._jitted.trace(state, batch, self._abstract)
 
-    def lower(self, state: TrainState, batch: Any) -> Any:
+    def lower(self, state: TrainState, batch: Batch) -> Any:
         """Lowers the step, with numbers of any value."""
         return self._jitted.lower(state, batch, self._abstract)

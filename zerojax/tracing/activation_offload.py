@@ -22,6 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from zerojax.config import MeshConfig
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
@@ -163,7 +164,7 @@ def keep_inputs_on_host(
       ValueError: raised when the result is traced, for the reasons of `find_layer_scans`.
     """
 
-    def rewritten(parameters: Any, *others: Any) -> Any:
+    def rewritten(parameters: dict[str, jax.Array], *others: Tree) -> Any:
         closed, shape, scans = trace_with_loops(function, (parameters, *others), constants)
         chosen = {id(scan.equation) for scan in _checked(scans)}
         inputs = jax.tree.leaves((parameters, *others))
@@ -231,7 +232,7 @@ def _checked(scans: list[LayerScan]) -> list[LayerScan]:
     return scans
 
 
-def _waits(aval: Any) -> bool:
+def _waits(aval: jax.core.ShapedArray) -> bool:
     # The transfer of a scalar or a vector costs more than its memory is worth.
     return jnp.issubdtype(aval.dtype, jnp.floating) and aval.ndim >= 2
 
@@ -333,7 +334,7 @@ def _run_layers(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
 def without_checkpoints(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `function` without its checkpoints; those inside loops stay."""
 
-    def rewritten(*arguments: Any) -> Any:
+    def rewritten(*arguments: Tree) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
         outputs = _evaluate(closed, jax.tree.leaves(arguments), _dissolve)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 from jax.tree_util import Partial
+from jax.typing import ArrayLike
 
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.tracing.meshless import Constrain, Context, without_mesh
 from zerojax.tracing.protocol import Arrays, Loss, Model, OnRead
 from zerojax.tracing.reads import MarkRead
@@ -44,7 +46,7 @@ class AnnotatedModel:
         wrapped: Any = AnnotatedModel(model, self._under, self._constrain)
         return wrapped
 
-    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
+    def init(self, key: jax.Array, batch: Batch, loss: Loss) -> tuple[Arrays, Arrays]:
         given = key, batch
         program, shape = self._trace(lambda key, batch: self.inner.init(key, batch, loss), given)
         outputs = evaluate_reads(program, jax.tree.leaves(given), {})
@@ -72,7 +74,7 @@ class AnnotatedModel:
         }
         others = extras, key, function.args
 
-        def traced(values: Arrays, others: Any) -> Any:
+        def traced(values: Arrays, others: Tree) -> Any:
             extras, key, arguments = others
             call = functools.partial(function.func, *arguments)
             return self.inner.run(values, extras, key, call, train=train, on_read=marks)
@@ -82,7 +84,7 @@ class AnnotatedModel:
         outputs = evaluate_reads(program, inputs, reads)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
-    def _trace(self, function: Callable[..., Any], given: Any) -> tuple[ClosedJaxpr, Any]:
+    def _trace(self, function: Callable[..., Any], given: Tree) -> tuple[ClosedJaxpr, Any]:
         """Returns (the program of a function for the mesh of the current context, its result as
         `ShapeDtypeStruct`s)."""
         structs = jax.tree.map(_struct, given)
@@ -105,6 +107,6 @@ def annotated_as(planned: Model, model: Model) -> Model:
     return inner.around(model) if isinstance(inner, AnnotatedModel) else model
 
 
-def _struct(value: Any) -> jax.ShapeDtypeStruct:
+def _struct(value: ArrayLike) -> jax.ShapeDtypeStruct:
     aval = jax.typeof(value) if not isinstance(value, jax.ShapeDtypeStruct) else value
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

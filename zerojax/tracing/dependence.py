@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs
@@ -92,7 +92,7 @@ class Follow:
     def outputs(self, program: Jaxpr, inputs: Sequence[Marks]) -> list[Marks]:
         held: dict[Any, Marks] = dict(zip(program.invars, inputs, strict=True))
 
-        def of(atom: Any) -> Marks:
+        def of(atom: Var | Literal) -> Marks:
             return 0 if isinstance(atom, Literal) else held.get(atom, 0)
 
         for equation in program.eqns:
@@ -138,7 +138,7 @@ class Follow:
                 return [*joined, *outputs[num_carry:]]
             operands = [*operands[: carry.start], *joined, *operands[carry.stop :]]
 
-    def _while(self, params: Any, operands: list[Marks]) -> Sequence[Marks]:
+    def _while(self, params: Mapping[str, Any], operands: list[Marks]) -> Sequence[Marks]:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         condition, consts, carry = (
             operands[:first],
@@ -187,7 +187,7 @@ def union(marks: Sequence[Marks]) -> Marks:
     return result
 
 
-def follow_labels(program: Any, sources: Mapping[Any, frozenset[Any]]) -> LabelsOf:
+def follow_labels(program: Jaxpr, sources: Mapping[Any, frozenset[Any]]) -> LabelsOf:
     """Returns a function that maps a value of a program to the labels that it depends on.
 
     Args:
@@ -196,7 +196,7 @@ def follow_labels(program: Any, sources: Mapping[Any, frozenset[Any]]) -> Labels
     """
     labels = dict(sources)
 
-    def of(atom: Any) -> frozenset[Any]:
+    def of(atom: Var | Literal) -> frozenset[Any]:
         return _CLEAN if isinstance(atom, Literal) else labels.get(atom, _CLEAN)
 
     for equation in program.eqns:
@@ -230,7 +230,7 @@ def _evaluate_inlined(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
     values = dict(zip(program.constvars, closed.consts, strict=True))
     values |= dict(zip(program.invars, inputs, strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Var | Literal) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     used = set(variables(program.outvars))

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
+import jax
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
@@ -112,7 +113,9 @@ class _Follow:
             self.note(name, f"goes into `{kind}`")
         return nothing
 
-    def _weights(self, array: Any, ndim: int, name: Name, around: str | None) -> None:
+    def _weights(
+        self, array: jax.core.ShapedArray, ndim: int, name: Name, around: str | None
+    ) -> None:
         calls = self.calls
         calls.count += 1
         calls.conditional = calls.conditional or around

@@ -10,13 +10,14 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from zerojax.config.checks import warn_user
+from zerojax.config.tree_types import Tree
 from zerojax.operators.cudnn_attention import BACKWARD, FORWARD, call_flops
 from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import FURTHER_ROUNDS, cost_of_branches, share_of_branch
 from zerojax.tracing.dependence import Follow, Marks, union
 
 
-def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
+def count_flops(fn: Callable[..., Any], *abstract_args: Tree) -> float:
     """Returns the FLOPs of matrix products, convolutions and fused attention in `fn`.
 
     A multiply-add is two operations. Loops count every iteration. A `cond` counts its most
@@ -251,7 +252,7 @@ def _library_flops(equation: Equation) -> int:
     return call_flops(target, _shape(equation.invars[0])[-1], json.loads(config))
 
 
-def _shape(var: Any) -> tuple[int, ...]:
+def _shape(var: Operand) -> tuple[int, ...]:
     return var.aval.shape
 
 
@@ -283,7 +284,7 @@ def _trip_count(equation: Equation) -> int:
     return 1
 
 
-def _increment(body: core.Jaxpr, before: Any, after: Any) -> int | None:
+def _increment(body: core.Jaxpr, before: Operand, after: Operand) -> int | None:
     for equation in body.eqns:
         if after in equation.outvars and equation.primitive.name == "add":
             others = [var for var in equation.invars if var is not before]
@@ -291,5 +292,5 @@ def _increment(body: core.Jaxpr, before: Any, after: Any) -> int | None:
     return None
 
 
-def _constant(var: Any) -> int | None:
+def _constant(var: Operand) -> int | None:
     return int(var.val) if isinstance(var, core.Literal) else None

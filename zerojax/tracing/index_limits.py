@@ -142,7 +142,7 @@ def _cut(index: _Index, params: Mapping[str, Any]) -> _Index | None:
     return dataclasses.replace(index, window=window)
 
 
-def _wrapped(first: Any, second: Any) -> _Index | None:
+def _wrapped(first: _Index | None, second: _Index | None) -> _Index | None:
     """Recognizes JAX's wrapping of negative indices, `where(index < 0, index + size, index)`."""
     if not (isinstance(first, _Index) and isinstance(second, _Index)):
         return None
@@ -153,7 +153,10 @@ def _wrapped(first: Any, second: Any) -> _Index | None:
 
 
 def _note(
-    equation: Equation, table: Any, index: Any, limits_by_leaf: dict[str, list[IndexLimit]]
+    equation: Equation,
+    table: _Table | None,
+    index: _Index | None,
+    limits_by_leaf: dict[str, list[IndexLimit]],
 ) -> None:
     if not (isinstance(table, _Table) and isinstance(index, _Index)) or index.added:
         return

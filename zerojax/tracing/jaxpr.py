@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import LINEAR_RULE, batch_call, inner_programs
 
 
@@ -185,7 +185,7 @@ def evaluate_in_pieces(
     values = dict(zip(program.constvars, closed.consts, strict=True))
     values |= dict(zip(program.invars, inputs, strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Var | Literal) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equations, needed, apart in _pieces(program, is_apart):
@@ -234,7 +234,7 @@ def constant_bytes(program: ClosedJaxpr) -> int:
     return sum(getattr(array, "nbytes", 0) for array in arrays.values())
 
 
-def _constants(values: Any) -> Iterator[Any]:
+def _constants(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, ClosedJaxpr):
             yield from value.consts
@@ -259,7 +259,7 @@ def split_scan(equation: Equation) -> tuple[int, int]:
     return _count_whole(equation.invars, body.invars) - num_carry, num_carry
 
 
-def _count_whole(outside: Any, inside: Any) -> int:
+def _count_whole(outside: Sequence[Operand], inside: Sequence[Operand]) -> int:
     """Counts the values that a loop does not slice: they have equal dimensions outside and
     inside.
     """
@@ -290,7 +290,7 @@ def holds_collectives(program: ClosedJaxpr | Jaxpr) -> bool:
 
     Nested programs are included.
     """
-    jaxpr: Any = getattr(program, "jaxpr", program)
+    jaxpr: Jaxpr = getattr(program, "jaxpr", program)
     return any(
         equation.primitive.name.startswith(COLLECTIVES)
         or batch_call(equation) is not None

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation
 from zerojax.tracing.rolling.equality import abstract_value, equation_function, is_program
 
@@ -55,7 +56,7 @@ class _Freed:
     def _program(self, program: Jaxpr) -> Jaxpr:
         names: dict[Any, Any] = {}
 
-        def read(atom: Any) -> Any:
+        def read(atom: Var | Literal) -> Any:
             if isinstance(atom, Literal):
                 return _literal(atom)
             if atom not in names:
@@ -103,7 +104,7 @@ class _Freed:
             return type(value)(map(self._param, value))
         return value
 
-    def _open(self, program: Any) -> Any:
+    def _open(self, program: Jaxpr | ClosedJaxpr) -> Any:
         # JAX 0.12 has one kind of program, which may hold constants.
         consts = getattr(program, "consts", None)
         freed = self._program(program)
@@ -134,13 +135,13 @@ Again = Callable[[Callable[..., Any], Sequence[Any]], Callable[..., Any]]
 
 
 def _own_jvp(
-    primal: Any, again: Again, function: Callable[..., Any], structs: Sequence[Any]
+    primal: Callable[..., Any], again: Again, function: Callable[..., Any], structs: Sequence[Any]
 ) -> Any:
     """Returns `primal` with the custom JVP rule of `function`."""
     floats = [place for place, x in enumerate(structs) if jnp.issubdtype(x.dtype, jnp.inexact)]
     primal = jax.custom_jvp(primal)
 
-    def pushed(*given: Any) -> Any:
+    def pushed(*given: Tree) -> Any:
         values, tangents = given[: len(structs)], given[len(structs) :]
         every = [np.zeros(x.shape, jax.dtypes.float0) for x in structs]
         for place, tangent in zip(floats, tangents, strict=True):
@@ -150,22 +151,22 @@ def _own_jvp(
     rule = again(pushed, [*structs, *(structs[place] for place in floats)])
 
     @primal.defjvp
-    def own_rule(values: Any, tangents: Any) -> Any:
+    def own_rule(values: Tree, tangents: Tree) -> Any:
         return rule(*values, *(tangents[place] for place in floats))
 
     return primal
 
 
 def _own_vjp(
-    primal: Any, again: Again, function: Callable[..., Any], structs: Sequence[Any]
+    primal: Callable[..., Any], again: Again, function: Callable[..., Any], structs: Sequence[Any]
 ) -> Any:
     """Returns `primal` with the custom VJP rule of `function`."""
     floats = [place for place, x in enumerate(structs) if jnp.issubdtype(x.dtype, jnp.inexact)]
     primal = jax.custom_vjp(primal)
     kept: dict[str, Any] = {}
 
-    def forward(*values: Any) -> Any:
-        def of_floats(*chosen: Any) -> Any:
+    def forward(*values: Tree) -> Any:
+        def of_floats(*chosen: Tree) -> Any:
             every = list(values)
             for place, value in zip(floats, chosen, strict=True):
                 every[place] = value
@@ -180,7 +181,7 @@ def _own_vjp(
     first = again(forward, structs)
     is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in kept["results"]]
 
-    def backward(*given: Any) -> Any:
+    def backward(*given: Tree) -> Any:
         residuals, chosen = given[: len(kept["residuals"])], iter(given[len(kept["residuals"]) :])
         pull = jax.tree.unflatten(kept["tree"], residuals)
         cotangents = [
@@ -192,7 +193,7 @@ def _own_vjp(
     wanted = [x for x, floating in zip(kept["results"], is_float, strict=True) if floating]
     second = again(backward, [*kept["residuals"], *wanted])
 
-    def own_backward(residuals: Any, cotangents: Any) -> Any:
+    def own_backward(residuals: Tree, cotangents: Tree) -> Any:
         chosen = [x for x, floating in zip(cotangents, is_float, strict=True) if floating]
         found = iter(second(*residuals, *chosen))
         return tuple(next(found) if place in floats else None for place in range(len(structs)))
@@ -224,7 +225,7 @@ def _literal(atom: Literal) -> Literal:
     return Literal(value.item() if aval.weak_type else value, aval)
 
 
-def _without_mesh(aval: Any) -> Any:
+def _without_mesh(aval: jax.core.AbstractValue) -> Any:
     """Returns the type of a value without the mesh that JAX wrote into it."""
     sharding = getattr(aval, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.tree_util import Partial
 
+from zerojax.config.tree_types import Batch
+
 Arrays = dict[str, Any]
 """{name: array}, abstract or concrete."""
 OnRead = Mapping[str, Callable[[Any], jax.Array]]
@@ -38,7 +40,7 @@ class StepRule(NamedTuple):
     rule: Rule
     ndim: int
 
-    def apply(self, value: Any, counts: Any) -> Any:
+    def apply(self, value: jax.Array, counts: jax.Array) -> Any:
         """Returns the next value of the target, computed from `counts`."""
         rule = self.rule
         for _ in range(np.ndim(counts) - self.ndim):
@@ -68,7 +70,7 @@ class LazyArray(Protocol):
         ...
 
 
-def on_batch(loss: Loss, batch: Any) -> Partial:
+def on_batch(loss: Loss, batch: Batch) -> Partial:
     """Returns `function(model)` for `Model.run`, which calls the loss on the batch.
 
     The batch is in its leaves, so that a model that traces the function again knows the arrays.
@@ -76,7 +78,7 @@ def on_batch(loss: Loss, batch: Any) -> Partial:
     return Partial(functools.partial(_call, loss), batch)
 
 
-def _call(loss: Loss, batch: Any, model: Any) -> Any:
+def _call(loss: Loss, batch: Batch, model: Any) -> Any:
     return loss(model, batch)
 
 
@@ -112,7 +114,7 @@ class Model(Protocol):
         """
         ...
 
-    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
+    def init(self, key: jax.Array, batch: Batch, loss: Loss) -> tuple[Arrays, Arrays]:
         """Returns new initial arrays, `({name: parameter}, {name: extra})`; can be traced.
 
         PRNG keys in extras (non-parameter arrays) are represented by their key data.

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from zerojax.config.tree_types import Tree
 from zerojax.operators.chunked_attention import KEPT
 
 Layer = TypeVar("Layer", bound=nnx.Module)
@@ -81,7 +82,7 @@ def _difference(first: nnx.State, second: nnx.State) -> str:
 
 def scan_blocks(
     blocks: nnx.Module,
-    x: Any,
+    x: Tree,
     *,
     remat: str,
     kind_of_layer: Sequence[int] | None = None,
@@ -110,7 +111,7 @@ def scan_blocks(
     graphdef, params, rest = nnx.split(blocks, nnx.Param, ...)
     kinds = () if kind_of_layer is None else (np.asarray(kind_of_layer, np.int32),)
 
-    def layer(x: Any, slices: tuple[Any, ...]) -> tuple[Any, nnx.State]:
+    def layer(x: Tree, slices: tuple[Any, ...]) -> tuple[Any, nnx.State]:
         params, rest, *kind = slices
         before = _raw_values(rest)
         block = nnx.merge(graphdef, params, rest)
@@ -128,7 +129,7 @@ def scan_blocks(
     return x
 
 
-def _check_unchanged(before: Any, after: Any, layer: str) -> None:
+def _check_unchanged(before: Tree, after: Tree, layer: str) -> None:
     form = lambda leaf: f"{jnp.result_type(leaf)}{jnp.shape(leaf)}"  # noqa: E731
     forms = [jax.tree.map(form, x) for x in (before, after)]
     if forms[0] != forms[1]:
@@ -143,7 +144,7 @@ def _raw_values(state: nnx.State) -> dict[tuple[Any, ...], Any]:
     return {path: _raw_value(leaf) for path, leaf in nnx.to_flat_state(state)}
 
 
-def _raw_value(leaf: Any) -> Any:
+def _raw_value(leaf: Tree) -> Any:
     """Returns the stored value of a variable, or the leaf itself if it is a plain array."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Primitive
 from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import is_checkpoint, program_of, variables
@@ -276,7 +277,7 @@ class TiledProduct:
         at = product.dim_of_other(self.dim) if sums else product.dim_of_result(self.dim)
         size = shard.shape[self.dim] // self.count
 
-        def one(index: jax.Array | int, tile: jax.Array, state: Any) -> Any:
+        def one(index: jax.Array | int, tile: jax.Array, state: Tree) -> Any:
             grads, of_other = state
             given = self._take(other, at, index) if sums else other
             part = cotangent if sums else self._take(cotangent, at, index)
@@ -295,14 +296,14 @@ class TiledProduct:
         grads, of_other = self._loop(shard, one, (grads, of_other))
         return grads, of_other.reshape(other.shape).astype(other.dtype)
 
-    def _loop(self, shard: jax.Array, step: Callable[..., Any], state: Any) -> Any:
+    def _loop(self, shard: jax.Array, step: Callable[..., Any], state: Tree) -> Any:
         """Runs `step(index, tile, state)` for all tiles; gathers the next tile at the same time."""
         size = shard.shape[self.dim] // self.count
 
         def tile(index: jax.Array | int) -> jax.Array:
             return self.gather(lax.dynamic_slice_in_dim(shard, index * size, size, self.dim))
 
-        def body(index: jax.Array | int, carry: Any) -> Any:
+        def body(index: jax.Array | int, carry: Tree) -> Any:
             here, state = carry
             following = tile(index + 1)
             return following, step(index, here, state)
@@ -345,12 +346,16 @@ def multiply_in_tiles(
     return checkpoint_name(tiled.forward(shard, other), _TILED)
 
 
-def _in_tiles_forward(tiled: TiledProduct, shard: jax.Array, sink: Any, other: jax.Array) -> Any:
+def _in_tiles_forward(
+    tiled: TiledProduct, shard: jax.Array, sink: jax.Array, other: jax.Array
+) -> Any:
     # As a call, so that a checkpoint policy sees one product (`is_in_tiles`).
     return multiply_in_tiles(tiled, shard, sink, other), (shard, sink, other)
 
 
-def _in_tiles_backward(tiled: TiledProduct, given: Any, cotangent: jax.Array) -> Any:
+def _in_tiles_backward(
+    tiled: TiledProduct, given: tuple[jax.Array, ...], cotangent: jax.Array
+) -> Any:
     shard, sink, other = given
     dtype = shard.dtype if sink is None else sink.dtype
     # Without the barrier the compiler would keep the first tile of a recomputed product until here.
@@ -364,7 +369,7 @@ def _in_tiles_backward(tiled: TiledProduct, given: Any, cotangent: jax.Array) ->
 multiply_in_tiles.defvjp(_in_tiles_forward, _in_tiles_backward)
 
 
-def is_in_tiles(primitive: Any, params: Mapping[str, Any]) -> bool:
+def is_in_tiles(primitive: Primitive, params: Mapping[str, Any]) -> bool:
     """Returns whether an operation of a program computes a product in tiles."""
     return primitive.name == "custom_vjp_call" and any(
         equation.primitive.name == "name" and equation.params["name"] == _TILED

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs, marked_reads, read_name
 from zerojax.tracing.jaxpr import (
@@ -46,8 +47,8 @@ class ShardedWeight:
       tiled: product that alone reads the weight.
     """
 
-    shard: Any
-    sink: Any
+    shard: jax.Array
+    sink: jax.Array | None
     tiled: TiledProduct = dataclasses.field(metadata={"static": True})
 
 
@@ -174,12 +175,12 @@ def _run_loop(equation: Equation, inputs: Sequence[Any], reads: Tilings) -> Sequ
     return [*carry, *items]
 
 
-def _asks_about_products(policy: Any) -> Any:
+def _asks_about_products(policy: Callable[..., Any] | None) -> Any:
     """Returns a checkpoint policy that treats a product in tiles as `policy` treats the product."""
     if policy is None:
         return None
 
-    def asking(primitive: Any, *avals: Any, **params: Any) -> Any:
+    def asking(primitive: Primitive, *avals: jax.core.AbstractValue, **params: Any) -> Any:
         if is_in_tiles(primitive, params):
             product = next(e for program in inner_programs(params) for e in _products(program))
             return policy(product.primitive, *(v.aval for v in product.invars), **product.params)
@@ -240,7 +241,7 @@ def tile_reads(function: Callable[..., Any], reads: Tilings) -> Callable[..., An
     if not reads:
         return function
 
-    def tiled(*args: Any) -> Any:
+    def tiled(*args: Tree) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         found = find_reads_in_loops(closed.jaxpr, reads)
         for name in sorted({read.name for read in marked_reads(closed.jaxpr)} & reads.keys()):

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.operators.attending import Call, calls_of_attention
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import marks_of_outputs
@@ -54,17 +55,17 @@ class ModelTrace:
     barriers: Mapping[str, str]
     in_branches: frozenset[str]
     eight_bits: frozenset[str]
-    result: Any
-    jaxpr: Any
+    result: Tree
+    jaxpr: ClosedJaxpr
     index_limits: Mapping[str, tuple[IndexLimit, ...]]
     exact_leaves: Mapping[str, str]
     attention: tuple[str, ...]
     attention_calls: tuple[Call, ...]
-    program: Any
+    program: ClosedJaxpr
 
 
 def trace_model(
-    model: Model, params: Arrays, extras: Arrays, batch: Any, loss: Loss, *, train: bool = True
+    model: Model, params: Arrays, extras: Arrays, batch: Batch, loss: Loss, *, train: bool = True
 ) -> ModelTrace:
     """Traces the loss once, without computing it, and determines how each parameter is read.
 
@@ -80,7 +81,7 @@ def trace_model(
     handed: set[str] = set()
     plain: set[str] = set()
 
-    def traced(params: Arrays, extras: Arrays, batch: Any) -> Any:
+    def traced(params: Arrays, extras: Arrays, batch: Batch) -> Any:
         function, key = on_batch(loss, batch), jax.random.key(0)
         on_read = {name: MarkRead(name, handed) for name in params if name not in plain}
         return model.run(params, extras, key, function, train=train, on_read=on_read)
@@ -135,9 +136,9 @@ def trace_model(
     )
 
 
-def has_random_numbers(program: Any) -> bool:
+def has_random_numbers(program: Jaxpr | ClosedJaxpr) -> bool:
     """Returns whether a traced program draws random numbers, at any depth."""
-    jaxpr: Any = getattr(program, "jaxpr", program)
+    jaxpr: Jaxpr = getattr(program, "jaxpr", program)
     return any(
         equation.primitive.name.startswith(_DRAWS)
         or any(has_random_numbers(inner) for inner in inner_programs(equation.params))
@@ -146,11 +147,11 @@ def has_random_numbers(program: Any) -> bool:
 
 
 def is_random(
-    model: Model, params: Arrays, extras: Arrays, batch: Any, loss: Loss, *, train: bool
+    model: Model, params: Arrays, extras: Arrays, batch: Batch, loss: Loss, *, train: bool
 ) -> bool:
     """Returns whether the loss depends on the random key; arguments are those of `trace_model`."""
 
-    def run(params: Arrays, extras: Arrays, batch: Any, key: jax.Array) -> Any:
+    def run(params: Arrays, extras: Arrays, batch: Batch, key: jax.Array) -> Any:
         return model.run(params, extras, key, on_batch(loss, batch), train=train)[0]
 
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 
-PyTree = Any
 SEPARATOR = "/"
 _ENDS_IN_NUMBER = re.compile(r"\d+$")
 
@@ -67,7 +67,7 @@ def layer_of(name: str) -> str | None:
     return None if at is None else SEPARATOR.join(words[: at + 1])
 
 
-def flatten_names(tree: PyTree) -> dict[str, Any]:
+def flatten_names(tree: Tree) -> dict[str, Any]:
     """Returns `{name: leaf}` of a pytree, in the order of its leaves.
 
     Raises:
@@ -87,19 +87,19 @@ def flatten_names(tree: PyTree) -> dict[str, Any]:
     return flat
 
 
-def _is_plain(tree: PyTree) -> bool:
+def _is_plain(tree: Tree) -> bool:
     """Returns True for a dict of leaves with texts as keys, whose names are its keys. The batches
     of most models are so, and are flattened at every step."""
     is_dict = type(tree) is dict and all(type(key) is str for key in tree)
     return is_dict and jax.tree_util.all_leaves(tree.values())
 
 
-def names_like(template: PyTree) -> PyTree:
+def names_like(template: Tree) -> Tree:
     """Returns a tree of `template`'s structure with the name of each leaf in its place."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), template)
 
 
-def unflatten_like(template: PyTree, flat: Mapping[str, Any]) -> PyTree:
+def unflatten_like(template: Tree, flat: Mapping[str, Any]) -> Tree:
     """Builds a pytree of `template`'s structure from `{name: leaf}`, the inverse of
     `flatten_names`.
     """
@@ -114,7 +114,7 @@ def num_elements(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def num_bytes(tree: PyTree) -> int:
+def num_bytes(tree: Tree) -> int:
     """Returns the bytes of all leaves of a tree of arrays or `ShapeDtypeStruct`s, unsharded."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr
 
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import DEVICE
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation
 from zerojax.tracing.activation_offload import (
     LayerScan,
@@ -41,7 +42,7 @@ def unroll_layers(
       constants: arrays in the closure of `function` that are parameters as well.
     """
 
-    def unrolled(parameters: Any, *others: Any) -> Any:
+    def unrolled(parameters: dict[str, jax.Array], *others: Tree) -> Any:
         closed, shape, scans = trace_with_loops(function, (parameters, *others), constants)
         chosen = {id(scan.equation) for scan in scans if _why_not(scan) is None}
         inputs = jax.tree.leaves((parameters, *others))

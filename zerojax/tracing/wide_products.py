@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import read_name
 from zerojax.tracing.dependence import SAME_NUMBERS, Follow, Marks, union
 from zerojax.tracing.flops import PRODUCTS, products, without_waste
@@ -104,7 +104,7 @@ class _Widened(Follow):
                 self._causes[bit] = f"parameter {key[1]} is cast to float32{_at(equation)}"
         return marks
 
-    def _bit(self, key: Any, cause: str | None) -> Marks:
+    def _bit(self, key: int | tuple[str, str], cause: str | None) -> Marks:
         if key not in self._bits:
             self._bits[key] = len(self._causes)
             self._causes.append(cause)
@@ -116,9 +116,9 @@ def _at(equation: Equation) -> str:
     return "" if line is None else f" ({line})"
 
 
-def _is_float(atom: Any) -> bool:
+def _is_float(atom: Operand) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
 
-def _is_narrow(atom: Any) -> bool:
+def _is_narrow(atom: Operand) -> bool:
     return _is_float(atom) and atom.aval.dtype.itemsize < 4

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.base_weights import BaseWeights, base_weights
+from zerojax.checkpoint.checkpointer import Checkpointer, Restored
 from zerojax.checkpoint.export import without_average
 from zerojax.checkpoint.restoring import fingerprints_of
 from zerojax.features.one_bit.sign_plan import errors_begin_anew
@@ -107,7 +108,7 @@ def folder_of(plan: Plan) -> Path | None:
 
 @allocating_for("saving a checkpoint")
 def save_state(
-    checkpointer: Any,
+    checkpointer: Checkpointer,
     plan: Plan,
     state: TrainState,
     *,
@@ -147,7 +148,11 @@ def save_state(
 
 @allocating_for("restoring a checkpoint")
 def restore_state(
-    checkpointer: Any, plan: Plan, step: int | None = None, *, at_start: bool = False
+    checkpointer: Checkpointer,
+    plan: Plan,
+    step: int | None = None,
+    *,
+    at_start: bool = False,
 ) -> tuple[Any, Any]:
     """Returns (the result of `Checkpointer.restore`, the state as `plan` stores it).
 
@@ -210,7 +215,7 @@ def average_names(params: Iterable[str]) -> dict[str, str]:
 
 
 def read_parts(
-    checkpointer: Any,
+    checkpointer: Checkpointer,
     plan: Plan,
     step: int | None,
     weights: Weights,
@@ -248,7 +253,7 @@ def read_parts(
     return restored, parts
 
 
-def what_differs(plan: Plan, restored: Any) -> list[str]:
+def what_differs(plan: Plan, restored: Restored) -> list[str]:
     """Returns one line for each difference between the saved and the resumed run that may matter.
 
     Compares the EMA of the weights, the error feedback of 1-bit optimizers, copies of weights, and
@@ -266,7 +271,7 @@ def what_differs(plan: Plan, restored: Any) -> list[str]:
     ]
 
 
-def _average_that_differs(plan: Plan, restored: Any) -> list[str]:
+def _average_that_differs(plan: Plan, restored: Restored) -> list[str]:
     """Returns a line if only the run or only the checkpoint has an EMA."""
     is_kept = isinstance(plan.abstract_portable["opt_state"], EmaState)
     if is_kept == (AVERAGE_COUNT in restored.arrays):
@@ -277,7 +282,7 @@ def _average_that_differs(plan: Plan, restored: Any) -> list[str]:
     return [f"{step} with an ema; this run does not keep it"]
 
 
-def _errors_that_differ(plan: Plan, restored: Any) -> list[str]:
+def _errors_that_differ(plan: Plan, restored: Restored) -> list[str]:
     if not errors_begin_anew({**plan.abstract_stored}, restored.arrays):
         return []
     return [
@@ -286,7 +291,7 @@ def _errors_that_differ(plan: Plan, restored: Any) -> list[str]:
     ]
 
 
-def _copies_that_differ(plan: Plan, restored: Any) -> list[str]:
+def _copies_that_differ(plan: Plan, restored: Restored) -> list[str]:
     if not copies_begin_anew({**plan.abstract_stored}, restored.arrays):
         return []
     dtype = jnp.dtype(plan.precision.compute_dtype).name
@@ -296,7 +301,7 @@ def _copies_that_differ(plan: Plan, restored: Any) -> list[str]:
     ]
 
 
-def _with_new_average(portable: Any) -> EmaState:
+def _with_new_average(portable: dict[str, Any]) -> EmaState:
     """Returns the optimizer state with an EMA that starts as a copy of the parameters.
 
     Args:

@@ -31,6 +31,7 @@ from zerojax.config import (
 from zerojax.config.checks import check_folder, names_keywords
 from zerojax.config.features import FEATURES_OF_MODELS, Features
 from zerojax.config.loader import user_path
+from zerojax.config.tree_types import Batch
 from zerojax.data import (
     DatasetSource,
     RowSource,
@@ -441,7 +442,7 @@ def _with_dataset(arguments: Arguments) -> Arguments:
     return dataclasses.replace(arguments, batches=source)
 
 
-def _check_batch_size(size: int | None, example: Any) -> None:
+def _check_batch_size(size: int | None, example: Batch) -> None:
     """Raises if batches do not have the number of rows that the user asks for.
 
     Args:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from zerojax.config.checks import names_keywords, warn_user
+from zerojax.config.tree_types import Tree
 from zerojax.data import local_rows, shard_batch
 from zerojax.optim import EMA
 from zerojax.placement.state import abstract_model, as_read, slice_batch
@@ -286,7 +287,7 @@ class NoWeightError(ValueError):
 def mean_loss(
     evaluate: Any,
     plan: Plan,
-    state: Any,
+    state: Tree,
     batches: Any,
     num_batches: int | None,
     default: int | None,

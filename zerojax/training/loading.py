@@ -20,6 +20,7 @@ from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config,
 from zerojax.config.checks import names_keywords, warn_user
 from zerojax.config.loader import ConfigError, user_path
 from zerojax.config.mesh import DEVICE
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
 from zerojax.models.losses import next_token_of_call
 from zerojax.optim.precision import Precision
@@ -76,7 +77,7 @@ class LoadedRun:
     def __init__(
         self,
         plan: Plan,
-        state: Any,
+        state: Tree,
         *,
         replan: Callable[[Any], Plan],
         record: RunRecord,
@@ -175,7 +176,7 @@ class LoadedRun:
             state = from_model_parts(plan, parts)
         return mean_loss(evaluate, plan, state, batches, num_batches, default)
 
-    def _evaluation(self, batch: Any) -> tuple[Plan, Any]:
+    def _evaluation(self, batch: Batch) -> tuple[Plan, Any]:
         """Returns the plan and the evaluation function for batches of this shape; cached."""
         example = abstract_global(batch, self.plan.mesh)
         leaves, structure = jax.tree.flatten(example)
@@ -317,7 +318,7 @@ def load_run(
     model: tracing.ModelLike | None = None,
     loss: tracing.Loss | None = None,
     mesh: MeshConfig | Mapping[str, Any] | Mesh | None = None,
-    example_batch: Any = None,
+    example_batch: Batch = None,
     weights: optim.Weights = "trained",
     pretrained: str | Path | None = None,
 ) -> LoadedRun:
@@ -392,7 +393,7 @@ def load_run(
         tokens = jax.ShapeDtypeStruct((devices.size, _EXAMPLE_TOKENS), jnp.int32)
         example = {"tokens": tokens, "targets": tokens}
 
-    def replan(batch: Any) -> Plan:
+    def replan(batch: Batch) -> Plan:
         return make_plan(
             internal,
             devices,
@@ -502,7 +503,7 @@ def _escaped(name: str) -> str:
     return "".join(f"\\{c}" if c in r".^$*+?{}[]\|()" else c for c in name)
 
 
-def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]:
+def _mesh(record: RunRecord, mesh: Any, example: Batch) -> tuple[MeshConfig, Mesh]:
     """Returns (mesh options, mesh) on which a run is loaded, from the argument of `load_run`."""
     # Secondary shards do not change the values read, and these devices may not form nodes. Weights
     # of which the run keeps copies are read exactly. Nothing is recomputed without a backward pass.
@@ -539,7 +540,7 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
     return settings, meshes.make_mesh(settings, there)
 
 
-def _usable(count: int, axes: int, example: Any, pieces: int | None) -> int:
+def _usable(count: int, axes: int, example: Batch, pieces: int | None) -> int:
     """Returns the largest number of devices whose data shards divide the batch's rows evenly.
 
     Several processes must use all of their devices.

@@ -23,6 +23,7 @@ from zerojax.checkpoint.agreement import gather
 from zerojax.config.batch_division import BatchDivision
 from zerojax.config.features import FEATURES, Features
 from zerojax.config.loader import to_dict
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.data import abstract_global, local_rows_of_mesh
 from zerojax.data.feed import Feed, SourceFeed
 from zerojax.operators.marks import inner_programs
@@ -126,7 +127,7 @@ def check_regrouping(feed: Feed, features: Features) -> None:
         )
 
 
-def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
+def _is_global(batch: Batch, mesh: Mesh | AbstractMesh) -> bool:
     """Returns True if all processes have the same global batch, False if they have their own rows.
 
     Processes of one pipeline whose devices hold the same rows have equal batches in both cases.
@@ -224,7 +225,7 @@ def _update_of(plan: Plan) -> str:
         for name, x in plan.abstract_stored["params"].items()
     }
 
-    def update(params: Any, loss: jax.Array) -> Any:
+    def update(params: Tree, loss: jax.Array) -> Any:
         extra = extra_arguments(params, loss, loss, frozenset())
         return plan.tx.update(params, plan.tx.init(params), params, **extra)
 

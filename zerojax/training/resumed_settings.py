@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.checkpoint.checkpointer import Restored
 from zerojax.config.features import resume_notes
+from zerojax.config.tree_types import Tree
 from zerojax.plan.make import Plan
 
 NEXT_RATE = "next_learning_rate"
@@ -27,7 +29,7 @@ def next_rate(plan: Plan, updates: int) -> float | None:
     return None if plan.learning_rate is None else float(plan.learning_rate(updates))
 
 
-def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:
+def settings_that_differ(plan: Plan, restored: Restored, config: Mapping[str, Any]) -> list[str]:
     """Returns one line per optimizer setting that differs between the saved run and this call.
 
     Args:
@@ -44,7 +46,7 @@ def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -
     ]
 
 
-def _kept(plan: Plan, restored: Any) -> list[str]:
+def _kept(plan: Plan, restored: Restored) -> list[str]:
     """Returns a line for each hyperparameter whose saved value (in the optimizer state) is used
     instead of the value of this call.
     """
@@ -67,7 +69,7 @@ def _kept(plan: Plan, restored: Any) -> list[str]:
     ]
 
 
-def _settings_of(opt_state: Any) -> dict[str, Any]:
+def _settings_of(opt_state: Tree) -> dict[str, Any]:
     """Returns {name: value} in `optax.inject_hyperparams` states, except values from schedules."""
     found: dict[str, Any] = {}
     is_injected = lambda node: hasattr(node, "hyperparams_states")  # noqa: E731
@@ -79,7 +81,7 @@ def _settings_of(opt_state: Any) -> dict[str, Any]:
     return found
 
 
-def _jumped(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:
+def _jumped(plan: Plan, restored: Restored, config: Mapping[str, Any]) -> list[str]:
     """Returns a line if the learning rate of the next step differs from that in the saved run."""
     old = restored.config.get(NEXT_RATE)
     new = next_rate(plan, restored.step - int(restored.state["skipped"]))

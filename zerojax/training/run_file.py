@@ -15,6 +15,7 @@ from zerojax.config.batch_division import BatchDivision
 from zerojax.config.checks import names_keywords
 from zerojax.config.features import Features
 from zerojax.config.loader import user_path
+from zerojax.config.tree_types import Batch
 from zerojax.data import RowSource, array_names, as_feed, as_source
 from zerojax.data.text_set import is_text_set, read_text_sidecar
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size
@@ -30,6 +31,7 @@ from zerojax.runtime.memory import SPARE, least_room
 from zerojax.runtime.start_clock import phase
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.step.host_budget import check_host_memory, host_bytes
+from zerojax.tracing.protocol import ModelLike
 from zerojax.tracing.trees import format_bytes
 from zerojax.training.run_folder import TOKENIZER_FILE
 from zerojax.training.run_lifecycle import fit, open_run
@@ -238,7 +240,7 @@ def make_folder(folder: Path) -> None:
         ) from None
 
 
-def _pretrained_reasons(config: RunConfig, model: Any) -> list[str]:
+def _pretrained_reasons(config: RunConfig, model: ModelLike) -> list[str]:
     """Returns log lines about pretrained weights, if the run starts from pretrained weights."""
     if not isinstance(model, Pretrained):
         return []
@@ -299,7 +301,7 @@ def _check_no_task(config: ModelConfig, sizes: Any) -> None:
         )
 
 
-def adapters_freeze(config: ModelConfig, model: Any) -> tuple[str, ...]:
+def adapters_freeze(config: ModelConfig, model: ModelLike) -> tuple[str, ...]:
     """Returns patterns of the parameters that a run with adapters freezes; () without adapters.
 
     Args:
@@ -351,7 +353,9 @@ def _why_other_mesh(asked: MeshConfig, mesh: MeshConfig) -> list[str]:
     ]
 
 
-def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | None) -> PlanInputs:
+def _inputs_of(
+    config: RunConfig, batch: Batch, vocab_size: int, platform: str | None
+) -> PlanInputs:
     """Returns the `PlanInputs` of a run file.
 
     Args:

@@ -17,6 +17,7 @@ from zerojax.config.display import quoted
 from zerojax.config.generation_limits import check_generation
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.data import BpeTokenizer, HuggingFaceTokenizer
+from zerojax.data.tokenizer import Tokenizer
 from zerojax.optim import Weights
 from zerojax.placement.state import TrainState
 from zerojax.plan.make import Plan
@@ -27,6 +28,7 @@ from zerojax.training.metrics.metric_files import SAMPLE
 from zerojax.training.metrics.runlog import RunLog
 from zerojax.training.process_agreement import check_same_run
 from zerojax.training.run_folder import DESCRIPTION_FILE
+from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.generation import as_prompts, check_decoder, continue_rows
 from zerojax.zoo.hugging_face import Pretrained, end_tokens_in
 from zerojax.zoo.sampling import Sampling
@@ -142,8 +144,8 @@ class RunGenerator:
     """
 
     plan: Plan
-    model: Any
-    tokenizer: Any
+    model: Decoder
+    tokenizer: Tokenizer | None
     end_tokens: tuple[int, ...] = ()
     cache_kind: str | None = None
 
@@ -290,7 +292,7 @@ def _as_list(x: Any) -> Any:
 
 
 def end_tokens_of(
-    plan: Plan, tokenizer: Any, folder: Path | None = None, *, vocab_size: int
+    plan: Plan, tokenizer: Tokenizer | None, folder: Path | None = None, *, vocab_size: int
 ) -> tuple[int, ...]:
     """Returns the token ids that end a text of a run's model, as far as its files state them.
 
@@ -315,7 +317,7 @@ def end_tokens_of(
     return tuple(token for token in ids if 0 <= token < vocab_size)
 
 
-def _end_of_text(tokenizer: Any) -> tuple[int, ...]:
+def _end_of_text(tokenizer: Tokenizer | None) -> tuple[int, ...]:
     if isinstance(tokenizer, BpeTokenizer):
         return tuple(tokenizer.separator.tolist())
     if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.end is not None:

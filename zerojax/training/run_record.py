@@ -27,6 +27,7 @@ from zerojax.config.checks import MAX_SIZE, check_fraction, check_size, expand_f
 from zerojax.config.display import quoted
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import ConfigError, coerce_fields
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.optim.precision import Precision
 from zerojax.plan.make import Plan
 from zerojax.runtime.user_files import replace_text
@@ -143,7 +144,7 @@ class RunRecord:
     mesh: MeshConfig
     platform: str
     num_devices: int
-    batch: Any
+    batch: Batch
     data: TextData | None
     eval_batches: int | None
     checkpoints: str | None
@@ -286,7 +287,7 @@ def _listed(value: Any, where: str) -> list[Any]:
     return value
 
 
-def abstract_of(batch: Any) -> Any:
+def abstract_of(batch: Batch) -> Any:
     """Converts the batch of a record to `ShapeDtypeStruct`s; None if the record has no batch.
 
     Raises:
@@ -404,7 +405,7 @@ def _with_adapters(
     return factory
 
 
-def _as_json(tree: Any) -> Any:
+def _as_json(tree: Tree) -> Any:
     """Returns the JSON form of a batch made of dicts, lists, tuples and arrays; None for other
     containers.
     """

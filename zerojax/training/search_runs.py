@@ -18,6 +18,7 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch
 from zerojax.forecasting import forecast
 from zerojax.forecasting.settings_search import (
     LIST_REMATS,
@@ -113,7 +114,7 @@ def search(
     *,
     gpu: Gpu | str,
     devices: int,
-    example_batch: Any,
+    example_batch: Batch,
     loss: tracing.Loss | None = None,
     optimizer: Any = None,
     precision: Precision | str | None = None,

@@ -15,13 +15,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch
 from zerojax.data import shard_batch, shard_own_batch
 from zerojax.forecasting.step_meetings import find_meetings
+from zerojax.placement.state import TrainState
 from zerojax.plan.counts import model_flops, tokens_per_step
 from zerojax.plan.make import Plan
 from zerojax.runtime.standstill import Meeting
-from zerojax.step.build import build_step
+from zerojax.step.build import LiveStateOnly, build_step
 
 logger = logging.getLogger("zerojax.training")
 
@@ -38,7 +42,7 @@ class StepProgram:
     """
 
     plan: Plan
-    jitted: Any
+    jitted: LiveStateOnly
     was_called: bool = False
     compiling: threading.Thread | None = None
 
@@ -63,7 +67,7 @@ class StepProgram:
         )
         self.compiling.start()
 
-    def _compile(self, lowered: Any) -> None:
+    def _compile(self, lowered: jax.stages.Lowered) -> None:
         try:
             lowered.compile()
         except Exception:  # the first call compiles again, and raises the error
@@ -77,7 +81,7 @@ class StepProgram:
         lowered = self.jitted.lower(self.plan.abstract_state, self.plan.abstract_batch)
         return find_meetings(self.plan, lowered.compile().as_text())
 
-    def __call__(self, state: Any, batch: Any) -> Any:
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
         """Takes a step, after waiting for a compilation in progress."""
         if self.compiling is not None:
             self.compiling.join()
@@ -109,7 +113,7 @@ class StepPrograms:
         """Returns the program of step `step` (from 1)."""
         return self._programs[self.rung(step)]
 
-    def place(self, step: int, batch: Any, shard: Callable[..., Any] = shard_batch) -> Any:
+    def place(self, step: int, batch: Batch, shard: Callable[..., Any] = shard_batch) -> Any:
         """Places a host batch on the devices, cut to the size of step `step` (from 1).
 
         Args:

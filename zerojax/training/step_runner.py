@@ -10,8 +10,10 @@ from typing import Any, Self
 import jax
 
 from zerojax.checkpoint import Checkpointer
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.data import shard_batch
 from zerojax.optim import Weights
+from zerojax.placement.state import TrainState
 from zerojax.placement.user_shardings import on_mesh_of_plan
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
@@ -67,7 +69,7 @@ class StepRunner:
         self, plan: Plan, spec: RunSpec | None = None, *, watchdog: Watchdog | None = None
     ) -> None:
         self.plan = plan
-        self.state: Any = None
+        self.state: Tree = None
         self.num_steps = 0
         self.metrics: Metrics = {}
         self.history: list[Metrics] = []
@@ -115,11 +117,11 @@ class StepRunner:
     # --- stepping ---------------------------------------------------------------------------------
 
     @on_mesh_of_plan
-    def step(self, batch: Any) -> dict[str, jax.Array]:
+    def step(self, batch: Batch) -> dict[str, jax.Array]:
         """Takes one step on a host batch; returns metrics on the devices (`float` waits)."""
         return self._step_on_devices(self._programs.place(self.num_steps + 1, batch))
 
-    def _place(self, plan: Plan, batch: Any) -> Any:
+    def _place(self, plan: Plan, batch: Batch) -> Any:
         return shard_batch(plan, batch, vocab_size=plan.vocab_size)
 
     def _new_reports(self) -> Reports:
@@ -128,7 +130,7 @@ class StepRunner:
         return Reports(limit, skipped=skipped, clock=self.clock, finished=finished)
 
     @allocating_for(TRAINING_STEP)
-    def _step_on_devices(self, batch: Any, data_state: Any = None) -> dict[str, jax.Array]:
+    def _step_on_devices(self, batch: Batch, data_state: Any = None) -> dict[str, jax.Array]:
         if disk := self.state.get("disk"):
             disk.data_state = data_state
         step = self.num_steps + 1
@@ -156,7 +158,7 @@ class StepRunner:
             kind, text, fields = change
             self._log.event(kind, step, text, **fields)
 
-    def _check_lengths(self, step: int, batch: Any) -> None:
+    def _check_lengths(self, step: int, batch: Batch) -> None:
         """Runs the ladder's check that shorter rows compute what the model means, until it has run
         once."""
         check = self._first_check
@@ -200,7 +202,7 @@ class StepRunner:
 
     @allocating_for("an evaluation")
     @on_mesh_of_plan
-    def eval_step(self, batch: Any) -> dict[str, jax.Array]:
+    def eval_step(self, batch: Batch) -> dict[str, jax.Array]:
         """Evaluates one host batch; returns sums over its rows on the devices (`float` waits).
 
         The mean loss is "loss" divided by "weight".
@@ -211,7 +213,7 @@ class StepRunner:
         with self.clock.during(EVAL), watched:
             return self._evaluate_one(self.state, self._place(self.plan, batch))
 
-    def _evaluate_one(self, state: Any, batch: Any) -> Any:
+    def _evaluate_one(self, state: TrainState, batch: Batch) -> Any:
         self._watchdog.alive()  # the result of the previous batch was read
         first, self._evaluate_was_called = not self._evaluate_was_called, True
         with self._compiling("the evaluation") if first else contextlib.nullcontext():

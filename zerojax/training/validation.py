@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch
 from zerojax.data import (
     DatasetSource,
     Feed,
@@ -55,7 +56,7 @@ class FilledBatch:
       missing: number of copies in the global batch.
     """
 
-    batch: Any
+    batch: Batch
     copies: Any = None
     missing: int = 0
 
@@ -284,7 +285,7 @@ class Filler:
         self._plan = plan
         self._why = functools.cache(functools.partial(_why_refused, plan))  # tracing takes a while
 
-    def fill(self, batch: Any) -> FilledBatch:
+    def fill(self, batch: Batch) -> FilledBatch:
         """Fills missing rows of a short host batch with copies of one row.
 
         Args:

@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs, mark_wait
 from zerojax.placement.device_mesh import MODEL
@@ -61,7 +62,7 @@ def in_program_order(function: Callable[..., Any], mesh: Mesh | AbstractMesh) ->
     everywhere = mesh.shape[MODEL] > 1
 
     @functools.wraps(function)
-    def ordered(*args: Any) -> Any:
+    def ordered(*args: Tree) -> Any:
         if _runs_at_once(args):
             return function(*args)
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -71,7 +72,7 @@ def in_program_order(function: Callable[..., Any], mesh: Mesh | AbstractMesh) ->
     return ordered
 
 
-def _runs_at_once(args: Any) -> bool:
+def _runs_at_once(args: Tree) -> bool:
     """Returns whether JAX evaluates a function of one device without compiling it."""
     return any(isinstance(getattr(x, "val", None), jax.Array) for x in jax.tree.leaves(args))
 
@@ -86,7 +87,7 @@ def _with_order(closed: ClosedJaxpr, everywhere: bool) -> ClosedJaxpr:
     if not _has_loops(closed.jaxpr, everywhere):
         return closed
 
-    def run(*inputs: Any) -> list[Any]:
+    def run(*inputs: jax.Array) -> list[Any]:
         return _Order(everywhere).run(closed, inputs, [0] * len(inputs))[0]
 
     return jax.make_jaxpr(run)(*(variable.aval for variable in closed.jaxpr.invars))

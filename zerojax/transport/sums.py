@@ -34,6 +34,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation
 from zerojax.optim.wire_codes import WireCodes
 from zerojax.placement.device_mesh import COMPILER_AXES, DATA_AXES, PASS_AXES
@@ -78,8 +79,8 @@ def tree_total(
     count: int,
     order: TreeOrder,
     *,
-    like: Any,
-    carried: Any,
+    like: Tree,
+    carried: Tree,
 ) -> tuple[Any, Any]:
     """Sums `count` values that are computed in sequence, in the order of a fixed binary tree.
 
@@ -98,12 +99,12 @@ def tree_total(
     """
     bits = count.bit_length() - 1
 
-    def level(depth: int, number: jax.Array, carried: Any) -> tuple[Any, Any]:
+    def level(depth: int, number: jax.Array, carried: Tree) -> tuple[Any, Any]:
         if depth == bits:
             return value_of(number, carried)
         bit = depth if order is TreeOrder.HIGHEST_FIRST else bits - 1 - depth
 
-        def half(which: jax.Array, carry: Any) -> Any:
+        def half(which: jax.Array, carry: Tree) -> Any:
             earlier, carried = carry
             later, carried = level(depth + 1, number + (which << bit), carried)
             # A select, not an addition to zero: 0 + -0 is not -0.
@@ -116,7 +117,7 @@ def tree_total(
     return level(0, jnp.int32(0), carried)
 
 
-def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def over_auto_axes(function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
     """Returns `function` mapped over the local shards of the axes that the compiler partitions.
 
     If all of `COMPILER_AXES` are already manual, it returns `function` itself.
@@ -185,7 +186,7 @@ def sum_in_codes(
     return exchanged(exchanged(by_member, inside), between)
 
 
-def sum_replicated(values: Any, over: tuple[str, ...] = PASS_AXES) -> Any:
+def sum_replicated(values: Tree, over: tuple[str, ...] = PASS_AXES) -> Any:
     """Returns the sum of each array of a pytree over the manual axes `over`.
 
     The arrays are replicated over the compiler's axes.
@@ -372,7 +373,7 @@ def zero_at_run_time(witness: jax.Array) -> jax.Array:
 
 
 def run_in_barriers(
-    kind: BarrierKind, witness: jax.Array, function: Callable[..., Any], *args: Any
+    kind: BarrierKind, witness: jax.Array, function: Callable[..., Any], *args: Tree
 ) -> Any:
     """Runs `function(*args)` between fusion barriers, so it is compiled separately; not
     differentiable.
@@ -390,7 +391,7 @@ def run_in_barriers(
     results, result_structure = jax.tree.flatten(shape)
     run = jaxpr_as_fun(fix_divisions(closed))
 
-    def flat(*vectors: Any) -> list[Any]:
+    def flat(*vectors: jax.Array) -> list[Any]:
         return _as_vectors(run(*_with_shapes(list(vectors), leaves)))
 
     def never(*_: Any) -> list[jax.Array]:
@@ -419,12 +420,12 @@ def _zero_of_a_sort(witness: jax.Array) -> jax.Array:
     return lax.sort(jnp.stack([zero_at_run_time(witness), jnp.int32(1)]))[0]
 
 
-def _as_vectors(tree: Any) -> Any:
+def _as_vectors(tree: Tree) -> Any:
     """Reshapes arrays of two or more dimensions in a tree to vectors."""
     return jax.tree.map(lambda x: x if jnp.ndim(x) < 2 else x.reshape(-1), tree)
 
 
-def _with_shapes(tree: Any, like: Any) -> Any:
+def _with_shapes(tree: Tree, like: Tree) -> Any:
     """Reshapes the vectors of `_as_vectors` to the shapes of `like`."""
     return jax.tree.map(lambda x, one: x if jnp.ndim(one) < 2 else x.reshape(one.shape), tree, like)
 
@@ -492,7 +493,7 @@ def _opaque_division(equation: Equation) -> list[Any]:
     return [*before, last.replace(outvars=equation.outvars)]
 
 
-def values_in_barriers(kind: BarrierKind, witness: jax.Array, values: Any) -> Any:
+def values_in_barriers(kind: BarrierKind, witness: jax.Array, values: Tree) -> Any:
     """Puts the values into separate buffers, so that producer and consumer are not fused."""
     if kind == "barrier":
         return lax.optimization_barrier(values)

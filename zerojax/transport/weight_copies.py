@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from zerojax.config.tree_types import Tree
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.optional_parts import copies_key, followed_leaves
 from zerojax.placement.state import COPIES, fit
@@ -65,7 +66,7 @@ def build_following(plan: Decisions) -> Callable[[Any], Arrays] | None:
         local, mesh=plan.mesh, in_specs=(masters, copies), out_specs=copies, check_vma=False
     )
 
-    def follow(state: Any) -> Arrays:
+    def follow(state: Tree) -> Arrays:
         return mapped({name: state["params"][name] for name in leaves}, state[COPIES][key])
 
     return follow

@@ -25,7 +25,7 @@ def values_of(config: Any) -> dict[str, Any]:
     return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, BlockLayout):
         return values_of_layout(value)
     if dataclasses.is_dataclass(value):
@@ -52,7 +52,7 @@ def _hints_of(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _as(hint: Any, value: Any) -> Any:
+def _as(hint: object, value: object) -> Any:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hints = [each for each in typing.get_args(hint) if each is not types.NoneType]
         return value if value is None or len(hints) > 1 else _as(hints[0], value)

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from zerojax.config.expert_settings import MoEConfig
+from zerojax.config.tree_types import Tree
 from zerojax.models.losses import NATS_PER_TOKEN, next_token
 from zerojax.operators.chunked_loss import head_next_token
 from zerojax.operators.context import current_split
@@ -327,7 +329,7 @@ class Decoder(nnx.Module):
         x = self._through_blocks(Packed(embedded, segments, positions, routing))
         return x.hidden, x.routing
 
-    def _through_blocks(self, x: Any) -> Any:
+    def _through_blocks(self, x: Tree) -> Any:
         return scan_blocks(
             self.blocks, x, remat=self.config.remat, kind_of_layer=self.kind_of_layer
         )
@@ -445,7 +447,7 @@ class Decoder(nnx.Module):
         kernel = self.lm_head.kernel[...]
         return head_next_token(x, kernel, targets, weights, vocab_dim=1, **options)
 
-    def init_cache(self, batch_size: int, length: int, dtype: Any = None) -> Cache:
+    def init_cache(self, batch_size: int, length: int, dtype: DTypeLike | None = None) -> Cache:
         """Returns a cache of zeros for `length` positions.
 
         Args:

@@ -424,7 +424,7 @@ def check_decoder_task(config: Any) -> None:
         )
 
 
-def check_at_least_one(field: str, value: Any) -> None:
+def check_at_least_one(field: str, value: object) -> None:
     """Raises a ValueError unless a size is an integer from 1 to its maximum."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{field}={quoted(value)} must be a whole number of at least 1")

@@ -17,6 +17,7 @@ between meshes give the same rounding.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ import numpy as np
 from flax import linen, nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from zerojax.operators.rounded_weights import FORMATS
 
@@ -99,7 +101,7 @@ def scale_from(history: jax.Array, operand: int) -> jax.Array:
     return jnp.where(largest > 0, power, 1.0)
 
 
-def quantise(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Computes `x / scale` in an 8-bit `dtype`, rounded to nearest; finite values saturate.
 
     Infinities become infinite in e5m2 and NaN in e4m3, which has no infinity, so that the step is
@@ -139,7 +141,7 @@ def in_bits(x: jax.Array, history: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(quantise(x, scale, FORWARD), jnp.uint8)
 
 
-def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+def from_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns the values of `in_bits` in units of the scale: up to 448, exact in each `dtype`."""
     return lax.bitcast_convert_type(bits, FORWARD).astype(dtype)
 
@@ -176,7 +178,11 @@ def fp8_dots(
 
 
 def _forward(
-    x: jax.Array, kernels: Arrays, histories: Arrays, largest: Any, num_inputs: int
+    x: jax.Array,
+    kernels: Arrays,
+    histories: Arrays,
+    largest: Sequence[jax.Array | None],
+    num_inputs: int,
 ) -> Any:
     input_scale, scales = _scales_of_all(histories)
     small = quantise(x, input_scale, FORWARD)
@@ -199,7 +205,7 @@ def _forward(
     return results, (bits, largest_magnitude(x), kernels, histories, largest)
 
 
-def _backward(num_inputs: int, kept: Any, gradients: Arrays) -> Any:
+def _backward(num_inputs: int, kept: tuple[Any, ...], gradients: Arrays) -> Any:
     input_bits, largest_input, kernels, histories, largest = kept
     small_input = lax.bitcast_convert_type(input_bits, FORWARD)
     input_scale, scales = _scales_of_all(histories)
@@ -263,7 +269,7 @@ def _scaled_dot(
     left: tuple[jax.Array, jax.Array],
     right: tuple[jax.Array, jax.Array],
     contracted: tuple[tuple[int, ...], tuple[int, ...]],
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     precision: lax.Precision,
 ) -> jax.Array:

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import MAX_SIZE, check_whole_number
 from zerojax.config.generation_limits import check_generation
+from zerojax.config.tree_types import Tree
 from zerojax.zoo.decoder import Cache, Decoder, check_tokens
 from zerojax.zoo.sampling import Controls, DrawnRows, Sampling
 from zerojax.zoo.t5 import T5
@@ -148,7 +149,7 @@ def _prepared(model: Decoder, quantize: str | None) -> Decoder:
     return with_layers_apart(model) if has_room else model
 
 
-def check_decoder(model: Any) -> None:
+def check_decoder(model: object) -> None:
     """Raises a TypeError if a model cannot continue texts."""
     if not isinstance(model, Decoder):
         of_t5 = "; for the targets of a T5 use generate_from_source"
@@ -393,7 +394,7 @@ def _continue(
 )
 def _start(
     state: nnx.State,
-    pad: Any,
+    pad: jax.Array | int,
     *,
     size: int,
     cache_length: int,
@@ -418,7 +419,7 @@ def _start(
 def _prefill(
     state: nnx.State,
     batch: _Batch,
-    takes: Any,
+    takes: jax.Array | np.ndarray,
     progress: DrawnRows,
     cache: Cache,
     controls: Controls,
@@ -475,7 +476,7 @@ def _decode(
     cache: Cache,
     batch: _Batch,
     controls: Controls,
-    fewest: Any,
+    fewest: jax.Array | np.int32,
     *,
     graphdef: nnx.GraphDef[Decoder],
     row_sharding: NamedSharding | None,
@@ -510,7 +511,7 @@ def _decode(
     return progress, cache, shown
 
 
-def _placed_rows(rows: Any, row_sharding: NamedSharding | None) -> Any:
+def _placed_rows(rows: Tree, row_sharding: NamedSharding | None) -> Any:
     """Shards arrays [batch, ...] like the rows: both programs then have the same inputs, and each
     device has all logits of its rows, which sampling compares."""
     return rows if row_sharding is None else lax.with_sharding_constraint(rows, row_sharding)
@@ -529,7 +530,7 @@ def _placed_cache(cache: Cache, row_sharding: NamedSharding | None) -> Cache:
 
 def generate_from_source(
     model: T5,
-    tokens: jax.Array | np.ndarray,
+    tokens: Any,
     num_tokens: int,
     *,
     attention_mask: jax.Array | np.ndarray | None = None,
@@ -594,7 +595,9 @@ def generate_from_source(
     )
 
 
-def _as_sources(tokens: Any) -> np.ndarray:
+def _as_sources(
+    tokens: jax.Array | np.ndarray | Sequence[Sequence[int] | np.ndarray],
+) -> np.ndarray:
     """Converts the sources of `generate_from_source` to one array [batch, source].
 
     Raises:

@@ -19,6 +19,7 @@ from jax import lax
 from zerojax.config.checks import names_keywords
 from zerojax.config.sections import ADAPTERS_ONLY, LoraConfig
 from zerojax.tracing import trees
+from zerojax.tracing.protocol import ModelLike
 from zerojax.tracing.stacking import stack_blocks
 from zerojax.zoo.layers import Dropout, Projection
 from zerojax.zoo.moe import GatedExperts, Router
@@ -64,7 +65,7 @@ class LowRank(nnx.Module):
 
 
 @names_keywords()
-def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
+def add_lora(model: ModelLike, config: LoraConfig, *, seed: int = 0) -> Any:
     """Adds an adapter to every projection that the configuration targets.
 
     Train the result with `freeze=config.freeze`, so that only adapters have gradients and optimizer
@@ -121,7 +122,7 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
 
 
 @names_keywords()
-def merge_lora(model: Any) -> Any:
+def merge_lora(model: nnx.Module) -> Any:
     """Returns a module without adapters; their products are added to the kernels in float32.
 
     Args:

@@ -64,7 +64,7 @@ class Routing(NamedTuple):
         A loop over layers therefore needs no layer index.
         """
 
-        def shift(rows: Any, new: Any) -> jax.Array:
+        def shift(rows: Any, new: jax.Array | float) -> jax.Array:
             return jnp.concatenate([rows[1:], jnp.asarray(new)[None]])
 
         return Routing(

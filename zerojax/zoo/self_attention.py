@@ -204,7 +204,7 @@ class Attention(nnx.Module):
         """
         positions = jnp.arange(x.shape[1]) if positions is None else positions
         query, key, value = self._project(x, positions, whole_length(x.shape[1]), kind)
-        seen: Any = segments
+        seen: jax.Array | tuple[jax.Array, jax.Array] | None = segments
         if visible is not None:  # all queries and the visible keys get segment 0
             seen = jnp.zeros(visible.shape, jnp.int32), jnp.where(visible, 0, -1)
         mixed = attend_with(

@@ -83,7 +83,7 @@ class Stages(nnx.Module):
         return self.head(scan_blocks(self.blocks, self.embed(*inputs), remat=self.remat))
 
 
-def _stacked(block: Any, num_layers: int | None, rngs: nnx.Rngs | None) -> nnx.Module:
+def _stacked(block: object, num_layers: int | None, rngs: nnx.Rngs | None) -> nnx.Module:
     if isinstance(block, nnx.Module):
         raise TypeError(
             f"block is one {type(block).__name__}; pass a function that builds a layer, "
@@ -110,7 +110,7 @@ def _stacked(block: Any, num_layers: int | None, rngs: nnx.Rngs | None) -> nnx.M
     return stack_blocks(block, num_layers, rngs=rngs)
 
 
-def _check_part(name: str, part: Any) -> None:
+def _check_part(name: str, part: object) -> None:
     """Raises a TypeError for a part that is not callable, or a function with a module in its
     closure.
 

@@ -534,7 +534,9 @@ class T5(nnx.Module):
         bias = self.decoder.relative_bias(position + index, jnp.arange(cache.keys.shape[2]))
         graphdef, state = nnx.split(self.decoder.blocks)
 
-        def layer(x: jax.Array, slices: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        def layer(
+            x: jax.Array, slices: tuple[Any, ...]
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             block = nnx.merge(graphdef, slices[0])
             block.eval()
             return block.extend(x, slices[1]._replace(visible=cache.visible), bias, position)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -18,6 +18,17 @@ from zerojax.zoo.sampling import Sampling
 DEFAULT_NUM_TOKENS = 200
 BATCH_SIZE = 32
 """Default number of prompts that are continued together."""
+
+
+class TextTokenizer(Protocol):
+    """What generation uses of a tokenizer; it may have `prefix` as well, ids that start a text."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: np.ndarray) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +52,7 @@ class Continuation:
 
 def continue_texts(
     model: Decoder,
-    tokenizer: Any,
+    tokenizer: TextTokenizer | None,
     prompts: Sequence[str],
     num_tokens: int | None,
     sampling: Sampling,
@@ -69,6 +80,7 @@ def continue_texts(
     check_decoder(model)
     context = model.config.max_seq_len
     rows = encoded_prompts(tokenizer, prompts, num_tokens, context)
+    assert tokenizer is not None, "encoded_prompts refuses it"
     sampling = dataclasses.replace(
         sampling, num_ids=min(tokenizer.vocab_size, model.config.vocab_size)
     )
@@ -86,7 +98,7 @@ def continue_texts(
 
 
 def encoded_prompts(
-    tokenizer: Any, prompts: Sequence[str], num_tokens: int | None, context: int
+    tokenizer: TextTokenizer | None, prompts: Sequence[str], num_tokens: int | None, context: int
 ) -> list[np.ndarray]:
     """Encodes prompts, int32 [n] each; checks that they have tokens and leave space for new ones.
 
@@ -116,7 +128,7 @@ def encoded_prompts(
     return rows
 
 
-def _encoded(tokenizer: Any, prompt: str, context: int) -> np.ndarray:
+def _encoded(tokenizer: TextTokenizer, prompt: str, context: int) -> np.ndarray:
     """Encodes a prompt; checks that it has tokens and leaves space for a new token."""
     tokens = prompt_ids(tokenizer, prompt)
     if not tokens.size:
@@ -133,7 +145,11 @@ def _encoded(tokenizer: Any, prompt: str, context: int) -> np.ndarray:
 
 
 def _decoded(
-    tokenizer: Any, prompt: str, ids: np.ndarray, new: np.ndarray, end_tokens: Sequence[int]
+    tokenizer: TextTokenizer,
+    prompt: str,
+    ids: np.ndarray,
+    new: np.ndarray,
+    end_tokens: Sequence[int],
 ) -> Continuation:
     has_ended = bool(new.size) and int(new[-1]) in end_tokens
     shown = new[:-1] if has_ended else new
@@ -146,11 +162,11 @@ def _decoded(
     )
 
 
-def prompt_ids(tokenizer: Any, prompt: str) -> np.ndarray:
+def prompt_ids(tokenizer: TextTokenizer, prompt: str) -> np.ndarray:
     """Returns int32 ids: the tokenizer's prefix, if it has one, and the prompt."""
     return np.concatenate([_prefix(tokenizer), np.asarray(tokenizer.encode(prompt), np.int32)])
 
 
-def _prefix(tokenizer: Any) -> np.ndarray:
+def _prefix(tokenizer: TextTokenizer) -> np.ndarray:
     """Returns the ids that start each text, such as <|begin_of_text|> of Llama 3."""
     return np.asarray(getattr(tokenizer, "prefix", ()), np.int32)

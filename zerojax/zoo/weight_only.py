@@ -18,6 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax.config.generation_limits import CODES
 from zerojax.operators.rounded_weights import FP8, encoded
@@ -28,7 +29,7 @@ _FITTING = {"int8": (None, "fake_int8"), FP8: (None,)}
 _SCALE = "kernel_scale"
 
 
-def check_weight_kind(model: Any, kind: str | None) -> None:
+def check_weight_kind(model: Decoder, kind: str | None) -> None:
     """Raises if a decoder cannot generate with weights of this kind.
 
     Args:
@@ -75,7 +76,9 @@ def with_codes(model: Decoder, kind: str | None) -> Decoder:
     return model if kind is None else with_layers_apart(model, kind)
 
 
-def with_layers_apart(model: Decoder, kind: str | None = None, dtype: Any = None) -> Decoder:
+def with_layers_apart(
+    model: Decoder, kind: str | None = None, dtype: DTypeLike | None = None
+) -> Decoder:
     """Returns a decoder in which each layer has arrays of its own, for `Decoder.extend` only.
 
     Args:
@@ -112,7 +115,7 @@ def with_layers_apart(model: Decoder, kind: str | None = None, dtype: Any = None
 def _layer_state(
     params: nnx.State,
     rest: nnx.State,
-    index: Any,
+    index: jax.Array | int,
     *,
     shardings: tuple[NamedSharding | None, ...],
     **options: Any,
@@ -129,7 +132,7 @@ def _layer_state(
 def _layer(
     params: nnx.State,
     rest: nnx.State,
-    index: Any,
+    index: jax.Array | int,
     *,
     graphdef: nnx.GraphDef[Any],
     kind: str | None,
@@ -171,7 +174,7 @@ def _layer_shardings(stacked: nnx.State, layer: nnx.State) -> Iterator[NamedShar
         yield NamedSharding(sharding.mesh, P(*spec[source.ndim - x.ndim :]))
 
 
-def is_faster_apart(model: Any, platform: str) -> bool:
+def is_faster_apart(model: object, platform: str) -> bool:
     """Returns whether a model generates faster with `with_layers_apart` on a platform.
 
     On CPUs a loop over stacked layers compiles faster, and the weights of a layer are not copied.
@@ -189,5 +192,5 @@ def is_divided_by_layers(model: Decoder) -> bool:
     return False
 
 
-def _name(path: Any) -> str:
+def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -11,7 +11,6 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from zerojax.checkpoint.store.direct_io import (
     StoreError,
@@ -210,7 +209,7 @@ def load_manifest(folder: Path) -> Manifest:
 def _is_possible(manifest: Manifest) -> bool:
     """Returns True if every field has a valid type and range."""
 
-    def number(value: Any, least: int, most: int = 2**62) -> bool:
+    def number(value: object, least: int, most: int = 2**62) -> bool:
         return type(value) is int and least <= value <= most
 
     count, generation = len(manifest.sizes), manifest.generation

@@ -9,25 +9,21 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.data.chats.conversations import Pair, RecordError
+from zerojax.data.tokenizer import Tokenizer
 
 # Some templates write this before an answer without reasoning.
 _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 
 
 @runtime_checkable
-class OffsetTokenizer(Protocol):
+class OffsetTokenizer(Tokenizer, Protocol):
     """Interface of a tokenizer for chats: returns ids with the characters that they cover."""
-
-    @property
-    def separator(self) -> np.ndarray:
-        """Ids between two documents."""
-        ...
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns (ids, offsets) for each text: ids int32 [n], and offsets int64 [n, 2], which are
@@ -145,7 +141,7 @@ def _encoded(one: MarkedText, ids: np.ndarray, offsets: np.ndarray) -> EncodedCh
     return EncodedChat(ids=ids, asked=asked, num_seams=num_seams)
 
 
-def _framed(tokenizer: Any, made: EncodedChat) -> EncodedChat:
+def _framed(tokenizer: OffsetTokenizer, made: EncodedChat) -> EncodedChat:
     """Adds missing ids that begin and end a text; the former count as part of the question, the
     latter of the answer."""
     prefix = np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
@@ -159,7 +155,7 @@ def _framed(tokenizer: Any, made: EncodedChat) -> EncodedChat:
     return dataclasses.replace(made, ids=ids, asked=asked)
 
 
-def _closing(tokenizer: Any) -> np.ndarray:
+def _closing(tokenizer: OffsetTokenizer) -> np.ndarray:
     """Returns the ids that end a text; none for bytes, which separate texts by a blank line."""
     if tokenizer.to_dict().get("kind") == "bytes":
         return np.zeros(0, np.int32)

@@ -8,7 +8,7 @@ import errno
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -49,7 +49,6 @@ from zerojax.data.text_set import SIDECAR, TextSetWriter
 from zerojax.data.tokenizer import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
-    Tokenizer,
     as_tokenizer,
     bpe_size,
     read_object,
@@ -107,7 +106,7 @@ def prepare_chats(
     data: str | Path,
     out: str | Path,
     *,
-    tokenizer: Any,
+    tokenizer: object,
     template: str | Path | None = None,
     validation_fraction: float = 0.0,
     bad: OnBad = "refuse",
@@ -210,7 +209,7 @@ def _check_choices(fraction: float, bad: str, answers: str) -> None:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
 
 
-def _tokenizer_of(spec: Any) -> Tokenizer:
+def _tokenizer_of(spec: object) -> OffsetTokenizer:
     if bpe_size(spec) is not None:
         raise ValueError(
             f"tokenizer={spec!r} has to be trained, but chats need the tokenizer of the model that "
@@ -225,7 +224,7 @@ def _tokenizer_of(spec: Any) -> Tokenizer:
     return ready
 
 
-def _home_of(spec: Any) -> Path | None:
+def _home_of(spec: object) -> Path | None:
     """Returns the folder that contains the files of tokenizer `spec`; None if it is not an existing
     path."""
     path = user_path(spec) if isinstance(spec, str | Path) else None
@@ -248,7 +247,7 @@ def _model_size(home: Path | None) -> int | None:
 class _Preparation:
     """State of one call of `prepare_chats`; the first fields are its arguments."""
 
-    tokenizer: Any
+    tokenizer: OffsetTokenizer
     template: FoundTemplate | None
     home: Path | None
     skips: bool

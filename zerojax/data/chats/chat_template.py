@@ -120,17 +120,17 @@ class ChatTemplate:
             """Namespace that rejects names with a leading underscore, which give access to
             Python."""
 
-            def __init__(*args: Any, **named: Any) -> None:
+            def __init__(*args: object, **named: object) -> None:
                 for name in dict(*args[1:], **named):
                     Names._check(name)
                 jinja2.utils.Namespace.__init__(*args, **named)
 
-            def __setitem__(self, name: str, value: Any) -> None:
+            def __setitem__(self, name: str, value: object) -> None:
                 Names._check(name)
                 super().__setitem__(name, value)
 
             @staticmethod
-            def _check(name: Any) -> None:
+            def _check(name: object) -> None:
                 if str(name).startswith("_"):
                     raise jinja2.exceptions.SecurityError(
                         f"{name!r} is not a valid name for a namespace"
@@ -158,7 +158,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[dict[str, Any]],
-        tools: Any = None,
+        tools: object = None,
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -189,7 +189,7 @@ class ChatTemplate:
     def answers(
         self,
         messages: Sequence[dict[str, Any]],
-        tools: Any = None,
+        tools: object = None,
         *,
         turns: Sequence[int] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -229,7 +229,7 @@ class ChatTemplate:
         return text, [place for turn, place in zip(known, marked, strict=True) if turn in wanted]
 
     def _place(
-        self, messages: Sequence[dict[str, Any]], tools: Any, turn: int, text: str
+        self, messages: Sequence[dict[str, Any]], tools: object, turn: int, text: str
     ) -> tuple[int, int]:
         if turn == 0:
             raise TurnError("message 1 is the assistant's, with no question before it")

@@ -124,7 +124,7 @@ def check_size(chat: Chat | Pair, limit: int, *, each: bool = False) -> None:
         )
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """Returns a value of a table without the nulls in its objects.
 
     Arrow gives all objects of a column the same keys, and fills missing ones with null.
@@ -134,7 +134,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def chat_of(record: Any, columns: Sequence[str] = ()) -> Chat | Pair:
+def chat_of(record: object, columns: Sequence[str] = ()) -> Chat | Pair:
     """Converts a record to a chat, or to a pair of prompt and completion.
 
     Args:
@@ -160,7 +160,7 @@ def chat_of(record: Any, columns: Sequence[str] = ()) -> Chat | Pair:
 
 
 def _with_system(
-    system: Any, messages: tuple[Mapping[str, Any], ...]
+    system: object, messages: tuple[Mapping[str, Any], ...]
 ) -> tuple[Mapping[str, Any], ...]:
     """Puts the text `system` before `messages`, unless they already begin with it."""
     if system is None or system == "":
@@ -177,7 +177,9 @@ def _with_system(
     return messages
 
 
-def _prompt_and_completion(prompt: Any, completion: Any, tools: Any, system: Any) -> Chat | Pair:
+def _prompt_and_completion(
+    prompt: object, completion: object, tools: object, system: object
+) -> Chat | Pair:
     if isinstance(prompt, str) and isinstance(completion, str):
         if system:
             raise RecordError(
@@ -223,7 +225,7 @@ def _checked(chat: Chat) -> Chat:
     return chat
 
 
-def _messages(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
+def _messages(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list):
         raise RecordError(f"the {name} are {quoted(value)}, which is not a list; {_FORMS}")
     if len(value) > MAX_MESSAGES:
@@ -236,7 +238,7 @@ def _messages(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(_message(item, number, name) for number, item in enumerate(value, start=1))
 
 
-def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
+def _message(item: object, number: int, name: str) -> Mapping[str, Any]:
     where = f"entry {number} of {name}"
     if not isinstance(item, Mapping):
         raise RecordError(f"{where} is {quoted(item)}, which is not an object; {_FORMS}")
@@ -270,7 +272,7 @@ def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
     return item
 
 
-def _check_json(value: Any, where: str) -> None:
+def _check_json(value: object, where: str) -> None:
     found = _foreign(value)
     if found is not None:
         path, held = found
@@ -280,7 +282,7 @@ def _check_json(value: Any, where: str) -> None:
         )
 
 
-def _foreign(value: Any) -> tuple[str, Any] | None:
+def _foreign(value: object) -> tuple[str, Any] | None:
     """Finds the first part of a value that JSON cannot represent; returns (path, value) or None.
 
     Tables can contain such values: dates, bytes, decimals, maps and numbers that are not finite.
@@ -311,12 +313,12 @@ def _check_marks(message: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _is_text_part(part: Any) -> bool:
+def _is_text_part(part: Mapping[str, Any]) -> bool:
     is_text = isinstance(part, Mapping) and part.get("type") == "text"
     return is_text and isinstance(part.get("text"), str)
 
 
-def _tools(value: Any) -> Any:
+def _tools(value: object) -> Any:
     """Returns the tools of a record as a list. Some data sets store them as JSON text, because
     tables have no such type."""
     if value is None or value == "" or value == []:

@@ -158,7 +158,7 @@ class TemplateProcess:
             )
         return self._process, bool(answer["markers"])
 
-    def _write(self, value: Any) -> None:
+    def _write(self, value: object) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process has ended; `_read` detects it
             self._process.stdin.write(f"{json.dumps(value)}\n")

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import BatchRamp, BatchRampConfig, ConfigError
+from zerojax.config.tree_types import Batch
 from zerojax.features.several_sizes import Ladder
 from zerojax.placement.device_mesh import STAGE, num_data_shards
 
@@ -67,7 +68,7 @@ class BatchLadder(Ladder):
     def describe_rung(self, rung: int) -> str:
         return f"a batch of {rung} rows"
 
-    def structs(self, batch: Any, size: int) -> Any:
+    def structs(self, batch: Batch, size: int) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
 
     def microbatches(self, number: int, size: int) -> int:
@@ -82,7 +83,7 @@ class BatchLadder(Ladder):
 
 
 def ramp_microbatches(
-    config: BatchRampConfig, number: int | None, mesh: Mesh | AbstractMesh, batch: Any
+    config: BatchRampConfig, number: int | None, mesh: Mesh | AbstractMesh, batch: Batch
 ) -> tuple[int | None, list[str]]:
     """Returns (number of microbatches of the full batch, reasons), checked for every batch size.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import BatchRamp, BatchRampConfig
+from zerojax.config.tree_types import Batch
 from zerojax.features.batch_ramp.batch_ladder import BatchLadder, ramp_microbatches
 from zerojax.features.seam import Feature
 from zerojax.features.several_sizes import WORK_WITH_SIZES
@@ -32,6 +31,6 @@ class GrowingBatches(Feature[BatchRampConfig, None]):
         return BatchLadder(ramp=BatchRamp(config=config, final=plan.global_batch_size))
 
     def microbatches(
-        self, config: BatchRampConfig, number: int | None, mesh: Mesh | AbstractMesh, batch: Any
+        self, config: BatchRampConfig, number: int | None, mesh: Mesh | AbstractMesh, batch: Batch
     ) -> tuple[int | None, list[str]]:
         return ramp_microbatches(config, number, mesh, batch)

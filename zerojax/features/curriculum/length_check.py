@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config.curriculum import MAX_RUNGS, CurriculumConfig
+from zerojax.config.tree_types import Batch
 from zerojax.features.curriculum.row_lengths import WEIGHTS, without_end
 from zerojax.placement.decisions import Decisions
+from zerojax.placement.state import TrainState
 
 _SUM_TOLERANCE = 1e-4
 """Relative difference of two sums of weights that rounding of float32 sums may cause."""
@@ -39,7 +41,7 @@ class LengthCheck:
     ) -> None:
         self._config, self._keys, self._build_evaluation = config, keys, build_evaluation
 
-    def passes(self, state: Any, batch: Any, plan: Decisions, step: int) -> bool:
+    def passes(self, state: TrainState, batch: Batch, plan: Decisions, step: int) -> bool:
         """Compares the losses of two batches that differ only in tokens of weight 0.
 
         The two losses must be bit-equal, because a masked attention score adds exactly 0 to a sum.

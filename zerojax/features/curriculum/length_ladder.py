@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from zerojax.config import ConfigError, CurriculumConfig
 from zerojax.config.curriculum import MAX_RUNGS
+from zerojax.config.tree_types import Batch
 from zerojax.features.curriculum.length_check import LengthCheck
 from zerojax.features.curriculum.row_lengths import WEIGHTS, shorten
 from zerojax.features.several_sizes import Ladder
@@ -101,7 +102,7 @@ class LengthLadder(Ladder):
     def describe_rung(self, rung: int) -> str:
         return f"rows of {rung} tokens"
 
-    def structs(self, batch: Any, size: int) -> Any:
+    def structs(self, batch: Batch, size: int) -> Any:
         def short(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
             shape = (leaf.shape[0], size, *leaf.shape[2:]) if name in self.keys else leaf.shape
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
@@ -112,7 +113,7 @@ class LengthLadder(Ladder):
             structs[WEIGHTS] = jax.ShapeDtypeStruct((rows, size), jnp.float32)
         return structs
 
-    def cut(self, batch: Any, step: int) -> dict[str, Any]:
+    def cut(self, batch: Batch, step: int) -> dict[str, Any]:
         fields = {"keys": self.keys, "seq_len": self.seq_len, "adds_weights": self.adds_weights}
         return shorten(batch, self.config, step, **fields)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from zerojax.config import CurriculumConfig
+from zerojax.config.tree_types import Batch
 from zerojax.models.given_arrays import as_arrays
 
 WEIGHTS = "weights"
@@ -16,7 +17,7 @@ WEIGHTS = "weights"
 
 
 def shorten(
-    batch: Any,
+    batch: Batch,
     config: CurriculumConfig,
     step: int,
     *,

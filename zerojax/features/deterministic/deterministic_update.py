@@ -27,6 +27,7 @@ from zerojax.passes.update import (
 )
 from zerojax.placement.decisions import Decisions
 from zerojax.placement.device_mesh import DATA, DATA_AXES
+from zerojax.placement.state import TrainState
 from zerojax.transport.sums import (
     TreeOrder,
     barrier_kind,
@@ -138,7 +139,7 @@ def build_chunked_update(plan: Decisions) -> Callable[..., tuple[Arrays, Any]]:
 
     def local(
         grads: Arrays,
-        state: Any,
+        state: TrainState,
         shards: Arrays,
         scale: jax.Array,
         skip: jax.Array,

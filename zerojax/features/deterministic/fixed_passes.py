@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.config.tree_types import Tree
 from zerojax.models.losses import no_sums
 from zerojax.passes import model_state
 from zerojax.passes.gradients import build_differentiation, build_evaluating
@@ -73,7 +74,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
             rest = {name: x for name, x in after.items() if name not in changes}
             return _round(config, grads), changes, sums, rest
 
-        def value_of(number: jax.Array, carried: Any) -> tuple[Any, Any]:
+        def value_of(number: jax.Array, carried: Tree) -> tuple[Any, Any]:
             given = inputs, extras, virtual_key(key_data, number, count), _piece(pieces, number)
             grads, changes, sums, rest = run_in_barriers(
                 barrier_kind(config.mesh), key_data, pass_of, *given

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.tree_types import Batch
 from zerojax.features.one_bit.sign_plan import (
     BEGUN,
     FROZEN_AT,
@@ -110,7 +111,7 @@ def build_signed_update(plan: Decisions) -> Callable[..., dict[str, Any]]:
 
     def local(
         grads: Arrays,
-        state: Any,
+        state: TrainState,
         shards: Arrays,
         kept: dict[str, Any],
         scale: jax.Array,
@@ -224,7 +225,7 @@ def build_beginning(plan: Decisions) -> Any:
     parts, key = _parts_of(plan), errors_key(plan.placement)
     opt_state, kept = (specs_of_leaves(plan.abstract_state[n]) for n in ("opt_state", ONE_BIT))
 
-    def local(state: Any, kept: dict[str, Any]) -> dict[str, Any]:
+    def local(state: TrainState, kept: dict[str, Any]) -> dict[str, Any]:
         momentum = one_bit.momentum(state)
         frozen_at = jnp.where(kept[FROZEN_AT] > 0, kept[FROZEN_AT], one_bit.frozen_at(state))
         worker = {}
@@ -274,7 +275,7 @@ class TwoPrograms:
         self._last: Any = None
         self._updates, self._begun = 0, False
 
-    def __call__(self, state: TrainState, batch: Any) -> Any:
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
         if state["step"] is not self._last or self._last is None:
             self._updates, self._begun = int(state["step"]) - int(state["skipped"]), False
         elif not self._begun and self._updates >= self._freeze_step:

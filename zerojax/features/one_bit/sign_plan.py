@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -40,7 +41,10 @@ _ERRORS = "errors_"
 
 
 def check_one_bit(
-    settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision, tx: Any
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    precision: Precision,
+    tx: Any,
 ) -> None:
     """Raises if 1-bit Adam conflicts with other settings.
 
@@ -140,7 +144,10 @@ def abstract_one_bit(placement: Placement, mesh: Mesh | AbstractMesh) -> dict[st
 
 
 def with_errors(
-    state: TrainState, placement: Placement, mesh: Mesh | AbstractMesh, tx: Any
+    state: TrainState,
+    placement: Placement,
+    mesh: Mesh | AbstractMesh,
+    tx: optax.GradientTransformation,
 ) -> TrainState:
     """Adds the errors of signed momentum to an abstract state, if the optimizer has them."""
     if one_bit_of(tx) is None:
@@ -178,7 +185,10 @@ def compressed_bytes(placement: Placement, precision: Precision) -> int:
 
 
 def describe_one_bit(
-    placement: Placement, precision: Precision, tx: Any, settings: MeshConfig
+    placement: Placement,
+    precision: Precision,
+    tx: optax.GradientTransformation,
+    settings: MeshConfig,
 ) -> list[str]:
     """Describes what 1-bit Adam changes after its warm-up, and the bytes that it sends and
     stores."""

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from zerojax.config import PruningConfig
+from zerojax.config.tree_types import Tree
 from zerojax.features.pruning.pruned_parameters import PrunedLeaf
 from zerojax.optim import EmaState
 from zerojax.placement.decisions import Decisions
@@ -146,7 +147,7 @@ def masked_weights(pruned: Pruned, state: TrainState) -> tuple[Arrays, Any]:
 
 
 def weights_at(
-    pruned: Pruned, params: Mapping[str, jax.Array], masks: Mapping[str, jax.Array], updates: Any
+    pruned: Pruned, params: Mapping[str, jax.Array], masks: Mapping[str, jax.Array], updates: Tree
 ) -> Arrays:
     """Returns parameters, or their averages, with pruned weights set to 0 if `updates`, the number
     of applied updates, has reached their `start_step`."""

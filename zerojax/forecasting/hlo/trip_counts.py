@@ -8,14 +8,50 @@ jaxlib 0.12 and `xla_gpu_pipeline_all_gather`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 _SAME_VALUE = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape")
 _STEPS = 64  # limit of a chain of copies: more than any program has
 
 
-def derive_trip_count(computations: Mapping[str, Any], where: Any, loop: Any) -> int | None:
+class _Instruction(Protocol):
+    """What this module reads of `program.Instruction`, which imports this module."""
+
+    name: str
+    opcode: str
+
+    @property
+    def operands(self) -> Sequence[str]: ...
+
+    @property
+    def operand_text(self) -> str: ...
+
+    @property
+    def attributes(self) -> Mapping[str, str]: ...
+
+    @property
+    def callees(self) -> Mapping[str, Sequence[str]]: ...
+
+    def integers(self, attribute: str) -> Sequence[int]: ...
+
+
+class _Computation(Protocol):
+    """What this module reads of `program.Computation`."""
+
+    @property
+    def root(self) -> _Instruction: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __getitem__(self, name: str) -> _Instruction: ...
+
+    def operands_of(self, instruction: Any) -> Sequence[_Instruction]: ...
+
+
+def derive_trip_count(
+    computations: Mapping[str, _Computation], where: _Computation, loop: _Instruction
+) -> int | None:
     """Computes the number of iterations of a loop of the form `for (i = init; i < bound; i +=
     step)` with constants; returns None for any other loop.
 
@@ -37,7 +73,9 @@ def derive_trip_count(computations: Mapping[str, Any], where: Any, loop: Any) ->
     return max(0, -(-(limit - start) // step))
 
 
-def _less_than(computations: Mapping[str, Any], condition: Any) -> tuple[int, int] | None:
+def _less_than(
+    computations: Mapping[str, _Computation], condition: _Computation
+) -> tuple[int, int] | None:
     """Matches a loop condition `counter < constant`; returns (index of the counter in the loop's
     tuple, the constant), or None."""
     found = _binary(computations, condition, condition.root, "compare")
@@ -54,7 +92,9 @@ def _less_than(computations: Mapping[str, Any], condition: Any) -> tuple[int, in
     return index, limit
 
 
-def _increment(computations: Mapping[str, Any], body: Any, index: int) -> int | None:
+def _increment(
+    computations: Mapping[str, _Computation], body: _Computation, index: int
+) -> int | None:
     """Returns the constant c if the loop's body adds c to element `index` of the loop's tuple; else
     None."""
     root = body.root
@@ -72,8 +112,11 @@ def _increment(computations: Mapping[str, Any], body: Any, index: int) -> int | 
 
 
 def _binary(
-    computations: Mapping[str, Any], where: Any, instruction: Any, opcode: str
-) -> tuple[Any, tuple[Any, Any]] | None:
+    computations: Mapping[str, _Computation],
+    where: _Computation,
+    instruction: _Instruction,
+    opcode: str,
+) -> tuple[_Instruction, tuple[_Instruction, _Instruction]] | None:
     """Matches a binary instruction, which may be the only operation of a fusion; returns it and its
     two operands, or None.
 
@@ -98,7 +141,7 @@ def _binary(
     return root, (seen[0], seen[1])
 
 
-def _same_value(where: Any, instruction: Any) -> Any:
+def _same_value(where: _Computation, instruction: _Instruction) -> _Instruction:
     for _ in range(_STEPS):
         if instruction.opcode not in _SAME_VALUE:
             break
@@ -106,7 +149,7 @@ def _same_value(where: Any, instruction: Any) -> Any:
     return instruction
 
 
-def _tuple_index(where: Any, instruction: Any) -> int | None:
+def _tuple_index(where: _Computation, instruction: _Instruction) -> int | None:
     """Returns the index of the element of the computation's only parameter that a value is; None
     for other values."""
     if instruction.name in where:
@@ -117,7 +160,9 @@ def _tuple_index(where: Any, instruction: Any) -> int | None:
     return instruction.integers("index")[0] if source.opcode == "parameter" else None
 
 
-def _element(computations: Mapping[str, Any], where: Any, name: str, index: int) -> int | None:
+def _element(
+    computations: Mapping[str, _Computation], where: _Computation, name: str, index: int
+) -> int | None:
     """Returns the constant that a loop's initial tuple has at `index`; None if it is not a
     constant."""
     start = _same_value(where, where[name])
@@ -126,7 +171,9 @@ def _element(computations: Mapping[str, Any], where: Any, name: str, index: int)
     return _constant(computations, where, where[start.operands[index]])
 
 
-def _constant(computations: Mapping[str, Any], where: Any, instruction: Any) -> int | None:
+def _constant(
+    computations: Mapping[str, _Computation], where: _Computation, instruction: _Instruction
+) -> int | None:
     if instruction.name in where:
         instruction = _same_value(where, instruction)
     if instruction.opcode == "fusion":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
@@ -105,7 +105,9 @@ def _concatenated(equation: Equation, given: Sequence[ParameterOrigin]) -> Param
     return ParameterOrigin(tuple(names), tuple(sizes), dim)
 
 
-def _sliced(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _sliced(
+    equation: Equation, params: Mapping[str, Any], origin: ParameterOrigin
+) -> ParameterOrigin:
     dim = origin.dim
     return _between(origin, params["start_indices"][dim], params["limit_indices"][dim])
 
@@ -124,7 +126,9 @@ def _between(origin: ParameterOrigin, first: int, last: int) -> ParameterOrigin:
     return ParameterOrigin(tuple(names), tuple(sizes), origin.dim)
 
 
-def _reshaped(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _reshaped(
+    equation: Equation, params: Mapping[str, Any], origin: ParameterOrigin
+) -> ParameterOrigin:
     """Returns the origin after a reshape; finds the dimension of the new shape with the same size
     and the same number of elements before it."""
     assert origin.dim is not None
@@ -136,21 +140,29 @@ def _reshaped(equation: Equation, params: Any, origin: ParameterOrigin) -> Param
     return ParameterOrigin(tuple(name for name in origin.names if name))
 
 
-def _transposed(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _transposed(
+    equation: Equation, params: Mapping[str, Any], origin: ParameterOrigin
+) -> ParameterOrigin:
     return dataclasses.replace(origin, dim=params["permutation"].index(origin.dim))
 
 
-def _spread(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _spread(
+    equation: Equation, params: Mapping[str, Any], origin: ParameterOrigin
+) -> ParameterOrigin:
     return dataclasses.replace(origin, dim=params["broadcast_dimensions"][origin.dim])
 
 
-def _squeezed(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _squeezed(
+    equation: Equation, params: Mapping[str, Any], origin: ParameterOrigin
+) -> ParameterOrigin:
     assert origin.dim is not None
     gone = sum(dim < origin.dim for dim in params["dimensions"])
     return dataclasses.replace(origin, dim=origin.dim - gone)
 
 
-def _gathered(equation: Equation, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
+def _gathered(
+    equation: Equation, params: Mapping[str, Any], origin: ParameterOrigin
+) -> ParameterOrigin:
     assert origin.dim is not None
     if params["tiled"]:
         return (

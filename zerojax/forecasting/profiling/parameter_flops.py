@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -118,7 +118,7 @@ class _Product:
     flops: float
     names: tuple[str, ...]
     is_forward: bool
-    signature: Any
+    signature: str | None
     factors: tuple[object, ...]
     """Identities of the operands that contain no parameter."""
     weight_size: int
@@ -165,7 +165,12 @@ class _Walk:
         return [read(atom) for atom in program.outvars]
 
     def _results(
-        self, equation: Equation, given: list[_Value], wanted: Any, times: float, collect: bool
+        self,
+        equation: Equation,
+        given: list[_Value],
+        wanted: Sequence[bool],
+        times: float,
+        collect: bool,
     ) -> list[_Value]:
         kind = equation.primitive.name
         fresh: list[_Value] = [(NOTHING, object()) for _ in equation.outvars]
@@ -204,7 +209,12 @@ class _Walk:
         self._add(flops, equation, given[:2], is_forward, signature)
 
     def _add(
-        self, flops: float, equation: Equation, given: Any, is_forward: bool, signature: Any
+        self,
+        flops: float,
+        equation: Equation,
+        given: Sequence[_Value],
+        is_forward: bool,
+        signature: str | None,
     ) -> None:
         weights = [index for index, (origin, _) in enumerate(given) if origin.names]
         names = tuple(dict.fromkeys(n for i in weights for n in given[i][0].names if n))
@@ -221,7 +231,12 @@ class _Walk:
         )
 
     def _scan(
-        self, equation: Equation, given: list[_Value], wanted: Any, times: float, collect: bool
+        self,
+        equation: Equation,
+        given: list[_Value],
+        wanted: Sequence[bool],
+        times: float,
+        collect: bool,
     ) -> list[_Value]:
         constants, carried = split_scan(equation)
         body, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
@@ -248,7 +263,7 @@ class _Walk:
         equation: Equation,
         programs: Sequence[Jaxpr],
         given: list[_Value],
-        wanted: Any,
+        wanted: Sequence[bool],
         times: float,
         collect: bool,
     ) -> list[_Value]:
@@ -328,7 +343,9 @@ def _joined(names: Sequence[str]) -> str:
     return " + ".join(names) if names else NO_PARAMETER
 
 
-def _partners(products: Sequence[_Product], known: Any) -> dict[object, list[tuple[int, _Product]]]:
+def _partners(
+    products: Sequence[_Product], known: Collection[tuple[tuple[str, ...], str | None]]
+) -> dict[object, list[tuple[int, _Product]]]:
     """Groups products by their factors: returns {identity of a factor: products that multiply this
     factor by a parameter}; products that compute gradients of inputs come first."""
     found: dict[object, list[tuple[int, _Product]]] = collections.defaultdict(list)
@@ -340,7 +357,9 @@ def _partners(products: Sequence[_Product], known: Any) -> dict[object, list[tup
     return found
 
 
-def _gradient_of(product: _Product, partners: Any) -> tuple[str, ...]:
+def _gradient_of(
+    product: _Product, partners: Mapping[object, list[tuple[int, _Product]]]
+) -> tuple[str, ...]:
     """Returns the name of the parameter whose gradient a product computes, as a tuple; () if it
     computes no parameter's gradient."""
     if product.is_forward:

@@ -244,7 +244,7 @@ def read_trace(path: str | Path) -> list[OpTime]:
     return sorted(ops, key=lambda op: -op.seconds)
 
 
-def _line(event: Any) -> tuple[Any, Any]:
+def _line(event: Mapping[str, Any]) -> tuple[Any, Any]:
     return event.get("pid"), event.get("tid")
 
 

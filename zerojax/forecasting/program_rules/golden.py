@@ -69,7 +69,7 @@ def _parameters(plan: Plan, sent: tuple[SentArray, ...]) -> dict[str, dict[str, 
     }
 
 
-def _entry(entry: Any) -> str | None:
+def _entry(entry: str | None) -> str | None:
     return "+".join(entry) if isinstance(entry, tuple) else entry
 
 
@@ -123,7 +123,7 @@ def _settings(new: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}: {_text(new.get(key))}, was {_text(old.get(key))}"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return " x ".join(f"{axis} {size}" for axis, size in value.items()) or "1 device"
     return str(value) if value not in (None, "") else "none"

@@ -228,7 +228,7 @@ def list_candidates(
     return sorted(found, key=lambda candidate: candidate.simplicity)
 
 
-def own_candidate(candidates: Sequence[Candidate], **settings: Any) -> Candidate | None:
+def own_candidate(candidates: Sequence[Candidate], **settings: object) -> Candidate | None:
     """Finds the candidate that has a run's own settings; returns None if there is none.
 
     Args:

@@ -265,7 +265,7 @@ def share_that_fits(plan: Plan, forecast: ForecastNumbers) -> float:
 def offload_words(fields: Mapping[str, Any]) -> list[str]:
     """Returns the KEY=VALUE texts that set these fields of `OffloadConfig`."""
 
-    def text(value: Any) -> str:
+    def text(value: str | Sequence[tuple[str, float]]) -> str:
         if isinstance(value, str):
             return value
         return f"{{{', '.join(f'{tier}: {share:g}' for tier, share in value)}}}"

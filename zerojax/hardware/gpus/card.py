@@ -258,7 +258,7 @@ def grouped(notes: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"{', '.join(names)}: {text}" for text, names in keys.items())
 
 
-def split_notes(notes: Any) -> dict[str, str]:
+def split_notes(notes: object) -> dict[str, str]:
     """Splits joined keys: {"a, b": "x"} -> {"a": "x", "b": "x"}. Raises CardError for a name that
     is not a key of a card."""
     if not isinstance(notes, Mapping):
@@ -275,7 +275,7 @@ def split_notes(notes: Any) -> dict[str, str]:
 
 
 def _checked(
-    values: Any, kinds: Mapping[str, Callable[[Any], Any]], optional: frozenset[str]
+    values: object, kinds: Mapping[str, Callable[[Any], Any]], optional: frozenset[str]
 ) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise CardError(f"expected a section with the keys {', '.join(kinds)}; got {values!r:.60}")
@@ -301,19 +301,19 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{match[0]}'?" if match else f"; known keys here: {', '.join(known)}"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise CardError(f"expected text, got {value!r} ({type(value).__name__}); put it in quotes")
     return value.strip()
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise CardError(f"expected a list, got {value!r:.60}; write [{value!r:.60}]")
     return tuple(_text(item) for item in value)
 
 
-def _patterns(value: Any) -> tuple[str, ...]:
+def _patterns(value: object) -> tuple[str, ...]:
     for pattern in _texts(value):
         try:
             re.compile(pattern)
@@ -322,7 +322,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return _texts(value)
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         remedy = f"write {value} without quotes" if _is_quoted_number(value) else GIVE_ONE
         raise CardError(f"expected a number, got {value!r:.60} ({type(value).__name__}); {remedy}")
@@ -342,7 +342,7 @@ def _rate(value: Any) -> float:
     return float(value)
 
 
-def _is_quoted_number(value: Any) -> bool:
+def _is_quoted_number(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"\d+(\.\d*)?([eE][+-]?\d+)?", value) is not None
 
 
@@ -353,14 +353,14 @@ def _count(value: Any) -> int:
     return int(value)
 
 
-def _capability(value: Any) -> str:
+def _capability(value: object) -> str:
     text = str(value)
     if not re.fullmatch(r"\d+\.\d+a?", text):
         raise CardError(f'{text!r} is not a compute capability; write one like "8.9" or "9.0a"')
     return text
 
 
-def _version(value: Any) -> str:
+def _version(value: object) -> str:
     if not re.fullmatch(r"\d+\.\d+\.\d+", str(value)):
         raise CardError(f'{value!r} is not a version; write three numbers, as in "12.8.0"')
     return str(value)

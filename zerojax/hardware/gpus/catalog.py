@@ -186,5 +186,5 @@ def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _keys_of(notes: Any) -> set[str]:
+def _keys_of(notes: object) -> set[str]:
     return {*split_notes(notes or {})}

@@ -13,7 +13,7 @@ dtype.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.operators.chunked_attention import KEPT, Visibility, part_backward, part_forward
 from zerojax.operators.context.order import index_of_chunk
 
@@ -106,11 +107,13 @@ def _whole(array: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: _Ring, query: Any, segments: Any, keys: Keys) -> jax.Array:
+def _attend(ring: _Ring, query: jax.Array, segments: jax.Array | None, keys: Keys) -> jax.Array:
     return _forward(ring, query, segments, keys)[0]
 
 
-def _forward(ring: _Ring, query: Any, segments: Any, keys: Keys) -> tuple[Any, Any]:
+def _forward(
+    ring: _Ring, query: jax.Array, segments: jax.Array | None, keys: Keys
+) -> tuple[Any, Any]:
     out, log_sum = checkpoint_name(_as_one_operation(ring, query, segments, keys), KEPT)
     return out, (query, segments, keys, out, log_sum)
 
@@ -127,13 +130,15 @@ _attend.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _as_one_operation(ring: _Ring, query: Any, segments: Any, keys: Keys) -> Merged:
+def _as_one_operation(
+    ring: _Ring, query: jax.Array, segments: jax.Array | None, keys: Keys
+) -> Merged:
     """Wraps the ring as one operation for an outer `jax.checkpoint`."""
     out, log_sum = _forward_pass(ring, query, segments, keys)
     return Merged(out.astype(query.dtype), log_sum)
 
 
-def _refuse(*_: Any) -> Any:
+def _refuse(*_: object) -> Any:
     raise NotImplementedError(
         "context_parallel='ring' has no second derivative; use context_parallel='ulysses' with "
         "implementation='xla'"
@@ -206,7 +211,7 @@ def merge(first: Merged, second: Merged) -> Merged:
 # --- the ring -------------------------------------------------------------------------------------
 
 
-def _pass_on(ring: _Ring, tree: Any) -> Any:
+def _pass_on(ring: _Ring, tree: Tree) -> Any:
     """Sends arrays to the next device of the ring, and returns the arrays received from the
     previous device.
     """
@@ -215,7 +220,7 @@ def _pass_on(ring: _Ring, tree: Any) -> Any:
     return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, hops), tree)
 
 
-def _around(ring: _Ring, carry: Any, step: Callable[[Any, jax.Array, bool], Any]) -> Any:
+def _around(ring: _Ring, carry: Tree, step: Callable[[Any, jax.Array, bool], Any]) -> Any:
     """Runs `step(carry, number, is_last)` for ring steps 1 .. P - 1; the last one outside the
     loop."""
     devices = lax.axis_size(ring.axis)
@@ -234,10 +239,12 @@ def _source(ring: _Ring, number: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (me - number) % devices, (number > me).astype(jnp.int32)
 
 
-def _forward_pass(ring: _Ring, query: jax.Array, segments: Any, keys: Keys) -> Merged:
+def _forward_pass(ring: _Ring, query: jax.Array, segments: jax.Array | None, keys: Keys) -> Merged:
     me = lax.axis_index(ring.axis)
 
-    def seen(keys: Keys, source: Any, half: Any, *, same_chunk: bool = False) -> Merged:
+    def seen(
+        keys: Keys, source: jax.Array, half: tuple[Any, Any], *, same_chunk: bool = False
+    ) -> Merged:
         pair, options = _pair(ring, source, segments, keys, half, same_chunk=same_chunk)
         return Merged(*part_forward(query[half[0]], *pair, **options))
 
@@ -246,7 +253,7 @@ def _forward_pass(ring: _Ring, query: jax.Array, segments: Any, keys: Keys) -> M
     high = merge(own((HIGH, LOW)), own((HIGH, HIGH), same_chunk=True))
     merged = Merged(*(jnp.stack(both) for both in zip(low, high, strict=True)))
 
-    def add(merged: Merged, half: Any, part: Merged) -> Merged:
+    def add(merged: Merged, half: jax.Array | int, part: Merged) -> Merged:
         new = merge(Merged(merged.out[half], merged.log_sum[half]), part)
         return Merged(*(old.at[half].set(x) for old, x in zip(merged, new, strict=True)))
 
@@ -261,7 +268,11 @@ def _forward_pass(ring: _Ring, query: jax.Array, segments: Any, keys: Keys) -> M
 
 
 def _backward_pass(
-    ring: _Ring, query: jax.Array, segments: Any, keys: Keys, rows: dict[str, jax.Array]
+    ring: _Ring,
+    query: jax.Array,
+    segments: jax.Array | None,
+    keys: Keys,
+    rows: dict[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes gradients of query (float32), and of keys and values in their dtype, as two chunks.
 
@@ -274,12 +285,16 @@ def _backward_pass(
     """
     me = lax.axis_index(ring.axis)
 
-    def slopes(keys: Keys, source: Any, half: Any, *, same_chunk: bool = False) -> Any:
+    def slopes(
+        keys: Keys, source: jax.Array, half: tuple[Any, Any], *, same_chunk: bool = False
+    ) -> Any:
         pair, options = _pair(ring, source, segments, keys, half, same_chunk=same_chunk)
         of_half: dict[str, Any] = {name: x[half[0]] for name, x in rows.items()}
         return part_backward(query[half[0]], *pair, **of_half, **options)
 
-    def add(sums: tuple[jax.Array, ...], half: Any, parts: Any) -> tuple[jax.Array, ...]:
+    def add(
+        sums: tuple[jax.Array, ...], half: tuple[Any, Any], parts: Sequence[jax.Array]
+    ) -> tuple[jax.Array, ...]:
         at = (half[0], half[1], half[1])
         return tuple(x.at[i].add(part) for x, i, part in zip(sums, at, parts, strict=True))
 

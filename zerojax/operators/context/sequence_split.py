@@ -126,7 +126,11 @@ def attend_over(
     is_shared = {name for name, pair in rows.items() if pair[0] is pair[1]}
 
     def local(
-        query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Pair], index: Any
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        rows: dict[str, Pair],
+        index: jax.Array | None,
     ) -> Any:
         # `shard_map` passes one array of a pair as two; as one object again, it is gathered once.
         pairs: Any = {name: (x[0], x[0]) if name in is_shared else x for name, x in rows.items()}

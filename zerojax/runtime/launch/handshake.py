@@ -253,7 +253,7 @@ class Handshake:
         return left
 
 
-def _numbers(value: Any) -> dict[str, int] | None:
+def _numbers(value: object) -> dict[str, int] | None:
     """Returns the numbers with which a launcher describes its job; None if `value` is invalid."""
     if not isinstance(value, dict) or set(value) != set(_NUMBERS):
         return None

@@ -92,7 +92,7 @@ class Connection:
         finally:
             self._events.put(Message(self._host, None))
 
-    def send(self, **content: Any) -> None:
+    def send(self, **content: object) -> None:
         """Sends one message. A lost connection raises nothing here; a `Message` reports it."""
         with contextlib.suppress(OSError):
             self._connection.sendall(_line(content))
@@ -170,7 +170,7 @@ class Followers:
                     )
         return cls(links)
 
-    def send(self, **content: Any) -> None:
+    def send(self, **content: object) -> None:
         """Sends the same message to the launchers of all other hosts."""
         for link in self._links.values():
             link.send(**content)

@@ -5,12 +5,12 @@ Raises an error if the loss does not have exactly one such loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.equations import Equation, Operand
@@ -148,7 +148,7 @@ class LayerLoop:
         """Returns the outputs of the loop that have one row per layer."""
         return self.equation.outvars[split_scan(self.equation)[1] :]
 
-    def names_of(self, inputs: Any) -> frozenset[str]:
+    def names_of(self, inputs: Iterable[int]) -> frozenset[str]:
         """Returns the names of the parameters among inputs at these positions."""
         return frozenset(name for i in inputs if (name := self.names[i]) is not None)
 
@@ -264,7 +264,7 @@ class _ParameterLoop:
         return _loop_text(self.equation.params["length"], [name for name in stacked if name])
 
 
-def _hold(program: Any, holders: Mapping[Any, int]) -> dict[Any, int]:
+def _hold(program: Jaxpr, holders: Mapping[Any, int]) -> dict[Any, int]:
     """Returns {variable: position of the program input whose rows it contains}."""
     held = dict(holders)
     for equation in program.eqns:
@@ -273,11 +273,13 @@ def _hold(program: Any, holders: Mapping[Any, int]) -> dict[Any, int]:
     return held
 
 
-def _get(held: Mapping[Any, int], atom: Operand) -> int | None:
+def _get(held: Mapping[Any, int], atom: Operand | None) -> int | None:
     return None if isinstance(atom, Literal) else held.get(atom)
 
 
-def _find_loops(program: Any, holders: Mapping[Any, int], inside: str) -> Iterator[_ParameterLoop]:
+def _find_loops(
+    program: Jaxpr, holders: Mapping[Any, int], inside: str
+) -> Iterator[_ParameterLoop]:
     """Yields the loops, also in nested programs, that slice parameters.
 
     Loops over slices of another loop belong to one layer and do not count.
@@ -285,7 +287,7 @@ def _find_loops(program: Any, holders: Mapping[Any, int], inside: str) -> Iterat
     held = _hold(program, holders)
     for equation in program.eqns:
         kind = equation.primitive.name
-        passed = list(equation.invars)
+        passed: list[Operand | None] = list(equation.invars)
         if kind == "scan":
             first = sum(split_scan(equation))
             inputs = [_get(held, atom) for atom in passed[first:]]
@@ -412,7 +414,7 @@ def _check_uses(loop: LayerLoop, held: Mapping[Any, int]) -> None:
 # --- helpers and texts ----------------------------------------------------------------------------
 
 
-def _parameters(program: Any, names: Sequence[str | None]) -> LabelsOf:
+def _parameters(program: Jaxpr, names: Sequence[str | None]) -> LabelsOf:
     """Returns a function that maps a value to the names of the parameters that it depends on."""
     pairs = zip(program.invars, names, strict=True)
     return follow_labels(program, {v: frozenset([name]) for v, name in pairs if name is not None})
@@ -424,23 +426,23 @@ def _without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
 
 
-def _without(program: Any, equation: Equation) -> Any:
+def _without(program: Jaxpr, equation: Equation) -> Any:
     return program.replace(eqns=[other for other in program.eqns if other is not equation])
 
 
-def _unused_text(num_layers: int, stacked: Any) -> str:
+def _unused_text(num_layers: int, stacked: Collection[str]) -> str:
     return (
         f"the loss does not depend on {_loop_text(num_layers, stacked)}, so its layers would not "
         "be trained; compute the loss from the final carried value of the loop"
     )
 
 
-def _loop_text(num_layers: int, stacked: Any) -> str:
+def _loop_text(num_layers: int, stacked: Collection[str]) -> str:
     of = f" over {_list(stacked)}" if stacked else ""
     return f"the loop of {num_layers} layers{of}"
 
 
-def _list(names: Any) -> str:
+def _list(names: Collection[str]) -> str:
     """Returns a text with at most three names, and the number of the remaining names."""
     chosen = sorted(set(names))
     more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""

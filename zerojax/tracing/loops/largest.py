@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from zerojax.operators.equations import Equation
 from zerojax.tracing import jaxpr
 
 
-def largest_loop(program: Any) -> Any:
+def largest_loop(program: Jaxpr | ClosedJaxpr) -> Any:
     """Returns the scan with the most bytes of stacked arrays; None if a jaxpr has no scan.
 
     Scans inside of scans do not count.
@@ -20,7 +22,7 @@ def largest_loop(program: Any) -> Any:
     return max(_loops(program), key=_stacked_bytes, default=None)
 
 
-def carried_arrays(loop: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+def carried_arrays(loop: Equation) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the floating-point arrays that a scan carries, without scalars: the inputs of a
     layer, which are stored for the backward pass."""
     constants, carried = jaxpr.split_scan(loop)
@@ -32,7 +34,7 @@ def carried_arrays(loop: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
     )
 
 
-def _loops(program: Any) -> Iterator[Any]:
+def _loops(program: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
     for equation in program.eqns:
         if equation.primitive.name == "scan":
             yield equation
@@ -41,6 +43,6 @@ def _loops(program: Any) -> Iterator[Any]:
                 yield from _loops(inner)
 
 
-def _stacked_bytes(loop: Any) -> int:
+def _stacked_bytes(loop: Equation) -> int:
     stacks = loop.invars[sum(jaxpr.split_scan(loop)) :]
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in stacks)

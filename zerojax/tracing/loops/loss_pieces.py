@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.tracing.jaxpr import Piece, cut_piece
 from zerojax.tracing.loops.detection import LayerLoop, find_layer_loop
 from zerojax.tracing.loops.own_state import (
@@ -38,7 +39,7 @@ def cut_loss(
     values: Arrays,
     extras: Arrays,
     key: jax.Array,
-    batch: Any,
+    batch: Batch,
     *,
     padding: bool = False,
     skips: bool = False,
@@ -132,7 +133,7 @@ class LossPieces:
     _embed: Piece
     _around: Piece
     _head: Piece
-    _sums: Any
+    _sums: Tree
     _count: Piece
     _embed_extras: tuple[str, ...]
     _layer_extras: dict[str, int]
@@ -171,7 +172,7 @@ class LossPieces:
         return self.loop.names_of(self._head.inputs)
 
     def embed(
-        self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Any
+        self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Batch
     ) -> tuple[Activations, Arrays]:
         """Runs the part before the layers: (inputs of the first layer, {name: new value} of its
         extras (non-parameter arrays)).
@@ -187,7 +188,7 @@ class LossPieces:
         outer: Arrays,
         extras: Arrays,
         key: jax.Array,
-        batch: Any,
+        batch: Batch,
         rows: jax.Array,
         activations: Activations,
     ) -> tuple[Activations, Arrays]:
@@ -224,7 +225,7 @@ class LossPieces:
         return after, dict(zip(self._layer_extras, written, strict=True))
 
     def surroundings(
-        self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Any
+        self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Batch
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Computes the layers' inputs that are not parameters, such as keys, masks or tables of
         positions.
@@ -286,7 +287,7 @@ class LossPieces:
         return found
 
     def head(
-        self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Any, activations: Activations
+        self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Batch, activations: Activations
     ) -> tuple[Sums, Arrays]:
         """Runs the part after the layers: (loss sums, {name: new value} of the extras
         (non-parameter arrays) that it writes).
@@ -309,7 +310,9 @@ class LossPieces:
 
     # --- inputs of a piece ------------------------------------------------------------------------
 
-    def _inputs(self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Any) -> dict[int, Any]:
+    def _inputs(
+        self, outer: Arrays, extras: Arrays, key: jax.Array, batch: Batch
+    ) -> dict[int, Any]:
         rest = _pair(self._positions[1:], (extras, key, batch))
         return _pair({name: self._positions[0][name] for name in outer}, outer) | rest
 
@@ -407,7 +410,7 @@ def _metrics(sums: Sums) -> list[tuple[str, Any]]:
     return [(f"loss's metric {name!r}", value) for name, value in sums.get("metrics", {}).items()]
 
 
-def _pair(positions: Any, values: Any) -> dict[int, Any]:
+def _pair(positions: Tree, values: Tree) -> dict[int, Any]:
     """Returns {position: array} of trees with equal structure."""
     is_leaf = lambda x: isinstance(x, ShardedWeight)  # noqa: E731
     leaves = jax.tree.leaves(values, is_leaf=is_leaf)
@@ -445,7 +448,7 @@ def _mask_gradients(values: Sequence[jax.Array], present: jax.Array) -> list[jax
     ]
 
 
-def _is_key(value: Any) -> bool:
+def _is_key(value: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.tracing.loops.loss_pieces import LossPieces
 
 Arrays = Any
@@ -60,7 +61,7 @@ def split_passes(
       inputs, context: arguments that are not available in the backward pass, as arrays or
         `ShapeDtypeStruct`s.
     """
-    vjp_tree: Any = None
+    vjp_tree: jax.tree_util.PyTreeDef | None = None
     keys: list[Any] = []
 
     def traced(weights: Arrays, fixed: Arrays, inputs: Arrays, context: Arrays) -> Any:
@@ -113,7 +114,7 @@ def split_passes(
     return SplitPasses(forward, backward, stored)
 
 
-def _is_key(value: Any) -> bool:
+def _is_key(value: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
@@ -147,7 +148,7 @@ def split_layers(
     params: Mapping[str, Any],
     extras: Arrays,
     key: jax.Array,
-    batch: Any,
+    batch: Batch,
     rows: int,
 ) -> SplitPasses:
     """Returns the passes of a chunk of `rows` layers for one microbatch, from abstract arrays.
@@ -162,7 +163,7 @@ def split_layers(
     outer = {name: x for name, x in params.items() if name not in pieces.stacked}
     activations = pieces.activations
 
-    def run(weights: Any, fixed: Any, inputs: list, context: Any) -> Any:
+    def run(weights: Tree, fixed: Tree, inputs: list, context: Tree) -> Any:
         others, extras, key, batch = context
         extras = {**extras, **weights["overwritten"]}
         entering = tuple(interleave(inputs, others, activations))
@@ -183,7 +184,7 @@ def split_layers(
     )
 
 
-def has_gradient(x: Any) -> bool:
+def has_gradient(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether an array, or a `ShapeDtypeStruct`, has a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 

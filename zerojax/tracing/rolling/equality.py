@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import read_name, read_shape
 from zerojax.tracing.jaxpr import is_checkpoint, variables
 
@@ -35,7 +35,7 @@ def same_literals(first: Literal, second: Literal) -> bool:
     return left.tobytes() == right.tobytes()
 
 
-def same_kind(first: Any, second: Any) -> bool:
+def same_kind(first: Operand, second: Operand) -> bool:
     """Returns whether two atoms have the same shape and dtype, ignoring weak types."""
     left, right = first.aval, second.aval
     return getattr(left, "shape", None) == getattr(right, "shape", None) and (
@@ -43,12 +43,12 @@ def same_kind(first: Any, second: Any) -> bool:
     )
 
 
-def _is_float(atom: Any) -> bool:
+def _is_float(atom: Operand) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_program(value: Any) -> bool:
+def is_program(value: object) -> bool:
     """Returns whether a parameter of an equation is a program."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
@@ -66,7 +66,7 @@ class Equality:
         self._derivatives: dict[int, tuple[Any, ClosedJaxpr]] = {}
         self._compared: dict[tuple[int, int], tuple[Any, Any, set[Hole] | None]] = {}
 
-    def holes(self, first: Any, second: Any) -> set[Hole] | None:
+    def holes(self, first: Equation, second: Equation) -> set[Hole] | None:
         """Returns the literals in which two equations differ; None if they also differ in something
         else.
 
@@ -82,7 +82,9 @@ class Equality:
             known = self._compared[key] = first, second, holes if same else None
         return known[2]
 
-    def _same_equation(self, first: Any, second: Any, holes: set[Hole] | None, rules: bool) -> bool:
+    def _same_equation(
+        self, first: Equation, second: Equation, holes: set[Hole] | None, rules: bool
+    ) -> bool:
         if first.primitive is not second.primitive or len(first.invars) != len(second.invars):
             return False
         if first.params.keys() != second.params.keys() or _context(first) != _context(second):
@@ -127,7 +129,9 @@ class Equality:
         except Exception:  # values that cannot be compared count as different
             return False
 
-    def _same_program(self, first: Any, second: Any, holes: set[Hole] | None, rules: bool) -> bool:
+    def _same_program(
+        self, first: Jaxpr, second: Jaxpr, holes: set[Hole] | None, rules: bool
+    ) -> bool:
         left, right = _Opened(first), _Opened(second)
         if len(left.consts) != len(right.consts) or len(left.eqns) != len(right.eqns):
             return False
@@ -168,8 +172,8 @@ def vjp_program(equation: Equation) -> ClosedJaxpr:
     run = equation_function(equation, taken)
     floats = [place for place, variable in enumerate(taken) if _is_float(variable)]
 
-    def product(*values: Any) -> Any:
-        def outputs(*float_values: Any) -> list[Any]:
+    def product(*values: jax.Array) -> Any:
+        def outputs(*float_values: jax.Array) -> list[Any]:
             every = list(values)
             for place, value in zip(floats, float_values, strict=True):
                 every[place] = value
@@ -200,7 +204,7 @@ def _any_program() -> Jaxpr:
     return jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
 
 
-def abstract_value(atom: Any) -> jax.ShapeDtypeStruct:
+def abstract_value(atom: Operand) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and weak type of a variable."""
     weak = getattr(atom.aval, "weak_type", False)
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=weak)
@@ -223,14 +227,14 @@ def _rules(equation: Equation) -> frozenset[str]:
     return frozenset(name for name, value in params if not is_program(value) and _is_rule(value))
 
 
-def _is_rule(value: Any) -> bool:
+def _is_rule(value: object) -> bool:
     return callable(value) or type(value).__name__ == "WrappedFun"
 
 
 class _Opened:
     """A nested `Jaxpr` or `ClosedJaxpr` as constants, inputs, equations and outputs."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, program: Jaxpr) -> None:
         inner = getattr(program, "jaxpr", program)
         self.consts = list(getattr(program, "consts", ()))
         self.inputs = [*inner.constvars, *inner.invars]
@@ -245,7 +249,7 @@ def _bind(names: dict[Any, Any], first: Sequence[Any], second: Sequence[Any]) ->
     return all(a.aval == b.aval for a, b in zip(first, second, strict=True))
 
 
-def _same_atom(names: Mapping[Any, Any], first: Any, second: Any) -> bool:
+def _same_atom(names: Mapping[Any, Any], first: Operand, second: Operand) -> bool:
     if isinstance(first, Literal) and isinstance(second, Literal):
         return same_literals(first, second)
     if isinstance(first, Literal) or isinstance(second, Literal):
@@ -253,7 +257,7 @@ def _same_atom(names: Mapping[Any, Any], first: Any, second: Any) -> bool:
     return names.get(first) is second
 
 
-def _differ_in_value(first: Any, second: Any) -> bool:
+def _differ_in_value(first: Operand, second: Operand) -> bool:
     both = isinstance(first, Literal) and isinstance(second, Literal)
     return both and first.aval == second.aval
 

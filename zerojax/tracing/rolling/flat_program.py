@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.tracing.jaxpr import is_checkpoint, program_of, variables
 
 _CALLS = ("jit", "pjit", "closed_call")
@@ -101,7 +101,7 @@ def _open(
     names.update(zip(equation.outvars, results, strict=True))
 
 
-def _open_inside(program: Any, opens: Callable[[Any], bool]) -> Any:
+def _open_inside(program: Jaxpr, opens: Callable[[Any], bool]) -> Any:
     """Returns the program of a checkpoint, with the calls in it inlined."""
     inner: Jaxpr = getattr(program, "jaxpr", program)
     names: dict[Any, Any] = {}
@@ -111,7 +111,7 @@ def _open_inside(program: Any, opens: Callable[[Any], bool]) -> Any:
     return ClosedJaxpr(inner, program.consts) if hasattr(program, "consts") else inner
 
 
-def _read(names: Mapping[Any, Any], atom: Any) -> Any:
+def _read(names: Mapping[Any, Any], atom: Operand) -> Any:
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
@@ -217,7 +217,7 @@ class LayerProgram:
                 dependent.update(equation.outvars)
         return dependent
 
-    def goes_on(self, variable: Any, layer: int) -> bool:
+    def goes_on(self, variable: Operand, layer: int) -> bool:
         """Returns whether a layer after `layer` uses values that depend on this variable."""
         return self._reach.get(variable, -1) > layer
 
@@ -298,6 +298,6 @@ class LayerProgram:
         return best[1], best[2]
 
 
-def num_bytes(variable: Any) -> int:
+def num_bytes(variable: Operand) -> int:
     """Returns the bytes of a value; dtypes without item size, such as keys, count as 8 bytes."""
     return variable.aval.size * getattr(variable.aval.dtype, "itemsize", 8)

@@ -142,7 +142,7 @@ class _Search:
         text = str(why) if why else "the last layer has no result like the one before it"
         raise Mismatch(text, self.count - 1)
 
-    def _candidates(self, variable: Any) -> list[Any]:
+    def _candidates(self, variable: Var) -> list[Any]:
         """Returns values of the last iteration that are computed like the given value of the
         previous iteration.
 
@@ -153,7 +153,7 @@ class _Search:
         place = before.index(variable) if variable in before else len(similar)
         return [*similar[place : place + 1], *similar[:place], *similar[place + 1 :]]
 
-    def _like(self, variable: Any, depth: int) -> list[Any]:
+    def _like(self, variable: Var, depth: int) -> list[Any]:
         equation, index = self.program.made_by[variable]
         alike = (
             other.outvars[index]
@@ -173,7 +173,7 @@ class _Search:
         }
         finals = {values[self.count]: k for k, values in enumerate(self.carry)}
 
-        def is_result(variable: Any) -> bool:
+        def is_result(variable: Var) -> bool:
             own = program.depth.get(variable, -1) >= self.iterations.start
             return variable in finals or (
                 variable in made and own and variable not in program.plain

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 
 from zerojax.operators.chunked_attention import KEPT
 from zerojax.operators.marks import read_name
@@ -37,7 +37,7 @@ take one byte, and some depend on random numbers.
 """
 
 
-def keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
+def keep_products(primitive: Primitive, *_: jax.core.AbstractValue, **params: Any) -> bool:
     """Returns whether to save the results of a primitive: not for element-wise results, sums and
     reads.
 
@@ -60,7 +60,7 @@ def with_remat(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
     if remat == "model":
         return jaxpr_as_fun(_without_barriers(body))
 
-    def run(*inputs: Any) -> list[Any]:
+    def run(*inputs: jax.Array) -> list[Any]:
         return _without_checkpoints(body, inputs)
 
     if remat == "none":
@@ -106,7 +106,7 @@ def kept_bytes(body: ClosedJaxpr, remat: str) -> int:
       remat: remat policy, as in `with_remat`.
     """
 
-    def residuals(*values: Any) -> Any:
+    def residuals(*values: jax.Array) -> Any:
         return _derived(body, remat, values)[1]
 
     program = jax.make_jaxpr(residuals)(*_inputs(body)).jaxpr
@@ -123,7 +123,7 @@ def trained_flops(body: ClosedJaxpr, remat: str) -> float:
       body, remat: as in `kept_bytes`.
     """
 
-    def both(*values: Any) -> Any:
+    def both(*values: jax.Array) -> Any:
         results, backward = _derived(body, remat, values)
         return results, backward([jnp.ones_like(result) for result in results])
 
@@ -140,7 +140,7 @@ def _derived(body: ClosedJaxpr, remat: str, values: Sequence[Any]) -> tuple[list
     run = with_remat(body, remat)
     floats = [n for n, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-    def outputs(*float_values: Any) -> list[Any]:
+    def outputs(*float_values: jax.Array) -> list[Any]:
         every = list(values)
         for place, value in zip(floats, float_values, strict=True):
             every[place] = value

@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import free_variables, piece_function, variables
 from zerojax.tracing.rolling.equality import Equality, same_literals
@@ -57,7 +57,7 @@ def loop_draws(function: Callable[..., Any], *, limit: int = LOOP_BYTES) -> Call
       limit: largest number of bytes of the results of one loop.
     """
 
-    def looped(*args: Any) -> Any:
+    def looped(*args: jax.Array) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         results = run_looped(closed, jax.tree.leaves(args), limit=limit)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
@@ -125,7 +125,7 @@ class _Row:
     number: int
 
 
-def _read(values: dict[Any, Any], atom: Any) -> Any:
+def _read(values: dict[Any, Any], atom: Operand) -> Any:
     if isinstance(atom, Literal):
         return atom.val
     value = values[atom]
@@ -174,7 +174,7 @@ def _all_same(atoms: Sequence[Any]) -> bool:
     return all(_is_same(atoms[0], atom) for atom in atoms)
 
 
-def _is_same(first: Any, second: Any) -> bool:
+def _is_same(first: Operand, second: Operand) -> bool:
     if isinstance(first, Literal) and isinstance(second, Literal):
         return same_literals(first, second)
     return first is second
@@ -286,7 +286,7 @@ class _Parts:
             return None
         return sorted(set(before)), after
 
-    def _constants(self, equation: Equation, result: Any) -> list[int] | None:
+    def _constants(self, equation: Equation, result: Operand | None) -> list[int] | None:
         """Returns the equations that compute the constant operands of an equation.
 
         Returns None if the equation has other operands than constants, keys and `result`, or too
@@ -306,7 +306,7 @@ class _Parts:
             waiting += variables(self.equations[self.maker[variable]].invars)
         return list(found)
 
-    def _is_final(self, result: Any) -> bool:
+    def _is_final(self, result: Operand) -> bool:
         """Returns whether no further computation uses a result, so that it is stored directly."""
         waiting = [result]
         while waiting:
@@ -374,7 +374,7 @@ def _makes_keys(equation: Equation) -> bool:
     return equation.primitive.name in _KEYS
 
 
-def _is_key(atom: Any) -> bool:
+def _is_key(atom: Operand) -> bool:
     return str(atom.aval.dtype).startswith("key<")
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.tracing.jaxpr import variables
 from zerojax.tracing.rolling.equality import Equality, equation_function
 from zerojax.tracing.rolling.flat_program import open_calls
@@ -120,7 +120,7 @@ class _Run:
                 results = equation_function(equation, taken)(*map(self.read, taken))
                 self.values |= dict(zip(equation.outvars, results, strict=True))
 
-    def read(self, atom: Any) -> Any:
+    def read(self, atom: Operand) -> Any:
         if isinstance(atom, Literal):
             return atom.val
         if atom not in self.values:
@@ -185,7 +185,7 @@ def _without_repeats(flat: ClosedJaxpr) -> ClosedJaxpr:
     by_signature: dict[Any, list[Any]] = {}
     first_of: dict[Any, Any] = {}
 
-    def read(atom: Any) -> Any:
+    def read(atom: Operand) -> Any:
         return atom if isinstance(atom, Literal) else first_of.get(atom, atom)
 
     for equation in flat.jaxpr.eqns:
@@ -254,7 +254,7 @@ def _levels(equations: Sequence[Any]) -> Iterable[list[tuple[int, Any]]]:
 def _signature(equation: Equation, kind_of: Mapping[Any, tuple[_Kind, int]]) -> Any:
     """Returns a key that is the same for corresponding equations of different rows."""
 
-    def of(atom: Any) -> Any:
+    def of(atom: Operand) -> Any:
         if isinstance(atom, Literal):
             return str(atom.aval), str(atom.val)
         return id(kind_of[atom][0]) if atom in kind_of else id(atom)

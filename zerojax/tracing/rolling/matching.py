@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.equations import Equation
@@ -28,7 +28,7 @@ class Shared:
     loop.
     """
 
-    atom: Any
+    atom: Var | Literal
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def _key(values: Values) -> Values:
     )
 
 
-def _equal_literals(first: Any, second: Any) -> bool:
+def _equal_literals(first: Literal, second: Literal) -> bool:
     both = isinstance(first, Literal) and isinstance(second, Literal)
     return both and same_literals(first, second)
 
@@ -300,7 +300,7 @@ def _literal(equation: Equation, hole: Hole) -> Any:
     return program_of(equation).jaxpr.eqns[number].invars[place]
 
 
-def _difference(first: Any, other: Any, layers: Sequence[int]) -> str:
+def _difference(first: Equation, other: Equation, layers: Sequence[int]) -> str:
     names = first.primitive.name, other.primitive.name
     where = [f"layer {number}" for number in layers]
     if names[0] != names[1]:
@@ -315,6 +315,6 @@ def _difference(first: Any, other: Any, layers: Sequence[int]) -> str:
     return f"`{names[0]}` has different settings in {where[0]} and in {where[1]}{detail}"
 
 
-def _plainly_differs(first: Any, second: Any) -> bool:
+def _plainly_differs(first: object, second: object) -> bool:
     kinds = (int, float, str, bool, tuple, type(None))
     return isinstance(first, kinds) and isinstance(second, kinds) and first != second

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.tracing.jaxpr import program_of, variables
 from zerojax.tracing.rolling.equality import Equality, Hole, same_literals
 from zerojax.tracing.rolling.flat_program import Mismatch
@@ -72,13 +72,15 @@ class _FlatValues:
     def _key(self, equation: Equation, operands: Iterable[Any]) -> Key:
         return equation.primitive.name, *map(self._key_of, operands)
 
-    def _key_of(self, atom: Any) -> Any:
+    def _key_of(self, atom: Operand) -> Any:
         if isinstance(atom, Literal):
             dtype = getattr(atom.aval, "dtype", None)
             return str(atom.aval), np.asarray(atom.val, dtype).tobytes()
         return self._value.get(atom, atom)
 
-    def results(self, source: Any, operands: Sequence[Any], holes: Sequence[Hole]) -> Sequence[Any]:
+    def results(
+        self, source: Equation, operands: Sequence[Any], holes: Sequence[Hole]
+    ) -> Sequence[Any]:
         """Returns the results of the equation that equals `source` and has these operands.
 
         Args:
@@ -98,14 +100,14 @@ class _FlatValues:
                 return [self._value.get(x, x) for x in equation.outvars]
         raise Mismatch(f"the unrolled loop computes a different `{source.primitive.name}`")
 
-    def check_same(self, expected: Any, result: Any) -> None:
+    def check_same(self, expected: Operand, result: Operand) -> None:
         """Raises Mismatch if two variables do not have the same computation."""
         if self._key_of(expected) != self._key_of(result):
             raise Mismatch("the unrolled loop gives a different result")
 
 
 def _are_filled(
-    source: Any, equation: Equation, differing: set[Hole], fillings: Mapping[Hole, Any]
+    source: Equation, equation: Equation, differing: set[Hole], fillings: Mapping[Hole, Any]
 ) -> bool:
     """Returns whether an equation differs from `source` only in literals that have the given
     values.

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Operand
 from zerojax.tracing.jaxpr import variables
 from zerojax.tracing.rolling.equality import Hole, abstract_value
 from zerojax.tracing.rolling.flat_program import LayerProgram, num_bytes
@@ -106,7 +107,7 @@ class Rolled:
     def _evaluate(
         self, values: dict[Any, Any], stacks: Mapping[int, Any], run: Callable[..., list[Any]]
     ) -> list[Any]:
-        def read(atom: Any) -> Any:
+        def read(atom: Operand) -> Any:
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         jaxpr = self.program.closed.jaxpr
@@ -154,7 +155,7 @@ class Rolled:
 def _stacked(row: Sequence[Any], read: Callable[[Any], Any]) -> jax.Array:
     """Stacks the values of all iterations to one array."""
 
-    def value(atom: Any) -> Any:
+    def value(atom: Operand) -> Any:
         return atom.val if isinstance(atom, Literal) else read(atom)
 
     return jnp.stack([jnp.asarray(value(atom), abstract_value(atom).dtype) for atom in row])

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from zerojax.config.tree_types import Batch
 from zerojax.operators.equations import Equation
 from zerojax.operators.marks import inner_programs, read_name
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
@@ -71,7 +72,7 @@ class RolledModel:
         """Returns the tree of names of the user's model, whose layers are not stacked."""
         return self.inner.parameter_names()
 
-    def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
+    def init(self, key: jax.Array, batch: Batch, loss: Loss) -> tuple[Arrays, Arrays]:
         params, extras = self.inner.init(key, batch, loss)
         return self._stack_all(params, jnp.stack), extras
 

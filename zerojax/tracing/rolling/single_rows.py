@@ -62,7 +62,7 @@ class SingleRow:
         of_a_row = num_bytes(atom) // max(atom.aval.shape[0], 1)
         self._limit = max(_SMALL, of_a_row) if limit is None else limit
 
-    def __call__(self, row: jax.Array, *inputs: Any) -> jax.Array:
+    def __call__(self, row: jax.Array, *inputs: jax.Array) -> jax.Array:
         """Computes a row; traced.
 
         Args:
@@ -118,7 +118,7 @@ class _Values:
             for place, variable in enumerate(equation.outvars)
         }
 
-    def whole(self, atom: Any) -> Any:
+    def whole(self, atom: Var | Literal) -> Any:
         """Returns a value for all rows.
 
         Raises:
@@ -145,7 +145,7 @@ class _Values:
             self._whole |= zip(equation.outvars, results, strict=True)
         return self._whole[atom]
 
-    def row(self, atom: Any) -> Any:
+    def row(self, atom: Var | Literal) -> Any:
         """Returns a row of a value [rows, ...], as [1, ...].
 
         Raises:
@@ -232,7 +232,7 @@ class _Values:
         every = jnp.stack([jnp.asarray(self.whole(a), a.aval.dtype) for a in atoms])
         return {tuple(map(id, atoms)): self._cut(every)[0]}
 
-    def _cut(self, value: Any) -> Any:
+    def _cut(self, value: jax.Array) -> Any:
         return lax.dynamic_slice_in_dim(value, self.number, 1)
 
     def _check(self, size: int, equation: Equation | None) -> None:

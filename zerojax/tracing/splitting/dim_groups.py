@@ -283,8 +283,8 @@ def gradient_program(forward: ClosedJaxpr, trained: Sequence[int]) -> Jaxpr:
     """
     function = jaxpr_as_fun(forward)
 
-    def gradients(*inputs: Any) -> list[Any]:
-        def loss(*weights: Any) -> Any:
+    def gradients(*inputs: jax.Array) -> list[Any]:
+        def loss(*weights: jax.Array) -> Any:
             arrays = [*inputs]
             for place, weight in zip(trained, weights, strict=True):
                 arrays[place] = weight

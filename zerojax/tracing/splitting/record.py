@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.operators.equations import Operand
 from zerojax.tracing.splitting.factors import Dim, Dims, Factors
 
 NOT_OF_WEIGHTS = None
@@ -117,7 +118,7 @@ class Record:
             self.links.append((dim, made))
         return made
 
-    def add_sum(self, kind: str, over: Dims, result: Any, **more: Any) -> None:
+    def add_sum(self, kind: str, over: Dims, result: Operand, **more: Any) -> None:
         """Records a sum; `result` is the variable of the sum."""
         over = tuple(dim for dim in over if dim)
         if over:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal, Var
 
-from zerojax.operators.equations import Equation
+from zerojax.operators.equations import Equation, Operand
 from zerojax.operators.marks import FURTHER_ROUNDS, inner_programs
 from zerojax.tracing.jaxpr import split_scan
 from zerojax.tracing.splitting.record import Record, Value
@@ -36,10 +36,10 @@ def follow_dims(record: Record, program: Jaxpr, inputs: Sequence[Value]) -> list
     """
     values: dict[Any, Value] = dict(zip(program.invars, inputs, strict=True))
 
-    def constant(atom: Any) -> Value:
+    def constant(atom: Operand) -> Value:
         return Value(record.factors.new_dims(atom.aval.shape), _CONSTANT)
 
-    def read(atom: Any) -> Value:
+    def read(atom: Var | Literal) -> Value:
         return constant(atom) if isinstance(atom, Literal) else values[atom]
 
     values |= {variable: constant(variable) for variable in program.constvars}
@@ -51,7 +51,7 @@ def follow_dims(record: Record, program: Jaxpr, inputs: Sequence[Value]) -> list
         if not isinstance(atom, Literal)
     )
 
-    def operand(atom: Any) -> Value:
+    def operand(atom: Var | Literal) -> Value:
         """Returns the value of an operand, without `total` if other equations use the operand as
         well.
         """
@@ -168,7 +168,7 @@ def _while(record: Record, equation: Equation, operands: list[Value]) -> list[Va
     return [_same(record, *pair) for pair in zip(carry, outputs, strict=True)]
 
 
-def _cond(record: Record, params: Any, operands: list[Value]) -> list[Value]:
+def _cond(record: Record, params: Mapping[str, Any], operands: list[Value]) -> list[Value]:
     branches, before = params["branches"], record.times
     record.times = before / len(branches)
     results = [follow_dims(record, branch.jaxpr, operands[1:]) for branch in branches]

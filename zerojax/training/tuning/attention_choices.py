@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.tree_types import Tree
 from zerojax.operators.attending import Call, attention
 from zerojax.operators.chunked_attention import BLOCK
 from zerojax.placement.device_mesh import MODEL
@@ -105,7 +106,9 @@ def programs_of(call: Call, name: str, mesh: Mesh) -> tuple[Any, Any]:
         implementation differs outside of `shard_map`.
     """
 
-    def once(query: Any, key: Any, value: Any, slope: Any) -> tuple[jax.Array, ...]:
+    def once(
+        query: jax.Array, key: jax.Array, value: jax.Array, slope: jax.Array
+    ) -> tuple[jax.Array, ...]:
         def attend(*operands: jax.Array) -> jax.Array:
             return attention(
                 *operands,
@@ -117,7 +120,7 @@ def programs_of(call: Call, name: str, mesh: Mesh) -> tuple[Any, Any]:
         out, backward = jax.vjp(attend, query, key, value)
         return (out, *backward(slope))
 
-    def several(query: Any, key: Any, value: Any, slope: Any) -> jax.Array:
+    def several(query: jax.Array, key: jax.Array, value: jax.Array, slope: jax.Array) -> jax.Array:
         def again(_: jax.Array, query: jax.Array) -> jax.Array:
             out, *gradients = once(query, key, value, slope)
             # Uses all gradients, so that XLA removes none, without changing the next input.
@@ -176,7 +179,7 @@ def _obstacle(trace: Callable[[], Any]) -> str | None:
     return None
 
 
-def difference(ours: Any, theirs: Any) -> str | None:
+def difference(ours: Tree, theirs: Tree) -> str | None:
     """Describes a difference of output or gradients beyond rounding; None if they agree."""
     names = ("the result", "the gradient of query", "of key", "of value")
     for name, mine, other in zip(names, ours, theirs, strict=True):

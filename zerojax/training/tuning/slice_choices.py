@@ -18,9 +18,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
+from zerojax.config.tree_types import Tree
 from zerojax.offload.sliced_update import LeafUpdate, begin
 from zerojax.placement.slices import abstract_tiers, map_moments, on_host, without_moments
 from zerojax.placement.state_layout import SlicedLeaf
@@ -158,7 +160,7 @@ def slice_question(plan: Plan, other: Plan) -> Question:
     )
 
 
-def parts_of(plan: Plan, other: Plan, mesh: Any) -> tuple[SlicedPart, SlicedPart]:
+def parts_of(plan: Plan, other: Plan, mesh: Mesh) -> tuple[SlicedPart, SlicedPart]:
     """Returns the same part of the same parameter for both plans, each with the plan's slices.
 
     Args:
@@ -189,7 +191,7 @@ def elements_of(shard: int, *sizes: int) -> int:
     return min(-(-AT_ONCE * max(sizes) // together) * together, shard)
 
 
-def _part(plan: Plan, name: str, elements: int, size: int, mesh: Any) -> SlicedPart:
+def _part(plan: Plan, name: str, elements: int, size: int, mesh: Mesh) -> SlicedPart:
     assert plan.offload is not None
     leaf = dataclasses.replace(
         plan.offload.leaves[name],
@@ -220,7 +222,7 @@ def _part(plan: Plan, name: str, elements: int, size: int, mesh: Any) -> SlicedP
     )
 
 
-def update_of(plan: Plan, part: SlicedPart, mesh: Any) -> Callable[..., Any]:
+def update_of(plan: Plan, part: SlicedPart, mesh: Mesh) -> Callable[..., Any]:
     """Returns a function (weights, master, moments, grad) -> (weights, master, moments), which the
     caller jits.
 
@@ -232,7 +234,7 @@ def update_of(plan: Plan, part: SlicedPart, mesh: Any) -> Callable[..., Any]:
     assert plan.offload is not None
     name, counts = part.leaf.name, without_moments(plan.abstract_stored["opt_state"])
 
-    def update(weights: Any, master: Any, moments: Any, grad: Any) -> Any:
+    def update(weights: Tree, master: Any, moments: Tree, grad: jax.Array) -> Any:
         # As in a step, the count is not a constant: the compiler would divide by a constant in
         # another way inside of a loop than outside.
         before = lax.optimization_barrier(
@@ -257,7 +259,7 @@ def _way(plan: Plan, part: SlicedPart, name: str, mesh: Mesh) -> Way:
         *held, grad = jax.tree.map(_filled, part.arrays)
         return held, grad
 
-    def next_one(held: Any, grad: Any) -> tuple[Any, Any]:
+    def next_one(held: Tree, grad: jax.Array) -> tuple[Any, Any]:
         found = again(*held, grad)
         return found, found
 
@@ -276,7 +278,9 @@ def _filled(struct: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=16)
-def _filler(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Callable[[], jax.Array]:
+def _filler(
+    shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding
+) -> Callable[[], jax.Array]:
     def make() -> jax.Array:
         # 2654435761 is 2^32 divided by the golden ratio: the products spread over all uint32.
         number = jnp.arange(math.prod(shape), dtype=jnp.uint32) * jnp.uint32(2654435761)
@@ -302,7 +306,7 @@ def _name(plan: Plan) -> str:
     return f"{plan.settings.offload.slice_limit:,} elements at most"
 
 
-def difference(ours: Any, theirs: Any) -> str | None:
+def difference(ours: Tree, theirs: Tree) -> str | None:
     """Describes how the bits of two updated parts differ; None if they are equal."""
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         a, b = (np.asarray(x).reshape(-1) for x in (mine, other))

@@ -19,6 +19,7 @@ from pallas_kernels.choice import Choice, KernelUnavailable, choose
 from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config import WatchConfig
 from zerojax.config.checks import names_keywords
+from zerojax.config.tree_types import Tree
 from zerojax.optim import EmaState, Optimizer
 from zerojax.passes.update import stacks_of, sums_of_squares
 from zerojax.plan.make import Plan, require_plan
@@ -206,8 +207,8 @@ def statistics_question(plan: Plan, kernel: str) -> Question:
         run = jax.jit(lambda grads: sums_of_squares(grads, scale, choice))
 
         @jax.jit
-        def several(grads: Any) -> Any:
-            def once_more(number: jax.Array, total: Any) -> Any:
+        def several(grads: Tree) -> Any:
+            def once_more(number: jax.Array, total: jax.Array) -> Any:
                 # A different scale each time, so that XLA does not move the computation out of the
                 # loop.
                 found = sums_of_squares(grads, scale * (1 + number), choice)
@@ -251,17 +252,17 @@ def update_question(plan: Plan, kernel: str) -> Question:
     def way(name: str) -> Way:
         choice = Choice(name, "measured")  # type: ignore[arg-type]
 
-        def update(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+        def update(params: Tree, opt_state: Tree, grads: Tree) -> tuple[Any, Any]:
             context = dataclasses.replace(lone_context(plan, choice), layers=layers)
             return tx.apply(grads, opt_state, params, context)
 
         once = jax.jit(update)
 
         @functools.partial(jax.jit, donate_argnums=0)
-        def several(held: Any, grads: Any) -> Any:
+        def several(held: Tree, grads: Tree) -> Any:
             return lax.fori_loop(0, AT_ONCE, lambda _, now: update(now[0], now[1], grads), held)
 
-        def again(held: Any, grads: Any) -> tuple[Any, Any]:
+        def again(held: Tree, grads: Tree) -> tuple[Any, Any]:
             found = several(held, grads)
             return found, found
 
@@ -290,7 +291,7 @@ def update_question(plan: Plan, kernel: str) -> Question:
     )
 
 
-def _of_sample(opt_state: Any, params: Mapping[str, Any]) -> Any:
+def _of_sample(opt_state: Tree, params: Mapping[str, Any]) -> Any:
     """Returns an optimizer state restricted to the parameters in `params`."""
 
     def pick(node: Any) -> Any:
@@ -356,7 +357,7 @@ def obstacle_of(plan: Plan, name: str, kernel: str) -> str | None:
     return None
 
 
-def difference(ours: Any, theirs: Any) -> str | None:
+def difference(ours: Tree, theirs: Tree) -> str | None:
     """Describes how two results differ by more than the rounding of their dtypes; else None."""
     if jax.tree.structure(ours) != jax.tree.structure(theirs):
         return "they have another structure"

@@ -47,7 +47,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     )
 
 
-def architecture_of_config(config: Any) -> Architecture:
+def architecture_of_config(config: object) -> Architecture:
     """Returns the architecture of a zerojax model from its configuration.
 
     Raises:

@@ -3,7 +3,7 @@ with a head for a task."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zerojax.zoo.bert import Bert, BertConfig
@@ -119,7 +119,7 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
     }
 
 
-def _heads(architectures: Any) -> tuple[bool, bool]:
+def _heads(architectures: Iterable[str]) -> tuple[bool, bool]:
     for name in architectures:
         if name in _HEADS:
             return _HEADS[name]

@@ -307,7 +307,7 @@ def _config(modules: Sequence[_Module], whole: Sequence[Leaf], base: str | None)
     }
 
 
-def _patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
+def _patterns(values: Mapping[str, Any], default: object) -> dict[str, Any]:
     """Returns the values that differ from the default, and those of names that end with their name,
     which PEFT would otherwise match too (it takes the first match; JSON is written sorted)."""
     others = {name: value for name, value in values.items() if value != default}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -346,7 +346,10 @@ def _stacked(
 
 
 def _saved(
-    files: _Files, config: Any, by_tensor: Mapping[str, Sequence[tuple[Leaf, int]]], own_name: Any
+    files: _Files,
+    config: object,
+    by_tensor: Mapping[str, Sequence[tuple[Leaf, int]]],
+    own_name: Callable[[str], str],
 ) -> tuple[tuple[str, ...], dict[str, Tensor]]:
     """Returns (parameters saved whole, {tensor of the base model: tensor that replaces it})."""
     replaced = {own_name(name): tensor for name, tensor in files.saved.items()}

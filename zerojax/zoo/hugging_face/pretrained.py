@@ -455,7 +455,7 @@ def arrays_in(folder: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict
     }
 
 
-def factory_of(config: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+def factory_of(config: object) -> Callable[[nnx.Rngs], nnx.Module]:
     """Returns a factory `rngs -> model` for a configuration; the model has new weights.
 
     Raises:
@@ -487,7 +487,7 @@ def _settings(
     return row, dataclasses.replace(config, **changes)
 
 
-def _task_of(task: Any, config_json: Mapping[str, Any]) -> TaskConfig:
+def _task_of(task: object, config_json: Mapping[str, Any]) -> TaskConfig:
     """Returns a task of the user, with the id of padding of a config.json if it has none.
 
     Raises:

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.rounded_weights import (
@@ -159,7 +160,7 @@ def _is_linear(one: Outgoing) -> bool:
 def _coded_parts(one: Outgoing, kind: str) -> list[CodedPart]:
     name, (outputs, inputs), dtype = one.tensor.name, one.tensor.shape, one.tensor.dtype
 
-    def tensor(ending: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
+    def tensor(ending: str, shape: tuple[int, ...], dtype: DTypeLike) -> Tensor:
         return Tensor(name=f"{name}{ending}", shape=shape, dtype=np.dtype(dtype))
 
     if kind == FP8:

@@ -142,7 +142,7 @@ class _Damage(Exception):
         super().__init__(f"{problem}; {remedy}")
 
 
-def _arrays_of(table: Any, data: int, size: int) -> dict[str, Tensor]:
+def _arrays_of(table: object, data: int, size: int) -> dict[str, Tensor]:
     """Checks and returns the entries of a table.
 
     Args:
@@ -182,7 +182,7 @@ def _arrays_of(table: Any, data: int, size: int) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
-def _tensor(name: str, row: Any, data: int) -> Tensor:
+def _tensor(name: str, row: object, data: int) -> Tensor:
     def damage(problem: str) -> _Damage:
         return _Damage(f": its table is damaged ({quoted(name)} {problem})")
 
@@ -211,7 +211,7 @@ def _tensor(name: str, row: Any, data: int) -> Tensor:
     return tensor
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
