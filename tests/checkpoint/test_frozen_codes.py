@@ -53,8 +53,9 @@ from zerojax.step.reshard import (
     reshard_state,
     to_portable_state,
 )
+from zerojax.step.trained_model import model_of
 from zerojax.tracing import trees
-from zerojax.training.checkpointing import model_of, restore_state, save_state
+from zerojax.training.checkpointing import restore_state, save_state
 from zerojax.training.run_file import plan_from_config
 from zerojax.training.run_record import RunNotes, record_of
 from zerojax.zoo import add_lora, build_model

@@ -28,8 +28,9 @@ from zerojax.plan.counts import GATHERED, role_bytes
 from zerojax.step.build import build_step
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import model_parts, reshard_state
+from zerojax.step.trained_model import model_of
 from zerojax.tracing import trees
-from zerojax.training.checkpointing import model_of, restore_state, save_state
+from zerojax.training.checkpointing import restore_state, save_state
 from zerojax.training.run_file import plan_from_config
 from zerojax.training.run_record import RunNotes, record_of
 from zerojax.zoo import add_lora, build_model

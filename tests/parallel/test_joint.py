@@ -13,6 +13,8 @@ from flax import nnx
 import zerojax
 from tests.support.refusals import table
 from zerojax import Average, Objective, make_joint_plan
+from zerojax.checkpoint.export import export
+from zerojax.checkpoint.inspection import saved_steps
 
 ROWS, NOISE, SIZE = 16, 4, 5
 NEAR = 3e-6
@@ -185,6 +187,43 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_mesh(case, tmp_path):
             found = checkpointer.restore(other.abstract_portable)
         _, rest = run(other, other.from_portable(found.state), range(2, 4))
         np.testing.assert_allclose([*first, *rest], straight, rtol=near)
+
+
+def test_the_model_of_a_state_has_its_noise_and_an_average_follows_a_schedule(tmp_path):
+    class Noisy(Pair):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            super().__init__(rngs)
+            self.drop, self.norm = nnx.Dropout(0.5, rngs=rngs), nnx.BatchNorm(SIZE, rngs=rngs)
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        x = model.drop(model.norm(batch["real"]))
+        return jnp.mean((model.student(x) - batch["real"][:, :3]) ** 2)
+
+    one = {"student": Objective(loss=loss, trains="^student/", optimizer=optax.sgd(0.1))}
+    follows = Average(into="teacher/", of="student/", decay=lambda step: 0.5 * step)
+    options = {"example_batch": batch_of(0), "zero": 3, "persistence_threshold": 0}
+    plan = make_joint_plan(Noisy, {"data": 8}, one, averages=follows, **options)
+    state, step = plan.init_state(seed=0), plan.build_steps()["student"]
+    first = jax.device_get(plan.to_portable(state)["weights"]["student/last/kernel"])
+    students = []
+    for number in range(2):
+        state, _ = step(state, zerojax.shard_batch(plan.plans["student"], batch_of(number)))
+        students.append(plan.to_model(state).student.last.kernel[...])
+    model = plan.to_model(state)
+    assert not np.array_equal(first, students[0])
+    # The first step copies (0), the second keeps a half.
+    expected = 0.5 * students[0] + 0.5 * students[1]
+    np.testing.assert_allclose(model.teacher.last.kernel[...], expected, rtol=1e-6)
+    assert model.norm.mean[...].any()
+    with zerojax.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(2, plan.to_portable(state), data_state={}, config={}, plan=plan.as_dict())
+    saved = saved_steps(tmp_path / "run")[-1]
+    assert export(saved, tmp_path / "out").num_arrays >= 8
+
+
+def test_an_average_of_another_type_is_refused():
+    with pytest.raises(TypeError, match=r"averages has a str; use zerojax\.Average\("):
+        planned(averages=("teacher/",))
 
 
 def test_an_average_stays_where_a_step_is_skipped():

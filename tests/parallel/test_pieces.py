@@ -14,7 +14,7 @@ import zerojax
 from tests.support.trajectories import plan_for
 from zerojax.step.build import build_step
 from zerojax.step.initialization import init_state
-from zerojax.training.checkpointing import model_of
+from zerojax.step.trained_model import model_of
 
 ROWS = 32
 

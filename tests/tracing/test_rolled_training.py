@@ -29,7 +29,7 @@ from zerojax.step.reshard import (
     reshard_state,
     to_portable_state,
 )
-from zerojax.training.checkpointing import model_of
+from zerojax.step.trained_model import model_of
 
 AXES = ("data", "stage", "model")
 NUM_LAYERS, WIDTH, VOCAB = 6, 16, 32

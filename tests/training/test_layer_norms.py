@@ -20,7 +20,7 @@ from zerojax.passes.layer_norms import KINDS, layer_of, layer_rows, norms_of_lay
 from zerojax.plan.make import plan_of
 from zerojax.step.build import build_step
 from zerojax.step.initialization import init_state
-from zerojax.training.checkpointing import model_of
+from zerojax.step.trained_model import model_of
 from zerojax.training.metrics import read_metrics, write_report
 from zerojax.training.metrics.heatmaps import layers_panel
 from zerojax.training.metrics.metric_files import MetricsFile

@@ -24,6 +24,7 @@ from zerojax.forecasting.out_of_memory import (
     largest_arrays,
 )
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for, purpose_of
+from zerojax.step import trained_model
 from zerojax.training import checkpointing
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.reporting import Reports
@@ -216,7 +217,7 @@ def test_what_lives_has_the_names_of_the_state():
             "saving a checkpoint",
             lambda: checkpointing.save_state(None, make_plan(), None, step=1, about={}),
         ),
-        ("handing over the model", lambda: checkpointing.model_of(make_plan(), {})),
+        ("handing over the model", lambda: trained_model.model_of(make_plan(), {})),
         ("making the first state", lambda: checkpointing.first_state(None, 0, None)),
         ("making the first state", lambda: zerojax.init_state(None)),
         ("moving the state to another plan", lambda: zerojax.reshard_state(None, None, {})),

@@ -23,7 +23,8 @@ from zerojax.plan.inputs import plan_options
 from zerojax.plan.make import make_plan
 from zerojax.step.initialization import fill_on_devices, init_state
 from zerojax.step.reshard import to_portable_state
-from zerojax.training.checkpointing import end_state, model_of
+from zerojax.step.trained_model import model_of
+from zerojax.training.checkpointing import end_state
 from zerojax.training.loading import load_run
 from zerojax.zoo.hugging_face import UnsupportedError, config_from_hugging_face, from_hugging_face
 

@@ -21,7 +21,8 @@ from zerojax.models.adapt import as_model
 from zerojax.placement.device_mesh import make_mesh
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import model_parts
-from zerojax.training.checkpointing import end_state, model_of
+from zerojax.step.trained_model import model_of
+from zerojax.training.checkpointing import end_state
 from zerojax.training.hugging_face_export import to_hugging_face
 from zerojax.training.loading import load_run
 from zerojax.training.run_file import (

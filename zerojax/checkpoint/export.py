@@ -31,9 +31,16 @@ from zerojax.zoo.hugging_face.safetensors import (
 )
 
 AVERAGE = "opt_state/ema/"
-PREFIXES = {"params/": "", AVERAGE: "", "frozen/": "", "extras/": "extras."}
+PREFIXES = {
+    "params/": "",
+    AVERAGE: "",
+    "frozen/": "",
+    "weights/": "",
+    "extras/": "extras.",
+}
 """{prefix of array names in a checkpoint: prefix in the exported files}, for the arrays of a model.
-An export contains either the parameters (`params/`) or their average (`opt_state/ema/`)."""
+An export contains either the parameters (`params/`) or their average (`opt_state/ema/`); several
+objectives share one set of `weights/`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ place: what one objective has trained is what the others read in their next step
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from zerojax import models, tracing
 from zerojax.config.checks import names_keywords
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.config.tree_types import Batch
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.placement.state import TrainState, abstract, abstract_model
 from zerojax.placement.user_shardings import under_own_mesh
@@ -26,12 +26,15 @@ from zerojax.plan.make import Plan, make_plan
 from zerojax.step.build import build_step
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import from_portable_state, to_portable_state
+from zerojax.step.trained_model import model_of
 from zerojax.tracing.trees import match_names
 
 JointState = dict[str, Any]
 """{"weights": {name: float32 array} of all parameters, "extras": the model's other state,
 "objectives": {name: the parts of its `TrainState` that are its own}}."""
 JointStep = Callable[[JointState, Any], tuple[JointState, dict[str, Any]]]
+Decay = float | Callable[[jax.Array], jax.Array | float]
+"""Share of an average that stays, or a function of the number of updates that gives it."""
 _SHARED = ("params", "frozen", "extras")
 _OWN = ("step", "skipped", "rng", "opt_state", "loss_scale")
 
@@ -63,16 +66,22 @@ class Average:
     Attributes:
       into: first part of the names of the parameters that follow, such as "teacher/".
       of: first part of the names of the trained parameters; the rest of the names is equal.
-      decay: share that stays, at least 0 and below 1.
+      decay: share that stays, at least 0 and below 1; or a schedule, a traceable function of the
+        number of updates that the training objective has done before (BYOL, arXiv:2006.07733).
     """
 
     into: str
     of: str
-    decay: float
+    decay: Decay
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay} is not a share; use at least 0 and below 1")
+        if callable(self.decay):
+            return
+        if not isinstance(self.decay, int | float) or not 0 <= self.decay < 1:
+            raise ValueError(
+                f"decay={self.decay!r} is not a share; use at least 0 and below 1, or a function "
+                "of the step"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +95,15 @@ class JointPlan:
     """
 
     plans: Mapping[str, Plan]
-    averages: Mapping[str, tuple[str, float]]
+    averages: Mapping[str, tuple[str, Decay]]
+
+    def __repr__(self) -> str:
+        lines = [f"{name}: {plan.describe()}" for name, plan in self.plans.items()]
+        return f"JointPlan({'; '.join(lines)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns {name of an objective: its plan as a JSON-compatible dictionary}."""
+        return {name: plan.as_dict() for name, plan in self.plans.items()}
 
     @property
     def abstract_portable(self) -> JointState:
@@ -137,6 +154,18 @@ class JointPlan:
         shared = dict(zip(_SHARED, (*parts, state["extras"]), strict=True))
         return {**shared, **own}  # type: ignore[return-value]
 
+    def to_model(self, state: JointState) -> Any:
+        """Returns the whole model in the user's form: `nnx.Module`, linen variables or a tree.
+
+        Every process gets unsharded arrays, so the model must fit on one device.
+
+        Args:
+          state: joint state; it stays valid.
+        """
+        name, plan = next(iter(self.plans.items()))
+        with under_own_mesh(plan.mesh):
+            return model_of(plan, self.view(state, name))
+
     def to_portable(self, state: JointState) -> JointState:
         """Returns a state in the form that is the same for every mesh and ZeRO stage, for
         `zerojax.Checkpointer.save`; see `zerojax.to_portable_state`."""
@@ -173,9 +202,10 @@ class JointPlan:
         shardings = {into: plan.state_shardings["frozen"][into] for into in follow}
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
-        def averaged(old: Any, new: Any, skipped: jax.Array) -> Any:
-            def one(mine: jax.Array, other: jax.Array, decay: float) -> jax.Array:
-                return jnp.where(skipped, mine, decay * mine + (1 - decay) * other)
+        def averaged(old: Tree, new: Tree, skipped: jax.Array, done: jax.Array) -> Tree:
+            def one(mine: jax.Array, other: jax.Array, decay: Decay) -> jax.Array:
+                stays = decay(done) if callable(decay) else decay
+                return jnp.where(skipped, mine, stays * mine + (1 - stays) * other)
 
             return {into: one(old[into], new[into], decay) for into, (_, decay) in follow.items()}
 
@@ -186,7 +216,8 @@ class JointPlan:
                 old = {into: weights[into] for into in follow}
                 new = {into: weights[of] for into, (of, _) in follow.items()}
                 with under_own_mesh(plan.mesh):
-                    weights |= averaged(old, new, metrics["skipped"])
+                    applied = after["step"] - after["skipped"]
+                    weights |= averaged(old, new, metrics["skipped"], applied - 1)
             own = {part: after[part] for part in _OWN}
             joint = {
                 "weights": {weight: weights[weight] for weight in state["weights"]},
@@ -213,7 +244,7 @@ def make_joint_plan(
     objectives: Mapping[str, Objective],
     *,
     example_batch: Any = None,
-    averages: tuple[Average, ...] = (),
+    averages: Average | Sequence[Average] = (),
     precision: Precision | str | None = None,
     **options: Any,
 ) -> JointPlan:
@@ -228,7 +259,7 @@ def make_joint_plan(
       mesh: mesh of all objectives.
       objectives: {name: objective}, at least one.
       example_batch: a global batch, for objectives without one of their own.
-      averages: parameters that follow others.
+      averages: parameters that follow others: one `Average` or several.
       precision: precision of all objectives; all weights are stored in float32.
       **options: other arguments of `zerojax.make_plan`, such as zero, num_microbatches or rules.
 
@@ -236,8 +267,15 @@ def make_joint_plan(
       ValueError: an objective trains nothing, or an average follows nothing or is trained; or
         options that one state of several objectives cannot have (offload, 1-bit optimizers, codes
         of differences, pipelines).
-      TypeError: an objective is no `Objective`.
+      TypeError: an objective is no `Objective`, or an average no `Average`.
     """
+    followers = (averages,) if isinstance(averages, Average) else tuple(averages)
+    for follower in followers:
+        if not isinstance(follower, Average):
+            raise TypeError(
+                f"averages has a {type(follower).__name__}; use zerojax.Average(into=..., of=..., "
+                "decay=...)"
+            )
     if not objectives:
         raise ValueError("objectives is empty; give at least one, as in {'main': Objective(...)}")
     for name, one in objectives.items():
@@ -263,7 +301,7 @@ def make_joint_plan(
             f"{differs} is stored differently by the objectives' plans; use the same options for "
             "all, and leave out pipelines"
         )
-    return JointPlan(plans=plans, averages=_averaged(plans, averages))
+    return JointPlan(plans=plans, averages=_averaged(plans, followers))
 
 
 def _plans(
@@ -320,12 +358,12 @@ def _differ(plans: Mapping[str, Plan]) -> str | None:
 
 def _averaged(
     plans: Mapping[str, Plan], averages: tuple[Average, ...]
-) -> dict[str, tuple[str, float]]:
+) -> dict[str, tuple[str, Decay]]:
     """Returns {name: (name of the parameter that it follows, decay)}."""
     trained = {name for plan in plans.values() for name in plan.abstract_state["params"]}
     first = next(iter(plans.values())).abstract_state
     weights = {**first["params"], **first["frozen"]}
-    found: dict[str, tuple[str, float]] = {}
+    found: dict[str, tuple[str, Decay]] = {}
     for average in averages:
         names = [name for name in weights if name.startswith(average.into)]
         pairs = {name: average.of + name.removeprefix(average.into) for name in names}

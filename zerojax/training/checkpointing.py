@@ -10,9 +10,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.base_weights import BaseWeights, base_weights
@@ -25,7 +22,6 @@ from zerojax.offload.disk_saving import saved_names, write_pieces
 from zerojax.offload.sliced_state import average_like
 from zerojax.optim import COUNT, EMA, EmaState, Weights
 from zerojax.optim.parameter_tree import ParameterTree
-from zerojax.placement.frozen_codes import decoded
 from zerojax.placement.optional_parts import copies_begin_anew
 from zerojax.placement.state import DELAYED, MESH_PARTS, OPTIONAL_PARTS, TrainState, zero_counter
 from zerojax.plan.make import Plan
@@ -34,7 +30,6 @@ from zerojax.step.initialization import init_state
 from zerojax.step.reshard import (
     from_portable_state,
     frozen_part,
-    model_parts,
     portable_to_read,
     to_portable_state,
 )
@@ -370,28 +365,6 @@ def first_state(
     return init_state(plan, seed), None
 
 
-@allocating_for("handing over the model")
-@jax.transfer_guard("allow")
-def model_of(plan: Plan, state: TrainState, weights: Weights = "trained") -> Any:
-    """Returns the model in the user's form: `nnx.Module`, linen variables or a tree of arrays.
-
-    Every process gets unsharded arrays, so the model must fit on one device.
-
-    Args:
-      plan: plan of `state`.
-      state: train state; it stays valid.
-      weights: "trained", or "ema" for the averaged weights.
-    """
-    named = model_parts(plan, state, weights=weights)
-    replicated = NamedSharding(plan.mesh, P())
-    whole = jax.jit(lambda tree: tree, out_shardings=replicated)(named)
-    host = jax.tree.map(np.asarray, whole)
-    values = {**host["params"], **in_param_dtype(plan, host["frozen"])}
-    params = {name: jnp.asarray(values[name]) for name in plan.users_placement.leaves}
-    extras = {name: jnp.asarray(value) for name, value in host["extras"].items()}
-    return plan.users_model.to_source(params, extras)
-
-
 @allocating_for("handing over the optimizer's state")
 def optimizer_state_of(plan: Plan, state: TrainState) -> Any:
     """Returns the optimizer state in optax's form: as a tree like the user's, without padding.
@@ -402,30 +375,6 @@ def optimizer_state_of(plan: Plan, state: TrainState) -> Any:
     """
     portable = to_portable_state(plan, state)["opt_state"]
     return ParameterTree(plan.users_model.parameter_names()).nest_state(portable)
-
-
-def in_param_dtype(plan: Plan, frozen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Decodes frozen parameters, and converts narrower floats to the dtype of trained parameters.
-
-    The sum of a frozen and a trained array, such as a weight and its adapter, is then not rounded.
-
-    Args:
-      plan: plan of the run.
-      frozen: {name: parameter in its stored form}.
-    """
-    dtype, leaves = np.dtype(plan.precision.param_dtype), plan.users_placement.leaves
-
-    def one(name: str, value: np.ndarray) -> np.ndarray:
-        if leaves[name].codes is not None:
-            return value.astype(dtype)
-        is_narrow = value.dtype.itemsize < dtype.itemsize
-        return value.astype(dtype) if is_narrow and _is_float(value) else value
-
-    return {name: one(name, value) for name, value in decoded(leaves, frozen).items()}
-
-
-def _is_float(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def end_state(state: TrainState | None) -> None:

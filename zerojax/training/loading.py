@@ -32,8 +32,9 @@ from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.runtime import bounded_json
 from zerojax.step.build import build_evaluation
 from zerojax.step.reshard import from_model_parts, model_parts
+from zerojax.step.trained_model import model_of
 from zerojax.tracing import trees
-from zerojax.training.checkpointing import folder_of, model_of, read_parts
+from zerojax.training.checkpointing import folder_of, read_parts
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.run_folder import CONFIG_FILE, TOKENIZER_FILE
 from zerojax.training.run_generation import (

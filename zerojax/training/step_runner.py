@@ -22,11 +22,11 @@ from zerojax.runtime.watchdog import Watchdog
 from zerojax.step.build import build_evaluation
 from zerojax.step.host_budget import check_offload
 from zerojax.step.reshard import reshard_state
+from zerojax.step.trained_model import model_of
 from zerojax.training.checkpointing import (
     end_state,
     first_state,
     folder_of,
-    model_of,
     optimizer_state_of,
     restore_state,
     what_differs,
