@@ -212,6 +212,7 @@ def test_a_mistake_in_a_file_is_named(tmp_path, text, sentence):
         ("every=3", "every: ambiguous key; write checkpoint.every or log.every (command line)"),
         ("zerro=3", "zerro: unknown key; did you mean 'mesh.zero'? (command line)"),
         ("mesh.x.y=3", "mesh.x.y: unknown key"),
+        ("mesh.pipe=2", "mesh.pipe: unknown key; known keys here: data, model, stage"),
         ("data=8", "not a value; write mesh.data=8 (command line)"),
         ("log=3", "log: this is a section (log.every, "),
         ("zero=three", "mesh.zero: expected an integer, got 'three' (str) (command line)"),

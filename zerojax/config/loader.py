@@ -289,15 +289,16 @@ def _nearest(name: str, cls: type, prefix: Key, root: type) -> str:
     if match := _closest(name, here):
         return f"did you mean '{'.'.join((*prefix, match))}'?"
     by_name = {key[-1]: ".".join(key) for key in _leaves(root)}
-    if match := _closest(name, [*by_name]):
+    # A name that belongs to another section is mostly written right: log.spike is not mesh.pipe.
+    if match := _closest(name, [*by_name], 0.85 if prefix else 0.6):
         return f"did you mean '{by_name[match]}'?"
     return f"known keys here: {', '.join(here)}"
 
 
-def _closest(name: str, known: Sequence[str]) -> str | None:
+def _closest(name: str, known: Sequence[str], likeness: float = 0.6) -> str | None:
     name = name[:_MAX_NAME]  # the time to compare two texts is the product of their lengths
     initials = [k for k in known if "".join(word[0] for word in k.split("_")) == name]
-    return next(iter(initials + difflib.get_close_matches(name, known, 1, 0.6)), None)
+    return next(iter(initials + difflib.get_close_matches(name, known, 1, likeness)), None)
 
 
 def resolve_key(cls: type, text: str) -> Key:
@@ -326,7 +327,14 @@ def resolve_key(cls: type, text: str) -> Key:
         raise ConfigError(
             f"{name} is a single value, not a section; write {name}=VALUE", key, _COMMAND_LINE
         )
-    raise ConfigError(f"unknown key; {_nearest(key[-1], cls, (), cls)}", key, _COMMAND_LINE)
+    section, prefix = cls, key[:-1]
+    for name in prefix:
+        field = _hints(section).get(name)
+        if not dataclasses.is_dataclass(field):
+            section, prefix = cls, ()
+            break
+        section = typing.cast(type, field)
+    raise ConfigError(f"unknown key; {_nearest(key[-1], section, prefix, cls)}", key, _COMMAND_LINE)
 
 
 def type_of_key(cls: type, key: Key) -> Any:

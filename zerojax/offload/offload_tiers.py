@@ -137,8 +137,9 @@ def check_sliced_update(config: OffloadConfig, tx: optax.GradientTransformation)
     )
     raise ValueError(
         f"offload {what} updates each parameter in slices, and the optimizer, {name}, may need all "
-        "of a parameter at once; use zerojax.adamw, lion or sgd (not inside optax.chain), or leave "
-        "opt_state and params on the device"
+        "of a parameter at once; use zerojax.adamw, lion or sgd (not inside optax.chain; in a "
+        "ds_config AdamW, Lion, or Adam with adam_w_mode true), or leave opt_state and params on "
+        "the device"
     )
 
 

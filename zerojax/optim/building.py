@@ -175,7 +175,8 @@ def fit_optimizer(
             f"Precision.{name}=bfloat16 needs an optimizer with stochastic rounding, but this "
             "optimizer "
             "is a plain optax transformation, which would lose small updates; use zerojax.adamw, "
-            "lion, lamb or sgd (not inside optax.chain), or float32"
+            "lion, lamb or sgd (not inside optax.chain; in a ds_config AdamW, Lion, or Adam with "
+            "adam_w_mode true), or float32"
         )
     return tx.with_dtypes(precision.moments_dtype, True)
 
