@@ -127,6 +127,7 @@ class Layout:
             count = math.prod(sizes[name] for name in self.theirs[0])
             out = out[self.rows.first : self.rows.first + count]
         split = out.reshape([sizes[name] for name in names])
+        # A copy would lose the values that are written into it.
         assert np.shares_memory(split, out)
         if _PART in names:
             split = np.moveaxis(split, names.index(_PART), 0)[self.part]
@@ -134,6 +135,7 @@ class Layout:
         split[...] = values.transpose([self.ours.index(name) for name in names])
 
     def _ranges(self, index: Sequence[Range]) -> Mapping[str, Range]:
+        # Parts that alternate are read together, and `to_ours` selects one of them.
         alternates = any(len(group) > 1 and group[-1] == _PART for group in self.theirs)
         part = (0, self.parts) if alternates else (self.part, self.part + 1)
         return {**dict(zip(self.ours, index, strict=True)), _PART: part}

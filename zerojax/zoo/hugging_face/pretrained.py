@@ -96,6 +96,7 @@ class StoredArray:
                     + (f", or pass new=({leaf.name!r},) to initialize it" * is_new)
                 )
         kinds = {_dtype_read(folder, name) for name in self._names}
+        # float32 has the values of every dtype that `_dtype_read` returns.
         self.dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
     @property
@@ -237,6 +238,7 @@ class Pretrained(NnxModel):
         """
         params, extras = self._abstract
         known: dict[str, LazyArray] = {**self.stored, **self.tuned}
+        # Only if something is not in the files, because this initializes every parameter.
         if extras or len(known) < len(params):
             params, extras = self._arrays_of(self._make(jax.random.key(0)))
         whole = {
