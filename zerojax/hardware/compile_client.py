@@ -350,6 +350,7 @@ def _compile_directly(
     build.use_shardy_partitioner = bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
     folder = _cuda_folder()
     if folder is not None:
+        # The caller's options have priority.
         options = {"xla_gpu_cuda_data_dir": folder, **options}
     settings.env_option_overrides = list(options.items())
     executable = devices[0].client.compile(

@@ -205,6 +205,8 @@ def train(
         arguments = dataclasses.replace(arguments, mesh_config=None)
     join_processes()
     spec = spec_of(arguments)
+    # The search traces the model, so it needs the resolved run. Until here, its mesh is the
+    # default.
     if mesh_config == AUTO:
         spec = with_found_settings(spec)
     is_given = arguments.batches is not None or arguments.data is not None

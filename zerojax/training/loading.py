@@ -166,6 +166,7 @@ class LoadedRun:
             first = next(iterator, None)
             if first is None:
                 raise ValueError("nothing to evaluate: batches is empty; pass at least one batch")
+            # The first batch was read for its shapes, and is evaluated like the others.
             batches = itertools.chain([first], iterator)
         plan, evaluate = self._evaluation(first)
         default = self.record.eval_batches
@@ -401,6 +402,7 @@ def load_run(
             optimizer=optim.sgd(1.0),  # its state is not read
             zero=settings.zero,
             precision=_precision(record, weights),
+            # Patterns, which here match exactly the names that the run froze.
             freeze=tuple(f"^{name}$" for name in map(_escaped, record.frozen)),
             **plan_options(settings),
         )

@@ -50,6 +50,7 @@ def check_same_run(described: Mapping[str, str], forward: ClosedJaxpr | None = N
     """
     if jax.process_count() == 1:
         return
+    # Texts can differ in length, but all processes must send arrays of one shape.
     digests = [_digest(value.encode()) for value in described.values()]
     rows = gather(np.array(digests, np.uint32))
     for number, (what, value) in enumerate(described.items()):
@@ -86,6 +87,7 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
         raise ValueError(
             "batches is empty: there is no first batch to plan with; pass at least one batch"
         ) from None
+    # Only the shapes are needed now; training gets the batch again.
     feed.give_back([(batch, feed.state())], before)
     example = abstract_global(batch, mesh)
     check_rows(example)
@@ -96,6 +98,7 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
         return example, (
             f"batches: each process has rows of its own of a global batch of {num_rows[0]}",
         )
+    # `check_rows` has found the same number of rows in all arrays.
     [size] = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
     why = BatchDivision(num_data_shards(mesh)).why_not(size)
     if why is not None:
@@ -252,6 +255,7 @@ def _line_that_differs(forward: ClosedJaxpr, process: int) -> str:
     """
     operations = list(_operations(forward.jaxpr))
     digests = np.array([_digest(text) for text, _ in operations], np.uint32)
+    # Programs may differ in length, but all processes must send arrays of one shape.
     most = int(gather(np.array([digests.size], np.int32)).max())
     own = np.zeros(most, np.int32)
     own[: digests.size] = digests.view(np.int32)

@@ -118,6 +118,7 @@ def take_steps(request: StepsRequest, folder: Path) -> StepsRecord:
     spec = dataclasses.replace(spec, inputs=inputs)
     observer = _Observer(request, feed, folder)
     run = open_trial(as_trial(spec, observer), saved=True)
+    # Not `fit` of a run: the last step is known only when the checkpoint is restored.
     trainer = Trainer(run.plan, run.spec, checkpointer=run.checkpointer, base=run.base)
     trainer.fit(feed, trainer.num_steps + request.steps)
     _write_parameters(trainer, folder / AFTER)
@@ -149,6 +150,7 @@ class _Observer:
             if batch is None:
                 break
             self._batches.append(_digest(*jax.tree.leaves(batch)))
+        # The batches were only looked at; the steps train on them.
         self._feed.restore(position)
         if self._request.other_key:
             old = trainer.state["rng"]

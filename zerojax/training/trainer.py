@@ -155,6 +155,7 @@ class Trainer(StepRunner):
             batches, count = one_pass(batches)
             if count is not None:
                 self.plan.inputs.features.check_steps(None)
+            # A run that was resumed within a pass over the batches ends with that pass.
             steps = count if count is None else self.num_steps - self.num_steps % count + count
         feed, self._last_step = self._as_feed(batches), steps
         before = self.num_steps, int(self.state["skipped"])
@@ -308,6 +309,7 @@ class Trainer(StepRunner):
                     return False
                 metrics = self._step_on_devices(batch, data_state)
                 expected += 1
+                # Only after the step: a save after its failure counts the batch as not consumed.
                 self._data_state = data_state
                 last = self.num_steps == steps
                 is_reported = self._is_due("log_every") or self.num_steps == 1 or last
