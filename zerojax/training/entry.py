@@ -251,6 +251,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     check_validation(arguments.validation)
     feed = as_feed(arguments.batches, rows=rows_of_process(arguments.batches, mesh))
     example, why_rows = divide_batches(feed, mesh)
+    # With a ds_config, `with_rows` below compares the rows with its batch sizes.
     if ds_config is None:
         _check_batch_size(arguments.global_batch_size, example)
     about = [arguments.batches.describe()] if isinstance(arguments.batches, DatasetSource) else []
@@ -358,6 +359,7 @@ def _with_text(
     data, validation = arguments.data, arguments.validation
     config = models.bound_attribute(arguments.model, "config")
     seq_len = arguments.seq_len or getattr(config, "max_seq_len", None) or 128
+    # Rounded up, so that shards and microbatches divide the default evenly.
     size = arguments.global_batch_size or -(-DEFAULT_BATCH // unit) * unit
     batches, rest, tokenizer = as_source(
         data,

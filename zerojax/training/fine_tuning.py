@@ -342,6 +342,7 @@ def _choose_sizes(
         seq_len = choose_row_length(longest, num_tokens, context)
         why = f"the longest chat has {longest}, the model's context {context}"
         choices.append(ChosenSetting(key="data.seq_len", value=seq_len, why=why))
+    # Batches of one row, since their size is chosen below, by the number of rows.
     train, validation, _ = as_source(
         str(chats),
         tokenizer=tokenizer_spec(config),

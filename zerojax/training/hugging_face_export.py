@@ -448,6 +448,7 @@ def _write(
     with failing_together() as agree:
 
         def agreed(tensor: Outgoing | CodedPart) -> np.ndarray:
+            # Before the collective of a tensor, which a process that has failed never enters.
             agree()
             return values(tensor)
 
@@ -495,6 +496,7 @@ def _write_alone(
             shard_bytes=shard_bytes,
             metadata={"format": "pt", "step": str(step)},
         )
+        # config.json names one dtype, that of all tensors.
         about = description.config_json(dtypes.pop() if len(dtypes) == 1 else None)
         if quantization is not None:
             about["quantization_config"] = quantization

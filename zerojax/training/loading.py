@@ -522,6 +522,7 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
         if record.num_devices != len(there):
             axes = own.devices_per_shard
             settings = dataclasses.replace(own, data=-1, expert=1, replica=1)
+            # If the run's axes do not divide these devices, all devices become data shards.
             if len(there) % axes:
                 settings = dataclasses.replace(settings, context=1, stage=1, model=1)
             pieces = own.virtual_shards if own.deterministic else 0
@@ -536,6 +537,7 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
             base = dataclasses.replace(ones, data=-1)
             settings = dataclasses.replace(base, **{name: getattr(settings, name) for name in mesh})
         asked = settings.data * settings.expert * settings.devices_per_shard * settings.replica
+        # With data=-1 the product is negative, and all devices are used.
         if 0 < asked < len(there) and jax.process_count() == 1:
             there = there[:asked]
     settings = dataclasses.replace(settings, offload=OffloadConfig())

@@ -138,6 +138,7 @@ def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
       ValueError: the batches fit neither case.
     """
     arrays = [np.asarray(x) for x in jax.tree.leaves(batch)]
+    # With shape and dtype, since other batches can have the same bytes.
     content = b"".join(str((x.shape, x.dtype)).encode() + x.tobytes() for x in arrays)
     place = local_rows_of_mesh(mesh, num_data_shards(mesh))
     gathered = gather(np.array([*place, _digest(content)], np.uint32))

@@ -254,6 +254,7 @@ class Reports:
             self._look(plan, log)
         before, self._skipped = self._skipped, int(values["num_skipped"])
         if self._host_schedule is not None:
+            # A schedule counts updates, and skipped steps apply none.
             updates = step - 1 - (self._skipped - int(values["skipped"]))
             values["learning_rate"] = float(self._host_schedule(updates))
         if log is not None:

@@ -110,6 +110,7 @@ def take_steps(request: StepsRequest, folder: Path) -> StepsRecord:
             f"{spec.checkpoint.path} has no checkpoint; train the run until it saves one, and "
             "leave checkpoint.path as in that run"
         )
+    # The run keeps its length, from which its schedule follows, unless it ends before these steps.
     steps = max(config.steps, first + request.steps)
     model = spec.inputs.model
     if request.without_dropout:

@@ -120,6 +120,7 @@ class Trainer(StepRunner):
         latest = None if checkpointer is None else checkpointer.usable_step()
         if self.begin(latest):
             self._base_of_state = None if base is None else as_begun(base, plan, self.state)
+            # Durable files may hold a later step than the checkpoints.
             self._saved_step = latest if self.num_steps == latest else None
         else:
             self.restore()  # no new state is made, so two states never exist at the same time
@@ -671,6 +672,7 @@ class Trainer(StepRunner):
         for name, callback in self._stateful().items():
             if name in states:
                 callback.load_state(states[name])
+        # The state may come from durable files, of a step that no checkpoint has.
         self._saved_step = self.num_steps if self.num_steps in self._checkpointer.steps() else None
         return self
 
