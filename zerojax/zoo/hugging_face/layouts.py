@@ -103,6 +103,7 @@ class Layout:
         split = values.reshape([taken[name][1] - taken[name][0] for name in names])
         kept = [name for name in names if name != _PART]
         if _PART in names:
+            # If all parts were read, this one is at its own number, otherwise at 0.
             part = self.part - taken[_PART][0]
             split = np.moveaxis(split, names.index(_PART), 0)[part]
         return split.transpose([kept.index(name) for name in self.ours])

@@ -475,6 +475,7 @@ def _settings(
     row = architecture_of(config_json)
     if (task := changes.get("task")) is not None:
         changes = {**changes, "task": (task := _task_of(task, config_json))}
+        # Read as if the files were those of a class with this task.
         config_json = {**config_json, "architectures": [class_of(task.kind, row.tasks)]}
     fields = {field.name for field in dataclasses.fields(row.config_class)}
     unknown = sorted(set(changes) - fields)
@@ -597,6 +598,7 @@ def _check_copy(folder: Folder, name: str, original: str) -> None:
             *([(0, size)] for size in first.shape[1:]),
         ]
         blocks = [folder.read(tensor, runs) for tensor in (name, original)]
+        # Bytes, because NaN does not equal itself.
         same = blocks[0].tobytes() == blocks[1].tobytes()
     if not same:
         raise UnsupportedError(
