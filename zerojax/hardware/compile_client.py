@@ -302,6 +302,7 @@ def compile_for_gpus(
     except Exception as error:  # XLA's own exception type, which is not public
         if _NO_KERNEL not in str(error) or all_options.keys() & CUBLAS_OPTIONS.keys():
             raise CompileError(first_cause(error)) from error
+    # Otherwise the dump would also have the files of the failed compilation.
     for path in [] if dump is None else dump.iterdir():
         path.unlink()
     again = {**(options or {}), **CUBLAS_OPTIONS}
@@ -421,6 +422,7 @@ def _cuda_folder() -> str | None:
     the compiler search."""
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         try:
+            # It imports the parent package, and raises if there is none.
             found = importlib.util.find_spec(package)
         except ModuleNotFoundError:
             continue
