@@ -164,9 +164,9 @@ def next_token(
     counted = weights.astype(jnp.float32)
     known = (targets >= 0) & (targets < logits.shape[-1])
     index = jnp.where(known, targets, 0)
+    # That of token 0 for an unknown target, which `trusted` makes NaN below.
     picked = jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
     negative_log_likelihood = jax.nn.logsumexp(logits, axis=-1) - picked
-    # Token 0 was looked up in place of an unknown target, and must not count as one.
     trusted = jnp.where(known | (counted == 0), counted, jnp.nan)
     return jnp.sum(negative_log_likelihood * trusted), jnp.sum(counted)
 
