@@ -40,6 +40,7 @@ _KINDS = (
     StoreFailedError,
     GivenUpError,  # last: reported only if no process has another error
 )
+# One byte tells the state: this value is above 1 + every index of `_KINDS`.
 _UNDER_WAY = 255
 _ROUND_SECONDS = 0.5
 
@@ -62,6 +63,7 @@ def raise_together(error: BaseException | None) -> None:
     rows = _exchange(error)
     failed = [process for process, row in enumerate(rows) if row[0]]
     if failed:
+        # False sorts before True, so a process that only gave up is named last.
         process = min(failed, key=lambda process: rows[process][0] == len(_KINDS))
         kind, text = _KINDS[rows[process][0] - 1], _text_in(rows[process])
         # An error that was shared once already names its process.
@@ -86,6 +88,8 @@ def failing_together() -> Iterator[Callable[[], None]]:
 
     def agree() -> None:
         nonlocal is_told
+        # If the exchange itself raises, all processes know the error already, and the handler below
+        # must not send it again.
         is_told = True
         raise_together(None)
         is_told = False
@@ -123,6 +127,7 @@ def wait_together(
         states = [row[0] for row in rows]
         if any(0 < state < _UNDER_WAY for state in states):
             give_up()
+            # This waits until the task has ended, which `give_up` brings about.
             return task.exception()
         if not any(states):
             return None
@@ -148,6 +153,7 @@ def _exchange(error: BaseException | None, *, is_under_way: bool = False) -> np.
 
 
 def _text_in(row: np.ndarray) -> str:
+    # The cut at `_TEXT_BYTES` may be inside a character.
     return row[1:].tobytes().rstrip(b"\0").decode(errors="replace")
 
 
@@ -163,6 +169,7 @@ def same_everywhere(value: str, *, what: str) -> None:
     """
     if jax.process_count() == 1:
         return
+    # A checksum and not the text: arrays of all processes need one size to be gathered.
     checksum = np.asarray([zlib.crc32(value.encode())], np.uint32)
     checksums = np.asarray(multihost_utils.process_allgather(checksum)).ravel()
     if (checksums != checksums[0]).any():
@@ -205,6 +212,7 @@ def computed_by_process_0(compute: Callable[[], Any]) -> Any:
             error, sent = caught, {"error": str(caught), "is_value": isinstance(caught, ValueError)}
     own = np.frombuffer(json.dumps(sent).encode(), np.uint8)
     size = from_process_0(own.size)
+    # Every process passes an array of the same size; the content is that of process 0.
     own = own if jax.process_index() == 0 else np.zeros(size, np.uint8)
     text = np.asarray(multihost_utils.broadcast_one_to_all(own), np.uint8).tobytes()
     found = loads(text)

@@ -106,9 +106,12 @@ def start_write(folder: Path, arrays: Mapping[str, jax.Array]) -> Write:
     """
     orbax, context = _orbax()
     written, table = packs.stack({name: x for name, x in arrays.items() if x.size})
+    # Before any array: processes that wait for a save take a missing table as the sign that process
+    # 0 has cancelled it (`checkpoint.saving`).
     if jax.process_index() == 0:
         table.save(folder.parent)
     options = context.array_options.saving
+    # Large layers become chunks of their own, which can be read alone (README.md, 2026-11-22).
     options.scoped_storage_options_creator = lambda _, leaf: (
         options.StorageOptions(shard_axes=(0,)) if _in_layers(leaf) else None
     )

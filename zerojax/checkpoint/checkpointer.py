@@ -226,6 +226,7 @@ class Checkpointer:
         if write_pieces is None:
             in_pieces = {}
         leaves = arrays.named_arrays({n: x for n, x in named.items() if n not in in_pieces})
+        # Before the frozen arrays are taken out: the metadata describe these too.
         described = leaves | in_pieces
         if base is not None and not self._is_unchanged(base, leaves):
             base = None
@@ -242,6 +243,7 @@ class Checkpointer:
             fingerprints=None if base is None else dict(base.fingerprints),
         )
         self._attempts += 1
+        # A new event, because that of a failed save stays set.
         self._given_up = threading.Event()
         agreement.same_everywhere(
             json.dumps([step, self._attempts, metadata.arrays, data_state]),
@@ -277,6 +279,7 @@ class Checkpointer:
             self._candidates.note(
                 f"{base.folder}: {change}, so the checkpoint stores all weights itself"
             )
+        # Process 0 decides, since only it has compared the files.
         return agreement.from_process_0(int(change is None)) == 1
 
     def wait(self) -> None:
@@ -310,6 +313,7 @@ class Checkpointer:
             raise
         finally:
             self._writer.shutdown(wait=False)
+            # After a second Ctrl-C the save continues and still needs the lock.
             if self._pending is None:
                 self._release()
 

@@ -59,6 +59,7 @@ def report_written(folder: Path, process: int, part: Contribution) -> None:
     Raises:
       OSError: the operating system reports an error.
     """
+    # Atomic, because process 0 reads a report as soon as its name is there.
     replace_text(_path(folder, process), json.dumps(dataclasses.asdict(part)))
 
 
@@ -124,6 +125,7 @@ def collect(
             pause = min(2 * pause, _PAUSE[1])
         part = _read(folder, name)
         _raise_failure(process, part)
+        # Everything that stays in this folder becomes part of the checkpoint.
         (folder / name).unlink()
         parts.append(part)
     return parts

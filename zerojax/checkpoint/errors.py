@@ -157,6 +157,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yields the error and then its causes, outermost first; of a group only its first member."""
     seen: set[int] = set()
     link: BaseException | None = error
+    # Exceptions may name each other as their cause, in a circle.
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link

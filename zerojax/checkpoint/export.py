@@ -192,6 +192,7 @@ def _write(
     step: int,
     shard_bytes: int,
 ) -> list[str]:
+    # All dtypes are checked before the first file is written.
     try:
         for tensor in tensors:
             check_dtype(tensor, "pass --dtype fp32 or bf16")
@@ -277,6 +278,7 @@ class Layers:
                 f"({reason(error)}); export an earlier step"
             ) from error
         start = (index, *(0 for _ in self._shape[1:]))
+        # By index, so that a layer that is read twice counts once.
         self._sums[index] = fingerprint_math.of_part(values[None], start, self._shape)
         if len(self._sums) == self._shape[0]:
             _check(self._saved, self._name, fingerprint_math.add(*self._sums.values()))

@@ -224,6 +224,7 @@ def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Pat
         mark.touch()
         check_space(out.parent, num_bytes, remedy=remedy)
         yield draft
+        # Before the rename: a finished folder is the user's, and a marked one may be removed.
         mark.unlink()
         for name in os.listdir(draft):
             to_disk(draft / name)

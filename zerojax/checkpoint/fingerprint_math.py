@@ -63,12 +63,14 @@ def of_part(values: np.ndarray, start: Sequence[int], shape: Shape) -> Sums:
       shape: shape of the whole array.
     """
     words = _num_words(values.dtype)
+    # The words of an element count as one more dimension, the last.
     keys, weights = _factors((*shape, words))
     first = second = 0
     for index, begin in _chunks(values.shape):
         at = [zero + offset for zero, offset in zip(start, begin, strict=True)]
         bits = _bits(values[index], words)
         mixed = _mix(bits ^ _positions(bits.shape, [*at, 0], keys))
+        # A chunk has so few words that their sum fits into 64 bits.
         first += int(mixed.sum(dtype=np.uint64))
         mixed *= _positions(bits.shape, [*at, 0], weights) + np.uint32(1)
         second += int(mixed.sum(dtype=np.uint64))
@@ -134,6 +136,7 @@ def _factors(shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
     fewer than 2^32 elements share a key. Weights start at 1 and grow by unrelated even numbers.
     """
     keys, weights, stride = [], [], 1
+    # From 1: `_mix` maps 0 to 0, and all elements along that dimension would have one weight.
     for number, size in enumerate(reversed(shape), 1):
         keys.append(stride * _KEY & _MASK)
         weights.append((_mix_int(number) << 1) & _MASK)
@@ -180,6 +183,7 @@ def _positions(shape: Shape, start: Sequence[int], factors: Sequence[int]) -> np
     """
     total = np.zeros((1,) * len(shape), np.uint32)
     for dim, size in enumerate(shape):
+        # In 64 bits first: an index may be larger than 32 bits, and the cast takes it modulo 2^32.
         line = (np.arange(size, dtype=np.uint64) + np.uint64(start[dim])).astype(np.uint32)
         line *= np.uint32(factors[dim])
         total = total + line.reshape([-1 if d == dim else 1 for d in range(len(shape))])
@@ -196,6 +200,7 @@ def _bits(values: np.ndarray, words: int) -> np.ndarray:
     flat = np.asarray(values, order="C").reshape(-1)
     raw = flat.view({1: np.uint8, 2: np.uint16}.get(size, np.uint32))
     kind = values.dtype.type
+    # The host stores such an element in a whole byte, of which devices have only these bits.
     if kind in _FOUR_BITS or kind in _TWO_BITS:
         raw = raw & np.uint8(15 if kind in _FOUR_BITS else 3)
     return raw.reshape(*values.shape, words).astype(np.uint32, copy=False)
@@ -204,6 +209,7 @@ def _bits(values: np.ndarray, words: int) -> np.ndarray:
 def _traced_bits(values: jax.Array) -> jax.Array:
     """Returns the bits of `values` as uint32 [..., words], like `_bits`, inside a traced
     function."""
+    # `bitcast_convert_type` takes neither booleans nor complex numbers.
     if values.dtype == jnp.bool_:
         values = values.astype(jnp.uint8)
     if jnp.issubdtype(values.dtype, jnp.complexfloating):

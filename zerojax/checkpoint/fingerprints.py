@@ -46,6 +46,7 @@ def whole(leaf: jax.Array | jax.ShapeDtypeStruct, parts: Mapping[int, Sums]) -> 
     """
     found: dict[Box, Sums] = {}
     for device, box in _boxes(leaf.sharding, leaf.shape).items():
+        # Copies of one part count once.
         found.setdefault(box, parts[device])
     return fingerprint_math.add(*found.values())
 

@@ -121,6 +121,8 @@ def commit(partial: Path, step: int) -> None:
         for name in names:
             to_disk(os.path.join(folder, name))
         to_disk(folder)
+    # The name is the last thing to appear, so that it never names an incomplete step, even after a
+    # power failure.
     os.rename(partial, step_folder(partial.parent, step))
     to_disk(partial.parent)
 

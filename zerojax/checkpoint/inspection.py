@@ -216,6 +216,7 @@ def leftovers(path: Path) -> list[Leftover]:
             continue
         kind, folder = match[1], path / name
         changed, sizes = files.last_change(folder), files.sizes_of(folder)
+        # A run has removed the folder since it was listed.
         if changed is None:
             continue
         num_bytes = sum(sizes.values())

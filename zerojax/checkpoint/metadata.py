@@ -240,10 +240,12 @@ def read_metadata(folder: Path) -> Metadata:
         raise _damaged(folder, f"cannot be read ({reason(error)})") from error
     if not isinstance(body, dict):
         raise _damaged(folder, "has no format number, so zerojax did not write this file")
+    # Before the format is read: a damaged number must not look like a newer version.
     if is_sealed(content) and not is_unbroken(content):
         names = ", ".join(changed_values(body)) or "no value, but its text"
         raise _damaged(folder, f"was changed after it was written: {names}")
     number = body.get("format")
+    # Not `isinstance`, for which True is an int.
     if type(number) is not int:
         raise _damaged(folder, "has no format number, so zerojax did not write this file")
     if number > FORMAT:
@@ -460,6 +462,7 @@ def _check_text(text: str, where: str) -> None:
 def seal(body: Mapping[str, Any]) -> str:
     """Returns a JSON object as text with a seal: checksums of its values and of the whole text."""
     text = json.dumps({**body, SECTIONS: dict(_checksums(body))}, indent=1)
+    # The checksum goes before the last brace, so that the file stays one JSON object.
     inside = text.removesuffix("\n}")
     return f'{inside},\n "checksum": "{_checksum(inside.encode())}"\n}}\n'
 
@@ -576,6 +579,7 @@ def is_array(description: object) -> bool:
         dtype = jnp.dtype(found[1])
     except TypeError:
         return False
+    # Objects, texts and times: dtypes of NumPy that no array of JAX has.
     if dtype.kind in "OSUMm" or not dtype.itemsize or len(shape) > _MOST_DIMENSIONS:
         return False
     # Zeros are multiplied as ones, so that the other dimensions stay within what NumPy supports.

@@ -242,11 +242,13 @@ def _groups(arrays: Mapping[str, jax.Array]) -> list[list[str]]:
         mesh = _mesh_of(array)
         if mesh is None or _shard_bytes(array) >= LARGEST or array.nbytes > PACK_BYTES:
             continue
+        # Whatever the sharding: of a replicated array each device stacks only a part.
         of_device += array.nbytes // mesh.size
         if of_device > DEVICE_BYTES:
             break
         key = mesh, array.dtype
         if sizes.get(key, 0) + array.nbytes > PACK_BYTES:
+            # There is one, because no array alone is larger than `PACK_BYTES`.
             full.append(waiting.pop(key))
             sizes[key] = 0
         waiting.setdefault(key, []).append(name)
@@ -293,6 +295,8 @@ def _stacker(mesh: Mesh, specs: tuple[P, ...]) -> Any:
             axes = _unused(mesh, spec)
             copies = int(np.prod([mesh.shape[axis] for axis in axes], dtype=np.int64))
             if copies > 1:
+                # Padded, because a slice beyond the end is moved back by JAX and would repeat
+                # elements of the part before.
                 size = -(-flat.size // copies)
                 flat = jnp.pad(flat, (0, copies * size - flat.size))
                 flat = jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index(axes) * size, size)
@@ -325,6 +329,7 @@ def _places(
         size = -(-count // copies)
         runs = []
         for number, at in enumerate(positions):
+            # As `axis_index` counts in `_stacker`: the first axis varies slowest.
             turn = 0
             for dim, length in zip(dims, sizes, strict=True):
                 turn = turn * length + at[dim]

@@ -83,6 +83,7 @@ def read_step(
                 lacking |= {name: wanted[name] for name in group}
         wanted = {name: leaf for name, leaf in wanted.items() if name not in lacking}
         unread = [name for name in unread if name not in lacking]
+        # Without such names the tuple is empty, and `startswith` is False for it.
         folders = tuple(name for name in passed_over if name.endswith("/"))
         more = {n for n in metadata.arrays if n in passed_over or n.startswith(folders)}
         more -= wanted.keys()
@@ -96,6 +97,7 @@ def read_step(
             base.check()
     except (CheckpointError, OSError) as failure:
         error = failure if isinstance(failure, CheckpointError) else _unreadable(folder, failure)
+    # Reading is collective, so no process may begin it alone.
     agreement.raise_together(error)
     assert metadata is not None
     assert base is not None
@@ -147,6 +149,7 @@ def _check_files(folder: Path, metadata: Metadata, *, all_files: bool) -> None:
         check_quickly(folder)
     if all_files:
         names = sorted(metadata.checksums.keys() - _small(metadata).keys())
+        # The processes share the work, and each file is read once.
         mine = names[jax.process_index() :: jax.process_count()]
         checksums = {name: metadata.checksums[name] for name in mine}
         _raise_first(folder, files.wrong_checksums(folder, checksums))
@@ -178,6 +181,7 @@ def _check_fingerprints(
     if not wrong:
         return
     error = None
+    # Damage of the step itself is reported first: another folder of weights would not repair it.
     own = [name for name in wrong if name not in base.names]
     if is_first_process() and not own:
         error = base.differs(wrong[0], len(wrong) - 1)
@@ -353,6 +357,7 @@ class Candidates:
                         break
                     except DamagedError as damage:
                         lost[found] = str(damage)
+                # All steps are damaged. `found` is -1 if there are none.
                 if found in lost:
                     raise _none_left(lost)
             except CheckpointError as failure:

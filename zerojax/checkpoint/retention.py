@@ -108,6 +108,7 @@ def keep_step(path: Path, name: str, step: int, about: Mapping[str, Any]) -> Non
     """
     steps = {**kept_steps(path), name: {"step": step, **about}}
     try:
+        # Durable, because the next save deletes every expired step that this file does not name.
         replace_text(path / FILE_NAME, json.dumps(steps, indent=1) + "\n", durable=True)
     except OSError as error:
         raise MachineError(

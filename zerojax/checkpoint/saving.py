@@ -108,6 +108,7 @@ def write(save: Save) -> list[str]:
         save.started.set_result(True)
         checksums, fingerprints = _finish(save, writing, computation)
         return _commit(save, checksums, fingerprints) if is_first_process() else []
+    # Only the folder of this attempt is ours; all others belong to the other writer.
     except FolderInUseError:
         _end_threads()
         shutil.rmtree(save.partial, ignore_errors=True)
@@ -118,6 +119,7 @@ def write(save: Save) -> list[str]:
             raise
         raise _lost(save, error) from error
     finally:
+        # The training thread waits for this future.
         if not save.started.done():
             save.started.set_result(False)
 
@@ -152,6 +154,8 @@ def _start(save: Save) -> tuple[arrays.Write, PendingFingerprints]:
         if save.write_pieces is not None:
             save.write_pieces(save.partial / PIECES)
     except Exception as failure:
+        # Otherwise its threads would create the folder again that is removed next. With several
+        # processes this wait might not end, because Orbax waits for the failed ones.
         if writing is not None and jax.process_count() == 1:
             with contextlib.suppress(Exception):  # the message is about `failure`
                 writing.result()
@@ -179,6 +183,7 @@ def _finish(
         if process:
             report_written(save.partial, process, part)
             return {}, {}
+        # `wait` returns True as soon as the save is given up.
         parts = [part, *collect(save.partial, range(1, count), sleep=save.given_up.wait)]
         fingerprints = _fingerprints(save, parts) if save.fingerprints else {}
     except Exception as error:
@@ -213,6 +218,7 @@ def _await(save: Save, writing: arrays.Write) -> None:
     def wait() -> None:
         try:
             done.set_result(writing.result())
+        # Of any kind, or the loop below would wait for a future that is never done.
         except BaseException as error:
             done.set_exception(error)
 
@@ -359,6 +365,8 @@ def _watch_threads() -> None:
     since: dict[tuple[int, str], float] = {}
     while True:
         now = time.monotonic()
+        # A thread that waits for another key than before has made progress, and its time begins
+        # anew.
         waits = {(thread, key): frame for thread, frame, key in _stuck_waits()}
         since = {wait: since.get(wait, now) for wait in waits}
         for wait, began in since.items():

@@ -90,10 +90,13 @@ class StoredArrays:
         now = {n: leaf for n, leaf in wanted.items() if n not in unread}
         alone = {n: leaf for n, leaf in now.items() if n not in in_pieces | in_packs | in_base}
         if alone:
+            # The folder of Orbax then also holds packs, or arrays that are not read from it now.
             subset = subset or bool(in_packs) or len(alone) < len(wanted)
             result |= arrays.read(self._folder, alone, subset=subset)
         for name in now.keys() & in_pieces:
             result[name] = self._from_pieces(name, now[name])
+        # Pack by pack, since only the last one is kept, and in an order that is the same for all
+        # processes, since they read a pack together.
         for name in sorted(now.keys() & in_packs, key=lambda name: (self._pack_of(name), name)):
             result[name] = self._from_pack(name, now[name])
         self._pack = None
@@ -126,6 +129,7 @@ class StoredArrays:
                 last = None  # frees the old part before the next is read
                 last = box, self._base.read(name, box)
                 return last[1]
+            # `array_of_parts` needs memory of its own for each device.
             return last[1].copy()
 
         return array_of_parts(leaf.shape, leaf.sharding, part)

@@ -79,6 +79,7 @@ def _run(argv: Sequence[str] | None) -> int:
         show("\nzerojax: interrupted", file=sys.stderr)
         return exit_code_of(error)
     except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
+        # Otherwise Python would flush the rest into the closed pipe at its end, and print an error.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return FAILED
     except Exception as error:

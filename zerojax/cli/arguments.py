@@ -24,6 +24,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         """Parses like argparse, but KEY=VALUE words may also follow options such as --steps."""
         found, rest = self.parse_known_args(args, namespace)
+        # argparse fills a list of words only once; words behind an option are left in `rest`.
         if rest and hasattr(found, "overrides") and not any(w.startswith("-") for w in rest):
             found.overrides, rest = [*found.overrides, *rest], []
         if rest:

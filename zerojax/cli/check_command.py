@@ -125,6 +125,7 @@ def _command(args: argparse.Namespace) -> list[str]:
     numbers = {"devices": args.devices, "steps": args.steps, "time-limit": args.time_limit}
     options = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
     flags = [f"--{name}" for name in ("thorough", "strict", "json") if getattr(args, name)]
+    # -P: the child searches the folders that `run_in_child` sets, and not also its working folder.
     python = [sys.executable, "-P", "-m", "zerojax"]
     return [*python, "check", *options, *flags, args.target, "--notes"]
 

@@ -119,6 +119,7 @@ def installed_packages() -> dict[str, str]:
     for package in importlib.metadata.distributions():
         name = package.metadata["Name"]
         if name and package.version:
+            # As package indexes compare names (PEP 503): one package may be spelt in several ways.
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), package.version)
     return dict(sorted(found.items()))
 
@@ -364,6 +365,7 @@ class FolderProbe:
         return found
 
     def _holds(self, folder: Path, name: str, content: str) -> bool:
+        # The name comes from another process, and must not lead out of the folder.
         if "/" in name:
             return False
         try:

@@ -258,6 +258,7 @@ class _Report:
 def _other_output() -> Iterator[None]:
     """Sends what C++ libraries print to descriptor 2: gloo prints to standard output, which would
     be no JSON then."""
+    # What Python holds back would otherwise go to the other descriptor.
     sys.stdout.flush()
     try:
         shown = os.dup(1)

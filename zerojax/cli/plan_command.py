@@ -364,6 +364,7 @@ def check(
         how = {"as_json": as_json, "no_compile": no_compile, "fast": fast}
         code = predict(plan_for, gpu, devices, **how)
         show("the step was not checked, because nothing was compiled", file=sys.stderr)
+        # Not a success, which would mean that the rules are kept.
         return EXIT_NOT_DECIDED if code == EXIT_FITS else code
     with Progress(quiet=as_json) as progress:
         progress(f"planning for {devices} x {gpu.title}")

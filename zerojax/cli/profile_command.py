@@ -318,6 +318,7 @@ def measure(trainer: Trainer, folder: Path, steps: int) -> StepProfile:
 
     metrics = read_metrics(folder)
     plan, start = trainer.step_plan, metrics.starts[-1]
+    # The report of the measured steps, which lie between warm-up and trace.
     record = next(row for row in metrics.train if row["step"] == 2 * steps)
     lowered = trainer.jitted_step.lower(plan.abstract_state, plan.abstract_batch)
     trace = profiling.newest_trace(folder)

@@ -49,6 +49,7 @@ def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
     with tempfile.TemporaryDirectory(prefix="zerojax-check-") as folder:
         notes = Path(folder) / "notes"
         notes.touch()
+        # The folders that this process searches; "" in the list means the working folder.
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         child = subprocess.Popen([*command, str(notes)], env={**os.environ, "PYTHONPATH": path})
         try:
@@ -73,6 +74,7 @@ def _wait(child: subprocess.Popen[bytes], notes: Path, limit: float) -> int | No
             return child.wait(_POLL)
         text = notes.read_text(errors="replace")
         if OVER in text:
+            # The limit is for the script; the check after it may take any time.
             return child.wait()
         if begun is None and BEGUN in text:
             begun = time.monotonic()

@@ -146,6 +146,7 @@ def _search(run: RunWords, card: str, devices: int, budget: float) -> Mapping[st
     show(f"searching plans for {devices} x {card}, for {budget:g} s at most ...")
     words = [*([run.path] if run.path else []), *run.words]
     options = ["--gpu", card, "--devices", str(devices), "--budget", f"{budget:g}"]
+    # -P: the child searches the folders of this process, and not also its working folder.
     command = [sys.executable, "-P", "-m", "zerojax", "plan", *words, *options]
     here = os.pathsep.join(each or os.getcwd() for each in sys.path)
     child = subprocess.run(

@@ -194,6 +194,7 @@ class CurriculumConfig(FeatureSettings):
         successive steps with this length)."""
         while after < until:
             length = self.length(after + 1)
+            # By bisection, because lengths never fall.
             end = _first(lambda step, now=length: self.length(step) > now, after + 1, until + 1) - 1
             yield length, end - after
             after = end

@@ -182,6 +182,7 @@ def _best(
     Returns:
       (batch, numbers of units that can divide it).
     """
+    # DeepSpeed's candidates: multiples of each size, and of their least common multiple.
     bases = {base for base in (*sizes, math.lcm(*sizes)) if base <= largest}
     candidates = {base * _highly_composite(largest // base) for base in bases}
     found = [(batch, _counts(batch, sizes, limits)) for batch in candidates]
@@ -210,6 +211,7 @@ def _highly_composite(limit: int) -> int:
     Such a number is a product of the first primes with non-increasing exponents.
     """
     best = (1, 1)  # divisors, number
+    # The product of these primes and of the next one, 29, is above MAX_SIZE, the largest limit.
     for number, divisors in _falling_products(1, 1, 64, limit, (2, 3, 5, 7, 11, 13, 17, 19, 23)):
         if divisors > best[0] or (divisors == best[0] and number < best[1]):
             best = divisors, number

@@ -46,6 +46,8 @@ def _make(cls: type, options: dict[str, Any]) -> None:
     refers to the twin.
     """
     own = {name: value for name, value in vars(cls).items() if not isinstance(value, _Late)}
+    # `dataclass(frozen=True)` refuses a class that has a `__setattr__` or `__delattr__` of its own.
+    # The other two are descriptors of instances of `cls` alone.
     for name in ("__dict__", "__weakref__", "__setattr__", "__delattr__"):
         own.pop(name, None)
     own["__qualname__"] = cls.__qualname__

@@ -69,6 +69,7 @@ for _tag, _pattern in _PLAIN.items():
     _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})$"), None)
 _Loader.add_constructor("!yes_no", lambda _, node: YesNo(node.value))
 _Loader.add_constructor(f"{_TAG}int", lambda _, node: int(node.value, 0))
+# Python reads infinity and NaN without the point that YAML writes before them.
 _Loader.add_constructor(
     f"{_TAG}float", lambda _, node: float(re.sub(r"\.(?=inf|nan)", "", node.value.lower()))
 )
@@ -359,6 +360,7 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
             raise ConfigError(_section_hint(cls, key, value), key, _COMMAND_LINE)
     node = values
     for name in key[:-1]:
+        # A copy, since `build` reads the same `values` again when it looks for a wrong override.
         node[name] = dict(node.get(name) or {})
         node = node[name]
     typed = new
@@ -527,6 +529,7 @@ def _check_events(text: str, source: str, loader: type) -> None:
                     "values out"
                 )
                 raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
+            # The parser does not refuse an alias without an anchor; composing the values does.
             nodes, below = weights.get(event.anchor, (1, 0))
             total += nodes
         if anchor is not None:

@@ -61,6 +61,7 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
       OSError: the operating system refuses to open the file.
     """
     check_regular(os.stat(path) if follow else os.lstat(path), path)
+    # O_NONBLOCK: if a pipe has taken the name meanwhile, opening it does not wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:

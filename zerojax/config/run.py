@@ -469,6 +469,7 @@ class RunConfig:
         if not self.elasticity.enabled:
             return
         chosen, given = self._elastic_batch().global_batch_size, self.global_batch_size
+        # The default counts as not given.
         if given not in (RunConfig.global_batch_size, chosen):
             refuse(
                 "global_batch_size",
@@ -564,4 +565,5 @@ def _lines(
             text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
             why = reasons.get(key)
             comment = f"  # {why}" if why else ""
+            # PyYAML ends the text of a single plain value with a line "...".
             yield f"{name}: {text.removesuffix(chr(10)).removesuffix('...').strip()}{comment}"

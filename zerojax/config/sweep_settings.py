@@ -70,6 +70,7 @@ class SweepConfig:
             axes = parse_text(axes)
         if isinstance(axes, Mapping):
             axes = {key: _as_axis(value) for key, value in axes.items()}
+        # Before the fields are coerced, which does not know that a list stands for an axis.
         object.__setattr__(self, "axes", axes)
         coerce_fields(self)
         check_size(self, "trials", most=MAX_TRIALS)

@@ -126,6 +126,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
         texts = by_length[ends[length] - counts[length] : ends[length]]
         while texts.size:
             room = rows.tightest(length)
+            # A row with space for several texts of this length is the tightest row for each of
+            # them, so it gets as many as fit.
             per_row = (room or capacity) // length
             needed = -(-len(texts) // per_row)
             if room is None:

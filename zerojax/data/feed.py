@@ -280,6 +280,7 @@ class IterableFeed(Feed):
         return self._is_one_shot and self._iterable is batches
 
     def _next(self) -> Batch:
+        # Not before a batch is requested, because `restore` may still set another position.
         if self._to_skip:
             logger.warning(
                 "data: reading and discarding %d batches to reach the batch after step %d; to "
@@ -311,6 +312,8 @@ class IterableFeed(Feed):
         return batch
 
     def _details(self) -> State:
+        # While batches are still to be skipped, the iterator's own state is that of an earlier
+        # position.
         if not self._has_state or self._to_skip:
             return {}
         return {"iterator": _as_json(self._iterator.get_state())}

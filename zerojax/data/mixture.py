@@ -206,6 +206,8 @@ class MixtureSource(RowSource):
             drawn = permute(numbers[mine] % BLOCK, BLOCK, (self.seed, *_STREAM, block))
             before, after = self._given(block), self._given(block + 1)
             ends = np.cumsum(after - before)
+            # From the right: a source without rows in this block ends where the source before it
+            # ends.
             chosen = np.searchsorted(ends, drawn, side="right")
             starts = ends - (after - before)
             sources[mine] = chosen
@@ -306,6 +308,7 @@ def _check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
                 f"weight={weight} of {name} is not a number above 0; change the weight, or "
                 "remove the source"
             )
+        # With a margin, so that rounding of the sum does not refuse a weight of exactly 1/1,024.
         if weight * BLOCK < total * (1 - 1e-9):
             raise ValueError(
                 f"weight={weight} of {name} is less than 1/{BLOCK} of all weights ({total:g}), so "

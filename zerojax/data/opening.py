@@ -300,6 +300,7 @@ def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: object) -> T
         own = tokenizer_from_dict(known)
     except ValueError as error:
         raise ValueError(f"{name}: its tokenizer: {error}") from error
+    # "bytes" is the default, so the user may not have chosen it.
     if spec is None or spec == "bytes":
         return own
     size = bpe_size(spec)

@@ -154,6 +154,7 @@ class PackedSource(RowSource):
         self.texts.check_not_cut()
         packed = in_epochs(numbers, self.num_rows, self.seed if self.shuffle else None)
         shape = len(numbers), self.seq_len
+        # Rows of padding come after the last packed row, and have no pieces.
         first = self.packing.starts[np.minimum(packed, self.packing.num_rows)]
         counts = self.packing.starts[np.minimum(packed + 1, self.packing.num_rows)] - first
         segments = _counted(counts)
@@ -169,6 +170,7 @@ class PackedSource(RowSource):
         places = np.repeat(self.pieces.starts[pieces], lengths) + positions
         following = places + 1
         has_next = following < np.repeat(self.texts.offsets[self.pieces.texts[pieces] + 1], lengths)
+        # The value read here has weight 0, but the place after the last text would be out of range.
         following = np.where(has_next, following, places)
         ids = self.texts.tokens[places].astype(np.int64)
         self._check(ids, places)

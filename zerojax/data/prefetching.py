@@ -130,6 +130,8 @@ class _Worker:
                         return
                     batch = next(feed)
                     state = feed.state()
+                    # This batch was read while `stop` was called: it goes back to the feed and to
+                    # no device.
                     if self._is_stopping:
                         self._late.append((batch, state))
                         return

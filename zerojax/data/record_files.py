@@ -130,6 +130,7 @@ def saved_files(folder: Path) -> list[Path] | None:
     names = [name for name in found if isinstance(name, str)]
     if not names or len(names) < len(found):
         raise ValueError(f"{str(folder / _STATE)!r} lists no files; save the dataset again")
+    # Only the last part of a listed path counts, so that no list leads out of the folder.
     files = [folder / Path(name).name for name in names]
     for file in files:
         if not file.is_file():

@@ -92,6 +92,7 @@ class RegroupedFeed(Feed):
         return self._feed.epochs(state.get(REGROUPED, {}).get("feed", {}))
 
     def _details(self) -> State:
+        # The batch is used up, so the state after it is enough, and it need not be read again.
         if self._whole is not None and self._used == _num_rows(self._whole):
             return {REGROUPED: {"feed": self._feed.state(), "used": 0}}
         return {REGROUPED: {"feed": self._before, "used": self._used}}

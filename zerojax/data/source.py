@@ -254,6 +254,7 @@ class TokenSource(RowSource):
         """Raises for ids of `windows` outside the vocabulary; if its size is unknown, for ids that
         int32 cannot represent."""
         limit = self.vocab_size or self.tokens.vocab_size or 1 << 31
+        # If the dtype holds no invalid id, the windows are not searched.
         bounds = np.iinfo(windows.dtype)
         if bounds.min >= 0 and bounds.max < limit:
             return

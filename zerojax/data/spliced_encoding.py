@@ -85,6 +85,8 @@ def encode_spliced(
         for encoding, start, end in zip(encodings, starts, [*ends, None], strict=True):
             if is_last or end is not None:
                 yield np.asarray(encoding.ids[start:end], np.int32)
+        # The last part is encoded again with the text that follows it, without the tokens that were
+        # yielded.
         if not is_last:
             held, first = held[stretches[-1].start :], starts[-1]
 

@@ -344,6 +344,7 @@ def _refusals(what: str = "read it", is_slow: bool = False) -> Iterator[None]:
 def _silent_panics() -> Iterator[None]:
     """Drops what is written to file descriptor 2 in the context if it raises; else writes it
     afterwards. Rust writes a panic, of many lines, there before Python can catch it."""
+    # Descriptor 2 is that of all threads, so only one at a time may replace it.
     with _PANICS, tempfile.TemporaryFile() as notes:
         sys.stderr.flush()
         saved = os.dup(2)

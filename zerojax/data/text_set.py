@@ -126,6 +126,7 @@ class TextSet:
         """
         first, end = (int(x) for x in self.offsets[[0, -1]])
         total = 0
+        # From the start of a byte; its bits before `first` are left out of the sum.
         for low in range(first & ~7, end, 8 * _MASK_BYTES):
             bits = self.mask[low >> 3 : min((low >> 3) + _MASK_BYTES, -(-end // 8))]
             bits = np.unpackbits(bits, bitorder="little")

@@ -201,6 +201,7 @@ def open_tokens(paths: Sequence[Path]) -> tuple[Tokens | None, Tokens | None]:
     files: list[Path] = []
     for path in paths:
         files += find_files(path, TOKEN_SUFFIXES) if path.is_dir() else [path]
+    # A file that is named alone is for training, whatever its name.
     if len(files) == 1 and not paths[0].is_dir():
         return _open_files(files), None
     validation = [file for file in files if _VALIDATION_STEM.search(file.stem.lower())]

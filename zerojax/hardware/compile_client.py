@@ -303,6 +303,7 @@ def compile_for_gpus(
     except Exception as error:  # XLA's own exception type, which is not public
         if _NO_KERNEL not in str(error) or all_options.keys() & CUBLAS_OPTIONS.keys():
             raise CompileError(first_cause(error)) from error
+    # Otherwise the dump would also have the files of the failed compilation.
     for path in [] if dump is None else dump.iterdir():
         path.unlink()
     again = {**(options or {}), **CUBLAS_OPTIONS}
@@ -353,6 +354,7 @@ def _compile_directly(
     build.use_shardy_partitioner = bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
     folder = _cuda_folder()
     if folder is not None:
+        # The caller's options have priority.
         options = {"xla_gpu_cuda_data_dir": folder, **options}
     settings.env_option_overrides = list(options.items())
     executable = devices[0].client.compile(
@@ -423,6 +425,7 @@ def _cuda_folder() -> str | None:
     the compiler search."""
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         try:
+            # It imports the parent package, and raises if there is none.
             found = importlib.util.find_spec(package)
         except ModuleNotFoundError:
             continue

@@ -53,6 +53,7 @@ def _version_by_nvml() -> str | None:
         nvml = ctypes.CDLL(NVML)
     except OSError:
         return None
+    # NVML returns 0 for success.
     if nvml.nvmlInit_v2():
         return None
     try:

@@ -97,6 +97,7 @@ def keep_rates(rates: Measurement) -> Path | None:
     name = getattr(rates, field)
     today = datetime.datetime.now().strftime("%Y-%m-%d")
     known = _read(path)
+    # Several machines may share the user's cache.
     machine = known.get(platform.node())
     machine = known[platform.node()] = machine if isinstance(machine, dict) else {}
     entries = machine.get(part)

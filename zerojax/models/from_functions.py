@@ -54,6 +54,7 @@ class FunctionModel:
         make = self.source[0]
         takes_batch = len(inspect.signature(make).parameters) > 1
         params = make(key, batch) if takes_batch else make(key)
+        # Only the structure is needed later, so no array is held.
         self._template = jax.tree.map(lambda leaf: 0, params)
         named = trees.flatten_names(params)
         for name, leaf in named.items():

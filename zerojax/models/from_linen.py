@@ -176,6 +176,7 @@ class BoundLinen:
         kwargs |= self._switches(args, kwargs, method)
         mutable = [name for name in self.variables if name != "params"] if self.training else []
         rngs = self._rngs()
+        # With `mutable`, linen returns a pair.
         if not mutable:
             return self._module.apply(self.variables, *args, rngs=rngs, method=method, **kwargs)
         result, changed = self._module.apply(

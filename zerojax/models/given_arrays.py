@@ -69,6 +69,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Returns an uninitialized array in memory that JAX uses on the CPU without another copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    # The number of bytes up to the next aligned address.
     first = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[first : first + num_bytes].view(dtype).reshape(shape)
 

@@ -164,6 +164,7 @@ def next_token(
     counted = weights.astype(jnp.float32)
     known = (targets >= 0) & (targets < logits.shape[-1])
     index = jnp.where(known, targets, 0)
+    # That of token 0 for an unknown target, which `trusted` makes NaN below.
     picked = jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
     negative_log_likelihood = jax.nn.logsumexp(logits, axis=-1) - picked
     trusted = jnp.where(known | (counted == 0), counted, jnp.nan)

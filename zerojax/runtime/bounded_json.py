@@ -34,6 +34,7 @@ MAX_DIGITS = 100
 """Maximum number of digits of one number. Integers of a random generator's state have 39 digits;
 a float has 17 and an exponent."""
 
+# Possessive quantifiers, so that a string without its end costs no backtracking.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -105,6 +106,7 @@ def loads(content: str | bytes, *, max_bytes: int = MAX_BYTES, finite: bool = Tr
     except json.JSONDecodeError as error:
         line, column = error.lineno, error.colno
         raise JsonError(f"is not valid JSON at line {line}, column {column}: {error.msg}") from None
+    # Only an escape can be a lone surrogate, because the bytes are UTF-8. Most texts have none.
     if rb"\ud" in raw.lower():
         _check_text(value)
     return value

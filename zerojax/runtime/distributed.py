@@ -285,6 +285,7 @@ def _initialize(group: ProcessGroup, *, seconds: float, **options: object) -> No
             group.coordinator,
             group.num_processes,
             group.process_id,
+            # `process_group_of` has found the group already.
             cluster_detection_method="deactivate",
             initialization_timeout=int(seconds) + 60,  # later than our own message
             **options,  # type: ignore[arg-type]

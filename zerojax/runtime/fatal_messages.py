@@ -121,6 +121,7 @@ def main() -> None:
             is_said = True
             text = b"".join(copier.fatal).decode(errors="replace")
             _write(2, sentence(text, process, num_processes).encode() + b"\n")
+            # Last, because the process ends as soon as it reads this byte.
             _write(1, b".")
 
 

@@ -193,6 +193,8 @@ class Hold:
 
     def _take(self) -> None:
         token = secrets.token_hex(8)
+        # The lock gets its name when it is complete and locked, so that nobody reads half of it or
+        # locks it first.
         draft = self._path.with_name(f"{self._path.name}.{token}")
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -201,6 +203,7 @@ class Hold:
             _flock(descriptor)
             while not (_put(draft, self._path) or self._replace(draft, token)):
                 pass
+            # Both times come from the file server: the clocks of machines may differ.
             self._remove_drafts(os.fstat(descriptor).st_mtime)
         except BaseException:
             os.close(descriptor)
@@ -266,6 +269,7 @@ class Hold:
         """
         text, changed = _contents(descriptor)
         holder = _Holder(text)
+        # Both times come from the file server.
         age = os.stat(draft).st_mtime - changed / 1e9
         seconds = EXPIRES if age < EXPIRES else _OLD_BEATS * BEAT
         warn_user(
@@ -277,6 +281,7 @@ class Hold:
         end = time.monotonic() + seconds
         is_last = False
         while not is_last:
+            # The last look comes when the time is over, and not up to a second before.
             is_last = time.monotonic() >= end
             with contextlib.suppress(FileNotFoundError):  # the lock was released
                 now = _read(self._path)
@@ -338,6 +343,7 @@ def hold(
             former.keep()
             return former
         former.release()
+        # More exact than the reason that `release` has set.
         former._refusal = (
             f"{path} is written by a later run of this process; close the earlier run, or use "
             "another folder"
@@ -384,6 +390,8 @@ def _put(draft: Path, path: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
+    # Without hard links an empty file takes the name first, since a rename alone would replace a
+    # lock that another process has just put there.
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
     except FileExistsError:
@@ -397,8 +405,10 @@ def _open(path: Path) -> int:
         raise FolderTakenError(
             f"{path} is not a regular file, so its folder cannot be locked; move this file away"
         )
+    # Without blocking, in case a pipe takes this name after the check.
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
+        # An exclusive lock on NFS needs a file that is open for writing (flock(2)).
         return os.open(path, flags | os.O_RDWR)
     except PermissionError:  # another user's file; NFS then supports no lock
         return os.open(path, flags | os.O_RDONLY)

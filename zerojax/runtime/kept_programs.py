@@ -84,6 +84,7 @@ def keep_programs() -> str | None:
     except (OSError, UnreadableError) as error:
         reason = getattr(error, "strerror", None) or error
         return f"compiled programs are not cached in {folder}: {reason}"
+    # After the check of the entries, since JAX executes what it finds there.
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
     compilation_cache.reset_cache()  # JAX has remembered that no folder was set
@@ -277,6 +278,8 @@ def _seal_new(folder: Path) -> None:
             continue
         with contextlib.suppress(OSError, UnreadableError):
             with open(open_regular(path, follow=False), "rb") as file:
+                # JAX leaves the permissions to the umask, and `check_private` refuses what others
+                # may write.
                 os.fchmod(file.fileno(), 0o600)
             check_private(path)
             if _is_whole(path):
@@ -286,6 +289,7 @@ def _seal_new(folder: Path) -> None:
 def _digest(folder: Path, name: str) -> str:
     """Returns the SHA-256 in hex digits of an entry's folder, name and content."""
     place = os.fsencode(f"{folder.name}/{name}")
+    # The length separates name and content: no other pair of them is the same text.
     digest = hashlib.sha256(b"%d %s" % (len(place), place))
     with open(open_regular(folder / name, follow=False), "rb") as file:
         while piece := file.read(_PIECE):
@@ -305,6 +309,7 @@ def _is_whole(path: Path) -> bool:
             return bool(data)
         while data and not stream.eof:
             try:
+                # In pieces, because a short file may expand to a long one.
                 stream.decompress(data, _PIECE)
             except zlib.error:
                 return False

@@ -231,5 +231,6 @@ def keep_freed_memory() -> bool:
         mallopt = libc.mallopt
     except (OSError, AttributeError, TypeError):
         return False
+    # One arena first: with more, the other two settings have no effect (README.md, 2026-11-21).
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER))
     return all(mallopt(name, value) == 1 for name, value in settings)

@@ -200,6 +200,7 @@ class _OneLine:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        # If it was raised while another error was handled, that error must be seen too.
         if isinstance(error, Interrupted) and error.__context__ is None:
             print(f"\nzerojax: {error}", file=sys.stderr, flush=True)
         else:
@@ -284,6 +285,7 @@ class _Watcher:
         in the main thread if there are any."""
         self._numbers = tuple(int(number) for number in numbers)
         reader, self._writer = os.pipe()
+        # `set_wakeup_fd` refuses a descriptor that can block.
         os.set_blocking(self._writer, False)
         if self._numbers:
             before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -345,6 +347,7 @@ class _Watcher:
                         return
                     deadline = time.monotonic() + _POLL_SECONDS
                     continue
+                # The end of the stream: `close` was called.
                 if not (numbers := stream.read(4096)):
                     return
                 if self._foreign >= 0:
@@ -352,6 +355,8 @@ class _Watcher:
                         os.write(self._foreign, numbers)
                 now = time.monotonic()
                 for number in numbers:
+                    # The pipe also gets other signals that Python handles. SIGTERM may come from
+                    # `note`.
                     if number not in (*self._numbers, signal.SIGTERM):
                         continue
                     if first is None:

@@ -122,6 +122,7 @@ class RollCall:
                 socket.gethostname(),
                 *(self._peers[index].host for index in range(1, group.num_processes)),
             ]
+            # The others wait for this in `_answer`: it tells them that all have come.
             self.share(None)
         else:
             self._peers = {0: _answer(group, seconds)}
@@ -307,6 +308,7 @@ class _Register:
             self._drop(peer.link)
             return
         of, host = self._group.num_processes, printable(peer.host)
+        # If a check below fails, this process is told the reason too.
         self.refused = [peer]
         if number != of:
             raise ValueError(
@@ -432,6 +434,7 @@ def _answer(group: ProcessGroup, seconds: float) -> _Peer:
                 return peer
             except BaseException as error:
                 peer.link.close()
+                # A `_NoAnswerError` is tried again: another program may have had the address.
                 if not isinstance(error, OSError) or type(error) is AbsentError:
                     raise
                 reason = error.strerror or str(error)

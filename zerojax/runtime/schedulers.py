@@ -43,6 +43,8 @@ def process_group_of(environment: Mapping[str, str]) -> ProcessGroup | None:
     """
     if optional_number_of(environment, NUM_PROCESSES) == 1:
         return None
+    # Before the variables ZEROJAX_*, of which a pod may set only the number of processes. They
+    # alone would count as incomplete.
     if environment.get(POD_INDEX) and not environment.get(PROCESS_ID):
         found = kubernetes_group(environment)
         if found is not None:
@@ -207,6 +209,7 @@ def slurm_group(environment: Mapping[str, str]) -> ProcessGroup | None:
     if num_processes == 1:
         return None
     names = list(expand_hosts(hosts))
+    # Steps of one job can run on one host at the same time, so the port depends on the step too.
     seed = number_of(environment, "SLURM_JOB_ID") + 31 * step
     return ProcessGroup(
         coordinator=coordinator_on(names[0], environment, seed=seed, num_hosts=len(names)),

@@ -63,6 +63,7 @@ def leave(code: int) -> NoReturn:
     for this process in a collective; then it would abort. So after a failure the process ends at
     once, without its exit handlers. With a code in `AGREED` it waits for the other processes.
     """
+    # `os._exit` writes out no buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     if code in AGREED and in_group():
@@ -167,6 +168,7 @@ def leave_when_one_is_lost(process: int, num_processes: int) -> None:
     except OSError:  # it is closed: nothing is shown anyway
         return
     (source, sink), (said, saying) = os.pipe(), os.pipe()
+    # Isolated and without `site`, so that the program imports nothing of the user's.
     words = [sys.executable, "-I", "-S", fatal_messages.__file__, str(process), str(num_processes)]
     files = [(os.POSIX_SPAWN_DUP2, source, 0), (os.POSIX_SPAWN_DUP2, saying, 1)]
     try:
@@ -184,6 +186,7 @@ def leave_when_one_is_lost(process: int, num_processes: int) -> None:
         return
     _show_python_at(shown)
     os.dup2(sink, 2)
+    # Only the program keeps these ends. `_leave_when_said` then notices when the program ends.
     for descriptor in (source, sink, saying):
         os.close(descriptor)
     leaving = threading.Thread(target=_leave_when_said, args=(said,), name="zerojax-lost")
@@ -252,5 +255,6 @@ def end_with_parent(parent: int) -> None:
             ctypes.get_errno(),
             "the kernel cannot end this process with its launcher (prctl failed)",
         )
+    # The parent may have ended before the call above, and then no signal comes.
     if os.getppid() != parent:
         os._exit(FAILED)

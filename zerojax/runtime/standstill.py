@@ -228,6 +228,7 @@ def read_notes(folder: Path) -> list[Note]:
     found, num_bytes, numbers = [], 0, {}
     for path in sorted((folder / FOLDER).glob("process-*.json")):
         with contextlib.suppress(OSError):
+            # A larger file is refused below and takes no memory.
             num_bytes += min(path.lstat().st_size, _MAX_BYTES)
         if num_bytes > _MAX_BYTES_OF_ALL:
             raise ValueError(
@@ -237,6 +238,7 @@ def read_notes(folder: Path) -> list[Note]:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             values = bounded_json.load(path, max_bytes=_MAX_BYTES, follow=False)
             note = _note_of(values, numbers)
+            # A copied file must not speak for another process.
             if path.name == f"process-{note.process}.json":
                 found.append(note)
     return sorted(found, key=lambda note: note.process)

@@ -174,6 +174,7 @@ def replacing(
             partial.unlink(missing_ok=True)
             raise
     except OSError as error:
+        # Users know this path and not the name of the new file.
         if error.filename in (None, str(partial)):
             error.filename, error.filename2 = str(path), None
         raise
@@ -212,6 +213,7 @@ def open_appending(path: str | os.PathLike[str]) -> BinaryIO:
     """
     with contextlib.suppress(FileNotFoundError):
         check_regular(os.lstat(path), path)
+    # Without blocking, in case a pipe takes this name after the check.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     stream = os.fdopen(os.open(path, flags, 0o666), "ab+")
     try:

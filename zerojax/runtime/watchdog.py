@@ -122,6 +122,7 @@ class Watchdog:
             self._phase, self._since = _STARTING, self._clock()
             self._step_ended = None
             self.notes.remove()  # one that an earlier start has left
+            # A new event, because `stop` may have set that of the last entry.
             self._stopping = threading.Event()
             self._thread = threading.Thread(
                 target=self._watch, args=(self._stopping,), name="zerojax-watchdog", daemon=True
@@ -140,6 +141,7 @@ class Watchdog:
             self._stopping.set()
             self._thread.join()
             self._thread = None
+            # After the end of the thread, which could write it once more.
             self.notes.remove()
 
     def stop(self) -> None:
@@ -246,6 +248,7 @@ class Watchdog:
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = now
+            # `_look`, which postpones this timer, is not called while nothing is waited for.
             if self._processes > 1:
                 faulthandler.cancel_dump_traceback_later()
         elif now - self._quiet_since > STOPPED_SECONDS:

@@ -33,6 +33,7 @@ def model_of(plan: Plan, state: TrainState, weights: Weights = "trained") -> Any
     """
     named = model_parts(plan, state, weights=weights)
     replicated = NamedSharding(plan.mesh, P())
+    # A process can only read arrays of which it has all parts.
     whole = jax.jit(lambda tree: tree, out_shardings=replicated)(named)
     host = jax.tree.map(np.asarray, whole)
     values = {**host["params"], **in_param_dtype(plan, host["frozen"])}

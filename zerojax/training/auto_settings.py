@@ -87,8 +87,10 @@ def _check_rows(spec: RunSpec, found: MeshConfig) -> None:
     if jax.process_count() == 1:
         return
     now, then = (make_mesh(settings) for settings in (spec.mesh, found))
+    # Both meshes divide this size evenly, and ranges of another size are in proportion.
     size = math.lcm(num_data_shards(now), num_data_shards(then))
     differ = local_rows_of_mesh(now, size) != local_rows_of_mesh(then, size)
+    # Collective, so that all processes raise.
     if first_text("differs" if differ else None) is not None:
         raise ValueError(
             'mesh_config="auto" found settings in which processes read other rows of a batch than '

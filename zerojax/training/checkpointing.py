@@ -327,6 +327,7 @@ def choices_that_differ(plan: Plan, saved: Mapping[str, Any], step: int) -> list
     now = {what: one.implementation for what, one in plan.program.kernels.items()}
     lines = []
     for what, before in saved.get("kernels", {}).items():
+        # A computation that only one of the two runs has does not count as changed.
         if now.get(what, before) != before:
             setting = "model.attention" if what.startswith("attention of") else "kernels"
             lines.append(

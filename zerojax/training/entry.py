@@ -206,6 +206,8 @@ def train(
         arguments = dataclasses.replace(arguments, mesh_config=None)
     join_processes()
     spec = spec_of(arguments)
+    # The search traces the model, so it needs the resolved run. Until here, its mesh is the
+    # default.
     if mesh_config == AUTO:
         spec = with_found_settings(spec)
     is_given = arguments.batches is not None or arguments.data is not None
@@ -250,6 +252,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     check_validation(arguments.validation)
     feed = as_feed(arguments.batches, rows=rows_of_process(arguments.batches, mesh))
     example, why_rows = divide_batches(feed, mesh)
+    # With a ds_config, `with_rows` below compares the rows with its batch sizes.
     if ds_config is None:
         _check_batch_size(arguments.global_batch_size, example)
     about = [arguments.batches.describe()] if isinstance(arguments.batches, DatasetSource) else []
@@ -357,6 +360,7 @@ def _with_text(
     data, validation = arguments.data, arguments.validation
     config = models.bound_attribute(arguments.model, "config")
     seq_len = arguments.seq_len or getattr(config, "max_seq_len", None) or 128
+    # Rounded up, so that shards and microbatches divide the default evenly.
     size = arguments.global_batch_size or -(-DEFAULT_BATCH // unit) * unit
     batches, rest, tokenizer = as_source(
         data,

@@ -340,6 +340,7 @@ def mean_loss(
         own = {name: (x["sum"], x["weight"]) for name, x in sums.get("metrics", {}).items()}
         for name, pair in {"loss": (sums["loss"], sums["weight"]), **own}.items():
             total = totals.setdefault(name, [0.0, 0.0])
+            # Python floats, so the sums of many batches are added in float64.
             total[:] = total[0] + float(pair[0]), total[1] + float(pair[1])
     weight = totals.get("loss", [0.0, 0.0])[1]
     if weight == 0:

@@ -285,6 +285,7 @@ def _first_choices(asked: FineTuning, pretrained: Pretrained, chats: Path) -> li
 def _settings(choices: Sequence[ChosenSetting], asked: FineTuning) -> RunConfig:
     """Returns the settings of a run: the chosen values, replaced by the user's overrides."""
     chosen = {choice.key: choice.value for choice in choices}
+    # Before steps are chosen, a warm-up that the user sets must not be above their number.
     words = [f"{key}={value}" for key, value in {"steps": _MANY_STEPS, **chosen}.items()]
     return load(RunConfig, None, [*words, *asked.overrides])
 
@@ -341,6 +342,7 @@ def _choose_sizes(
         seq_len = choose_row_length(longest, num_tokens, context)
         why = f"the longest chat has {longest}, the model's context {context}"
         choices.append(ChosenSetting(key="data.seq_len", value=seq_len, why=why))
+    # Batches of one row, since their size is chosen below, by the number of rows.
     train, validation, _ = as_source(
         str(chats),
         tokenizer=tokenizer_spec(config),

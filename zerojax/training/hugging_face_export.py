@@ -296,6 +296,7 @@ def export_step(
 
     def values(tensor: Outgoing | CodedPart) -> np.ndarray:
         wanted = {leaf.name for leaf in tensor.leaves}
+        # Frees what earlier tensors needed: host memory holds the arrays of one tensor.
         for name in [name for name in held if not _belongs(name, wanted)]:
             del held[name]
         return tensor.values(merging(description, whole, raised))
@@ -318,6 +319,7 @@ def export_step(
 
 def _belongs(name: str, kernels: set[str]) -> bool:
     """Returns True if an array is one of `kernels` or a part of the adapter of one of them."""
+    # kernel[:-7] is the name without "/kernel".
     return any(name == kernel or name.startswith(f"{kernel[:-7]}/lora/") for kernel in kernels)
 
 
@@ -446,6 +448,7 @@ def _write(
     with failing_together() as agree:
 
         def agreed(tensor: Outgoing | CodedPart) -> np.ndarray:
+            # Before the collective of a tensor, which a process that has failed never enters.
             agree()
             return values(tensor)
 
@@ -493,6 +496,7 @@ def _write_alone(
             shard_bytes=shard_bytes,
             metadata={"format": "pt", "step": str(step)},
         )
+        # config.json names one dtype, that of all tensors.
         about = description.config_json(dtypes.pop() if len(dtypes) == 1 else None)
         if quantization is not None:
             about["quantization_config"] = quantization

@@ -168,6 +168,7 @@ class LoadedRun:
             first = next(iterator, None)
             if first is None:
                 raise ValueError("nothing to evaluate: batches is empty; pass at least one batch")
+            # The first batch was read for its shapes, and is evaluated like the others.
             batches = itertools.chain([first], iterator)
         plan, evaluate = self._evaluation(first)
         default = self.record.eval_batches
@@ -403,6 +404,7 @@ def load_run(
             optimizer=optim.sgd(1.0),  # its state is not read
             zero=settings.zero,
             precision=_precision(record, weights),
+            # Patterns, which here match exactly the names that the run froze.
             freeze=tuple(f"^{name}$" for name in map(_escaped, record.frozen)),
             **plan_options(settings),
         )
@@ -522,6 +524,7 @@ def _mesh(record: RunRecord, mesh: Any, example: Batch) -> tuple[MeshConfig, Mes
         if record.num_devices != len(there):
             axes = own.devices_per_shard
             settings = dataclasses.replace(own, data=-1, expert=1, replica=1)
+            # If the run's axes do not divide these devices, all devices become data shards.
             if len(there) % axes:
                 settings = dataclasses.replace(settings, context=1, stage=1, model=1)
             axes = settings.devices_per_shard
@@ -535,6 +538,7 @@ def _mesh(record: RunRecord, mesh: Any, example: Batch) -> tuple[MeshConfig, Mes
             base = dataclasses.replace(ones, data=-1)
             settings = dataclasses.replace(base, **{name: getattr(settings, name) for name in mesh})
         asked = settings.data * settings.expert * settings.devices_per_shard * settings.replica
+        # With data=-1 the product is negative, and all devices are used.
         if 0 < asked < len(there) and jax.process_count() == 1:
             there = there[:asked]
     settings = dataclasses.replace(settings, offload=OffloadConfig())

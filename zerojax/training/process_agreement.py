@@ -51,6 +51,7 @@ def check_same_run(described: Mapping[str, str], forward: ClosedJaxpr | None = N
     """
     if jax.process_count() == 1:
         return
+    # Texts can differ in length, but all processes must send arrays of one shape.
     digests = [_digest(value.encode()) for value in described.values()]
     rows = gather(np.array(digests, np.uint32))
     for number, (what, value) in enumerate(described.items()):
@@ -87,6 +88,7 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
         raise ValueError(
             "batches is empty: there is no first batch to plan with; pass at least one batch"
         ) from None
+    # Only the shapes are needed now; training gets the batch again.
     feed.give_back([(batch, feed.state())], before)
     example = abstract_global(batch, mesh)
     check_rows(example)
@@ -97,6 +99,7 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
         return example, (
             f"batches: each process has rows of its own of a global batch of {num_rows[0]}",
         )
+    # `check_rows` has found the same number of rows in all arrays.
     [size] = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
     why = BatchDivision(num_data_shards(mesh)).why_not(size)
     if why is not None:
@@ -136,6 +139,7 @@ def _is_global(batch: Batch, mesh: Mesh | AbstractMesh) -> bool:
       ValueError: the batches fit neither case.
     """
     arrays = [np.asarray(x) for x in jax.tree.leaves(batch)]
+    # With shape and dtype, since other batches can have the same bytes.
     content = b"".join(str((x.shape, x.dtype)).encode() + x.tobytes() for x in arrays)
     place = local_rows_of_mesh(mesh, num_data_shards(mesh))
     gathered = gather(np.array([*place, _digest(content)], np.uint32))
@@ -253,6 +257,7 @@ def _line_that_differs(forward: ClosedJaxpr, process: int) -> str:
     """
     operations = list(_operations(forward.jaxpr))
     digests = np.array([_digest(text) for text, _ in operations], np.uint32)
+    # Programs may differ in length, but all processes must send arrays of one shape.
     most = int(gather(np.array([digests.size], np.int32)).max())
     own = np.zeros(most, np.int32)
     own[: digests.size] = digests.view(np.int32)

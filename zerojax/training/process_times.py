@@ -146,6 +146,7 @@ def _wait_for_each(
         number, result = following
         with contextlib.suppress(Exception):  # the error is raised where the result is read
             result.block_until_ready()
+        # One assignment of a pair, since another thread reads number and reading together.
         idle[:] = [(number, watch.read())]
 
 

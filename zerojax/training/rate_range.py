@@ -181,6 +181,7 @@ def find_rate_of(
         _test_of(spec, optimizer, (low, high), first, steps, collect), saved=bool(saved)
     )
     trainer = fit(run)
+    # If the newest checkpoint was damaged, the test began at an older one.
     first = trainer.num_steps - len(found)
     trainer.close()
     points: Points = [(float(number), loss) for number, (_, loss) in enumerate(found)]

@@ -242,6 +242,7 @@ class Reports:
         if self._held is None:
             return None
         step, metrics = self._held
+        # So that `finished` is called in order of steps.
         while self._under_way and self._under_way[0][0] < step:
             self._settle(plan)
         self._held, self._reported = None, step
@@ -253,6 +254,7 @@ class Reports:
             self._look(plan, log)
         before, self._skipped = self._skipped, int(values["num_skipped"])
         if self._host_schedule is not None:
+            # A schedule counts updates, and skipped steps apply none.
             updates = step - 1 - (self._skipped - int(values["skipped"]))
             values["learning_rate"] = float(self._host_schedule(updates))
         if log is not None:
@@ -338,6 +340,7 @@ def _needs_no_device(schedule: Schedule) -> bool:
 
 
 def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
+    # All copies are under way before the first one is waited for.
     for array in metrics.values():
         array.copy_to_host_async()
     numbers = {name: array for name, array in metrics.items() if not array.ndim}
@@ -377,6 +380,7 @@ def _first_bad_weight(plan: Plan, params: Mapping[str, jax.Array]) -> str | None
 
     def search(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {
+            # Keeps dimension 0 of stacked layers, which tells in which layer the value is.
             name: ~jnp.isfinite(x).all(axis=tuple(range(name in plan.stacks, x.ndim)))
             for name, x in arrays.items()
         }

@@ -239,6 +239,7 @@ def _precision_of(folder: Path, file: Path) -> tuple[str, ...]:
 
 def _default_data(words: Sequence[str]) -> tuple[str, ...]:
     given = {word.partition("=")[0] for word in words}
+    # The run's number of data shards may not fit the new devices, so they decide it.
     return () if given & {"data", "mesh.data", "mesh"} else ("mesh.data=-1",)
 
 

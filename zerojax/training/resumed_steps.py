@@ -110,6 +110,7 @@ def take_steps(request: StepsRequest, folder: Path) -> StepsRecord:
             f"{spec.checkpoint.path} has no checkpoint; train the run until it saves one, and "
             "leave checkpoint.path as in that run"
         )
+    # The run keeps its length, from which its schedule follows, unless it ends before these steps.
     steps = max(config.steps, first + request.steps)
     model = spec.inputs.model
     if request.without_dropout:
@@ -118,6 +119,7 @@ def take_steps(request: StepsRequest, folder: Path) -> StepsRecord:
     spec = dataclasses.replace(spec, inputs=inputs)
     observer = _Observer(request, feed, folder)
     run = open_trial(as_trial(spec, observer), saved=True)
+    # Not `fit` of a run: the last step is known only when the checkpoint is restored.
     trainer = Trainer(run.plan, run.spec, checkpointer=run.checkpointer, base=run.base)
     trainer.fit(feed, trainer.num_steps + request.steps)
     _write_parameters(trainer, folder / AFTER)
@@ -149,6 +151,7 @@ class _Observer:
             if batch is None:
                 break
             self._batches.append(_digest(*jax.tree.leaves(batch)))
+        # The batches were only looked at; the steps train on them.
         self._feed.restore(position)
         if self._request.other_key:
             old = trainer.state["rng"]

@@ -190,6 +190,7 @@ def find_for(
         searched,
         gpu,
         forecast_of=lambda plan: forecast(plan, gpu=gpu, fast=True, progress=report),
+        # Listing the candidates has planned, too, and is part of the time.
         budget=max(budget - (time.monotonic() - began), 1.0),
         report=report,
     )

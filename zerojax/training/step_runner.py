@@ -131,6 +131,7 @@ class StepRunner:
 
     @allocating_for(TRAINING_STEP)
     def _step_on_devices(self, batch: Batch, data_state: Any = None) -> dict[str, jax.Array]:
+        # A run that resumes from its durable files after this step continues behind this batch.
         if disk := self.state.get("disk"):
             disk.data_state = data_state
         step = self.num_steps + 1
@@ -337,6 +338,7 @@ class StepRunner:
         # Raises before the current state is deleted.
         checkpointer.check_step(step, pretrained=folder_of(self.plan))
         at_start = may_be_durable and self.state is None
+        # Released first, so that two states never exist at the same time.
         end_state(self.state)
         self.state = None
         with self._watchdog.during("reading a checkpoint", is_long=True):
@@ -355,6 +357,7 @@ class StepRunner:
         Args:
           mesh_config: mesh options in any form that `zerojax.train` takes. The batch is unchanged.
         """
+        # A pending report has numbers of parameters, which only the plan of its step can name.
         self._report()
         self.wait()
         plan = plan_run(self._spec, mesh_config)

@@ -98,6 +98,8 @@ class Sweep:
             check_devices(config)
             quiet = dataclasses.replace(config.log, console="quiet")
             spec = spec_from_config(dataclasses.replace(config, log=quiet))
+            # Trials that differ only in numbers, such as the learning rate, then share a compiled
+            # step.
             inputs = dataclasses.replace(spec.inputs, numbers_are_inputs=True)
             spec = dataclasses.replace(spec, inputs=inputs)
             self._prepared[trial.number] = spec, plan_run(spec)

@@ -252,6 +252,7 @@ def _draw(key: str, axis: SweepAxis, rng: np.random.Generator) -> Any:
         number = math.exp(rng.uniform(math.log(low), math.log(high)))
     else:
         number = rng.uniform(low, high)
+    # Rounding can leave the range.
     number = min(max(float(f"{number:.4g}"), low), high)
     return number if float in kinds else round(number)
 
@@ -297,4 +298,5 @@ def settings_of_sweep(config: RunConfig, trials: Sequence[SweepTrial]) -> dict[s
     for name in ("run_dir", "checkpoint", "log", "watch", "expect"):
         del kept[name]
     kept["drawn"] = {trial.name: trial.values for trial in trials}
+    # In the form that the file has when it is read, for example with lists instead of tuples.
     return json.loads(json.dumps(kept))

@@ -120,6 +120,7 @@ class Trainer(StepRunner):
         latest = None if checkpointer is None else checkpointer.usable_step()
         if self.begin(latest):
             self._base_of_state = None if base is None else as_begun(base, plan, self.state)
+            # Durable files may hold a later step than the checkpoints.
             self._saved_step = latest if self.num_steps == latest else None
         else:
             self.restore()  # no new state is made, so two states never exist at the same time
@@ -155,6 +156,7 @@ class Trainer(StepRunner):
             batches, count = one_pass(batches)
             if count is not None:
                 self.plan.inputs.features.check_steps(None)
+            # A run that was resumed within a pass over the batches ends with that pass.
             steps = count if count is None else self.num_steps - self.num_steps % count + count
         feed, self._last_step = self._as_feed(batches), steps
         before = self.num_steps, int(self.state["skipped"])
@@ -308,6 +310,7 @@ class Trainer(StepRunner):
                     return False
                 metrics = self._step_on_devices(batch, data_state)
                 expected += 1
+                # Only after the step: a save after its failure counts the batch as not consumed.
                 self._data_state = data_state
                 last = self.num_steps == steps
                 is_reported = self._is_due("log_every") or self.num_steps == 1 or last
@@ -669,6 +672,7 @@ class Trainer(StepRunner):
         for name, callback in self._stateful().items():
             if name in states:
                 callback.load_state(states[name])
+        # The state may come from durable files, of a step that no checkpoint has.
         self._saved_step = self.num_steps if self.num_steps in self._checkpointer.steps() else None
         return self
 

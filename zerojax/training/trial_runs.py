@@ -58,6 +58,8 @@ def open_trial(spec: RunSpec, *, saved: bool) -> Run:
       saved: whether the run has a checkpoint; if not, the trial begins with a new state.
     """
     plan = plan_run(spec)
+    # Without checkpoints, since `open_run` would open the folder for saves and check that it can be
+    # written.
     run = open_run(dataclasses.replace(spec, checkpoint=None), plan)
     if not saved:
         return run

@@ -101,6 +101,7 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
             embed_dim=config.embed_dim,
             mlp_dim=config.mlp_dim,
             dropout=config.dropout,
+            # None means the model's own choice: GPT-2 ties its embeddings, Llama does not.
             tie_embeddings=config.tie_embeddings is not False,
             norm_eps=config.norm_eps,
             remat=config.remat,

@@ -341,6 +341,7 @@ class Bert(nnx.Module):
             )
         x = self.hidden(batch["tokens"], batch.get("attention_mask"), batch.get("token_types"))
         if "positions" in batch:
+            # A position outside the row gives NaN, and not another token's values.
             x = jnp.take_along_axis(x, batch["positions"][..., None], axis=1, mode="fill")
         return next_token(self.head(x), batch["targets"], batch.get("weights"))
 
@@ -370,6 +371,7 @@ class Bert(nnx.Module):
         hidden = self.hidden(tokens, attention_mask).astype(jnp.float32)
         mask = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask != 0
         counted = mask.astype(jnp.float32)[..., None]
+        # At least 1, for a row that is all padding.
         mean = jnp.sum(hidden * counted, axis=1) / jnp.maximum(jnp.sum(counted, axis=1), 1.0)
         return mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)
 

@@ -430,6 +430,7 @@ class Decoder(nnx.Module):
         if routing is None or self.moe is None:
             return total, weight
         added, metrics = balance_losses(routing, self.moe)
+        # Multiplied by the weight, because the sum is divided by it later.
         return total + weight * added, weight, metrics
 
     def _next_token(

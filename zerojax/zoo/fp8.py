@@ -113,6 +113,7 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
       dtype: 8-bit floating dtype.
     """
     limit = float(jnp.finfo(dtype).max)
+    # Exact, because scales are powers of two.
     scaled = x.astype(jnp.float32) * (1 / scale)
     return jnp.where(jnp.isinf(scaled), scaled, jnp.clip(scaled, -limit, limit)).astype(dtype)
 

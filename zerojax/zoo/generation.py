@@ -326,6 +326,8 @@ class _Slots:
             self._columns[:, row] = len(tokens), self._limits[prompt], self._numbers[prompt]
             takes[row] = True
         arrays = self._tokens, *self._columns.astype(np.int32)
+        # Copies, because the next call fills these arrays, and a CPU device may use them as they
+        # are.
         return _Batch(*(_placed(x.copy(), self.sharding) for x in arrays)), _placed(
             takes, self.sharding
         )
@@ -447,6 +449,7 @@ def _prefill(
     has_codes = jax.tree.leaves(cache)[0].dtype == jnp.int8
     new_cache = model.init_cache(size, length, jnp.int8 if has_codes else None)
     hidden, new_cache = model.extend(batch.tokens, new_cache, jnp.int32(0), text_length=text_length)
+    # Rows without a prompt have length 0; what is computed for them is dropped.
     last = jnp.maximum(batch.lengths - 1, 0)[:, None, None]
     logits = model.head(jnp.take_along_axis(hidden, last, axis=1))[:, 0]
     logits = _placed_rows(logits, row_sharding)
@@ -568,6 +571,7 @@ def generate_from_source(
     check_tokens(tokens, max_seq_len=config.max_seq_len)
     check_generation(num_tokens=num_tokens)
     check_whole_number("end_token", end_token, 0)
+    # One more than the model reads, since the last new token is only drawn.
     check_length(1, num_tokens, limit=config.max_seq_len + 1)
     _check_vocabulary(tokens, vocab_size=config.vocab_size)
     if end_token is not None and end_token >= config.vocab_size:

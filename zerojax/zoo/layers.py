@@ -345,6 +345,7 @@ def in_chunks(mlp: Mlp, x: jax.Array, chunk: int) -> jax.Array:
             "mlp_chunk=None, or adapters in the attention only: targets=('attention/',)"
         )
     weights = mlp.read()
+    # The chunks use these copies, so that the loop adds their gradients in float32.
     wide = jax.tree.map(lambda array: array.astype(jnp.float32), weights)
 
     def apply_chunk(part: jax.Array) -> jax.Array:

@@ -167,6 +167,7 @@ def merged_kernel(kernel: Any, a: Any, b: Any, scale: float) -> Any:
     left = a.astype("float32").reshape(*lead, -1, rank)
     right = b.astype("float32").reshape(*lead, rank, -1)
     if isinstance(kernel, jax.Array):
+        # By default an accelerator multiplies float32 with fewer bits.
         product = jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
     else:
         product = left @ right

@@ -142,6 +142,7 @@ class DrawnRows(NamedTuple):
             token=tokens[:, -1],
             lengths=jnp.zeros(batch, jnp.int32),
             has_ended=lengths == 0,
+            # The maximum, because a position of padding may have the id of a valid token.
             seen=nothing.at[jnp.arange(batch)[:, None], tokens].max(valid),
             drawn=jnp.broadcast_to(pad, (batch, room)),
         )
@@ -253,9 +254,11 @@ def limited(logits: jax.Array, controls: Controls) -> jax.Array:
         last = lax.dynamic_slice_in_dim(ordered, controls.top_k - 1, 1, axis=1)
         kept = jnp.where(ordered >= last, ordered, -jnp.inf)
         probabilities = jax.nn.softmax(kept, axis=-1)
+        # Without the token itself, so that the likeliest one is always kept.
         likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
         of_nucleus = jnp.where(likelier < controls.top_p, kept, jnp.inf)
         smallest = jnp.min(of_nucleus, axis=-1, keepdims=True)
+        # Without a limit, rounding of the sums must not exclude a token.
         smallest = jnp.where(controls.top_p < 1, smallest, last)
         return jnp.where(scaled >= smallest, scaled, -jnp.inf)
 

@@ -217,6 +217,7 @@ def relative_bucket(
         distance = jnp.abs(offset)
     exact = num_buckets // 2
     growth = (num_buckets - exact) / math.log(max_distance / exact)
+    # Small distances have buckets of their own; the maximum only avoids the logarithm of 0.
     far = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) * growth
     far = jnp.minimum(exact + far.astype(jnp.int32), num_buckets - 1)
     return (first + jnp.where(distance < exact, distance, far)).astype(jnp.int32)
@@ -273,6 +274,7 @@ class BiasedAttention(nnx.Module):
         if bias is not None:
             scores = scores + bias[None]
         if seen is not None:
+            # Not infinite: a row in which nothing is seen would be NaN.
             scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
         return self.output(jnp.einsum("bhqk,bkhd->bqhd", weights, value.astype(query.dtype)))
@@ -542,6 +544,7 @@ class T5(nnx.Module):
             return block.extend(x, slices[1]._replace(visible=cache.visible), bias, position)
 
         x = self.token_embedding(tokens)
+        # The loop goes over layers, of which `visible` has no dimension.
         x, (keys, values) = lax.scan(layer, x, (state, cache._replace(visible=None)))
         return self._scaled(self.decoder.final_norm(x)), cache._replace(keys=keys, values=values)
 

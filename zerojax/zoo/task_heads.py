@@ -195,6 +195,7 @@ def _answer_loss(logits: jax.Array, batch: Mapping[str, Any]) -> tuple[jax.Array
         _check_shape(name, positions, logits.shape[:1], "[batch]")
         counted = (positions < seq).astype(jnp.float32)
         counted = counted if weights is None else counted * weights.astype(jnp.float32)
+        # A negative position counts as 0, as in transformers.
         own = next_token(logits[:, :, number], jnp.maximum(positions, 0), counted)
         total, weight = total + own[0] / 2, weight + own[1] / 2
     return total, weight

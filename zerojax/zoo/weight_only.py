@@ -170,6 +170,7 @@ def _layer_shardings(stacked: nnx.State, layer: nnx.State) -> Iterator[NamedShar
         if not isinstance(sharding, NamedSharding):
             yield None
             continue
+        # A spec may end before the last dimension.
         spec = [*sharding.spec, *[None] * source.ndim][: source.ndim]
         yield NamedSharding(sharding.mesh, P(*spec[source.ndim - x.ndim :]))
 

@@ -271,6 +271,7 @@ class StreamFile:
             for write in self._writes:
                 if write is not None:
                     write.result()
+            # Cuts off the padding of the last block and the reserved rest.
             os.ftruncate(self._descriptor, self.num_bytes)
             os.fsync(self._descriptor)
         finally:
@@ -278,6 +279,7 @@ class StreamFile:
 
     def abandon(self) -> None:
         """Closes the file and ends its threads without finishing the file. May be called twice."""
+        # First, because a thread may still write to the descriptor.
         self._pool.shutdown(wait=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -310,5 +312,6 @@ class StreamFile:
         other."""
         if not self._is_direct or num_bytes <= self._reserved:
             return
+        # Not at the first flush: a file of one buffer needs no reserve.
         self._reserved = pad_to_block(num_bytes + (_RESERVE if self._reserved else 0))
         reserve(self._descriptor, self._reserved)

@@ -297,6 +297,7 @@ def make_files(folder: Path, manifest: Manifest) -> None:
     """
     paths = [slot_path(folder, slot) for slot in range(manifest.num_slots)]
     _check_own(folder)
+    # Before the space is checked, since the store that is replaced takes some.
     give_up(folder)
     disk_bytes = manifest.num_slots * manifest.file_bytes
     two_manifests = 2**16 + 96 * manifest.num_buckets  # two exist while one replaces the other
@@ -333,5 +334,6 @@ def _check_own(folder: Path) -> None:
 def give_up(folder: Path) -> None:
     """Deletes the files of a store: the manifest, then the bucket files, including remains of an
     interrupted creation."""
+    # The manifest first: a folder without it counts as an interrupted creation, and not as a store.
     for path in (folder / NAME, slot_path(folder, 0), slot_path(folder, 1)):
         path.unlink(missing_ok=True)

@@ -91,6 +91,7 @@ class PieceWriter:
 
     def close(self) -> None:
         """Writes the table and closes the file."""
+        # Before the table, which says that the file is complete.
         self._file.close()
         blocks = [
             {
@@ -165,6 +166,7 @@ class PieceReader:
             if one.sums is None:
                 return None
             for (first, _, _), sums in zip(one.runs, one.sums, strict=True):
+                # A run of a copy on another device counts once.
                 found.setdefault((one.block.start, first), (sums[0], sums[1]))
         return fingerprint_math.add(*found.values())
 
@@ -183,6 +185,7 @@ class PieceReader:
         found = 0
         seen: set[tuple[Shape, int]] = set()
         for one in pieces:
+            # With `rows`, the place of a stored row says nothing about its place in the array.
             if one.block.rows is None and overlap((one.block.start, one.block.shape), box) is None:
                 continue
             for first, count, offset in one.runs:
@@ -239,6 +242,7 @@ def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
     dtype, runs, sums = np.dtype(entry["dtype"]), entry["pieces"], entry.get("sums")
     start, shape = tuple(entry["start"]), tuple(entry["shape"])
     rows = None if entry["rows"] is None else tuple(entry["rows"])
+    # One is added, because the row of padding is -1.
     numbers = [*start, *shape, *(row + 1 for row in rows or ())]
     for first, count, offset in runs:
         numbers += [first, count, offset]
@@ -264,6 +268,7 @@ def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: n
     for before, size, inside, box in parts:
         byte = offset + before * pieces.dtype.itemsize
         target = result[(*slices_of(box, wanted[0]), ...)]
+        # Read directly if the values are one stretch in the file and in the result.
         if box[1] == size and target.flags.c_contiguous:
             _fill(pieces.path, byte, target)
         else:

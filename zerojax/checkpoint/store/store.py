@@ -108,6 +108,7 @@ class BucketStore:
             program's file has the name of the manifest.
           OSError: ENOSPC if the disk has too little space; then no files remain.
         """
+        # Invalid numbers are refused before anything is created.
         manifest = first_manifest(num_buckets, bucket_bytes, PIECE_BYTES, durable=durable)
         _check_counts(num_threads, num_buffers)
         path = Path(folder)
@@ -120,6 +121,7 @@ class BucketStore:
                     "or choose another folder"
                 )
             make_files(path, manifest)
+            # Last: without a manifest the folder counts as an interrupted creation.
             save_manifest(path, manifest)
             return cls(path, manifest, lock, num_threads=num_threads, num_buffers=num_buffers)
         except BaseException:
@@ -264,6 +266,7 @@ class BucketStore:
         self._pool.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
+        # After the transfers: the next holder of the lock must find none in progress.
         self._lock.release()
         self._descriptors, self._lock, self._ring = [], None, []
         self._refusal = f"{self.folder}: this store is closed; open it again"
@@ -390,6 +393,8 @@ class BucketStore:
             return
         self._keep_lock()
         begun = dataclasses.replace(self._manifest, begun=self.generation + 1)
+        # Until the manifest is replaced, it is unknown which one is on disk. From then until the
+        # end of the sweep, the buckets are of two generations.
         self._refusal = _tell_unsure(self.folder, begun)
         save_manifest(self.folder, begun)
         self._refusal = tell_mixed(self.folder, begun)
@@ -432,6 +437,7 @@ class BucketStore:
         # From here until the return it is unknown which of two manifests is on disk.
         self._refusal = self._refusal or _tell_unsure(self.folder, new)
         self._keep_lock()
+        # The data before the manifest that refers to it.
         if self.is_durable:
             # A scratch store may be written in any order: checksums detect data lost by a power
             # failure.

@@ -85,6 +85,7 @@ def without_frame(
     found = []
     for start, end in answers:
         thought = _EMPTY_THOUGHT.match(text, start, end)
+        # Otherwise the empty thought is the whole answer.
         if thought and thought.end() < end:
             start = thought.end()
         kept = text[start:end].rstrip()

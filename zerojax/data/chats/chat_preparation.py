@@ -286,6 +286,7 @@ class _Preparation:
             writer.finish(
                 {
                     "vocab_size": vocab_size,
+                    # At least one text is left for training.
                     "validation_texts": min(apart, writer.num_texts - 1),
                     "template": None if self.template is None else self.template.name,
                     "answers": self.answers,
@@ -356,7 +357,10 @@ class _Preparation:
         """Yields all encoded texts in order; renders one batch while the previous one is
         encoded."""
         waiting: list[_Placed] = []
+        # The empty batch at the end is there to receive the last one.
         for batch in itertools.chain(_batches(chats), [[]]):
+            # `TemplateProcess` demands that everything is received before more is sent. It then
+            # renders the next batch while this one is encoded.
             rendered = self._receive(waiting)
             self._send(batch)
             waiting = batch

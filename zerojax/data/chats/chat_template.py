@@ -112,6 +112,7 @@ class ChatTemplate:
                 return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
 
             def _note(self, caller: Callable[[], str]) -> str:
+                # All text before this block has been yielded, and counted in `_written`.
                 text = caller()
                 template._answers.append((template._written, template._written + len(text)))
                 return text
@@ -140,6 +141,7 @@ class ChatTemplate:
             raise jinja2.TemplateError(message)
 
         def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            # Jinja's own filter would also escape the characters <, > and &.
             return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
         moment = datetime.datetime.now() if now is None else datetime.datetime.fromisoformat(now)
@@ -282,6 +284,7 @@ def _limit_memory(megabytes: int) -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
         pages = int(file.read().split()[0])
     now = pages * resource.getpagesize()
+    # On top of what the interpreter has mapped by now.
     resource.setrlimit(resource.RLIMIT_AS, (now + (megabytes << 20),) * 2)
 
 

@@ -254,6 +254,7 @@ def _message(item: object, number: int, name: str) -> Mapping[str, Any]:
         item = {"role": role, "content": item.get("value"), **marks}
     if not isinstance(item.get("role"), str) or not item["role"]:
         raise RecordError(f"{where} has no role; {_FORMS}")
+    # A key that nobody reads is dropped if JSON cannot hold its value.
     item = {key: value for key, value in item.items() if key in _READ or _foreign(value) is None}
     for key, value in item.items():
         _check_json(value, f"{where}: {key}")

@@ -130,6 +130,7 @@ class TemplateProcess:
             yield Rendering(error=self._why_it_ended(), has_ended=True)
             self.close()
             self._process, _ = self._start()
+            # The process that ended had received these, too.
             if self._waiting:
                 self._write([*self._waiting])
 
@@ -169,6 +170,7 @@ class TemplateProcess:
         ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
+        # A line without an end was cut off by the end of the process.
         return json.loads(line) if line.endswith("\n") else None
 
     def _why_it_ended(self) -> str:

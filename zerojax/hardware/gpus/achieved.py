@@ -72,6 +72,7 @@ class Achieved:
         one outside."""
         known = sorted(self.attention)
         keys = min(max(keys, known[0]), known[-1])
+        # At least 1, so that there is a length below, too.
         above = max(bisect.bisect_left(known, keys), 1)
         low, high = known[above - 1], known[above]
         part = math.log(keys / low) / math.log(high / low)

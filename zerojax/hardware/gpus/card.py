@@ -130,6 +130,7 @@ class Gpu:
         peak = peaks.get(dtype)
         if not peak or not self.fp8_flops or not eight_bits:
             return peak
+        # Times add up, and rates do not.
         return 1 / ((1 - eight_bits) / peak + eight_bits / self.fp8_flops)
 
 

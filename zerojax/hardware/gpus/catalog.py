@@ -175,6 +175,8 @@ def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
     merged = {**inherited, **own}
     if "compiler" in inherited and isinstance(own.get("compiler", {}), dict):
         section = dict(inherited["compiler"])
+        # The base's number for the compiler would otherwise have priority over the card's own
+        # memory.
         if "memory_bytes" in own:
             section.pop("memory_bytes", None)
         merged["compiler"] = {**section, **own.get("compiler", {})}

@@ -242,6 +242,7 @@ class _Follower(_Launcher):
                     ended=event.process_id,
                     code=event.code,
                     was_killed=event.was_killed,
+                    # An age, because the monotonic clocks of two hosts have nothing in common.
                     ago=time.monotonic() - event.when,
                 )
             else:

@@ -50,6 +50,7 @@ def main() -> int:
         _run(words)
     except SystemExit as error:
         code = exit_code_of(error)
+        # Python prints the text of `sys.exit(text)` only for an exception that nobody catches.
         if code == FAILED and isinstance(error.code, str):
             print(error.code, file=sys.stderr)
     except BaseException as error:
@@ -77,6 +78,7 @@ def _run(words: list[str]) -> None:
 @contextlib.contextmanager
 def _first_on_path(folder: str) -> Iterator[None]:
     """Puts the script's folder first on `sys.path`, instead of the working folder."""
+    # With `python -P` the first entry of the path is not the working folder.
     if not sys.flags.safe_path:
         sys.path[0] = folder
     yield

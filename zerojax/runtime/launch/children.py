@@ -87,6 +87,7 @@ class Children:
             reader.start()
         # Until the process is waited for, its process id cannot be reused.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        # Before the rest of the output is read: a kill from now on has not ended this process.
         when, was_killed = time.monotonic(), self._killed
         for reader in readers:
             reader.join(max(0.0, when + _SECONDS_FOR_OUTPUT - time.monotonic()))

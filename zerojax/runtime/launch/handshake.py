@@ -213,12 +213,15 @@ class Handshake:
         self._send({"hello": numbers, "nonce": mine, "proof": proof})
         answer = self._read()
         proof, refused = answer.get("proof"), answer.get("refused")
+        # The reason of a refusal is part of the proof, so that nobody else can refuse this
+        # launcher.
         wanted = self._proof("leader", mine, refused if isinstance(refused, str) else "", numbers)
         if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), wanted.encode()):
             raise UnauthenticatedPeer("the token of host 0 differs from that of this host")
         return refused if isinstance(refused, str) else None
 
     def _proof(self, role: str, nonce: str, more: str, numbers: dict[str, int]) -> str:
+        # With the role, so that a proof of one side cannot be sent back as that of the other.
         text = json.dumps([role, nonce, more, {name: numbers[name] for name in _NUMBERS}])
         return hmac.new(self.token, text.encode(), hashlib.sha256).hexdigest()
 

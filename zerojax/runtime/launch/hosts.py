@@ -136,6 +136,7 @@ class Followers:
         assert secret is not None
         with listen(address) as listener:
             door = _Door(secret, say)
+            # Short, since handshakes that have finished meanwhile are looked for after each wait.
             listener.settimeout(_POLL_SECONDS)
             while len(links) < num_hosts - 1:
                 if time.monotonic() > deadline:
@@ -156,6 +157,7 @@ class Followers:
                     except (OSError, UnauthenticatedPeer):  # a lost launcher may connect again
                         guest.handshake.connection.close()
                         continue
+                    # Only now, since the refused launcher has been told the reason.
                     if refusal is not None:
                         guest.handshake.connection.close()
                         raise ValueError(refusal)

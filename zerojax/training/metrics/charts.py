@@ -192,6 +192,7 @@ def _value_axis(chart: Chart, shown: Sequence[Series]) -> tuple[float, float, bo
         return low / margin, high * margin, True
     if chart.from_zero:
         low = min(0.0, low)
+    # The others are for a constant curve, which has no extent.
     margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     return (low if chart.from_zero else low - margin), high + margin, False
 

@@ -47,6 +47,8 @@ MAX_LINE = 4 << 20
 """Maximum bytes of a line; a longer one is not read."""
 _MAX_INTEGER = 10**100
 _REPORTS = ("train", "processes", "layers")
+# `*+` gives nothing back, so the } must end the line. With `*`, a } inside of a damaged line would
+# do.
 _OWN_LINE = re.compile(
     rb'\n(\{"kind": "(start|train|eval|event|processes|layers|end)", '
     rb'"step": (\d{1,18}),[^\n]*+(?<=}))'
@@ -131,10 +133,12 @@ def set_aside(path: str | Path) -> Path | None:
     path = Path(path)
     if not path.is_file():
         return None
+    # The kind is "" where lines are unreadable; such a file is renamed, not removed.
     if all(kind and kind not in OVERTAKEN for _, _, kind, _ in _lines_of(path)):
         path.unlink()
         return None
     names = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+    # `lexists`: a broken link has its name, too, and would be replaced.
     return path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
@@ -183,6 +187,8 @@ def read_metrics(run_dir: str | Path) -> Metrics:
             newest = step
         elif kind in OVERTAKEN:
             for other in OVERTAKEN:
+                # A step can have a report and an evaluation, so the other kind keeps its record of
+                # this step.
                 kept[other].drop(step if kind == other else step + 1)
         elif kind == "start":
             # Records of later steps before this line belong to an abandoned attempt.
@@ -415,6 +421,7 @@ def _masked(data: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
+    # Most numbers are small, and a report encodes many: without the loop it is faster.
     if value <= 0x7F:
         return bytes((value,))
     out = bytearray()

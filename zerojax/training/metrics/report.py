@@ -267,6 +267,7 @@ def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
         for chart in charts
     ]
     text = json.dumps({"steps": ends, "charts": curves}, separators=(",", ":"))
+    # Inside of <script>, "</script>" in a name would end it; JSON reads <\/ as </.
     return text.replace("</", "<\\/")
 
 

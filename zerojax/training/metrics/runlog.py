@@ -426,6 +426,8 @@ class RunLog:
         return [text for text in said if text is not None]
 
     def _open_files(self, folder: Path, start_step: int, config_dict: Mapping[str, Any]) -> None:
+        # A jump is compared with the decrease since the first loss of the whole run, not of this
+        # start.
         if start_step:
             first = first_loss(folder)
             self._spikes = SpikeDetector(self._config.spike, first=first)
@@ -507,6 +509,7 @@ class RunLog:
         self._last_step, self._last_time, self._untimed = step, now, 0.0
         if self._first_interval is None:
             self._first_interval = (steps, seconds)
+            # The remaining time is estimated from here on, without the compilation.
             self._steady_step, self._steady_since = step, now
             return {"first_interval_seconds": seconds}
         if steps < 1 or seconds <= 0:
@@ -575,6 +578,7 @@ def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         over.set()
+        # So that `say` is not under way when the block is left.
         thread.join()
 
 
@@ -604,6 +608,7 @@ def _unreported(folder: Path, start_step: int) -> list[int]:
       folder: folder of the run, before the resumed run has written its first record.
       start_step: number of steps that were done before the run resumed.
     """
+    # The file exists: `_fill_folder` has made it, and only a run that begins at step 0 renames it.
     if not start_step or not (folder / FILE_NAME).stat().st_size:
         return []
     found = read_metrics(folder)
@@ -611,6 +616,7 @@ def _unreported(folder: Path, start_step: int) -> list[int]:
     if not every:
         return []  # written by an older version
     last = max(record["step"] for record in (*found.starts, *found.train))
+    # `Trainer` also reports step 1, which may be no multiple of `every`.
     return [step for step in range(last + 1, start_step + 1) if step == 1 or step % every == 0]
 
 

@@ -158,6 +158,8 @@ class KeptChoices:
         if self._folder is None:
             return None
         mark = self._folder / f"{MARKS}{self._name(key)}-{secrets.token_hex(4)}"
+        # Renamed when it is complete: a marker without a lock would count as one of an ended
+        # process.
         unseen = mark.with_name(f".{mark.name}.partial")
         lock = None
         try:

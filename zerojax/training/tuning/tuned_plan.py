@@ -397,5 +397,6 @@ def key_of(plan: Plan, what: str, shapes: Mapping[str, tuple[int, ...]]) -> dict
         "moments": sorted({x.dtype.name for x in moments}),
         "arrays_of_state": len(moments) // max(len(params), 1),
         "arrays": len(shapes),
+        # Rounded, so that nearly equal sizes share a decision.
         "elements": 2 ** round(math.log2(sum(math.prod(shape) for shape in shapes.values()))),
     }

@@ -186,6 +186,7 @@ class ConfigReading:
         self.asked.add(key)
         value = self.values.get(key, default)
         kinds, kind_name = _KIND_OF.get(key, (object, ""))
+        # A bool is an int in Python, but no number in JSON.
         is_wrong = isinstance(value, bool) and kind_name in (_NUMBER, _WHOLE)
         if value is not None and (is_wrong or not isinstance(value, kinds)):
             raise UnsupportedError(f"{self.where}: {key}={quoted(value)} is not {kind_name}")
@@ -258,7 +259,7 @@ class ConfigReading:
         """
         for key, values in allowed.items():
             value = self.get(key, values[0])
-            # `==` would accept 0 for False and for 0.0.
+            # 0 counts as False and as 0.0.
             if not any(value == supported for supported in values):
                 listed = " or ".join(repr(x) for x in values)
                 raise UnsupportedError(

@@ -117,6 +117,7 @@ def read_period(config: ConfigReading, key: str, default: int) -> int:
     Raises:
       UnsupportedError: the period is needed, but is not above 0.
     """
+    # Counts as read, since it has no effect beside layer_types.
     config.asked.add(key)
     return default if config.has("layer_types") else config.positive(key, default)
 

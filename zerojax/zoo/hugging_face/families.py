@@ -187,6 +187,7 @@ def _read_qwen(config: ConfigReading, head_dim: int | None = None) -> Keys:
     if not config.get("use_sliding_window", False):
         window = None
     if window is not None and first is None:
+        # Raises, because the key is null.
         config.needed("max_window_layers")
     count = sizes["num_layers"]
     default = [SLIDING if window is not None and n >= first else FULL for n in range(count)]
@@ -239,6 +240,7 @@ def _read_phi3(config: ConfigReading) -> Keys:
             f"{config.where}: rotary positions of type {kind!r}, but this model supports only "
             "default and longrope"
         )
+    # With the completed values. What is read of them counts as read here, too.
     inner = ConfigReading({**config.values, "rope_parameters": values, "rope_scaling": None})
     rope = read_rope(inner, longest=sizes["max_seq_len"], partial=True)
     config.asked |= inner.asked

@@ -123,6 +123,7 @@ def open_folder(path: str | Path) -> Folder:
     if _method(config) != METHOD:
         return opened
     coded = find_coded(tensors)
+    # The decoded weight replaces its two stored tensors.
     codes = {part[1].name for one in coded.values() for part in (one.blocks, one.scales)}
     tensors = {name: place for name, place in tensors.items() if name not in codes}
     tensors |= {name: (one.blocks[0], one.decoded) for name, one in coded.items()}

@@ -103,6 +103,7 @@ class Layout:
         split = values.reshape([taken[name][1] - taken[name][0] for name in names])
         kept = [name for name in names if name != _PART]
         if _PART in names:
+            # If all parts were read, this one is at its own number, otherwise at 0.
             part = self.part - taken[_PART][0]
             split = np.moveaxis(split, names.index(_PART), 0)[part]
         return split.transpose([kept.index(name) for name in self.ours])
@@ -127,6 +128,7 @@ class Layout:
             count = math.prod(sizes[name] for name in self.theirs[0])
             out = out[self.rows.first : self.rows.first + count]
         split = out.reshape([sizes[name] for name in names])
+        # A copy would lose the values that are written into it.
         assert np.shares_memory(split, out)
         if _PART in names:
             split = np.moveaxis(split, names.index(_PART), 0)[self.part]
@@ -134,6 +136,7 @@ class Layout:
         split[...] = values.transpose([self.ours.index(name) for name in names])
 
     def _ranges(self, index: Sequence[Range]) -> Mapping[str, Range]:
+        # Parts that alternate are read together, and `to_ours` selects one of them.
         alternates = any(len(group) > 1 and group[-1] == _PART for group in self.theirs)
         part = (0, self.parts) if alternates else (self.part, self.part + 1)
         return {**dict(zip(self.ours, index, strict=True)), _PART: part}

@@ -165,6 +165,7 @@ def _read_qwen3_moe(config: ConfigReading) -> Keys:
     everywhere = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
     config.require("all layers have experts", **everywhere)
     rope = read_rope(config, longest=sizes["max_seq_len"])
+    # Also read if it has no effect: a key that is not read is refused.
     window = config.get("sliding_window", 4096)
     width = config.get("moe_intermediate_size", 768)
     renormalize = bool(config.get("norm_topk_prob", False))

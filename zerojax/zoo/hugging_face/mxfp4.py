@@ -81,6 +81,7 @@ def decode(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """
     pairs = np.stack([codes & 0x0F, codes >> 4], axis=-1)
     values = _VALUES[pairs.reshape(*codes.shape[:-1], GROUP)]
+    # Signed before the subtraction, which would wrap around in uint8.
     exponents = scales.astype(np.int32)[..., None] - _BIAS
     with np.errstate(over="ignore"):
         values = np.ldexp(values, exponents)

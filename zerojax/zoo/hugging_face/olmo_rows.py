@@ -100,6 +100,7 @@ def _write_olmo3(config: DecoderConfig) -> Keys:
     ropes: dict[str, Any] = {
         FULL if kind.window is None else SLIDING: kind.rope for kind in config.kinds
     }
+    # Both types are written, also one that no layer has.
     some = next(iter(ropes.values()))
     return {
         **write_sizes(config),
@@ -125,6 +126,7 @@ def _read_cohere(config: ConfigReading) -> Keys:
 
 def _cohere_sizes(config: ConfigReading) -> Keys:
     sizes = read_sizes(config, tied=True)
+    # `read_sizes` asks for it, but Cohere's norms have another key, so this one is refused.
     config.asked.discard("rms_norm_eps")
     scale = config.get("logit_scale", 0.0625)
     return {

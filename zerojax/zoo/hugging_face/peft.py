@@ -280,6 +280,7 @@ def _config(modules: Sequence[_Module], whole: Sequence[Leaf], base: str | None)
     """
     targets = {_target(module.name): module for module in modules}
     kinds = Counter((m.rank, m.scale) for m in modules for _ in m.leaves)
+    # The pair of the most adapters is the default; patterns name the others.
     ((rank, scale), _) = max(kinds.items(), key=lambda x: (x[1], x[0]))
     alpha = scale * rank
     # Joined adapters have a larger rank; alpha is scaled to keep alpha / rank.

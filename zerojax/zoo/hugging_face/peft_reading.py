@@ -120,7 +120,9 @@ class _Files:
         self.adapters: dict[str, dict[str, Tensor]] = {}
         self.saved: dict[str, Tensor] = {}
         for name, tensor in read_table(self.path).items():
+            # PEFT puts the whole copy of a module under this name inside of the module.
             bare = name.removeprefix(_PREFIX).replace(".modules_to_save.", ".")
+            # end[6] is the letter of the suffix, A or B.
             module, part = next(
                 ((bare.removesuffix(end), end[6]) for end in (_A, _B) if bare.endswith(end)),
                 (bare, ""),

@@ -96,6 +96,7 @@ class StoredArray:
                     + (f", or pass new=({leaf.name!r},) to initialize it" * is_new)
                 )
         kinds = {_dtype_read(folder, name) for name in self._names}
+        # float32 has the values of every dtype that `_dtype_read` returns.
         self.dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
     @property
@@ -237,6 +238,7 @@ class Pretrained(NnxModel):
         """
         params, extras = self._abstract
         known: dict[str, LazyArray] = {**self.stored, **self.tuned}
+        # Only if something is not in the files, because this initializes every parameter.
         if extras or len(known) < len(params):
             params, extras = self._arrays_of(self._make(jax.random.key(0)))
         whole = {
@@ -473,6 +475,7 @@ def _settings(
     row = architecture_of(config_json)
     if (task := changes.get("task")) is not None:
         changes = {**changes, "task": (task := _task_of(task, config_json))}
+        # Read as if the files were those of a class with this task.
         config_json = {**config_json, "architectures": [class_of(task.kind, row.tasks)]}
     fields = {field.name for field in dataclasses.fields(row.config_class)}
     unknown = sorted(set(changes) - fields)
@@ -595,6 +598,7 @@ def _check_copy(folder: Folder, name: str, original: str) -> None:
             *([(0, size)] for size in first.shape[1:]),
         ]
         blocks = [folder.read(tensor, runs) for tensor in (name, original)]
+        # Bytes, because NaN does not equal itself.
         same = blocks[0].tobytes() == blocks[1].tobytes()
     if not same:
         raise UnsupportedError(

@@ -160,6 +160,7 @@ def _arrays_of(table: object, data: int, size: int) -> dict[str, Tensor]:
         raise _Damage(f": its table is damaged ({_METADATA} is {quoted(notes)}, not texts by name)")
     tensors = [_tensor(name, row, data) for name, row in table.items() if name != _METADATA]
     end = data
+    # Of arrays that begin at one byte, the empty ones come first.
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
         if tensor.start < end:
             raise _Damage(
@@ -238,6 +239,7 @@ def read_block(
     with path.open("rb", buffering=0) as file:
         for start, length in _extents(tensor, runs):
             done = 0
+            # A call may read fewer bytes than it was asked for.
             while done < length:
                 piece = into[at + done : at + length]
                 count = os.preadv(file.fileno(), [piece], tensor.start + start + done)

@@ -252,6 +252,7 @@ class Outgoing:
         """Computes the tensor's values; reads each parameter once, and only this layer."""
         first = self.leaves[0]
         if self.expert is not None:
+            # The experts of a layer are one array, which is read once. Only one layer is held.
             if self.layer not in self.held:
                 self.held.clear()
                 self.held[self.layer] = read(first.name, self.layer)
