@@ -30,9 +30,9 @@ from zerojax.config.mesh import NVME
 from zerojax.config.tree_types import Tree
 from zerojax.features.deterministic.equal_bits import (
     describe_equal_bits,
+    fixed_options,
     microbatches_of_equal_bits,
 )
-from zerojax.features.deterministic.fixed_options import fixed_options
 from zerojax.features.known import choose_microbatches as microbatches_of_features
 from zerojax.features.known import describe_features, need_loop, plan_features, with_parts
 from zerojax.features.one_bit.sign_plan import describe_one_bit, with_errors
