@@ -424,7 +424,7 @@ def in_param_dtype(plan: Plan, frozen: Mapping[str, np.ndarray]) -> dict[str, np
     return {name: one(name, value) for name, value in decoded(leaves, frozen).items()}
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(value.dtype, jnp.floating)
 
 

@@ -285,7 +285,7 @@ class NoWeightError(ValueError):
 
 @allocating_for("an evaluation")
 def mean_loss(
-    evaluate: Any,
+    evaluate: Callable[..., Any],
     plan: Plan,
     state: Tree,
     batches: Any,
