@@ -26,6 +26,7 @@ from zerojax.plan.make import Plan, make_plan
 from zerojax.step.build import build_step
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import from_portable_state, to_portable_state
+from zerojax.tracing.protocol import ModelLike
 from zerojax.tracing.trees import match_names
 
 JointState = dict[str, Any]
@@ -173,7 +174,7 @@ class JointPlan:
         shardings = {into: plan.state_shardings["frozen"][into] for into in follow}
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
-        def averaged(old: Any, new: Any, skipped: jax.Array) -> Any:
+        def averaged(old: jax.Array, new: jax.Array, skipped: jax.Array) -> Any:
             def one(mine: jax.Array, other: jax.Array, decay: float) -> jax.Array:
                 return jnp.where(skipped, mine, decay * mine + (1 - decay) * other)
 
@@ -267,7 +268,7 @@ def make_joint_plan(
 
 
 def _plans(
-    model: Any, mesh: Any, objectives: Mapping[str, Objective], given: Mapping[str, Any]
+    model: ModelLike, mesh: Any, objectives: Mapping[str, Objective], given: Mapping[str, Any]
 ) -> dict[str, Plan]:
     plans: dict[str, Plan] = {}
     for name, one in objectives.items():
@@ -289,7 +290,7 @@ def _plans(
     return plans
 
 
-def _others(model: Any, one: Objective, batch: Batch, option: str) -> tuple[str, ...]:
+def _others(model: ModelLike, one: Objective, batch: Batch, option: str) -> tuple[str, ...]:
     """Returns the patterns of the parameters that an objective does not train: one or none.
 
     Raises:

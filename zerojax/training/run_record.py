@@ -27,7 +27,7 @@ from zerojax.config.checks import MAX_SIZE, check_fraction, check_size, expand_f
 from zerojax.config.display import quoted
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import ConfigError, coerce_fields
-from zerojax.config.tree_types import Batch, Tree
+from zerojax.config.tree_types import Tree
 from zerojax.data.tokenizer import Tokenizer
 from zerojax.optim.precision import Precision
 from zerojax.plan.make import Plan
@@ -146,7 +146,7 @@ class RunRecord:
     mesh: MeshConfig
     platform: str
     num_devices: int
-    batch: Batch
+    batch: Any
     data: TextData | None
     eval_batches: int | None
     checkpoints: str | None
@@ -289,7 +289,7 @@ def _listed(value: object, where: str) -> list[Any]:
     return value
 
 
-def abstract_of(batch: Batch) -> Any:
+def abstract_of(batch: Mapping[str, Any]) -> Any:
     """Converts the batch of a record to `ShapeDtypeStruct`s; None if the record has no batch.
 
     Raises:
