@@ -59,7 +59,7 @@ class Auto:
             node = node.get(name)
         return node
 
-    def _set(self, path: str, value: Any, why: str) -> None:
+    def _set(self, path: str, value: object, why: str) -> None:
         *parents, name = path.split(".")
         node = self.values
         for parent in parents:
@@ -67,7 +67,7 @@ class Auto:
         node[name] = value
         self._notes.reasons.append(f'{path}={value} for "auto": {why}')
 
-    def _settle(self, path: str, wanted: Any, default: Any, keyword: str) -> None:
+    def _settle(self, path: str, wanted: object, default: object, keyword: str) -> None:
         """Replaces "auto" at a key by the caller's value or a default; refuses another value that
         differs from the caller's.
 
@@ -111,7 +111,7 @@ class Auto:
         config = config if isinstance(config, OptimizerConfig) else None
         params = "optimizer.params"
 
-        def settle(path: str, name: str, default: Any) -> None:
+        def settle(path: str, name: str, default: object) -> None:
             wanted = None if config is None else getattr(config, name)
             self._settle(path, wanted, default, f"optimizer.{name}")
 

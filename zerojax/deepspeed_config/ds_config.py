@@ -236,7 +236,7 @@ def _with_finite(values: dict[str, Any], name: str) -> dict[str, Any]:
     return values
 
 
-def _check_nesting(value: Any, name: str) -> None:
+def _check_nesting(value: object, name: str) -> None:
     """Raises if a ds_config has too many values or levels, such as a dict that contains itself."""
     waiting = [(value, 0)]
     for _ in range(MAX_NODES):

@@ -71,7 +71,7 @@ _KINDS = {
 
 
 def honoured(
-    default: Any, why: str, only: tuple[Any, ...] | None = None, otherwise: str = ""
+    default: object, why: str, only: tuple[Any, ...] | None = None, otherwise: str = ""
 ) -> Key:
     """Makes a key with the verdict "honoured".
 
@@ -82,12 +82,12 @@ def honoured(
     return _key(default, "honoured", why, only, otherwise)
 
 
-def mapped(default: Any, why: str) -> Key:
+def mapped(default: object, why: str) -> Key:
     """Makes a key with the verdict "mapped"; arguments as of `honoured`."""
     return _key(default, "mapped", why)
 
 
-def _key(given: Any, verdict: Verdict, *rest: Any) -> Key:
+def _key(given: object, verdict: Verdict, *rest: Any) -> Key:
     kind, default = (given, None) if isinstance(given, type) else (type(given), given)
     return Key(_KINDS[kind], default, verdict, *rest)
 
@@ -112,12 +112,12 @@ def _without_effect(verdict: Verdict, why: str, defaults: Mapping[str, Any]) -> 
     return {name: _key(given, verdict, f"no effect; {why}") for name, given in defaults.items()}
 
 
-def is_enabled(value: Any) -> bool:
+def is_enabled(value: object) -> bool:
     """Returns True if a section of a ds_config has `"enabled": true`."""
     return bool(value.get("enabled", False)) if isinstance(value, Mapping) else bool(value)
 
 
-def is_enabled_inside(value: Any) -> bool:
+def is_enabled_inside(value: object) -> bool:
     """Returns True if a section of a ds_config, or a section inside it, has `"enabled": true`."""
     if not isinstance(value, Mapping):
         return False
@@ -141,7 +141,7 @@ class KeyNotes:
     def refused(self) -> tuple[Line, ...]:
         return tuple(line for line in self.lines if line.verdict == "refused")
 
-    def say(self, key: str, value: Any, verdict: Verdict, why: str) -> None:
+    def say(self, key: str, value: object, verdict: Verdict, why: str) -> None:
         line = self._lines.get(key)
         if line is None or line.verdict != "refused":
             self._lines[key] = Line(key, value, verdict, why)
@@ -151,7 +151,7 @@ class KeyNotes:
         if key in self._lines:
             self.say(key, self._lines[key].value, verdict, why)
 
-    def refuse(self, key: str, value: Any, why: str) -> None:
+    def refuse(self, key: str, value: object, why: str) -> None:
         self.say(key, value, "refused", why)
 
 
@@ -192,7 +192,7 @@ def _check(
             notes.refuse(path, value, f"expected a section with the keys {', '.join(entry)}")
 
 
-def _ignore(name: str, value: Any, table: Table, notes: KeyNotes) -> None:
+def _ignore(name: str, value: object, table: Table, notes: KeyNotes) -> None:
     notes.say(name, value, "ignored", "unknown key; DeepSpeed ignores it, too")
     is_comment, text = name.startswith("_"), name[:_MAX_NAME]
     match = () if is_comment else difflib.get_close_matches(text, [*table], 1, 0.6)
@@ -201,7 +201,7 @@ def _ignore(name: str, value: Any, table: Table, notes: KeyNotes) -> None:
     notes.warnings.append(f"{shown}: unknown key, which has no effect, as in DeepSpeed{near}")
 
 
-def _is_misspelt(name: str, value: Any, table: Table) -> bool:
+def _is_misspelt(name: str, value: object, table: Table) -> bool:
     """Returns True if an unknown top-level key is probably a misspelt known key.
 
     A key counts as misspelt if its spelling is similar to a known key, if it is the name of a key
@@ -233,7 +233,7 @@ def _check_absent(path: str, value: Any, entry: AbsentFeature, notes: KeyNotes) 
         notes.say(path, value, "honoured", "off, as here")
 
 
-def _check_key(path: str, value: Any, entry: Key, notes: KeyNotes) -> bool:
+def _check_key(path: str, value: object, entry: Key, notes: KeyNotes) -> bool:
     """Adds the line of a key; returns False if the value is absent or of the wrong kind."""
     if value is None or value == AUTO:
         shown = f"{'null' if value is None else AUTO}: treated as absent"
@@ -264,7 +264,7 @@ _WANTED = {
 }
 
 
-def as_kind(kind: str, value: Any) -> Any:
+def as_kind(kind: str, value: object) -> Any:
     """Converts a value to the type `kind`. Whole numbers written as floats (5e8) or text ("5e8")
     become integers.
 
@@ -279,7 +279,7 @@ def as_kind(kind: str, value: Any) -> Any:
     return value
 
 
-def _as_number(kind: str, value: Any) -> int | float:
+def _as_number(kind: str, value: object) -> int | float:
     wrong = ValueError(f"expected {_WANTED[kind]}, got {quoted(value)} ({type(value).__name__})")
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise wrong

@@ -74,7 +74,7 @@ def keys_page(word: str | None = None) -> str:
     return "\n".join(blocks) if blocks else f"no key of DeepSpeed mentions {word!r}"
 
 
-def _default(default: Any) -> str:
+def _default(default: object) -> str:
     return "" if default is None else f" (default {json.dumps(default)})"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from zerojax.config import ConfigError, MeshConfig, OffloadConfig
 from zerojax.config.mesh import DEVICE, HOST, NVME, SLICE_ELEMENTS, WireConfig
+from zerojax.config.tree_types import Tree
 from zerojax.deepspeed_config.ds_config import File
 from zerojax.deepspeed_config.expert_keys import data_size, expert_size
 
@@ -260,7 +261,7 @@ def _offload(file: File, stage: int) -> OffloadConfig:
     return OffloadConfig(**fields)
 
 
-def _state_of_pages(file: File, opt_state: Any) -> str:
+def _state_of_pages(file: File, opt_state: Tree) -> str:
     """Returns the memory tier of the optimizer's state if layers are in files: files as well."""
     if opt_state == NVME:
         return NVME

@@ -202,7 +202,7 @@ def update_of(file: File, given: CallerValues) -> Update:
         return Update(OptimizerConfig(), None, clip)
 
 
-def _refuse_own_schedule(file: File, caller: Any) -> None:
+def _refuse_own_schedule(file: File, caller: object) -> None:
     """Notes an error if the file sets the schedule, and the caller's configuration sets how a
     schedule counts or follows the batch."""
     sections = [name for name in ("optimizer", "scheduler") if file.has(f"{name}.type")]

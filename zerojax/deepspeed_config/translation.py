@@ -275,7 +275,7 @@ def _number(value: int | None) -> str:
     return "open" if value is None else f"{value}"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):

@@ -111,7 +111,7 @@ def _with_moments(
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros(params), zeros(params))
 
     def update(
-        updates: Tree, state: Any, params: Tree = None, *, layers: Container[str] = (), **_: Any
+        updates: Tree, state: Tree, params: Tree = None, *, layers: Container[str] = (), **_: Any
     ) -> tuple[Tree, Any]:
         assert params is not None, "decay and norms read the parameters"
         beta = _beta(b1, state.count)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import optax
 
 from zerojax import deepspeed_config, tracing
 from zerojax.checkpoint import Checkpointer
@@ -90,9 +91,9 @@ def initialize(
     config_params: str | Path | Mapping[str, Any] | None = None,
     dist_init_required: bool | None = None,
     loss: tracing.Loss | None = None,
-    optimizer: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
     steps: int | None = None,
-    example_batch: Any = None,
+    example_batch: Batch = None,
     freeze: str | Sequence[str] = (),
     run_dir: str | Path | None = None,
     watch: WatchConfig | None = None,
@@ -206,14 +207,14 @@ class Engine(EngineQueries, AbsentMethods):
             self._guard.follow(loss)
         return loss
 
-    def prepare(self, example_batch: Any) -> Plan:
+    def prepare(self, example_batch: Batch) -> Plan:
         """Makes the plan for batches like `example_batch`, and creates or restores the state.
 
         `train_batch` and `eval_batch` call this with their first batch.
         """
         return self._prepared(example_batch).plan
 
-    def _prepared(self, example_batch: Any) -> StepRunner:
+    def _prepared(self, example_batch: Batch) -> StepRunner:
         example = as_arrays_of_batch(example_batch)
         if self._runner is None:
             self._settle_rows(example)
@@ -278,7 +279,7 @@ class Engine(EngineQueries, AbsentMethods):
         with clock, self._guard.during(WAITING_FOR_DATA):
             return as_batch(batch, data_iter, parts)
 
-    def _settle_rows(self, example: Any) -> None:
+    def _settle_rows(self, example: Batch) -> None:
         """Resolves settings of the ds_config that depend on the rows of the first batch."""
         self._run = self._run.with_rows(self._rows_of(example))
         self.translation = self._run.translation

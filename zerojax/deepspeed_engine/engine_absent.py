@@ -145,7 +145,7 @@ class AbsentMethods:
     def __iter__(self) -> NoReturn:
         raise TypeError(_ONE_RESULT)
 
-    def __getitem__(self, _: Any) -> NoReturn:
+    def __getitem__(self, _: object) -> NoReturn:
         raise TypeError(_ONE_RESULT)
 
     def __getattr__(self, name: str) -> NoReturn:

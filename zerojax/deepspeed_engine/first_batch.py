@@ -40,7 +40,7 @@ class EngineUntilBatch(EngineQueries, AbsentMethods):
 
     eval_batch = train_batch
 
-    def prepare(self, example_batch: Any) -> NoReturn:
+    def prepare(self, example_batch: Batch) -> NoReturn:
         self._end(as_arrays_of_batch(example_batch))
 
     def load_checkpoint(self, *_: Any, **__: Any) -> tuple[None, dict[str, Any]]:

@@ -112,7 +112,7 @@ class PortedRun:
         )
 
 
-def _configuration(config: Any, args: Any, config_params: Any) -> Any:
+def _configuration(config: object, args: object, config_params: object) -> Any:
     """Returns the ds_config that the caller passed as `config`, `args` or `config_params`."""
     ways = {
         "config": config,

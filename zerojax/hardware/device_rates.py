@@ -63,7 +63,9 @@ def _halved(size: int, fits: Callable[[int], bool]) -> int:
     return size
 
 
-def measure_product(size: int, device: jax.Device = None, *, repeats: int = REPEATS) -> float:
+def measure_product(
+    size: int, device: jax.Device | None = None, *, repeats: int = REPEATS
+) -> float:
     """Measures the FLOP per second of a product of random matrices [size, size] in bfloat16.
 
     Args:
@@ -79,7 +81,9 @@ def measure_product(size: int, device: jax.Device = None, *, repeats: int = REPE
     return 2 * size**3 / _seconds_of(lambda: product(left, right), repeats)
 
 
-def measure_copy(num_bytes: int, device: jax.Device = None, *, repeats: int = REPEATS) -> float:
+def measure_copy(
+    num_bytes: int, device: jax.Device | None = None, *, repeats: int = REPEATS
+) -> float:
     """Measures the bandwidth of device memory in bytes per second: float32 values are read, added
     to and written; both directions count.
 

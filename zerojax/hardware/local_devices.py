@@ -126,7 +126,7 @@ def shares_host_memory(device: jax.Device) -> bool:
 
 
 def measure_link(
-    *, num_bytes: int = 2**30, repeats: int = 5, device: jax.Device = None
+    *, num_bytes: int = 2**30, repeats: int = 5, device: jax.Device | None = None
 ) -> LinkRates:
     """Measures the bandwidth of copies of an array of `num_bytes` between a device and pinned host
     memory.

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax.config.mesh import HOST
+from zerojax.config.tree_types import Tree
 from zerojax.offload.sliced_update import update_slice
 from zerojax.offload.streaming import StreamedPass, one_of
 from zerojax.offload.streaming_layers import divide
@@ -32,6 +33,7 @@ from zerojax.offload.streaming_update import (
     with_slices,
 )
 from zerojax.optim import Optimizer
+from zerojax.optim.optimizer import BegunUpdate
 from zerojax.passes import (
     PassConfig,
     model_state,
@@ -83,7 +85,7 @@ def build_delayed_gradients(
         frozen: Arrays,
         extras: Arrays,
         slices: Arrays,
-        bare: Any,
+        bare: Tree,
         delayed: Arrays,
         key_data: jax.Array,
         batch: Arrays,
@@ -109,7 +111,9 @@ def build_delayed_gradients(
         grads = {name: grads[name].astype(delayed["grads"][name].dtype) for name in params}
         return sums, grads, agreed, totals["weights"], totals["slices"]
 
-    def gradients(state: TrainState, key_data: jax.Array, batch: Arrays, loss_factor: Any):
+    def gradients(
+        state: TrainState, key_data: jax.Array, batch: Arrays, loss_factor: jax.Array | None
+    ):
         params, frozen = state["params"], state["frozen"]
         slices = slices_of(state, leaves)
         trained = specs_of(config, params)
@@ -285,7 +289,7 @@ class _BesideLayers(LayerOfLeaf):
         self.spec = slice_spec(leaf, (MODEL,))
 
     def update(
-        self, begun: Any, loaded: list[jax.Array], grad: jax.Array, index: jax.Array | int
+        self, begun: BegunUpdate, loaded: list[jax.Array], grad: jax.Array, index: jax.Array | int
     ) -> list[jax.Array]:
         number = self._first + index * self._count
         pieces = take_slices(as_slices(self._leaf, grad), number, self._count)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from zerojax.checkpoint.agreement import from_process_0
 from zerojax.checkpoint.store import BucketStore, StoreError, StoreFailedError
+from zerojax.checkpoint.store.sweep import Bucket
 from zerojax.config.mesh import NVME
 from zerojax.offload.disk_errors import DiskErrors, failing_together
 from zerojax.offload.disk_places import DiskLeaf, DiskSlice, disk_leaves
@@ -99,7 +100,7 @@ class DiskState:
         wrote = False
         assert self.store.is_durable or not may_stop
 
-        def write(bucket: Any) -> None:
+        def write(bucket: Bucket) -> None:
             nonlocal wrote
             wrote = True
             bucket.write()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zerojax.config.mesh import HOST, HOST_KIND
+from zerojax.config.tree_types import Tree
 from zerojax.offload.disk_errors import DiskErrors
 from zerojax.offload.page_files import PageFiles, PageSweep
 from zerojax.offload.streaming_layers import has_gradient
@@ -29,7 +31,12 @@ class LayerInputs(Protocol):
 
     def __enter__(self) -> LayerInputs: ...
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
 
     def put(self, activations: Activations) -> None:
         """Stores the input of one layer in the forward pass; called in the order of the layers."""
@@ -43,7 +50,7 @@ class LayerInputs(Protocol):
         """Removes and returns the last stored input (a stack: last in, first out)."""
         ...
 
-    def use(self, arrays: Any) -> None:
+    def use(self, arrays: Tree) -> None:
         """Registers arrays computed from the last taken input; its memory is reused when they are
         ready.
         """
@@ -63,7 +70,12 @@ class InputsInMemory(LayerInputs):
     def __enter__(self) -> InputsInMemory:
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._kept.clear()
 
     def put(self, activations: Activations) -> None:
@@ -76,7 +88,7 @@ class InputsInMemory(LayerInputs):
         activations = self._kept.pop()
         return _moved(activations, None) if self._moves else activations
 
-    def use(self, arrays: Any) -> None:
+    def use(self, arrays: Tree) -> None:
         return None
 
     def end(self) -> None:
@@ -140,7 +152,7 @@ class InputPages(PageFiles):
         views = iter(self.views(page).values())
         return tuple(self._place(next(views), x) if _waits(x) else x for x in stayed)
 
-    def _place(self, rows: np.ndarray, like: Any) -> jax.Array:
+    def _place(self, rows: np.ndarray, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
         shape = like.sharding.shard_shape(like.shape)
         shards = [
             jax.device_put(rows[self._row_of[device]].reshape(shape), device)
@@ -178,7 +190,12 @@ class InputsInFiles(LayerInputs):
         self._sweep = PageSweep(self._pages, self._order, read=False, errors=self._errors)
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if self._sweep is not None:
             self._sweep.__exit__(kind, error, traceback)
 
@@ -198,7 +215,7 @@ class InputsInFiles(LayerInputs):
         page, self._taken = self._sweep.next(), True
         return self._pages.on_devices(page.array, self._stayed.pop())
 
-    def use(self, arrays: Any) -> None:
+    def use(self, arrays: Tree) -> None:
         if self._taken:
             assert self._sweep is not None
             self._sweep.use(arrays)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import DEVICE, HOST, NVME, SLICE_ELEMENTS, TIERS, OffloadConfig
-from zerojax.config.tree_types import Batch
+from zerojax.config.tree_types import Batch, Tree
 from zerojax.models.losses import as_sums
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
@@ -384,7 +384,7 @@ def cut_into_layers(
             f"matmul_dtype=None, or {away}"
         )
 
-    def run(values: Any, extras: Any, key: jax.Array, batch: Batch) -> Any:
+    def run(values: Tree, extras: dict[str, Any], key: jax.Array, batch: Batch) -> Any:
         result, after = model.run(values, extras, key, on_batch(loss, batch))
         return as_sums(result), after
 

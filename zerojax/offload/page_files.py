@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 
 from zerojax.checkpoint.store import BucketStore
 from zerojax.checkpoint.store.sweep import Bucket
+from zerojax.config.tree_types import Tree
 from zerojax.offload.disk_errors import DiskErrors, in_one_sentence
 from zerojax.offload.disk_places import ALIGNMENT
 
@@ -126,7 +128,12 @@ class PageSweep:
     def __enter__(self) -> PageSweep:
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._wait()
         self._sweep.close()
 
@@ -147,7 +154,7 @@ class PageSweep:
                 return next(self._sweep)
         return self._pages.spare
 
-    def use(self, arrays: Any) -> None:
+    def use(self, arrays: Tree) -> None:
         """Registers arrays computed from the last returned page; its memory is reused when they are
         ready.
         """

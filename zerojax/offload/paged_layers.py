@@ -59,9 +59,9 @@ class Context(NamedTuple):
       index: number of the microbatch, int32 [].
     """
 
-    prepared: Any
-    extras: Any
-    key_data: Any
+    prepared: Tree
+    extras: Tree
+    key_data: Tree
     batch: Batch
     index: Any
 
@@ -76,11 +76,11 @@ class Backward(NamedTuple):
       squares: {name: sum of squares of the reduced gradients of all layers so far}.
     """
 
-    gradients: Any
-    consts: Any
-    others: Any
-    device: jax.Device
-    squares: Any
+    gradients: Tree
+    consts: Tree
+    others: Tree
+    device: Tree
+    squares: Tree
 
 
 class PassTotals(NamedTuple):
@@ -170,7 +170,7 @@ class LayerPrograms:
     def _program(
         self,
         local: Callable[..., Any],
-        given: Any,
+        given: Tree,
         result: Any,
         *,
         donates: tuple[int, ...] = (),
@@ -194,7 +194,7 @@ class LayerPrograms:
         )
         measured = {kind: choice.implementation for kind, choice in plan.program.kernels.items()}
 
-        def run(*args: Any) -> Any:
+        def run(*args: Tree) -> Any:
             with attention_measured(measured):
                 return mapped(*args)
 
@@ -241,7 +241,7 @@ class LayerPrograms:
         return weights, (extras, key, batch)
 
     def _begin(
-        self, params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Batch
+        self, params: Arrays, frozen: Arrays, extras: Arrays, key_data: jax.Array, batch: Batch
     ) -> Any:
         prepared = prepare_parameters(self.config, params, frozen)
         outer, device = {}, {}
@@ -275,7 +275,13 @@ class LayerPrograms:
         return _own(activations), _own(around), _own(jax.tree.map(stack, written))
 
     def _forward(
-        self, context: Context, rows: Arrays, layer: Any, entering: Any, around: Any, changes: Any
+        self,
+        context: Context,
+        rows: Arrays,
+        layer: Tree,
+        entering: Tree,
+        around: Tree,
+        changes: Tree,
     ) -> Any:
         weights, _ = self._pass(context)
         work = weights.work(*_here(around), around=False)
@@ -287,7 +293,12 @@ class LayerPrograms:
         return _own(activations), _own(changes)
 
     def _head(
-        self, context: Context, outputs: Any, around: Any, device: Arrays, factor: Any
+        self,
+        context: Context,
+        outputs: Tree,
+        around: Tree,
+        device: Arrays,
+        factor: jax.Array | None,
     ) -> Any:
         weights, given = self._pass(context)
         outputs, (consts, others) = _here(outputs), _here(around)
@@ -307,9 +318,9 @@ class LayerPrograms:
         self,
         context: Context,
         rows: Arrays,
-        layer: Any,
-        entering: Any,
-        around: Any,
+        layer: Tree,
+        entering: Tree,
+        around: Tree,
         state: Backward,
         before: Arrays | None,
     ) -> Any:
@@ -345,7 +356,7 @@ class LayerPrograms:
         return waiting, _own(after)
 
     def _embed_backward(
-        self, context: Context, of_head: Arrays, state: Backward, changes: Any, outer: Arrays
+        self, context: Context, of_head: Arrays, state: Backward, changes: Tree, outer: Arrays
     ) -> Any:
         weights, given = self._pass(context)
         state, reads = _here(state), weights.outer_reads()
@@ -366,7 +377,7 @@ class LayerPrograms:
         written = of_embed | of_layers | of_head_extras | weights.pieces.count(extras)
         return _own(grads), _own({**extras, **written})
 
-    def _evaluate(self, context: Context, outputs: Any) -> Arrays:
+    def _evaluate(self, context: Context, outputs: Tree) -> Arrays:
         weights, given = self._pass(context)
         sums, _ = weights.head(weights.bind(weights.outer), *given, _here(outputs))
         return sum_replicated(sums)

@@ -99,7 +99,7 @@ class PagedStep:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         disk, errors = state["disk"], DiskErrors()
-        given: Any = {**state, "disk": {}}
+        given: Tree = {**state, "disk": {}}
         with contextlib.ExitStack() as stack:
             update = None
             if self._in_backward:
@@ -131,8 +131,8 @@ class PagedStep:
         outer_params = state["params"], state["frozen"]
         given = *outer_params, state["extras"], key_data, batch
         prepared, extras, outer, device = self.programs.begin(*given)
-        sums: Any = None
-        squares: Any = {}
+        sums: Tree = None
+        squares: Tree = {}
         for number in range(self._number):
             context = Context(prepared, extras, key_data, batch, np.int32(number))
             given = sums, outer, device, factor

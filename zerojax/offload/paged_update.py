@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -181,7 +182,12 @@ class UpdateInBackward:
     def __enter__(self) -> UpdateInBackward:
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._drop()
         self._sweep.__exit__(kind, error, traceback)
         self._pieces.close()

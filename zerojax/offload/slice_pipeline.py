@@ -87,7 +87,7 @@ class _Pipeline:
         """
         last = count - 1
 
-        def body(done: Any, carry: Tree) -> Any:
+        def body(done: jax.Array, carry: Tree) -> Any:
             arrays, loaded = carry
             index = last - done
             arrays, new = self._compute(arrays, loaded, index)

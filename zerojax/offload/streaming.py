@@ -121,7 +121,7 @@ def _all_microbatches(
         batch = jax.tree.map(lambda x: x[0], microbatches)
         return weights.differentiate(extras, key, batch, loss_factor, sink, totals)
 
-    def one(carry: Tree, item: Any) -> tuple[Any, None]:
+    def one(carry: Tree, item: Tree) -> tuple[Any, None]:
         sums, outer, totals, extras = carry
         index, batch = item
         own = jax.random.fold_in(key, index)
@@ -256,7 +256,7 @@ class StreamedPass:
 
     # --- layers -----------------------------------------------------------------------------------
 
-    def work(self, consts: Any, others: Any, *, around: bool) -> LayerWork:
+    def work(self, consts: Tree, others: Tree, *, around: bool) -> LayerWork:
         return LayerWork(
             num_layers=self.pieces.num_layers,
             load=self.rows.load,
@@ -278,7 +278,7 @@ class StreamedPass:
             raise error_of_other_read(name, str(found[name]))
         return products
 
-    def _layer(self, rows: Arrays, consts: Any, others: Any, activations: Any) -> Any:
+    def _layer(self, rows: Arrays, consts: Tree, others: Tree, activations: Tree) -> Any:
         sharded = {n: self.rows.sharded(n, rows[n], p) for n, p in self._products.items()}
         return self.pieces.layer({**rows, **sharded}, consts, others, activations)
 
@@ -333,7 +333,7 @@ class StreamedPass:
         return surround
 
     def ending(
-        self, context: tuple[Arrays, Any, Arrays], outputs: Any, loss_factor: jax.Array | None
+        self, context: tuple[Arrays, Any, Arrays], outputs: Tree, loss_factor: jax.Array | None
     ) -> Callable[[Arrays, list], Any]:
         """Builds the head: `(values, floating outputs) -> (scaled loss, (sums, changes of
         extras))`.
@@ -378,7 +378,7 @@ class StreamedPass:
         batch: Arrays,
         loss_factor: jax.Array | None,
         sink: GradientSink | Updates,
-        totals: Any,
+        totals: Tree,
     ) -> tuple[Arrays, Arrays, Any, Arrays]:
         """Runs forward and backward pass of one microbatch; the layers' gradients go to `sink`.
 

@@ -169,7 +169,7 @@ def run_backward(
     last_layer: LastLayer,
     inputs: Inputs,
     gradients: list,
-    totals: Any,
+    totals: Tree,
     take: Callable[[Any, Any, Arrays], Any],
 ) -> tuple[list, list, list, Any]:
     """Runs the backward pass of all layers, from the last to the first.
@@ -187,12 +187,12 @@ def run_backward(
     last, kept = work.num_layers - 1, last_layer.inputs
 
     def one(
-        index: jax.Array | int, rows: Arrays, activations: Several, sums: _Sums, totals: Any
+        index: jax.Array | int, rows: Arrays, activations: Several, sums: _Sums, totals: Tree
     ) -> Any:
         of_rows, sums = _pull(work.run_again(rows, index, activations), index, sums)
         return sums, take(totals, index, of_rows)
 
-    def body(done: Any, state: Tree) -> Any:
+    def body(done: jax.Array, state: Tree) -> Any:
         rows, activations, sums, totals = state
         index = last - done
         following, entering = work.load(index - 1), inputs.load(kept, index - 1)
@@ -237,11 +237,11 @@ class Updates(Protocol):
         """Names of the parameters of a layer in `NUM_GROUPS` groups with about as many bytes."""
         ...
 
-    def start(self, totals: Any, sums: Arrays) -> Any:
+    def start(self, totals: Tree, sums: Arrays) -> Any:
         """Prepares the totals for the backward pass; `sums` are the sums of loss and weight."""
         ...
 
-    def load(self, totals: Any, index: jax.Array | int, names: Sequence[str]) -> Arrays:
+    def load(self, totals: Tree, index: jax.Array | int, names: Sequence[str]) -> Arrays:
         """Loads this device's shards of weights of a layer before its update."""
         ...
 
@@ -251,19 +251,19 @@ class Updates(Protocol):
         """
         ...
 
-    def waiting(self, totals: Any, index: jax.Array | int) -> tuple[Any, Any]:
+    def waiting(self, totals: Tree, index: jax.Array | int) -> tuple[Any, Any]:
         """Takes the gradients for `update` that the step before left, if `is_delayed`; returns
         (totals, gradients)."""
         ...
 
-    def receive(self, totals: Any, index: jax.Array | int, grads: Arrays) -> tuple[Any, Any]:
+    def receive(self, totals: Tree, index: jax.Array | int, grads: Arrays) -> tuple[Any, Any]:
         """Reduces a layer's gradients over devices; returns (totals, gradients for `update`)."""
         ...
 
     def update(
         self,
-        totals: Any,
-        waiting: Any,
+        totals: Tree,
+        waiting: Tree,
         loaded: Arrays,
         index: jax.Array | int,
         names: Sequence[str],
@@ -271,11 +271,11 @@ class Updates(Protocol):
         """Updates a part of a layer; returns its new state, on the device."""
         ...
 
-    def load_state(self, totals: Any, index: jax.Array | int, names: Sequence[str]) -> Arrays:
+    def load_state(self, totals: Tree, index: jax.Array | int, names: Sequence[str]) -> Arrays:
         """Loads the state of a part of a layer before its update."""
         ...
 
-    def store_state(self, totals: Any, new: Arrays, index: jax.Array | int) -> Any:
+    def store_state(self, totals: Tree, new: Arrays, index: jax.Array | int) -> Any:
         """Stores the new state of a part of a layer in host memory; returns the totals."""
         ...
 
@@ -285,7 +285,7 @@ def run_updating_backward(
     last_layer: LastLayer,
     inputs: Inputs,
     gradients: list,
-    totals: Any,
+    totals: Tree,
     updates: Updates,
 ) -> tuple[list, list, list, Any]:
     """Runs the backward pass of all layers, from the last to the first, and updates each layer.
@@ -298,11 +298,11 @@ def run_updating_backward(
     """
     last, kept, every = work.num_layers - 1, last_layer.inputs, sum(updates.groups, ())
 
-    def load(totals: Any, index: jax.Array | int, names: Sequence[str]) -> tuple[Arrays, Arrays]:
+    def load(totals: Tree, index: jax.Array | int, names: Sequence[str]) -> tuple[Arrays, Arrays]:
         """Returns (optimizer state of layer `index`, weights of layer `index - 1`), loaded."""
         return updates.load_state(totals, index, names), updates.load(totals, index - 1, names)
 
-    def body(done: Any, carry: Tree) -> Any:
+    def body(done: jax.Array, carry: Tree) -> Any:
         rows, activations, sums, totals, waiting, loaded = carry
         index = last - done
         turns = _Turns(updates, totals, waiting, loaded, index + 1, load)
@@ -339,7 +339,7 @@ def run_delayed_backward(
     last_layer: LastLayer,
     inputs: Inputs,
     gradients: list,
-    totals: Any,
+    totals: Tree,
     updates: Updates,
 ) -> tuple[list, list, list, Any]:
     """Runs the backward pass of all layers, and updates each with the gradients of the step before.
@@ -351,10 +351,10 @@ def run_delayed_backward(
     """
     last, kept, every = work.num_layers - 1, last_layer.inputs, sum(updates.groups, ())
 
-    def load(totals: Any, index: jax.Array | int, names: Sequence[str]) -> tuple[Arrays]:
+    def load(totals: Tree, index: jax.Array | int, names: Sequence[str]) -> tuple[Arrays]:
         return (updates.load_state(totals, index, names),)
 
-    def body(done: Any, carry: Tree) -> Any:
+    def body(done: jax.Array, carry: Tree) -> Any:
         rows, activations, sums, totals, loaded = carry
         index = last - done
         totals, waiting = updates.waiting(totals, index)
@@ -401,7 +401,7 @@ class _Turns:
     def __init__(
         self,
         updates: Updates,
-        totals: Any,
+        totals: Tree,
         waiting: tuple[Arrays, Any],
         loaded: Arrays,
         index: jax.Array | int,
@@ -426,7 +426,7 @@ class _Turns:
             entering = tuple(join(floats, activations))
             return _pull(work.run_again(rows, index, entering, at_once=True), index, sums)
 
-        def pause(value: Any, done: Sequence[Any]) -> Any:
+        def pause(value: Tree, done: Sequence[Any]) -> Any:
             return _after(value, self._run(next(turns), [value, *done]))
 
         floats = _first_after(floating(activations), self._run(0))
@@ -455,12 +455,12 @@ class _Turns:
         return self._totals, tuple({n: x for part in p for n, x in part.items()} for p in found)
 
 
-def _first_after(values: list, earlier: Any) -> list:
+def _first_after(values: list, earlier: Tree) -> list:
     """Returns the values, of which the first one is ready only after the arrays in `earlier`."""
     return [_after(values[0], earlier), *values[1:]] if values else values
 
 
-def _after(value: jax.Array, earlier: Any) -> jax.Array:
+def _after(value: jax.Array, earlier: Tree) -> jax.Array:
     """Returns `value` unchanged, but makes the compiler compute the arrays in `earlier` before it.
 
     It computes a value as late as what needs it allows, and what only the next iteration needs at
@@ -508,7 +508,7 @@ def _put_rows(stacks: Arrays, rows: Arrays, index: jax.Array | int) -> Arrays:
 # --- values with a gradient and values without one ------------------------------------------------
 
 
-def has_gradient(value: Any) -> bool:
+def has_gradient(value: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether an array can have a gradient, that is, whether its dtype is
     floating-point.
     """

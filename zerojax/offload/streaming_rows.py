@@ -11,7 +11,7 @@ gradients are in the same memory (host or device) as their weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.offload.streaming_layers import Inputs, has_gradient
 from zerojax.passes import PassConfig, tile_collectives
 from zerojax.placement.device_mesh import (
@@ -56,7 +57,7 @@ class RowStacks:
         """Returns a row on the device, copied to host memory if the stacks are there."""
         return to_host(row) if self.on_host else row
 
-    def _stack_specs(self, names: Any) -> dict[str, P]:
+    def _stack_specs(self, names: Collection[str]) -> dict[str, P]:
         return {name: P(None, *self.specs[name]) for name in names}
 
     def empty(self, rows: int, like: Mapping[str, Any]) -> Arrays:
@@ -336,28 +337,28 @@ def host_inputs(specs: list[P]) -> Inputs:
     stacks = RowStacks({str(at): spec for at, spec in enumerate(specs)})
     here = device_inputs()
 
-    def split(values: Any) -> tuple[Arrays, list]:
+    def split(values: Tree) -> tuple[Arrays, list]:
         on_host = {str(at): x for at, x in enumerate(values) if has_gradient(x)}
         return on_host, [x for x in values if not has_gradient(x)]
 
-    def empty(number: int, like: Any) -> Any:
+    def empty(number: int, like: Tree) -> Any:
         on_host, rest = split(like)
         return stacks.empty(number, on_host), here.empty(number, tuple(rest))
 
-    def load(kept: Any, index: jax.Array | int) -> Any:
+    def load(kept: Tree, index: jax.Array | int) -> Any:
         on_host, rest = stacks.load(kept[0], index), iter(here.load(kept[1], index))
         return tuple(
             on_host[str(at)] if str(at) in on_host else next(rest) for at in range(len(specs))
         )
 
-    def store(kept: Any, values: Any, index: jax.Array | int) -> Any:
+    def store(kept: Tree, values: Tree, index: jax.Array | int) -> Any:
         on_host, rest = split(values)
         return stacks.store(kept[0], on_host, index), here.store(kept[1], tuple(rest), index)
 
     return Inputs(empty=empty, load=load, store=store)
 
 
-def split_by_name(arrays: Arrays, names: Any) -> tuple[Arrays, Arrays]:
+def split_by_name(arrays: Arrays, names: Collection[str]) -> tuple[Arrays, Arrays]:
     """Splits `arrays` into (those whose name is in `names`, all other arrays)."""
     chosen = {name: x for name, x in arrays.items() if name in names}
     return chosen, {name: x for name, x in arrays.items() if name not in names}
@@ -370,7 +371,7 @@ def _cast(value: jax.Array, dtype: DTypeLike) -> jax.Array:
 class GradientSink(Protocol):
     """Receives the layers' gradients in a backward pass, one layer after the other."""
 
-    def start(self, totals: Any, sums: Arrays) -> Any:
+    def start(self, totals: Tree, sums: Arrays) -> Any:
         """Prepares the totals for the backward pass of a microbatch.
 
         Args:
@@ -378,7 +379,7 @@ class GradientSink(Protocol):
         """
         ...
 
-    def take(self, totals: Any, index: jax.Array | int, grads: Arrays) -> Any:
+    def take(self, totals: Tree, index: jax.Array | int, grads: Arrays) -> Any:
         """Returns the totals with the gradients of one layer added.
 
         Args:

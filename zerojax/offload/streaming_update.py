@@ -20,10 +20,12 @@ from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.mesh import HOST
+from zerojax.config.tree_types import Tree
 from zerojax.offload.sliced_update import begin, context_of, update_slice
 from zerojax.offload.streaming import StreamedPass, one_of
 from zerojax.offload.streaming_layers import divide
 from zerojax.offload.streaming_rows import LayerRows, put_rows, split_by_name
+from zerojax.optim.optimizer import BegunUpdate
 from zerojax.passes import (
     PassConfig,
     model_state,
@@ -74,7 +76,7 @@ def build_updating_gradients(
         frozen: Arrays,
         extras: Arrays,
         slices: Arrays,
-        bare: Any,
+        bare: Tree,
         key_data: jax.Array,
         batch: Arrays,
     ):
@@ -142,7 +144,7 @@ class LayerUpdates:
 
     plan: Decisions
     rows: LayerRows
-    bare: Any
+    bare: Tree
     key_data: jax.Array
 
     def totals(self, slices: Arrays) -> Arrays:
@@ -199,7 +201,7 @@ class LayerUpdates:
     def update(
         self,
         totals: Arrays,
-        waiting: Any,
+        waiting: Tree,
         loaded: Arrays,
         index: jax.Array | int,
         names: Sequence[str],
@@ -211,7 +213,7 @@ class LayerUpdates:
         loaded = {name: loaded[name] for name in names}
 
         def local(
-            loaded: Arrays, grads: Arrays, bare: Any, index: jax.Array | int, *numbers: Any
+            loaded: Arrays, grads: Arrays, bare: Tree, index: jax.Array | int, *numbers: jax.Array
         ) -> Any:
             begun = begin(self.plan, bare, context_of(self.plan, *numbers))
             return {
@@ -343,7 +345,7 @@ class LayerOfLeaf:
         self.spec = slice_spec(leaf, (MODEL,))
 
     def update(
-        self, begun: Any, loaded: list[jax.Array], grad: jax.Array, index: jax.Array | int
+        self, begun: BegunUpdate, loaded: list[jax.Array], grad: jax.Array, index: jax.Array | int
     ) -> list[jax.Array]:
         """Updates one layer; returns [new weights of the layer, new slices of each array], on the
         device.

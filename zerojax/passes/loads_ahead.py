@@ -59,14 +59,16 @@ def _run_loop(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     consts, start, items = operands[:num_consts], operands[num_consts:first], operands[first:]
     on_host = [_is_on_host(atom) for atom in equation.invars[first:]]
 
-    def number(done: Any) -> Any:
+    def number(done: jax.Array | int) -> Any:
         return last - done if params["reverse"] else done
 
-    def load(index: Any) -> list[Any]:
+    def load(index: jax.Array | int) -> list[Any]:
         stacks = zip(items, on_host, strict=True)
         return [to_device(take_slice(stack, index)) for stack, far in stacks if far]
 
-    def run(done: Any, carry: Sequence[Any], loaded: Sequence[Any], stacks: Sequence[Any]) -> Any:
+    def run(
+        done: jax.Array | int, carry: Sequence[Any], loaded: Sequence[Any], stacks: Sequence[Any]
+    ) -> Any:
         ready = iter(loaded)
         rows = [
             next(ready) if far else take_slice(stack, number(done))
@@ -76,7 +78,7 @@ def _run_loop(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         new = zip(stacks, outputs[num_carry:], strict=True)
         return outputs[:num_carry], [put_slice(stack, row, number(done)) for stack, row in new]
 
-    def one(done: Any, state: Tree) -> Any:
+    def one(done: jax.Array | int, state: Tree) -> Any:
         carry, loaded, stacks = state
         following = load(number(done) + (-1 if params["reverse"] else 1))
         carry, stacks = run(done, carry, loaded, stacks)

@@ -106,7 +106,7 @@ def agree(
     return {**after, **add_changes(before, summed, count, counted), **largest}
 
 
-def is_averaged(name: str, value: Any, overwritten: Set[str]) -> bool:
+def is_averaged(name: str, value: jax.Array | jax.ShapeDtypeStruct, overwritten: Set[str]) -> bool:
     """Returns True if the changes of an extra are averaged over data shards, False if they are
     summed (counts).
     """

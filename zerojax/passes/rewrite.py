@@ -128,7 +128,7 @@ def _keep_what_is_dear(primitive: Primitive, *_: jax.core.AbstractValue, **param
     return primitive.name not in _LAYOUT and not is_made_again(primitive, params)
 
 
-def _without_gathers(policy: Any) -> Any:
+def _without_gathers(policy: Callable[..., Any] | None) -> Any:
     """Returns a checkpoint policy like `policy` that saves no gathered values; None stays None."""
     if policy is None:
         return None

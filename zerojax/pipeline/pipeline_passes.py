@@ -196,7 +196,7 @@ class _Weights:
                 self.config, values, extras, key, batch, self.on_read, train=train
             )
 
-        def whole(name: str, value: Any) -> Any:
+        def whole(name: str, value: jax.Array) -> Any:
             stacked = name in self.layout.stacked
             shape = lambda x: (layers, *x.shape[1:]) if stacked else x.shape  # noqa: E731
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), value)
@@ -396,7 +396,7 @@ def execute(
     rows: np.ndarray,
     extras: Arrays,
     accumulate_dtype: DTypeLike,
-    activation_spec: Any,
+    activation_spec: P,
     backward: bool = True,
 ) -> Results:
     """Runs this stage's part of all microbatches, forward and backward, inside a `shard_map`.

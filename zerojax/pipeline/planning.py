@@ -124,7 +124,9 @@ def choose_microbatches(
     ]
 
 
-def _divide(method: Any, loop: LayerLoop, params: Arrays, draft: PipelineLayout) -> tuple[int, ...]:
+def _divide(
+    method: str | tuple[int, ...], loop: LayerLoop, params: Arrays, draft: PipelineLayout
+) -> tuple[int, ...]:
     """Returns the number of layers of each virtual stage (chunk of a stage).
 
     "flops" chooses the fastest division for the executor. In every tick the executor computes a
@@ -162,7 +164,7 @@ def _sizes(loop: LayerLoop, params: Arrays) -> dict[str, float]:
 
 
 def partition_layers(
-    method: str | Sequence[int],
+    method: str | tuple[int, ...] | Sequence[int],
     num_layers: int,
     num_parts: int,
     *,

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -54,7 +55,7 @@ class TracedLoss:
         equal if the backward pass is linear.
     """
 
-    forward: Any
+    forward: Jaxpr
     index_limits: Mapping[str, tuple[IndexLimit, ...]]
     exact_leaves: Mapping[str, str]
     has_weight: bool

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.models.adapt import bound_attribute
+from zerojax.optim.precision import Precision
 from zerojax.placement.device_mesh import AXES, DATA, DATA_AXES, EXPERT, MODEL
 from zerojax.placement.table import Placement
 from zerojax.tracing import trees
@@ -20,7 +22,9 @@ ATTRIBUTE = "expert_parameters"
 """Name of the static attribute by which a model declares its expert parameters."""
 
 
-def check_expert_axis(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
+def check_expert_axis(
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision
+) -> None:
     """Raises if `expert` > 1 is combined with settings that are unsupported or could change the
     results.
 
@@ -58,7 +62,7 @@ def check_expert_axis(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision
 def plan_experts(
     model: Model,
     shapes: Mapping[str, Sequence[int]],
-    program: Any,
+    program: Jaxpr,
     mesh: Mesh | AbstractMesh,
     stacks: Mapping[str, tuple[str, ...]],
 ) -> dict[str, int]:

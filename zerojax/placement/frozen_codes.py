@@ -4,10 +4,10 @@ unsupported settings, and describes the choice."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.optim.precision import Precision
@@ -98,7 +98,7 @@ def check_lazy_reads(precision: Precision, *, reads_lazily: bool) -> None:
         )
 
 
-def check_codes(settings: MeshConfig, mesh: Any, precision: Precision) -> None:
+def check_codes(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision) -> None:
     """Raises if other settings prevent that parameters that `freeze_dtype` (nf4, int8) quantizes
     are decoded layer by layer.
 

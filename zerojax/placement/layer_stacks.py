@@ -69,7 +69,7 @@ def group_rows(tree: Tree, stacks: Stacks) -> Tree:
     if not stack_of:
         return tree
 
-    def group(node: Any) -> Any:
+    def group(node: Tree) -> Any:
         if not _has_any(node, stack_of):
             return node
         result: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def ungroup_rows(
       row_of: function (leaf of a stack, row number) -> the row.
     """
 
-    def ungroup(node: Any) -> Any:
+    def ungroup(node: Tree) -> Any:
         if not _has_any(node, stacks):
             return node
         result: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def ungroup_rows(
     return jax.tree.map(ungroup, tree, is_leaf=lambda node: _has_any(node, stacks))
 
 
-def _has_any(node: Any, names: Mapping[str, Any]) -> bool:
+def _has_any(node: Tree, names: Mapping[str, Any]) -> bool:
     return isinstance(node, dict) and any(name in names for name in node)
 
 

@@ -103,7 +103,7 @@ def with_delayed(
       mesh: mesh of the plan.
     """
 
-    def gradient(name: str, param: Any) -> jax.ShapeDtypeStruct:
+    def gradient(name: str, param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         in_full = name not in sliced or placement.leaves[name].gradient_in_full
         dtype = jnp.float32 if in_full else precision.reduce_dtype
         return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)

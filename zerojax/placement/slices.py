@@ -62,7 +62,7 @@ def abstract_tiers(leaf: SlicedLeaf, dtype: DTypeLike, mesh: Mesh | AbstractMesh
 
 
 def map_moments(
-    leaves: Mapping[str, SlicedLeaf], function: Callable[..., Any], opt_state: Tree, *others: Any
+    leaves: Mapping[str, SlicedLeaf], function: Callable[..., Any], opt_state: Tree, *others: Tree
 ) -> Any:
     """Applies a function to each moment of an offloaded parameter in an optimizer's state; returns
     the new state.
@@ -76,7 +76,7 @@ def map_moments(
     """
     number = itertools.count()
 
-    def of_node(node: Any, *same: Any) -> Any:
+    def of_node(node: Tree, *same: Tree) -> Any:
         if not isinstance(node, dict):
             return node
         moment = next(number)
@@ -120,7 +120,7 @@ def cut(leaf: SlicedLeaf, shard: jax.Array) -> Tiers:
     return result
 
 
-def take_slice(slices: jax.Array, number: Any) -> jax.Array:
+def take_slice(slices: jax.Array, number: jax.Array | int) -> jax.Array:
     """Returns slices[number]; from host memory as one copy, if `number` is linear in a loop
     counter."""
     # Without negative numbers the index stays linear, so that the copy is one of memory (DMA) and
@@ -128,18 +128,18 @@ def take_slice(slices: jax.Array, number: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(slices, number, 0, keepdims=False, allow_negative_indices=False)
 
 
-def put_slice(slices: jax.Array, new: jax.Array, number: Any) -> jax.Array:
+def put_slice(slices: jax.Array, new: jax.Array, number: jax.Array | int) -> jax.Array:
     """Returns `slices` with `new` at position `number`; XLA may write in place."""
     return lax.dynamic_update_index_in_dim(slices, new, number, 0, allow_negative_indices=False)
 
 
-def take_slices(slices: jax.Array, first: Any, count: int) -> jax.Array:
+def take_slices(slices: jax.Array, first: jax.Array | int, count: int) -> jax.Array:
     """Returns slices[first : first + count], as `take_slice` does."""
     starts, sizes = (first, *[0] * (slices.ndim - 1)), (count, *slices.shape[1:])
     return lax.dynamic_slice(slices, starts, sizes, allow_negative_indices=False)
 
 
-def put_slices(slices: jax.Array, new: jax.Array, first: Any) -> jax.Array:
+def put_slices(slices: jax.Array, new: jax.Array, first: jax.Array | int) -> jax.Array:
     """Returns `slices` with the slices `new` from position `first` on; XLA may write in place."""
     starts = (first, *[0] * (slices.ndim - 1))
     return lax.dynamic_update_slice(slices, new, starts, allow_negative_indices=False)

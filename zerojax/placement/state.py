@@ -7,8 +7,8 @@ from it. The number of applied updates is `step - skipped`; optax's own counts a
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
-from typing import Any, NotRequired, TypedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NotRequired, SupportsIndex, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.wrap_key_data(rng), step)
 
 
-def as_seed(seed: Any) -> int:
+def as_seed(seed: SupportsIndex) -> int:
     """Converts a seed to an integer.
 
     Raises:
@@ -173,7 +173,7 @@ def abstract_state(
         dtype = jnp.uint8 if leaf.codes is not None else dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    def replicate(leaf: Any) -> jax.ShapeDtypeStruct:
+    def replicate(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
 
     placed = {name: place(leaf) for name, leaf in placement.leaves.items()}
@@ -200,7 +200,7 @@ def portable_opt_state(
     sharding."""
     mesh = next(iter(trained.values())).sharding.mesh
 
-    def replicate(leaf: Any) -> jax.ShapeDtypeStruct:
+    def replicate(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
 
     return _opt_state(tx, trained, replicate, {}, portable=True)
@@ -215,7 +215,7 @@ def _loss_scale(precision: Precision) -> dict[str, Any]:
 def _opt_state(
     tx: optax.GradientTransformation,
     trained: Mapping[str, Any],
-    replicate: Any,
+    replicate: Callable[[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct],
     sizes: Mapping[str, int],
     *,
     portable: bool,
@@ -227,7 +227,7 @@ def _opt_state(
         return coding.abstract_state(trained, sizes)
     state = _init_shapes(tx, {name: x.shape for name, x in trained.items()}, trained)
 
-    def like(leaf: Any, param: Any) -> Any:
+    def like(leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> Any:
         if tuple(leaf.shape) != tuple(param.shape):
             return replicate(leaf)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding)
@@ -284,7 +284,7 @@ def _opt_state_rows(
     """
     shapes = {name: tuple(x.shape) for name, x in trained.items()}
 
-    def of_leaf(leaf: Any, name: str) -> StageRows | None:
+    def of_leaf(leaf: jax.ShapeDtypeStruct, name: str) -> StageRows | None:
         return rows[name] if tuple(leaf.shape) == shapes[name] else None
 
     state = _init_shapes(tx, shapes, trained)
@@ -370,7 +370,7 @@ def slice_batch(batch: Tree, parts: int, precision: Precision, exact: Collection
       exact: names of the leaves whose exact values matter (`TracedLoss.exact_leaves`).
     """
 
-    def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def part(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         dtype = dtype_in_loss(leaf.dtype, precision, is_exact=path_name(path) in exact)
         return jax.ShapeDtypeStruct((leaf.shape[0] // parts, *leaf.shape[1:]), dtype)
 
@@ -424,7 +424,7 @@ def as_read(params: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
     }
 
 
-def _dtype_read(leaf: Any, precision: Precision) -> Any:
+def _dtype_read(leaf: jax.ShapeDtypeStruct, precision: Precision) -> Any:
     return precision.compute_dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -464,7 +465,7 @@ class StraightPiece:
     in_loop: bool
 
 
-def straight_pieces(program: Any) -> list[StraightPiece]:
+def straight_pieces(program: Jaxpr) -> list[StraightPiece]:
     """Splits a traced loss at its loops; returns the parts that read parameters.
 
     Args:
@@ -472,7 +473,7 @@ def straight_pieces(program: Any) -> list[StraightPiece]:
     """
     pieces: list[StraightPiece] = []
 
-    def walk(program: Any, names: set[str], in_loop: bool) -> set[str]:
+    def walk(program: Jaxpr, names: set[str], in_loop: bool) -> set[str]:
         """Adds finished straight-line parts to `pieces`; returns the parameter names of the
         unfinished part.
         """
@@ -490,7 +491,7 @@ def straight_pieces(program: Any) -> list[StraightPiece]:
                     names = set()
         return names
 
-    def _finished(inner: Any) -> list[StraightPiece]:
+    def _finished(inner: Jaxpr) -> list[StraightPiece]:
         """Returns the straight-line parts inside the body of a loop."""
         return [StraightPiece(piece.names, True) for piece in straight_pieces(inner)]
 

@@ -60,7 +60,7 @@ def on_mesh_of_plan(function: F) -> F:
     plan's mesh whatever mesh the user has set."""
 
     @functools.wraps(function)
-    def under(first: Any, *args: Any, **options: Any) -> Any:
+    def under(first: object, *args: Any, **options: Any) -> Any:
         if jax.sharding.get_abstract_mesh().empty:
             return function(first, *args, **options)
         plan = getattr(first, "plan", first)
@@ -199,7 +199,7 @@ class _Shardings:
         ]
 
 
-def _names(entry: Any) -> tuple[Any, ...]:
+def _names(entry: object) -> tuple[Any, ...]:
     return entry if isinstance(entry, tuple) else (entry,)
 
 

@@ -3,8 +3,6 @@ the method of attention."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -59,7 +57,7 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
         )
 
 
-def check_layout(mesh: Mesh | AbstractMesh, layout: Any) -> None:
+def check_layout(mesh: Mesh | AbstractMesh, layout: object) -> None:
     """Raises if `context` > 1 is combined with a layout of attention; `layout`: None without one.
 
     Raises:
@@ -72,7 +70,7 @@ def check_layout(mesh: Mesh | AbstractMesh, layout: Any) -> None:
         )
 
 
-def check_parts_of_rows(mesh: Mesh | AbstractMesh, model: Model, loss: Any) -> None:
+def check_parts_of_rows(mesh: Mesh | AbstractMesh, model: Model, loss: object) -> None:
     """Raises if `context` > 1, and a model or loss has not declared that it supports parts of rows.
 
     Args:

@@ -46,11 +46,11 @@ def shard_bytes(tree: Tree) -> int:
     return sum(_shard(leaf) for leaf in jax.tree.leaves(tree) if not _on_host(leaf))
 
 
-def _shard(leaf: Any) -> int:
+def _shard(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def _on_host(leaf: Any) -> bool:
+def _on_host(leaf: jax.ShapeDtypeStruct) -> bool:
     return leaf.sharding.memory_kind == HOST_KIND
 
 

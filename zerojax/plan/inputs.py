@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import tracing
@@ -14,6 +15,7 @@ from zerojax.config.checks import as_patterns, check_whole_number
 from zerojax.config.features import Features
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.recognition import is_deepspeed
+from zerojax.config.run import OptimizerConfig
 from zerojax.config.tree_types import Tree
 from zerojax.models.dim_names import AxisRules, rules_in_context
 from zerojax.optim.precision import Precision
@@ -74,7 +76,7 @@ class PlanInputs:
     model: tracing.ModelLike
     example_batch: Tree
     loss: tracing.Loss | None = None
-    optimizer: Any = None
+    optimizer: optax.GradientTransformation | OptimizerConfig | None = None
     precision: Precision | str | None = None
     reduce_dtype: str | None = None
     accumulate_dtype: str | None = None

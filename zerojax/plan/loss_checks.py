@@ -72,11 +72,11 @@ def check_loss(result: Tree) -> None:
         _check_metric(name, value)
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: jax.ShapeDtypeStruct) -> bool:
     return getattr(value, "shape", None) == ()
 
 
-def _check_metric(name: Any, value: Any) -> None:
+def _check_metric(name: object, value: Any) -> None:
     if not isinstance(name, str) or not name or not name.isprintable():
         raise ValueError(
             f"the loss returned a metric named {name!r}; a name must be a string of printable "
@@ -96,7 +96,7 @@ def _check_metric(name: Any, value: Any) -> None:
         )
 
 
-def _words(value: Any) -> Any:
+def _words(value: object) -> Any:
     return jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", value)
 
 

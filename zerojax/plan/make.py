@@ -188,7 +188,7 @@ class Plan(Decisions):
         return plan_dict(self)
 
 
-def require_plan(plan: Any, taker: str) -> Plan:
+def require_plan(plan: object, taker: str) -> Plan:
     """Returns `plan` if it is a `Plan`, else raises.
 
     Args:
@@ -214,7 +214,7 @@ def make_plan(
     *,
     example_batch: Tree,
     loss: tracing.Loss | None = None,
-    optimizer: Any = None,
+    optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     zero: int | None = None,
     precision: Precision | str | None = None,
     reduce_dtype: str | None = None,

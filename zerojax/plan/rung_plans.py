@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+
 from zerojax.config import ConfigError, OptimizerConfig
 from zerojax.features.known import ladder_of
 from zerojax.features.several_sizes import Ladder
@@ -89,5 +91,5 @@ def _check_state(plan: Plan, rung: Plan, ladder: Ladder, size: int) -> None:
             )
 
 
-def _leaf(leaf: Any) -> tuple[Any, ...] | None:
+def _leaf(leaf: jax.ShapeDtypeStruct | None) -> tuple[Any, ...] | None:
     return None if leaf is None else (leaf.shape, leaf.dtype, leaf.sharding)

@@ -70,7 +70,7 @@ def over_stacks(
         fixed = {name: x for name, x in extra.items() if not _is_arrays(x)}
         arrays = {name: x for name, x in extra.items() if name not in fixed}
 
-        def plain(updates: Tree, state: Tree, params: Tree, arrays: Any) -> tuple[Any, Tree]:
+        def plain(updates: Tree, state: Tree, params: Tree, arrays: Tree) -> tuple[Any, Tree]:
             return inner.update(updates, state, params, **arrays, **fixed)
 
         key = ("update", *sorted((name, _as_key(x)) for name, x in fixed.items()))
@@ -87,7 +87,7 @@ def _is_arrays(tree: Tree) -> bool:
     return all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(tree))
 
 
-def _as_key(value: Any) -> Any:
+def _as_key(value: object) -> Any:
     return tuple(sorted(value)) if isinstance(value, frozenset) else repr(value)
 
 
@@ -99,7 +99,7 @@ class _Mapped:
         self._stacks = stacks
         self._made: dict[Any, tuple[Any, Any]] = {}
 
-    def __call__(self, key: Any, function: Callable[..., Tree], stored: tuple[Any, ...]) -> Tree:
+    def __call__(self, key: object, function: Callable[..., Tree], stored: tuple[Any, ...]) -> Tree:
         """Returns the result of `function(*stored)`, called with the user's names, with rows
         stacked again."""
         boxed = jax.tree.map(_Stored, stored)
@@ -127,7 +127,7 @@ class _Mapped:
         )
 
     def _trace(
-        self, function: Callable[..., Tree], structs: Any, groups: list[tuple[int, ...]]
+        self, function: Callable[..., Tree], structs: Tree, groups: list[tuple[int, ...]]
     ) -> tuple[Any, Any]:
         """Returns (the program mapped over rows, for each result its stack or its position)."""
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*structs)
@@ -136,7 +136,7 @@ class _Mapped:
         found = group_rows(positions, self._stacks)
         outputs: list[tuple[int, ...]] = []
 
-        def place(leaf: Any) -> Any:
+        def place(leaf: object) -> Any:
             if not isinstance(leaf, StackRows):
                 return leaf
             outputs.append(leaf.values)
@@ -167,7 +167,7 @@ def _check_rows(
             raise NotProven(f"new arrays of {len(rows)} layers in stacks of {max(wanted)} rows")
 
 
-def _is_place(place: Any) -> bool:
+def _is_place(place: object) -> bool:
     return isinstance(place, tuple) and bool(place) and place[-1] is StackRows
 
 

@@ -119,7 +119,12 @@ def _keep_memory(plan: Plan) -> None:
         keep_freed_memory()
 
 
-def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> LiveStateOnly:
+def _jitted_step(
+    plan: Plan,
+    gradients: Callable[..., Any],
+    read_norm: Callable[..., Any],
+    update: Callable[..., Any],
+) -> LiveStateOnly:
     """Builds the jitted step of `build_step` from three traced parts.
 
     Args:
@@ -137,11 +142,11 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
 
     measured = {kind: choice.implementation for kind, choice in plan.program.kernels.items()}
 
-    def step(state: TrainState, batch: Batch, numbers: Any = None) -> tuple[Any, ...]:
+    def step(state: TrainState, batch: Batch, numbers: Tree = None) -> tuple[Any, ...]:
         with attention_measured(measured):
             return compute(state, batch, numbers)
 
-    def compute(state: TrainState, batch: Batch, numbers: Any) -> tuple[Any, ...]:
+    def compute(state: TrainState, batch: Batch, numbers: Tree) -> tuple[Any, ...]:
         key = step_key(state["rng"], state["step"])
         factor = factor_of(state, batch["batch"] if paged else batch)
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
@@ -270,7 +275,12 @@ class LiveStateOnly:
       trace, lower: methods `trace` and `lower` of the wrapped function (or of `program`).
     """
 
-    def __init__(self, mesh: Mesh | AbstractMesh, compiled: Any, program: Any = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh | AbstractMesh,
+        compiled: Any,
+        program: Any = None,
+    ) -> None:
         """Wraps a function.
 
         Args:
@@ -283,7 +293,7 @@ class LiveStateOnly:
         self.trace, self.lower = map(self._under_mesh, (program.trace, program.lower))
 
     def _under_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def under(*arguments: Any) -> Any:
+        def under(*arguments: Tree) -> Any:
             with under_own_mesh(self._mesh):
                 return function(*arguments)
 
@@ -419,7 +429,9 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
     if _reads_pages(plan):
         end = build_paged_gradients(config)
 
-        def ending(state: TrainState, _: Any, given: Any, factor: Any) -> tuple[Any, ...]:
+        def ending(
+            state: TrainState, _: object, given: Tree, factor: jax.Array | None
+        ) -> tuple[Any, ...]:
             return *end(state["params"], state["extras"], given["totals"]), state
 
         return ending
@@ -432,7 +444,7 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
     gradients = passes.build_gradients(config, unsummed=unsummed) if unsummed else build(config)
 
     def unchanged(
-        state: TrainState, key_data: jax.Array, batch: Batch, factor: Any
+        state: TrainState, key_data: jax.Array, batch: Batch, factor: jax.Array | None
     ) -> tuple[Any, ...]:
         given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
         return *gradients(*given, **drawn(plan, state)), state
@@ -443,7 +455,7 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
     key = copies_key(plan.placement, plan.precision)
 
     def following(
-        state: TrainState, key_data: jax.Array, batch: Batch, factor: Any
+        state: TrainState, key_data: jax.Array, batch: Batch, factor: jax.Array | None
     ) -> tuple[Any, ...]:
         given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
         copies = follow(state)

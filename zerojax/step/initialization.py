@@ -236,7 +236,7 @@ def _kept(plan: Plan, name: str, value: jax.Array, stored: jax.ShapeDtypeStruct)
     return value.astype(stored.dtype) if codes is None else codes.encode(value)
 
 
-def _given(plan: Plan, name: str, value: Any) -> Any:
+def _given(plan: Plan, name: str, value: object) -> Any:
     """Returns the user's initial value of a parameter, encoded if the state stores codes.
 
     A value in a file is encoded when it is read, not here.
@@ -291,11 +291,11 @@ def _copy_initial(plan: Plan, key_data: np.ndarray, arrays: tuple[Any, Any]) -> 
     return jitted(placed, host_extras, key_data)
 
 
-def _is_unread(value: Any) -> bool:
+def _is_unread(value: object) -> bool:
     return isinstance(value, LazyArray) or _is_missing(value)
 
 
-def _is_missing(value: Any) -> bool:
+def _is_missing(value: object) -> bool:
     """Returns whether the user's model has no value for a parameter, only its shape and dtype."""
     return isinstance(value, jax.ShapeDtypeStruct)
 
@@ -390,7 +390,7 @@ def _make_missing(
     return new, {**extras, **made}
 
 
-def _place(value: Any, stored: jax.ShapeDtypeStruct, rows: StageRows | None) -> jax.Array:
+def _place(value: object, stored: jax.ShapeDtypeStruct, rows: StageRows | None) -> jax.Array:
     return place(value if isinstance(value, LazyArray) else np.asarray(value), stored, rows)
 
 
@@ -569,7 +569,7 @@ def fill_on_devices(
     return filled
 
 
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> jax.Array:
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:
     sharding = jax.sharding.SingleDeviceSharding(device)
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from zerojax import models, tracing
 from zerojax.config.checks import names_keywords
 from zerojax.config.late_dataclasses import dataclass
-from zerojax.config.tree_types import Batch, Tree
+from zerojax.config.tree_types import Batch
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.placement.state import TrainState, abstract, abstract_model
 from zerojax.placement.user_shardings import under_own_mesh
@@ -27,6 +27,7 @@ from zerojax.step.build import build_step
 from zerojax.step.initialization import init_state
 from zerojax.step.reshard import from_portable_state, to_portable_state
 from zerojax.step.trained_model import model_of
+from zerojax.tracing.protocol import ModelLike
 from zerojax.tracing.trees import match_names
 
 JointState = dict[str, Any]
@@ -202,7 +203,12 @@ class JointPlan:
         shardings = {into: plan.state_shardings["frozen"][into] for into in follow}
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
-        def averaged(old: Tree, new: Tree, skipped: jax.Array, done: jax.Array) -> Tree:
+        def averaged(
+            old: dict[str, jax.Array],
+            new: dict[str, jax.Array],
+            skipped: jax.Array,
+            done: jax.Array,
+        ) -> dict[str, jax.Array]:
             def one(mine: jax.Array, other: jax.Array, decay: Decay) -> jax.Array:
                 stays = decay(done) if callable(decay) else decay
                 return jnp.where(skipped, mine, stays * mine + (1 - stays) * other)
@@ -305,7 +311,7 @@ def make_joint_plan(
 
 
 def _plans(
-    model: Any, mesh: Any, objectives: Mapping[str, Objective], given: Mapping[str, Any]
+    model: ModelLike, mesh: Any, objectives: Mapping[str, Objective], given: Mapping[str, Any]
 ) -> dict[str, Plan]:
     plans: dict[str, Plan] = {}
     for name, one in objectives.items():
@@ -327,7 +333,7 @@ def _plans(
     return plans
 
 
-def _others(model: Any, one: Objective, batch: Batch, option: str) -> tuple[str, ...]:
+def _others(model: ModelLike, one: Objective, batch: Batch, option: str) -> tuple[str, ...]:
     """Returns the patterns of the parameters that an objective does not train: one or none.
 
     Raises:

@@ -512,7 +512,7 @@ def _resizer(wanted: tuple[Wanted, ...], to_rows: bool) -> Any:
     return jax.jit(resize, out_shardings=[sharding for _, sharding, _ in wanted])
 
 
-def _resize(x: Any, wanted: Wanted, to_rows: bool) -> Any:
+def _resize(x: jax.Array, wanted: Wanted, to_rows: bool) -> Any:
     """Converts one array to the shape and row order of `wanted`, in device memory; traced.
 
     A tuple `x` is stacked first. If `wanted` has a sharding for each layer, the result is a tuple

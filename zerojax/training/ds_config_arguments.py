@@ -119,7 +119,7 @@ class DsConfigArguments:
         return dataclasses.replace(arguments, **_settings_of(translation), reasons=reasons)
 
 
-def batch_size_of(mesh_config: Any, *, num_devices: int) -> int | None:
+def batch_size_of(mesh_config: object, *, num_devices: int) -> int | None:
     """Returns train_batch_size of a ds_config; None if it is not set or no ds_config was passed."""
     source = _source_of(mesh_config)
     if source is None:
@@ -127,7 +127,7 @@ def batch_size_of(mesh_config: Any, *, num_devices: int) -> int | None:
     return deepspeed_config.explain(source, num_devices=num_devices).train_batch_size
 
 
-def _source_of(mesh_config: Any) -> deepspeed_config.Source | None:
+def _source_of(mesh_config: object) -> deepspeed_config.Source | None:
     """Returns the second argument of `train` if it is a ds_config, else None."""
     if isinstance(mesh_config, Mapping):
         return mesh_config if is_deepspeed(mesh_config) else None

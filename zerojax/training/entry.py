@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import models, tracing
@@ -101,7 +102,7 @@ def train(
     *,
     data: Any = None,
     loss: tracing.Loss | None = None,
-    optimizer: Any = None,
+    optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     precision: Precision | str | None = None,
     reduce_dtype: str | None = None,
     accumulate_dtype: str | None = None,
@@ -501,7 +502,7 @@ def _beside_checkpoints(checkpoint: CheckpointConfig | None) -> Path | None:
     return None if checkpoint is None or checkpoint.path is None else Path(checkpoint.path).parent
 
 
-def _run_folder(run_dir: Any, checkpoint: CheckpointConfig | None) -> Path | None:
+def _run_folder(run_dir: str | Path | None, checkpoint: CheckpointConfig | None) -> Path | None:
     if run_dir is None:
         return None
     if run_dir != "auto":

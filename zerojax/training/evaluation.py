@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from zerojax.config.checks import names_keywords, warn_user
 from zerojax.config.tree_types import Tree
@@ -24,6 +24,7 @@ from zerojax.placement.state import abstract_model, as_read, slice_batch
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.trace import has_random_numbers, is_random
+from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.validation import Filler, LeftOutError, each_batch, in_batches
 
 VALIDATION = "validation/"
@@ -64,6 +65,37 @@ def check_evaluation_mode(plan: Plan) -> None:
         )
 
 
+class WatchedRun(Protocol):
+    """What callbacks of this module read and call of a `Trainer`, whose module imports this one."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def loop_settings(self) -> LoopSettings: ...
+
+    @property
+    def evaluation_names(self) -> frozenset[str]: ...
+
+    @property
+    def has_validation(self) -> bool: ...
+
+    @property
+    def has_ema(self) -> bool: ...
+
+    @property
+    def has_checkpoints(self) -> bool: ...
+
+    def say(self, text: str) -> None: ...
+
+    def kept_steps(self) -> dict[str, dict[str, Any]]: ...
+
+    def keep(self, name: str, about: Mapping[str, Any] | None = None) -> int: ...
+
+
 class _Watching:
     """Base class of callbacks that track the best value of one metric."""
 
@@ -76,7 +108,7 @@ class _Watching:
         self.best: float | None = None
         self.best_step: int | None = None
 
-    def on_start(self, trainer: Any) -> None:
+    def on_start(self, trainer: WatchedRun) -> None:
         """Raises if the run does not measure the watched metric.
 
         Raises:
@@ -103,15 +135,15 @@ class _Watching:
                 f"{names}; name one of them"
             )
 
-    def __call__(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
+    def __call__(self, trainer: WatchedRun, metrics: Mapping[str, Any]) -> bool:
         """Handles a training report; returns True if the run should end."""
         return not self.metric.startswith(VALIDATION) and self._see(trainer, metrics)
 
-    def on_evaluation(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
+    def on_evaluation(self, trainer: WatchedRun, metrics: Mapping[str, Any]) -> bool:
         """Handles an evaluation; returns True if the run should end."""
         return self.metric.startswith(VALIDATION) and self._see(trainer, metrics)
 
-    def _see(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
+    def _see(self, trainer: WatchedRun, metrics: Mapping[str, Any]) -> bool:
         name = self.metric.removeprefix(VALIDATION)
         if name not in metrics:
             is_evaluation = self.metric.startswith(VALIDATION)
@@ -135,10 +167,10 @@ class _Watching:
         gain = self.best - value if self.mode == "min" else value - self.best
         return gain > self.min_delta
 
-    def _improved(self, trainer: Any) -> bool:
+    def _improved(self, trainer: WatchedRun) -> bool:
         return False
 
-    def _not_improved(self, trainer: Any, value: float) -> bool:
+    def _not_improved(self, trainer: WatchedRun, value: float) -> bool:
         return False
 
     def state(self) -> dict[str, Any]:
@@ -187,7 +219,7 @@ class EarlyStopping(_Watching):
         self.patience, self.stopped = patience, False
         self._waited = 0
 
-    def on_start(self, trainer: Any) -> None:
+    def on_start(self, trainer: WatchedRun) -> None:
         """Raises ValueError if the run does not measure the watched metric, or evaluates only at
         its end although a validation metric is watched."""
         super().on_start(trainer)
@@ -197,11 +229,11 @@ class EarlyStopping(_Watching):
                 "pass eval_every=STEPS"
             )
 
-    def _improved(self, trainer: Any) -> bool:
+    def _improved(self, trainer: WatchedRun) -> bool:
         self._waited = 0
         return False
 
-    def _not_improved(self, trainer: Any, value: float) -> bool:
+    def _not_improved(self, trainer: WatchedRun, value: float) -> bool:
         self._waited += 1
         if self._waited < self.patience or self.stopped:
             return self.stopped
@@ -256,7 +288,7 @@ class KeepBest(_Watching):
     ) -> None:
         super().__init__(metric, mode, min_delta)
 
-    def on_start(self, trainer: Any) -> None:
+    def on_start(self, trainer: WatchedRun) -> None:
         """Reads the best value and step stored by an earlier process of this run.
 
         Raises:
@@ -269,7 +301,7 @@ class KeepBest(_Watching):
         if kept is not None and kept.get("metric") == self.metric:
             self.best, self.best_step = kept.get("value"), kept["step"]
 
-    def _improved(self, trainer: Any) -> bool:
+    def _improved(self, trainer: WatchedRun) -> bool:
         # The metric may belong to an earlier step whose state no longer exists. The current step
         # is saved instead, which is at most one report later.
         self.best_step = trainer.keep(self.NAME, {"metric": self.metric, "value": self.best})
@@ -285,7 +317,7 @@ class NoWeightError(ValueError):
 
 @allocating_for("an evaluation")
 def mean_loss(
-    evaluate: Any,
+    evaluate: Callable[..., Any],
     plan: Plan,
     state: Tree,
     batches: Any,

@@ -384,7 +384,7 @@ def _raised(params: Mapping[str, Any], read: Read) -> tuple[Read, dict[str, Any]
     floats = [np.dtype(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     widest = max(floats, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
 
-    def dtype_of(x: Any) -> np.dtype:
+    def dtype_of(x: np.ndarray | jax.Array) -> np.dtype:
         is_narrow = x.dtype.itemsize < widest.itemsize
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
         return widest if is_float and is_narrow else np.dtype(x.dtype)

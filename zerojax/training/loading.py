@@ -255,7 +255,7 @@ class LoadedRun:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: str | Sequence[str],
         num_tokens: int | None = None,
         *,
         temperature: float = 0.8,

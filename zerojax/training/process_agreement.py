@@ -215,7 +215,7 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:4], "little")
 
 
-def _without_paths(settings: Any) -> Any:
+def _without_paths(settings: object) -> Any:
     if not isinstance(settings, Mapping):
         return settings
     return {k: _without_paths(v) for k, v in settings.items() if k not in _OWN_PATHS}
@@ -291,7 +291,7 @@ def _operations(program: Jaxpr) -> Iterator[tuple[bytes, Any]]:
             yield from _operations(inner)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Returns whether a value is a number, or a tuple of numbers."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))

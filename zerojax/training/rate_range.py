@@ -166,7 +166,7 @@ def find_rate_of(
     first = max(saved, default=0)
     found: list[tuple[float, float | None]] = []
 
-    def collect(_: Any, metrics: dict[str, float]) -> bool:
+    def collect(_: object, metrics: dict[str, float]) -> bool:
         """Records one step; returns True if the loss has diverged."""
         loss = metrics["loss"]
         is_finite = math.isfinite(loss)
@@ -224,7 +224,7 @@ def _test_of(
     """Returns the run of the test: `steps` more steps at growing rates, without any output."""
     low, high = ends
 
-    def rate(count: Any) -> jax.Array:
+    def rate(count: jax.Array) -> jax.Array:
         # A run that skipped steps has fewer updates than steps; the rate stays `low` for these.
         passed = jnp.clip(count - first, 0, steps - 1) / (steps - 1)
         return low * jnp.exp(passed * math.log(high / low))

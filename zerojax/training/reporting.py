@@ -15,12 +15,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.tree_types import Tree
 from zerojax.hardware import compile_client
 from zerojax.optim import Schedule
 from zerojax.passes.layer_norms import layer_rows, norms_of_layers
 from zerojax.passes.update import leaf_names
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
+from zerojax.step.build import LiveStateOnly
 from zerojax.tracing import trees
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import STEP
@@ -188,7 +190,7 @@ class Reports:
             share=share,
         )
 
-    def _write_processes(self, gathered: Any, log: RunLog | None) -> None:
+    def _write_processes(self, gathered: Sequence[Any] | None, log: RunLog | None) -> None:
         if gathered is not None and log is not None:
             log.write_processes(*gathered)
 
@@ -217,7 +219,7 @@ class Reports:
         """
         if self._rate is None or self._rate[0] is not schedule:
 
-            def rate(before: Any, num_skipped: Any, skipped: Any) -> jax.Array:
+            def rate(before: jax.Array, num_skipped: jax.Array, skipped: jax.Array) -> jax.Array:
                 return jnp.asarray(schedule(before - (num_skipped - skipped)))
 
             self._rate = schedule, None if _needs_no_device(schedule) else jax.jit(rate)
@@ -440,7 +442,7 @@ def _remedy(plan: Plan) -> str:
     return "Lower the learning rate, use precision='fp32', or look at the data"
 
 
-def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None:
+def compare_peak(step: LiveStateOnly, plan: Plan, memory: Mapping[str, Any]) -> str | None:
     """Compares a device's measured peak memory with the prediction for the compiled step.
 
     The prediction is the compiler's memory analysis of this step, as `zerojax.forecast` returns it
@@ -472,7 +474,7 @@ class Trace:
     def __init__(self) -> None:
         self._is_on = False
 
-    def follow(self, step: int, result: Any, wanted: Sequence[int], folder: Path) -> Path | None:
+    def follow(self, step: int, result: Tree, wanted: Sequence[int], folder: Path) -> Path | None:
         """Starts or stops the trace; must be called for every step after its dispatch.
 
         Args:
@@ -493,7 +495,7 @@ class Trace:
             return self.stop(result, folder)
         return None
 
-    def stop(self, result: Any, folder: Path) -> Path | None:
+    def stop(self, result: Tree, folder: Path) -> Path | None:
         """Stops a running trace after its last step, and returns its folder."""
         if not self._is_on:
             return None

@@ -138,7 +138,7 @@ class _Observer:
         self._steps: list[dict[str, float]] = []
         self._notes: list[str] = []
 
-    def on_start(self, trainer: Any) -> None:
+    def on_start(self, trainer: Trainer) -> None:
         """Records the state and the batches before the first step; replaces the random key if
         requested."""
         self._first, self._notes = trainer.num_steps, trainer.take_notes()
@@ -158,11 +158,11 @@ class _Observer:
             new = jax.device_put(run_key_data(OTHER_SEED), old.sharding)
             trainer.state = {**trainer.state, "rng": new}
 
-    def __call__(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def __call__(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Records one step."""
         self._steps.append(dict(metrics))
 
-    def record(self, trainer: Any) -> StepsRecord:
+    def record(self, trainer: Trainer) -> StepsRecord:
         """Returns everything that was recorded."""
         plan = trainer.plan
         return StepsRecord(
@@ -179,7 +179,7 @@ class _Observer:
         )
 
 
-def _write_parameters(trainer: Any, path: Path) -> None:
+def _write_parameters(trainer: Trainer, path: Path) -> None:
     """Writes {name: array} of the trained parameters, in float32 or wider."""
     found = to_portable_state(trainer.plan, trainer.state)["params"]
     arrays: dict[str, Any] = {}

@@ -291,7 +291,7 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
     return model
 
 
-def _check_no_task(config: ModelConfig, sizes: Any) -> None:
+def _check_no_task(config: ModelConfig, sizes: object) -> None:
     """Raises a ValueError if the model of a run file has a head for a task."""
     if getattr(sizes, "task", None) is not None:
         raise ValueError(

@@ -151,7 +151,7 @@ class RunGenerator:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: str | Sequence[str],
         num_tokens: int | None,
         *,
         end_tokens: Sequence[int] | None,
@@ -211,7 +211,11 @@ class RunGenerator:
         )
 
     def _rows(
-        self, prompts: Any, num_tokens: int | None, sampling: Sampling, batch_size: int
+        self,
+        prompts: str | Sequence[str],
+        num_tokens: int | None,
+        sampling: Sampling,
+        batch_size: int,
     ) -> list[np.ndarray]:
         check_decoder(self.model)
         context = self.model.config.max_seq_len
@@ -235,7 +239,7 @@ class RunGenerator:
 
 def check_request(
     plan: Plan,
-    prompts: Any,
+    prompts: str | Sequence[str],
     num_tokens: int | None,
     *,
     weights: Weights = "trained",
@@ -287,7 +291,7 @@ def check_same_weights(weights: Weights, quantize: str | None) -> None:
     check_same_run({"weights": str(weights), "quantize": str(quantize)})
 
 
-def _as_list(x: Any) -> Any:
+def _as_list(x: object) -> Any:
     return x.tolist() if hasattr(x, "tolist") else str(x)
 
 

@@ -27,10 +27,12 @@ from zerojax.config.checks import MAX_SIZE, check_fraction, check_size, expand_f
 from zerojax.config.display import quoted
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.config.loader import ConfigError, coerce_fields
-from zerojax.config.tree_types import Batch, Tree
+from zerojax.config.tree_types import Tree
+from zerojax.data.tokenizer import Tokenizer
 from zerojax.optim.precision import Precision
 from zerojax.plan.make import Plan
 from zerojax.runtime.user_files import replace_text
+from zerojax.tracing.protocol import ModelLike
 from zerojax.tracing.trees import path_name
 from zerojax.zoo import MODELS, add_lora
 from zerojax.zoo.config_values import config_of, values_of
@@ -109,7 +111,7 @@ class RunNotes:
     data: TextData | None = None
     eval_batches: int | None = None
     checkpoints: str | None = None
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     template: str | None = None
 
 
@@ -144,7 +146,7 @@ class RunRecord:
     mesh: MeshConfig
     platform: str
     num_devices: int
-    batch: Batch
+    batch: Any
     data: TextData | None
     eval_batches: int | None
     checkpoints: str | None
@@ -194,7 +196,7 @@ def record_of(plan: Plan, notes: RunNotes) -> RunRecord:
     )
 
 
-def _dtype_of(name: str, value: Any) -> np.dtype:
+def _dtype_of(name: str, value: str) -> np.dtype:
     try:
         return np.dtype(value)
     except (TypeError, ValueError):
@@ -214,7 +216,7 @@ def write_record(folder: Path, record: RunRecord) -> None:
     replace_text(folder / RECORD_FILE, text + "\n")
 
 
-def read_record(values: Any, where: str) -> RunRecord:
+def read_record(values: object, where: str) -> RunRecord:
     """Converts the content of a run.json to a record.
 
     Args:
@@ -247,7 +249,7 @@ def check_record(record: RunRecord, where: str) -> None:
         raise ConfigError(f"not a valid record of a run: {error}", (), where) from error
 
 
-def _record_in(values: Any, where: str) -> RunRecord:
+def _record_in(values: object, where: str) -> RunRecord:
     if not isinstance(values, Mapping):
         raise ConfigError(f"holds a {type(values).__name__}, not an object", (), where)
     known = [field.name for field in dataclasses.fields(RunRecord)]
@@ -281,13 +283,13 @@ def _record_in(values: Any, where: str) -> RunRecord:
     )
 
 
-def _listed(value: Any, where: str) -> list[Any]:
+def _listed(value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise ConfigError(f"expected a list; got {quoted(value, 200)}", ("adapters",), where)
     return value
 
 
-def abstract_of(batch: Batch) -> Any:
+def abstract_of(batch: Mapping[str, Any]) -> Any:
     """Converts the batch of a record to `ShapeDtypeStruct`s; None if the record has no batch.
 
     Raises:
@@ -326,7 +328,7 @@ def _hints_of(cls: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls))
 
 
-def _describe(template: Any) -> tuple[str, dict[str, Any], tuple[Adapters, ...]]:
+def _describe(template: ModelLike) -> tuple[str, dict[str, Any], tuple[Adapters, ...]]:
     """Returns (architecture, sizes, adapters) of a model in `zoo`; ("", {}, ()) of any other model.
 
     A subclass, or a module that was changed after its creation, may compute something else, so it
@@ -361,7 +363,7 @@ def _structure(module: nnx.Module) -> dict[str, Any]:
     return found
 
 
-def _is_plain(name: str, value: Any) -> bool:
+def _is_plain(name: str, value: object) -> bool:
     # Random state is created anew, because evaluations do not read it. The caller sets train or
     # eval mode.
     if name.startswith("_") or name in ("rngs", "deterministic", "use_running_average"):
@@ -420,7 +422,7 @@ def _as_json(tree: Tree) -> Any:
     return None
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: Mapping[str, Any]) -> Any:
     if "dict" in value:
         return {str(key): _from_json(part) for key, part in value["dict"].items()}
     if "list" in value:

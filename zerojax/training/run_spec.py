@@ -183,7 +183,7 @@ def print_if_slow(log: LogConfig | None, text: str) -> Iterator[None]:
         timer.cancel()
 
 
-def with_disk_folder(mesh: Any, folder: Path | None) -> Any:
+def with_disk_folder(mesh: object, folder: Path | None) -> Any:
     """Returns mesh options in which offload to disk has a folder: the user's, or the run's.
 
     Args:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import optax
 from jax.sharding import AbstractMesh
 
 from zerojax import tracing
@@ -18,6 +19,7 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.run import OptimizerConfig
 from zerojax.config.tree_types import Batch
 from zerojax.forecasting import forecast
 from zerojax.forecasting.settings_search import (
@@ -116,7 +118,7 @@ def search(
     devices: int,
     example_batch: Batch,
     loss: tracing.Loss | None = None,
-    optimizer: Any = None,
+    optimizer: optax.GradientTransformation | OptimizerConfig | None = None,
     precision: Precision | str | None = None,
     freeze: str | Sequence[str] = (),
     budget: float = 300.0,

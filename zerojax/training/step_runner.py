@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+from jax.sharding import Mesh
 
 from zerojax.checkpoint import Checkpointer
+from zerojax.config.mesh import MeshConfig
 from zerojax.config.tree_types import Batch, Tree
 from zerojax.data import shard_batch
 from zerojax.optim import Weights
@@ -130,7 +132,9 @@ class StepRunner:
         return Reports(limit, skipped=skipped, clock=self.clock, finished=finished)
 
     @allocating_for(TRAINING_STEP)
-    def _step_on_devices(self, batch: Batch, data_state: Any = None) -> dict[str, jax.Array]:
+    def _step_on_devices(
+        self, batch: Batch, data_state: Mapping[str, Any] | None = None
+    ) -> dict[str, jax.Array]:
         # A run that resumes from its durable files after this step continues behind this batch.
         if disk := self.state.get("disk"):
             disk.data_state = data_state
@@ -290,7 +294,7 @@ class StepRunner:
         if self._log is not None:
             self._log.message(text)
 
-    def log_image(self, name: str, image: Any, *, step: int | None = None) -> Path | None:
+    def log_image(self, name: str, image: object, *, step: int | None = None) -> Path | None:
         """Writes an image into the run's TensorBoard file and, as PNG, into its folder and report.
 
         Call it in a callback, in every process or in process 0 alone; only process 0 writes.
@@ -351,7 +355,7 @@ class StepRunner:
         return restored
 
     @on_mesh_of_plan
-    def reshard(self, mesh_config: Any) -> Self:
+    def reshard(self, mesh_config: Mapping[str, Any] | MeshConfig | Mesh) -> Self:
         """Changes the ZeRO stage or the mesh between two steps, without a restart.
 
         Args:

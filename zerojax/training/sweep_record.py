@@ -134,7 +134,7 @@ def as_result(loss: float) -> RungResult:
     return RungResult(loss=None, reason=f"the loss is {loss}")
 
 
-def _first_difference(before: Any, now: Any, at: str = "") -> str:
+def _first_difference(before: object, now: object, at: str = "") -> str:
     """Returns the first setting in which two trees of JSON values differ, with both values."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in {**before, **now}:

@@ -274,7 +274,7 @@ def describe_warmup(trials: Sequence[SweepTrial], rungs: Sequence[SweepRung]) ->
     )
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """Returns a value as the text that KEY=VALUE words have."""
     return value if isinstance(value, str) else json.dumps(value)
 

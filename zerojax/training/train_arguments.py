@@ -10,12 +10,17 @@ import inspect
 import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import optax
 
 from zerojax.config import CheckpointConfig, LogConfig, WatchConfig
 from zerojax.config.checks import MAX_SIZE, check_kind, check_whole_number
 from zerojax.config.features import FEATURES, Features
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.run import OptimizerConfig
+from zerojax.tracing.protocol import Loss, ModelLike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +33,12 @@ class Arguments:
       reasons: one sentence for each default that was chosen.
     """
 
-    model: Any
+    model: ModelLike
     mesh_config: Any
     batches: Any
     data: Any
-    loss: Any
-    optimizer: Any
+    loss: Loss | None
+    optimizer: optax.GradientTransformation | OptimizerConfig | None
     precision: Any
     reduce_dtype: str | None
     accumulate_dtype: str | None
@@ -45,7 +50,7 @@ class Arguments:
     freeze: Any
     features: Features
     checkpoint: Any
-    run_dir: Any
+    run_dir: str | Path | None
     log: LogConfig | None
     watch: WatchConfig | None
     validation: Any

@@ -481,7 +481,7 @@ class Trainer(StepRunner):
     @on_mesh_of_plan
     def generate(
         self,
-        prompts: Any,
+        prompts: str | Sequence[str],
         num_tokens: int | None = None,
         *,
         temperature: float = 0.8,

@@ -61,7 +61,7 @@ class FilledBatch:
     missing: int = 0
 
 
-def check_validation(validation: Any) -> None:
+def check_validation(validation: object) -> None:
     """Raises if `validation` is not data that can be read again at every evaluation.
 
     Raises:
@@ -92,7 +92,7 @@ def check_validation(validation: Any) -> None:
         raise ValueError("validation is empty; give at least one batch, or None for no validation")
 
 
-def in_batches(data: Any, global_batch_size: int) -> Any:
+def in_batches(data: object, global_batch_size: int) -> Any:
     """Converts a dataset of rows to a source of batches; returns other data unchanged.
 
     Args:
@@ -150,7 +150,7 @@ def _batch_of(source: RowSource, index: int, low: int, high: int) -> Any:
     return FilledBatch(filled, as_arrays(source.rows_at(np.full_like(numbers, last))), missing)
 
 
-def describe_limit(validation: Any, eval_batches: int | None) -> str | None:
+def describe_limit(validation: object, eval_batches: int | None) -> str | None:
     """Returns a log line about the evaluated share of a source; None if all rows are evaluated.
 
     Args:
@@ -169,7 +169,7 @@ def describe_limit(validation: Any, eval_batches: int | None) -> str | None:
     )
 
 
-def check_before_run(plan: Plan, validation: Any, eval_batches: int | None) -> None:
+def check_before_run(plan: Plan, validation: object, eval_batches: int | None) -> None:
     """Raises if the plan's evaluation cannot use the validation data.
 
     Checks all batches of a list, the first and the last batch of another sequence, the number of

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config.late_dataclasses import dataclass
@@ -178,7 +178,12 @@ class _Order:
         def of(atom: Operand) -> Marks:
             return 0 if isinstance(atom, Literal) else held.get(atom, 0)
 
-        def run_piece(program: Jaxpr, equations: Any, taken: Any, needed: Any) -> Any:
+        def run_piece(
+            program: Jaxpr,
+            equations: Sequence[Equation],
+            taken: Sequence[Var],
+            needed: Sequence[Var],
+        ) -> Any:
             piece = program.replace(
                 constvars=[], invars=[*taken], outvars=[*needed], eqns=[*equations]
             )
@@ -238,7 +243,7 @@ class _Order:
             self._loops_after = closure
         return results, [closure] * len(results)
 
-    def _in_order(self, value: Any) -> Any:
+    def _in_order(self, value: object) -> Any:
         """Returns an equation's parameter with `_with_order` applied to the programs in it."""
         if isinstance(value, ClosedJaxpr):
             return _with_order(value, self._everywhere)
@@ -246,7 +251,7 @@ class _Order:
             return tuple(map(self._in_order, value))
         return value
 
-    def _wait(self, value: Any, needed: Marks) -> Any:
+    def _wait(self, value: jax.Array, needed: Marks) -> Any:
         """Returns `value`, computed such that it depends on the events with the needed marks."""
         zeros: list[jax.Array] = []
         for event in reversed(self._events):
@@ -330,7 +335,7 @@ def _smallest_used(equation: Equation) -> int | None:
     return min(usable, key=order, default=None)
 
 
-def _is_usable(aval: Any) -> bool:
+def _is_usable(aval: object) -> bool:
     """Returns whether a value is an array with an element, on the device, that is a number (no
     random key).
     """

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.operators.marks import mark_read
 from zerojax.optim.weight_codes import WeightCodes
 from zerojax.optim.wire_codes import WireCodes
@@ -202,7 +203,7 @@ class LeafCollectives:
         """
         return lax.psum_scatter(rows, self.over, scatter_dimension=0, axis_index_groups=self.groups)
 
-    def keep_apart(self, value: Any) -> Any:
+    def keep_apart(self, value: Tree) -> Any:
         """Returns the value unchanged; adds fusion barriers around it if `barrier` is set."""
         if self.barrier is None:
             return value

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
 
 from zerojax.config.late_dataclasses import dataclass
 from zerojax.operators.marks import LINEAR_RULE
@@ -105,8 +106,8 @@ def take_rows(
     shard: jax.Array,
     ids: jax.Array,
     *,
-    mode: Any,
-    fill: Any,
+    mode: str | None,
+    fill: ArrayLike | None,
     casts: Sequence[Any] = (),
 ) -> jax.Array:
     """Looks up rows like a `gather` on the unsharded table in `compute_dtype`: returns [...,

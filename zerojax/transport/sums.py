@@ -451,7 +451,7 @@ def _with_divisions(program: Jaxpr) -> Jaxpr:
     return program.replace(eqns=equations)
 
 
-def _with_inner(value: Any) -> Any:
+def _with_inner(value: object) -> Any:
     """Returns an equation's parameter with `fix_divisions` applied to the programs in it."""
     if isinstance(value, ClosedJaxpr):
         return fix_divisions(value)

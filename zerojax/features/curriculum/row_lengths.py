@@ -71,7 +71,9 @@ def without_end(weights: Any, length: int) -> Any:
     return weights * counted.astype(weights.dtype)
 
 
-def _checked(arrays: Any, keys: Sequence[str], seq_len: int) -> Mapping[str, Any]:
+def _checked(
+    arrays: Mapping[str, np.ndarray], keys: Sequence[str], seq_len: int
+) -> Mapping[str, Any]:
     """Returns the arrays of a batch; raises a ValueError if one of `keys` is missing or its rows do
     not have `seq_len` tokens."""
     for name in keys:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from zerojax.config.tree_types import Tree
 from zerojax.models.losses import no_sums
@@ -188,7 +189,7 @@ def _floats(arrays: Arrays) -> Arrays:
     return {name: _float32(x) for name, x in arrays.items()}
 
 
-def _float32(x: Any) -> jax.ShapeDtypeStruct:
+def _float32(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.float32)
 
 
@@ -221,7 +222,7 @@ def _sum_changes(config: PassConfig, changes: Arrays) -> Arrays:
     return _sum_whole(config, changes, jnp.float32)
 
 
-def _sum_whole(config: PassConfig, values: Arrays, wire: Any) -> Arrays:
+def _sum_whole(config: PassConfig, values: Arrays, wire: DTypeLike) -> Arrays:
     """Sums unsharded gradients over the devices in float32, with one exchange per bucket."""
     assert config.tree is not None
     order = config.tree

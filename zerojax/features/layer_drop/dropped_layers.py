@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.operators.equations import Equation
 from zerojax.operators.marks import branch_scope
 from zerojax.tracing.activation_offload import (
@@ -70,7 +71,7 @@ def drop_layers(
       share: expected fraction of layers that run; FLOPs of a layer are counted with this factor.
     """
 
-    def dropping(parameters: Any, *others: Any) -> Any:
+    def dropping(parameters: dict[str, jax.Array], *others: Tree) -> Any:
         *given, scales = others
         closed, shape = jax.make_jaxpr(function, return_shape=True)(parameters, *given)
         closed = _needed(closed)

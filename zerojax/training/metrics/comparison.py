@@ -173,7 +173,7 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> Sequence[tuple[str, 
     return pairs
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "not set" if value is None else str(value)
 
 

@@ -46,7 +46,7 @@ def image_file(name: str, step: int) -> str:
     return f"{FOLDER}/{folder}/{step}.png"
 
 
-def as_pixels(name: str, image: Any) -> tuple[np.ndarray, str | None]:
+def as_pixels(name: str, image: object) -> tuple[np.ndarray, str | None]:
     """Returns (uint8 [height, width, 1, 3 or 4], what was changed or None).
 
     Args:

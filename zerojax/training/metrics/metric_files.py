@@ -388,7 +388,7 @@ def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
     return record
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

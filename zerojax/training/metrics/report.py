@@ -466,7 +466,7 @@ def _settings(config: Mapping[str, Any]) -> str:
     return f'<div class="settings">{blocks}</div>' if blocks else ""
 
 
-def _setting(value: Any) -> str:
+def _setting(value: object) -> str:
     if value is None:
         return "not set"
     if isinstance(value, bool):

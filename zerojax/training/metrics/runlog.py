@@ -267,7 +267,7 @@ class RunLog:
             self._record("layers", step, norms)
             self._send(step, norms)
 
-    def write_image(self, step: int, name: str, image: Any) -> Path | None:
+    def write_image(self, step: int, name: str, image: object) -> Path | None:
         """Writes an image into `images` of the run folder, and into the TensorBoard file.
 
         Args:

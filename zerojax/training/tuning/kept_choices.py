@@ -235,7 +235,7 @@ def _text(key: Mapping[str, Any]) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-def _kept_of(text: str, entry: Any) -> Kept | None:
+def _kept_of(text: str, entry: object) -> Kept | None:
     """Returns a decision as it was stored under the key `text`; None if it is malformed, damaged or
     of another key."""
     names = {field.name for field in dataclasses.fields(Kept)}

@@ -294,7 +294,7 @@ def update_question(plan: Plan, kernel: str) -> Question:
 def _of_sample(opt_state: Tree, params: Mapping[str, Any]) -> Any:
     """Returns an optimizer state restricted to the parameters in `params`."""
 
-    def pick(node: Any) -> Any:
+    def pick(node: Tree) -> Any:
         return {name: node[name] for name in params} if isinstance(node, dict) else node
 
     return jax.tree.map(pick, opt_state, is_leaf=lambda node: isinstance(node, dict))

@@ -20,6 +20,7 @@ import numpy as np
 
 from pallas_kernels.choice import Choice
 from zerojax.config.late_dataclasses import dataclass
+from zerojax.config.tree_types import Tree
 from zerojax.plan.make import Plan
 from zerojax.step.build import build_step
 from zerojax.step.initialization import init_state
@@ -91,7 +92,7 @@ class TimedSteps:
 
     def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
         self._plan, self._clock = plan, clock
-        self._state: Any = None
+        self._state: Tree = None
         self._times: list[float] = []
         self.failure: str | None = None
 
