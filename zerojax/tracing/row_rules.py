@@ -110,6 +110,8 @@ def _reshape(equation: Equation, operands: list[Dependence], num_rows: int) -> D
     before = math.prod(old[: rows.dim])
     for dim, size in enumerate(new):
         fits = math.prod(new[:dim]) == before and size % num_rows == 0
+        # With a single row any size is a multiple of the number of rows; then a dimension of size
+        # 1 has the rows only if their dimension had size 1 before.
         if fits and (size > 1 or old[rows.dim] == 1):
             return Rows(dim)
     return OTHER

@@ -112,6 +112,7 @@ class _Scores(Follow):
         ]
 
     def _ends(self, equation: Equation, operands: list[Marks]) -> bool:
+        # Also equations without marks are visited: products begin the marks.
         return not equation.outvars
 
     def _leaf(self, equation: Equation, operands: list[Marks]) -> Marks:
@@ -132,6 +133,7 @@ class _Scores(Follow):
 
     def _product(self, equation: Equation, operands: list[Marks]) -> Marks:
         contracted, batch = equation.params["dimension_numbers"]
+        # Products with weights have no batch dimensions; scores have those of rows and heads.
         if not batch[0]:
             return 0
         for variable, marks, dims in zip(equation.invars, operands, contracted, strict=True):

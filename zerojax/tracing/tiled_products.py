@@ -288,6 +288,8 @@ class TiledProduct:
                 grads = lax.dynamic_update_slice_in_dim(grads, own, index * size, self.dim)
             if sums:
                 return grads, self._put(of_other, at, index, of_given)
+            # The parts of all tiles are added, so they come in the dtype of the sum; `jax.vjp`
+            # would round each to the operand's.
             return grads, of_other + product.pull_back(product.operand(tile), part, of_other.dtype)
 
         shape = self._cut_shape(other.shape, at) if sums else other.shape

@@ -144,6 +144,7 @@ def _run_apart(equation: Equation, inputs: Sequence[Any], reads: Tilings) -> Seq
     if kind == "scan":
         return _run_loop(equation, inputs, reads)
     if not is_call(equation):
+        # Casts and changes of layout are done with each tile (`WeightProduct.operand`).
         return [inputs[0]]
     closed = program_of(equation)
     if not is_checkpoint(equation):

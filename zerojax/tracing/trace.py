@@ -97,6 +97,7 @@ def trace_model(
         except Exception:
             # The cause may be a placeholder of a parameter. If so, the trace works with the arrays,
             # and `find_reads` records that their stored values are used.
+            # No placeholder is left that could be the cause.
             if handed <= plain:
                 raise
             plain |= handed

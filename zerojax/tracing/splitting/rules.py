@@ -196,6 +196,7 @@ def _broadcast_in_dim(
     shape, value = equation.params["shape"], operands[0]
     made = [*record.factors.new_dims(shape)]
     for dim, place in zip(value.dims, equation.params["broadcast_dimensions"], strict=True):
+        # A dimension of size 1 is repeated here, and the result has a new one.
         made[place] = dim or made[place]
     return [tuple(made)]
 
@@ -246,6 +247,8 @@ def _along(record: Record, equation: Equation, operands: Sequence[Value]) -> Seq
     arrays = [value.dims for value in operands]
     for other in arrays[1:]:
         for place, (a, b) in enumerate(zip(arrays[0], other, strict=True)):
+            # Arrays that are sorted together have the axis in common; parts of a concatenation do
+            # not.
             if place != axis or kind == "sort":
                 record.unify(a, b)
     results = []
@@ -306,6 +309,7 @@ def _gather(record: Record, equation: Equation, operands: Sequence[Value]) -> Se
     variable = equation.outvars[0]
     made: list[Dim] = [*record.factors.new_dims(_shape(variable))]
     batch = [place for place in range(len(made)) if place not in numbers.offset_dims]
+    # The last dimension of an index holds its components.
     for place, dim in zip(batch, index.dims[:-1], strict=True):
         made[place] = dim
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)

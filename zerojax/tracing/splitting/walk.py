@@ -56,6 +56,7 @@ def follow_dims(record: Record, program: Jaxpr, inputs: Sequence[Value]) -> list
         well.
         """
         value = read(atom)
+        # A sum that something else reads, too, is all-reduced before it is added to another one.
         if isinstance(atom, Literal) or uses[atom] == 1 or value.total is None:
             return value
         return dataclasses.replace(value, total=None)
