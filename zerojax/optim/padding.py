@@ -367,6 +367,8 @@ def _evaluate(equation: Equation, known: list[Any]) -> Any:
         known = [*known, equation.params["y"]]
     function = _NUMPY.get("pow" if name == "integer_pow" else name)
     whole = jnp.issubdtype(dtype, jnp.integer)
+    # For integers these functions of NumPy compute something else: a quotient that is not an
+    # integer, logical in place of bitwise results.
     if function is None or (whole and name in ("div", "pow", "integer_pow", "not", "or", "and")):
         return None
     with np.errstate(all="ignore"):

@@ -245,6 +245,7 @@ class OneCycle:
 
         names = ("cycle_first_stair_count", "cycle_second_stair_count")
         for name, stairs, size in zip(names, self._stairs, self._halves, strict=True):
+            # `_climb` multiplies these numbers as int32.
             if stairs * size >= 2**31:
                 given = name if getattr(self, name) is not None else names[0]
                 raise ConfigError(

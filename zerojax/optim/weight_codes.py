@@ -97,8 +97,9 @@ class WeightCodes:
         """Quantizes values to uint8 blocks: the codes of 64 values, then their scale.
 
         The values are cast to float32. The result has `coded_shape(values.shape)`. It is a NumPy
-        array for a NumPy array, else a traced array. The bits are equal, because codes depend only
-        on comparisons with products, which NumPy and XLA round equally.
+        array for a NumPy array, else a traced array. The bits of nf4 are equal, because its codes
+        depend only on comparisons with products, which NumPy and XLA round equally. Codes of int8
+        depend on a quotient: their bits are equal where XLA rounds a division correctly.
         """
         blocked = self._in_blocks(values.shape, BLOCK)
         if not isinstance(values, np.ndarray):
@@ -251,6 +252,7 @@ def _level(code: jax.Array) -> jax.Array:
     chosen: list[Any] = [int(level) for level in NF4_LEVELS.view(np.int32)]
     code = code.astype(jnp.int32)
     for bit in range(4):
+        # 0 or -1, whose bits are all set.
         mask = -((code >> bit) & 1)
         pairs = zip(chosen[::2], chosen[1::2], strict=True)
         chosen = [low ^ (mask & (low ^ high)) for low, high in pairs]
