@@ -107,6 +107,7 @@ class OnParameterTree(optax.GradientTransformationExtraArgs):
 
         def nest_state(state: Tree, arrays: Mapping[str, Any]) -> Tree:
             structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
+            # The structure of a state can depend on all of these.
             key = tuple((name, x.shape, x.dtype) for name, x in structs.items())
             if key not in nesters:
                 nesters[key] = _nester(jax.eval_shape(inner.init, tree.nest(structs)), tree)
