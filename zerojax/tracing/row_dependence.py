@@ -167,6 +167,7 @@ def join(several: Sequence[Dependence]) -> Dependence:
     if all(value == rest[0] for value in rest) and (
         len(rest) == len(several) or isinstance(rest[0], Rows)
     ):
+        # `==` ignores the field `scales`, so equal values may differ in it.
         return plain(rest[0]) if len(rest) > 1 else rest[0]
     return AFFINE if all(map(is_affine, several)) else OTHER
 

@@ -139,6 +139,7 @@ class _Scores(Follow):
         for variable, marks, dims in zip(equation.invars, operands, contracted, strict=True):
             for number in self._after_exponential(marks):
                 self._contracted[number].add(math.prod(variable.aval.shape[dim] for dim in dims))
+        # The body of a loop is traversed more than once.
         if id(equation) not in self._numbers:
             self._numbers[id(equation)] = len(self._products)
             self._products.append(equation)

@@ -135,6 +135,7 @@ class WeightProduct:
             precision=self.equation.params["precision"],
             preferred_element_type=dtype,
         )
+        # The product has the free dimensions of the cotangent, then those of the weight in order.
         pairs = dict(zip(contracting[self.side], contracting[1 - self.side], strict=True))
         order = [*self.free_of(1 - self.side), *(pairs[at] for at in sorted(pairs))]
         return lax.transpose(found, [order.index(at) for at in range(len(order))])
@@ -207,6 +208,7 @@ def _moved(equation: Equation, dims: tuple[int | None, ...]) -> tuple[int | None
         found: list[int | None] = [None] * after.ndim
         for at, place in enumerate(equation.params["broadcast_dimensions"]):
             found[place] = dims[at] if before.shape[at] != 1 else None
+        # A broadcast that keeps the number of elements only adds dimensions of size 1.
         return tuple(found) if before.size == after.size else None
     left = [dim for dim, size in zip(dims, before.shape, strict=True) if size != 1]
     sizes = [size for size in before.shape if size != 1]

@@ -245,6 +245,7 @@ def tile_reads(function: Callable[..., Any], reads: Tilings) -> Callable[..., An
     def tiled(*args: Tree) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         found = find_reads_in_loops(closed.jaxpr, reads)
+        # Reads in branches have marks, but `find_reads_in_loops` leaves them out.
         for name in sorted({read.name for read in marked_reads(closed.jaxpr)} & reads.keys()):
             product, *others = found.get(name, ["no loop over layers reads it"])
             if others or isinstance(product, str):

@@ -39,6 +39,7 @@ def find_uniform_branches(
     """
     rest = len(program.invars) - num_params - num_extras
     extras: list[Marks] = [0] * num_extras
+    # Marks are only added, so the loop ends.
     # What is computed from state that differs will differ in the next call.
     while True:
         walk = _Predicates()

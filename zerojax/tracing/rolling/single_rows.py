@@ -279,6 +279,7 @@ def _of_rows(values: _Values, equation: Equation, place: int = 0, **changed: Any
 def _broadcast(values: _Values, equation: Equation, _: int) -> Any:
     operand, params = equation.invars[0], equation.params
     shape = (1, *params["shape"][1:])
+    # A dimension of size 1 is repeated for all rows, so they share the value.
     of_rows = 0 in params["broadcast_dimensions"] and operand.aval.shape[0] > 1
     value = values.row(operand) if of_rows else values.whole(operand)
     return lax.broadcast_in_dim(value, shape, params["broadcast_dimensions"])
@@ -286,6 +287,7 @@ def _broadcast(values: _Values, equation: Equation, _: int) -> Any:
 
 def _reshape(values: _Values, equation: Equation, _: int) -> Any:
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    # With `dimensions` the operand is transposed first.
     if not before or before[0] != after[0] or equation.params["dimensions"] is not None:
         return None
     return lax.reshape(values.row(equation.invars[0]), (1, *after[1:]))
@@ -349,6 +351,7 @@ def _gather(values: _Values, equation: Equation, _: int) -> Any:
         *numbers.start_index_map,
         *numbers.operand_batching_dims,
     )
+    # No index may select among the rows, and all of them must be taken, in order.
     if 0 in moved or numbers.offset_dims[:1] != (0,) or sizes[0] != operand.aval.shape[0]:
         return None
     operands = values.row(operand), values.whole(indices)

@@ -152,6 +152,7 @@ def _ragged_dot(record: Record, equation: Equation, operands: Sequence[Value]) -
     for dim in groups:
         record.block(dim, why)
     ragged = numbers.lhs_ragged_dimensions[0] in contracted[0]
+    # `_product` knows no dimension of groups, so the others are numbered without it.
     kept = [p for p in range(len(right.dims)) if p not in numbers.rhs_group_dimensions]
     places = {place: new for new, place in enumerate(kept)}
     within = [[places[place] for place in side[1]] for side in (contracted, batched)]
@@ -162,6 +163,7 @@ def _ragged_dot(record: Record, equation: Equation, operands: Sequence[Value]) -
         (contracted[0], within[0]),
         (batched[0], within[1]),
     )
+    # If the sum runs over the ragged dimension, each group has a sum of its own.
     if not ragged:
         return [made]
     number = record.factors.new_dim(_shape(equation.outvars[0])[0])
@@ -175,6 +177,8 @@ def _convolution(record: Record, equation: Equation, operands: Sequence[Value]) 
     shape = _shape(equation.outvars[0])
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return _unknown(record, equation, operands)
+    # The first two entries are the rows and features, or outputs and inputs of the weight; the
+    # rest are places in space.
     for spec, value in ((numbers.lhs_spec, left), (numbers.rhs_spec, right)):
         for place in spec[2:]:
             record.block(value.dims[place], "is moved over by the window of a convolution")
@@ -226,6 +230,7 @@ def _part(record: Record, equation: Equation, operands: Sequence[Value]) -> Sequ
     """Handles slices and padding: a dimension whose size changes becomes a new dimension."""
     kind, value = equation.primitive.name, operands[0]
     shape = _shape(equation.outvars[0])
+    # Slices have no padding.
     padding = equation.params.get("padding_config", [(0, 0, 0)] * len(shape))
     made = []
     for dim, size, edges in zip(value.dims, shape, padding, strict=True):
